@@ -35,7 +35,7 @@ def _join(backend: str) -> Any:
 
 
 def _fail_in_a_collective(backend: str, end: str, left: Path) -> tuple[str, float, list[str], bool]:
-    """Rank 0 raises while rank 1 never comes to a sum; return the exception, seconds, reports, and what is left."""
+    """Rank 0 raises while rank 1 never joins a sum; return the exception, seconds, reports, and what is left."""
     reports: list[str] = []
     began = time.monotonic()
     raised = ""
@@ -58,7 +58,7 @@ def _fail_in_a_collective(backend: str, end: str, left: Path) -> tuple[str, floa
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("backend", ["gloo", stand_in.NAME])
 def test_a_rank_that_fails_ends_at_once(backend: str, end: str, tmp_path: Path) -> None:
-    """Before, it waited for the other rank in destroy_process_group, and told nobody."""
+    """Before, it waited for the other rank in destroy_process_group, and reported nothing."""
     raised, seconds, reports, initialized = in_world(2, _fail_in_a_collective, backend, end, tmp_path / "left")[0]
     assert raised == repr(ENDS[end])
     assert seconds < 4.0

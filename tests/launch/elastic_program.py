@@ -1,4 +1,4 @@
-"""A rank under an elastic launcher that fails where a plan says so, and sums over all ranks where it doesn't.
+"""A rank under an elastic launcher that fails where a plan has it, and sums over all ranks where it doesn't.
 
 elastic_program.py FOLDER PLAN      PLAN: for each attempt, the ranks' ends: `ok`, `raise` or `kill`, as "ok,kill ok,ok"
 """

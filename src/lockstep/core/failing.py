@@ -24,7 +24,7 @@ def reports_failures(report: Callable[[BaseException], None]) -> Iterator[None]:
 
 
 def report_failure(error: BaseException) -> bool:
-    """Report an exception that will end this process; return whether anybody was there to be told."""
+    """Report an exception that will end this process; return whether there was a reporter."""
     for report in _reporters:
         report(error)
     return bool(_reporters)

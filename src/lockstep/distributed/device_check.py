@@ -4,7 +4,7 @@
     Slurm's           each sees its own (--gpus-per-task,           rank 3 takes number 0, which is its own
       srun, others    CUDA_VISIBLE_DEVICES of each rank)
 
-Nothing in a rank's environment tells the two apart: four ranks that each see one GPU may have four, or share one. Only
+A rank's environment is the same in both cases: four ranks that each see one GPU may have four, or share one. Only
 the devices' identities do.
 """
 

@@ -4,7 +4,7 @@ the block has ended, or the run has paused      destroy: every collective has en
 any other exception, Ctrl-C, sys.exit()         report, then abort: a collective may wait for ranks that never come
 
 `destroy_process_group` waits for pending collectives: on a rank that fails, until the timeout of the slowest, and the
-exception is known to nobody until then. Aborting ends them; yet it, too, may hang, in a driver or a network that is
+exception is not reported until then. Aborting ends them; yet it, too, may hang, in a driver or a network that is
 broken. So the failure is reported first, and the wait for the abort has a limit.
 """
 
@@ -56,7 +56,7 @@ _aborting: threading.Event | None = None
 
 
 def is_aborting() -> bool:
-    """Return whether an abort has not ended: nobody else may touch the process group any more."""
+    """Return whether an abort has not ended: no other code may use the process group then."""
     return _aborting is not None and not _aborting.is_set()
 
 

@@ -140,7 +140,7 @@ def _left_at_the_end(world: World) -> Iterator[None]:
 
 @contextmanager
 def _failure_posted(world: World) -> Iterator[None]:
-    """Tell ranks that wait without a limit if this one fails; its group is not Lockstep's to abort."""
+    """Post a failure, for ranks that wait without a limit; the group is the user's, and is not aborted."""
     try:
         yield
     except BaseException:
