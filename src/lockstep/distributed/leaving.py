@@ -45,8 +45,8 @@ def abort_groups(error: BaseException, rank: int, device: torch.device, exchange
         _log.error("rank %d fails, and aborts its collectives: %s: %s", rank, type(error).__name__, reason)
     global _aborting
     by_others = isinstance(error, PeerFailed | CollectiveTimeout | Stopped) or blames_a_peer(error)
-    told = None if by_others else exchange  # they know, and rank 0, which keeps the store, may have ended
-    _aborting = _in_background(lambda: _abort(device, told))
+    reached = None if by_others else exchange  # they know, and rank 0, which keeps the store, may have ended
+    _aborting = _in_background(lambda: _abort(device, reached))
     if not _aborting.wait(_ABORT_LIMIT):
         _log.error("rank %d: the process group could not be closed within %g s", rank, _ABORT_LIMIT)
 

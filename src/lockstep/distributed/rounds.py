@@ -1,13 +1,13 @@
 """A name for each round in which ranks meet, so that none reads keys of an earlier one.
 
     rank 3   ask/3 = a token of its own          --> rank 0
-             answer/TOKEN = the round's name     <--           once all have asked
+             answer/TOKEN = the round's name     <--           once all have requests
              joined/NAME/3                       -->
              open/NAME                           <--           once all have joined
 
 An elastic launcher (torchrun) keeps one store over restarts, with all keys of the ranks that have ended. Nothing that a
 rank's environment has names the round: each node counts only the restarts that its own ranks have caused. So rank 0
-makes up a name, and answers a token that no earlier process has known. A rank that was ended while it asked may have
+makes up a name, and answers a token that no earlier process has known. A rank that was ended while it requests may have
 left a token: its successor replaces it, and rank 0 answers again until all have joined.
 """
 
@@ -61,13 +61,13 @@ def poll(condition: Callable[[], bool], until: float) -> bool:
 def _hand_out(store: Store, others: Sequence[int], deadline: float) -> str:
     name = uuid.uuid4().hex
     if others:
-        asked, joined = [f"ask/{rank}" for rank in others], [f"joined/{name}/{rank}" for rank in others]
+        requests, joined = [f"ask/{rank}" for rank in others], [f"joined/{name}/{rank}" for rank in others]
         answered: set[bytes] = set()
 
         def all_have_joined() -> bool:
-            if not store.check(asked):
+            if not store.check(requests):
                 return False
-            new = [token for token in store.multi_get(asked) if token not in answered]
+            new = [token for token in store.multi_get(requests) if token not in answered]
             if new:
                 cast("Any", store).multi_set([_answer(token.decode()) for token in new], [name] * len(new))
                 answered.update(new)
