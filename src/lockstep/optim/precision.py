@@ -51,11 +51,21 @@ def _cpu_has_bf16() -> bool:
     return not flags.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def autocast_context(dtype: torch.dtype | None, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Return a factory of autocast contexts for a forward; for fp32 of one that does nothing, at no cost."""
+def autocast_context(
+    dtype: torch.dtype | None, device: torch.device, *, keeps_casts: bool = True
+) -> Callable[[], AbstractContextManager[object]]:
+    """Return a factory of autocast contexts for a forward; for fp32 of one that does nothing, at no cost.
+
+    Args:
+        keeps_casts: Whether autocast keeps its copy of each weight until a training forward ends, for weights that are
+            used twice. Elsewhere it doesn't: where no backward follows, or blocks are computed again, the copies of the
+            whole model would be all that exists at once.
+    """
     if dtype is None:
         return lambda: _NOTHING
-    return partial(torch.autocast, device.type, dtype=dtype)
+    if not keeps_casts:
+        return partial(torch.autocast, device.type, dtype=dtype, cache_enabled=False)
+    return lambda: torch.autocast(device.type, dtype=dtype, cache_enabled=torch.is_grad_enabled())
 
 
 def set_tf32(allowed: bool) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from lockstep.config.schema import Config
@@ -52,6 +53,8 @@ class ShardingContext:
         blocks: Names of the repeated layers that this rank holds.
         selective: Names of the modules that selective activation checkpointing computes again.
         partition: Which rank holds which parts of the model.
+        cast_weights: Names of the parameters that autocast casts wherever the model uses them.
+        compute: The precision of autocast; None for fp32.
         unused_remedy: What has to change before `find_unused_parameters` can be set ("leave x out and "); may be empty.
     """
 
@@ -65,6 +68,8 @@ class ShardingContext:
     partition: ModelPartition
     optimizer: OptimizerFactory
     squared_norm: SquaredNorm
+    cast_weights: frozenset[str]
+    compute: torch.dtype | None
     unused_remedy: str
 
 

@@ -26,7 +26,7 @@ from lockstep.core.protocols import GradientStep
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Builder, Sharding, ShardingContext
 from lockstep.sharding.fsdp_order import NegotiatedOrder, fixed_order
-from lockstep.sharding.fsdp_units import reshard_all
+from lockstep.sharding.fsdp_units import AutocastGather, reshard_all
 from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.parameter_shards import ParameterShard, parameter_shards
 from lockstep.sharding.single import NO_SYNC, named_gradients, refuse_other_than_fp32, without_gradient
@@ -125,6 +125,7 @@ class FSDPStep(GradientStep):
         self._shards = shards
         self._custom = context.optimizer.is_custom
         self._optimizer = optimizer
+        self._gather = _autocast_gather(context)
         self._order = _collective_order(context)
         eager: Callable[..., Any] = torch.compiler.disable  # traced into a compiled model, messages lose their order
         model.register_forward_pre_hook(eager(self._begin_forward), prepend=True)  # before the gather
@@ -143,6 +144,8 @@ class FSDPStep(GradientStep):
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         loss.backward(seed)  # type: ignore[no-untyped-call]
+        if self._gather is not None:
+            self._gather.end_backward()
         if self._order is None:
             return
         self._order.end()
@@ -163,6 +166,8 @@ class FSDPStep(GradientStep):
         return named_gradients(self.module)
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
+        if self._gather is not None:  # a pipeline's schedule makes its backwards itself
+            self._gather.end_backward()
         if self._offloaded:  # the update is made by the host, which must know
             divisor, keep = float(divisor), bool(keep)
         if not self._custom:
@@ -181,6 +186,8 @@ class FSDPStep(GradientStep):
             raise
 
     def _begin_forward(self, module: nn.Module, inputs: object) -> None:
+        if self._gather is not None:
+            self._gather.begin_forward()
         if self._order is not None:
             self._order.begin_forward()
 
@@ -199,6 +206,14 @@ class FSDPStep(GradientStep):
         self._must_reduce_shared = False
         gradients = {shard.name: shard.gradient for shard in self._shards if shard.whole.grad is not None}
         self._partition.reduce_shared(gradients)
+
+
+def _autocast_gather(context: ShardingContext) -> AutocastGather | None:
+    """Return what gathers in autocast's precision; None: all is gathered in fp32, or in the precision asked for."""
+    configured = context.config.parallel.fsdp.mixed_precision.param_dtype
+    if configured is not None or context.compute is None or not context.cast_weights:
+        return None
+    return AutocastGather(context.model, context.cast_weights, context.compute, context.world.device)
 
 
 def _collective_order(context: ShardingContext) -> CollectiveOrder | NegotiatedOrder | None:

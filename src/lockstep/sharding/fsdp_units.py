@@ -3,19 +3,24 @@
     module blocks.1 --> FSDPUnit 2 "blocks.1" --> before a gather:     on_gather(unit)
                                               --> before a reduction:  on_reduce(unit, parameters with a gradient)
 
+    at rest   gathered under autocast     gradient    reduced
+    fp32      bf16: weights of products   bf16        fp32, in one collective for each unit
+    fp32      fp32: norms, embeddings     fp32
+
 This file alone uses what is private to torch's implementation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -27,12 +32,13 @@ class FSDPUnit:
     Args:
         name: The name of its module; empty: the root's own parameters.
         number: Its position in the model.
+        group: FSDP2's own record of it.
     """
 
     def __init__(self, name: str, number: int, group: Any) -> None:
         self.number = number
         self._name = name
-        self._group = group
+        self.group = group
         self._gather = group._all_gather_comm
 
     @property
@@ -55,27 +61,28 @@ class FSDPUnit:
             on_reduce: Gets the trained parameters that have a gradient; if there are none, this rank sends nothing.
         """
         module.set_custom_all_gather(cast("Any", _AnnouncedGather(self._gather, lambda: on_gather(self))))
-        original = self._group.post_backward
+        original = self.group.post_backward
 
         def post_backward(*unused: Any) -> None:
-            if self._group.reduce_grads:
+            if self.group.reduce_grads:
                 on_reduce(self, [param.sharded_param for param in self._trained if _has_gradient(param)])
-            if all(map(_was_gathered, self._group.fsdp_params)):
+            if all(map(_was_gathered, self.group.fsdp_params)):
                 original(*unused)  # torch 2.13 would read gradients of parameters that were never gathered
 
-        self._group.post_backward = post_backward
+        self.group.post_backward = post_backward
 
     def send_zeros(self, wanted: bool) -> None:
         """Set whether a reduction sends zeros for parameters without a gradient, or leaves them out."""
-        self._group.reduce_scatter_unused_params = wanted
+        self.group.reduce_scatter_unused_params = wanted
 
     @torch.no_grad()
     def gather_for_others(self) -> None:
         """Take part in a gather whose result this rank doesn't need."""
-        group = self._group
+        group = self.group
         flat = [param._sharded_param_data.view(-1) for param in group.fsdp_params]
         dtypes = [param.param_dtype or param.orig_dtype for param in group.fsdp_params]
-        part = torch.cat([param.to(group.device, dtype) for param, dtype in zip(flat, dtypes, strict=True)])
+        parts = [param.to(group.device, dtype) for param, dtype in zip(flat, dtypes, strict=True)]
+        part = torch.cat([part.view(torch.uint8) for part in parts] if len(set(dtypes)) > 1 else parts)
         among: dist.ProcessGroup = group._all_gather_process_group
         whole = part.new_empty(part.numel() * among.size())
         self._gather(output_tensor=whole, input_tensor=part, group=among)
@@ -86,10 +93,9 @@ class FSDPUnit:
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
         from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
-        group: Any = self._group
+        group: Any = self.group
         zeros = [
-            torch.zeros(param._orig_size, dtype=param.param_dtype or param.orig_dtype, device=group.device)
-            for param in self._trained
+            torch.zeros(param._orig_size, dtype=_sent_dtype(param), device=group.device) for param in self._trained
         ]
         replicated = isinstance(group.mesh_info, DDPMeshInfo)
         reduced: Any = foreach_reduce(
@@ -117,7 +123,91 @@ class FSDPUnit:
 
     @property
     def _trained(self) -> list[Any]:
-        return [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
+        return [param for param in self.group.fsdp_params if _is_trained(param)]
+
+
+class AutocastGather:
+    """Gathers parameters in autocast's precision where autocast would cast them: the same values in half the bytes.
+
+    Autocast over parameters in fp32 keeps a copy of each in its precision until the backward has used it: 2 bytes for
+    each parameter of the whole model on every rank. What is gathered in that precision is freed with its unit. Outside
+    of autocast everything is gathered in fp32.
+
+    Args:
+        names: The parameters that autocast casts wherever they are used.
+        dtype: Autocast's precision.
+    """
+
+    def __init__(self, model: nn.Module, names: frozenset[str], dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._kind = device.type
+        self._on = False
+        self._awaited = False
+        held = {id(parameter) for name, parameter in model.named_parameters() if name in names}
+        self._groups = [unit.group for unit in units_of(model)]
+        params = [param for group in self._groups for param in group.fsdp_params]
+        self._lowered = [param for param in params if id(param.sharded_param) in held]
+        lowered = set(map(id, self._lowered))
+        for param in self._lowered:
+            param.init_dtype_attrs = partial(self._set_dtypes, param, param.init_dtype_attrs)
+        for group in self._groups:
+            kinds = {id(param) in lowered for param in group.fsdp_params if _is_trained(param)}
+            if len(kinds) > 1:  # a reduction takes gradients of one dtype
+                group.post_backward = partial(_reduce_in_one_dtype, group, group.post_backward)
+
+    def begin_forward(self) -> None:
+        """Set the precision for a forward of the whole model.
+
+        Raises:
+            RunFailed: The forward before awaits its backward, which needs the other precision.
+        """
+        on = torch.is_autocast_enabled(self._kind) and torch.get_autocast_dtype(self._kind) is self._dtype
+        if on is not self._on:
+            if self._awaited:
+                raise RunFailed(
+                    "the model was called under autocast and outside of it before one backward, and fsdp gathers "
+                    "parameters in one precision at a time; call it under autocast, or set "
+                    "parallel.fsdp.mixed_precision.param_dtype: fp32"
+                )
+            self._switch(on)
+        self._awaited = torch.is_grad_enabled()
+
+    def end_backward(self) -> None:
+        """Note that no backward is awaited."""
+        self._awaited = False
+
+    def _switch(self, on: bool) -> None:
+        self._on = on
+        for group in self._groups:
+            group._to_sharded()
+        for param in self._lowered:
+            param.all_gather_outputs = []
+            vars(param).pop("_unsharded_param", None)
+            param.param_dtype = self._dtype if on else None
+
+    def _set_dtypes(self, param: Any, original: Callable[[Any], None], policy: Any) -> None:
+        """Replace FSDP's own choice, which it makes in the first forward."""
+        original(policy)
+        param.param_dtype = self._dtype if self._on else None
+
+
+def _reduce_in_one_dtype(group: Any, original: Callable[..., None], *unused: Any) -> None:
+    """Convert a unit's gradients to the precision in which they are reduced, after its parameters are freed."""
+    if group.reduce_grads:
+        params = [param for param in group.fsdp_params if _is_trained(param) and _was_gathered(param)]
+        for param in params:
+            param.accumulate_unsharded_grad_if_needed()
+        if group.reshard_after_backward:
+            group._to_sharded()
+        for param in params:
+            param.to_accumulated_grad_if_needed()
+            if group.reduce_scatter_unused_params and not _has_gradient(param):
+                param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=_sent_dtype(param))
+    original(*unused)
+
+
+def _sent_dtype(param: Any) -> torch.dtype:
+    return cast("torch.dtype", param.reduce_dtype or param.param_dtype or param.orig_dtype)
 
 
 def units_of(model: nn.Module) -> dict[FSDPUnit, FSDPModule]:
@@ -149,6 +239,10 @@ def _groups(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
     group = state._fsdp_param_group
     return [] if group is None else [group]
+
+
+def _is_trained(param: Any) -> bool:
+    return bool(param.sharded_param.requires_grad)
 
 
 def _was_gathered(param: Any) -> bool:

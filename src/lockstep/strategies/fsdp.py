@@ -35,7 +35,8 @@ class FSDPPrecision(Section):
     """
 
     param_dtype: Precise | None = None
-    """Type of the parameters that are gathered and computed with; null: fp32, as they are stored."""
+    """Type of the parameters that are gathered and computed with; null: that of `precision.compute` for weights that
+    autocast would cast, fp32 for all others (norms, embeddings)."""
     reduce_dtype: Precise = "fp32"
     """Type in which gradients are summed over ranks."""
     output_dtype: Precise | None = None

@@ -20,6 +20,7 @@ from lockstep.models.objectives import ModelLoss, TargetLoss
 from lockstep.models.transformer import Transformer
 from lockstep.monitor.metric_log import MetricLog, recording
 from lockstep.optim.precision import autocast_context, resolve_compute
+from lockstep.strategies.registry import find_strategy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +87,7 @@ def build_engine(
         ConfigError: The parallelized model doesn't compute what the whole model computes.
     """
     sharding, position, model = made.sharding, made.position, made.sharding.state.model
-    autocast = _both(autocast_context(resolve_compute(config.precision.compute, world.device), world.device), masks)
+    autocast = _both(_autocast(config, plan, world), masks)
     draws = _draws(config, plan, made, world)
     checked = evaluation_batches(source, 2, 0, 1, Loader(), world.device)
     check_tensor_plan = partial(_check_tensor_plan, made, config.parallel.tensor_parallel, world, checked, objective)
@@ -139,6 +140,13 @@ def _both(
             yield
 
     return both
+
+
+def _autocast(config: Config, plan: Plan, world: World) -> Callable[[], AbstractContextManager[object]]:
+    is_whole = not find_strategy(plan.strategy).variant(config.parallel).state.parameters
+    keeps_casts = is_whole and config.memory.activation_checkpointing.mode == "none"
+    compute = resolve_compute(config.precision.compute, world.device)
+    return autocast_context(compute, world.device, keeps_casts=keeps_casts)
 
 
 def consensus_of(world: World, loss_sum: Callable[[], Tensor] | None) -> Consensus:

@@ -116,6 +116,10 @@ def parallelize(
         ConfigError: The model doesn't support it.
     """
     model, blocks, device = whole.module, repeated_blocks(whole.module), world.device
+    builder = load_builder(plan.strategy, config.run.determinism)
+    compute = resolve_compute(config.precision.compute, device)
+    gathers = builder.shard is not None or find_strategy(plan.strategy).variant(config.parallel).state.parameters
+    lowered = _cast_weights(whole, compute, world) if gathers else frozenset()
     position = cache(partial(mesh_position, plan.mesh, world))  # creates process groups, so it comes after refusals
     mode = ForwardMode()
     options = config.memory.activation_checkpointing
@@ -134,7 +138,6 @@ def parallelize(
         stages = PartitionedModel(model, chain, spec, device, whole.sample(), muted_logging, mode)
     model = apply_transforms(model, after, device)
 
-    builder = load_builder(plan.strategy, config.run.determinism)
     sharding_context = ShardingContext(
         model,
         config,
@@ -146,6 +149,8 @@ def parallelize(
         partition=partition_of(model, whole.tensors, position(), stages, tensor, device),
         optimizer=optimizer,
         squared_norm=squared_norm,
+        cast_weights=lowered,
+        compute=compute,
         unused_remedy=before_unused(plan.strategy, plan.mesh),
     )
     if builder.shard is not None:
@@ -171,6 +176,17 @@ def load_builder(strategy: str, determinism: str = "default") -> Builder:
     """Return what builds a strategy."""
     name = _INVARIANT if determinism == "invariant" else find_strategy(strategy).build
     return cast("Builder", resolved(name))
+
+
+def _cast_weights(whole: WholeModel, compute: torch.dtype | None, world: World) -> frozenset[str]:
+    """Return the names of the parameters that autocast casts wherever they are used. All ranks together."""
+    if compute is None:
+        return frozenset()
+    from lockstep.engine.cast_weights import cast_weights
+
+    first = world.axis.rank == 0  # the ranks' gathers must agree
+    names = cast_weights(whole.module, whole.sample(), compute, world.device, muted_logging) if first else ()
+    return frozenset(cast("list[str]", world.axis.broadcast(sorted(names))))
 
 
 # --- transforms ---------------------------------------------------------------------------------------------------
