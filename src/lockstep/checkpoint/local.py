@@ -22,7 +22,7 @@ from pathlib import Path
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
 from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, read_small
-from lockstep.core.files import flush, is_missing, is_same_file
+from lockstep.core.files import exists_anew, flush, is_missing, is_same_file
 
 _LOCK = ".lock"
 _PUBLISHED, _DRAFT, _DELETED, _MARKER = "step-", ".draft-", ".deleted-", ".witness-"
@@ -176,7 +176,7 @@ class LocalStorage:
             marker.unlink(missing_ok=True)
 
     def has_marker(self, token: str) -> bool:
-        return (self._folder / f"{_MARKER}{token}").exists()
+        return exists_anew(self._folder / f"{_MARKER}{token}")
 
     def _make(self) -> None:
         """Make the folder, and flush the names that lead to it: a checkpoint in it survives a power failure."""

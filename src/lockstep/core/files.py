@@ -48,6 +48,18 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
+def exists_anew(path: Path) -> bool:
+    """Return whether a path exists now, also where a network file system remembers that it didn't.
+
+    A client of NFS keeps a failed look-up for up to a minute. It asks the server again about the names in a folder that
+    is opened.
+    """
+    for folder in reversed(path.parents):
+        with contextlib.suppress(OSError):
+            os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    return path.exists()
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a file so that it always has the whole old text or the whole new one. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")

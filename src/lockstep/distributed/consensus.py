@@ -131,17 +131,18 @@ class DeviceConsensus:
         for request in requests:
             request_slots[request.value] = 1.0
         host = self._to_device([float(count), float(tokens), *tallies, *request_slots])
-        slots = torch.cat([loss_sum.double().view(1), host[:2], self._norm_before, host[2:]])
+        own_loss = loss_sum.to(self._device, torch.float64, non_blocking=True).view(1)
+        slots = torch.cat([own_loss, host[:2], self._norm_before, host[2:]])
         self._finish = self._axis.start_sum(slots)
 
     def close(self, squared_norm: Tensor) -> VoteResult:
         assert self._finish is not None, "a vote is opened before it is closed"
-        norm = squared_norm.double()
+        norm = squared_norm.to(self._device, torch.float64, non_blocking=True)  # offloaded gradients are on the host
         known = torch.where(norm.isfinite(), norm, _NOT_FINITE)
         self._norm_before = torch.stack([known, known * known])
         slots = self._finish()
         if self._loss_sum is not None:
-            slots[LOSS_SUM] = self._loss_sum().double()
+            slots[LOSS_SUM] = self._loss_sum().to(self._device, torch.float64, non_blocking=True)
         return VoteResult(slots[LOSS_SUM], norm, slots[NEXT_COUNT], slots[NEXT_TOKENS], slots)
 
     def _to_device(self, numbers: list[float]) -> Tensor:

@@ -22,6 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
+_PLAIN = (Tensor, torch.nn.Parameter)  # other classes have a way of their own
+_HOST = ("cpu", "meta")
+
 
 class HostGroup(Protocol):
     """The ranks of a process group, and their exchange of objects. All of them together."""
@@ -113,7 +116,7 @@ def pickled(value: object) -> bytes:
 
 class _HostPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is torch.Tensor and value.device.type != "cpu":
+        if type(value) in _PLAIN and value.device.type not in _HOST:
             return cast("Any", value.detach().cpu()).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 

@@ -187,7 +187,7 @@ def _world(environment: RankEnvironment, device: torch.device, backend: str, tim
     axis: Axis = RankGroup(group) if size > 1 else LocalGroup()
     store = dist.distributed_c10d._get_default_store()
     exchange = StoreExchange(store, rank, size, wakes=wakes, timeout=timeout) if size > 1 else None
-    kept = _launcher_store(environment)
+    kept = _launcher_store(environment, timedelta(seconds=timeout))
     return World(
         axis, rank, size, environment.local_rank, environment.local_world_size, device, backend, exchange, kept
     )
@@ -242,6 +242,20 @@ def _store(environment: RankEnvironment, limit: timedelta) -> Store:
     """
     if environment.world_size == 1:
         return HashStore()
+    # several launches may share a store, as two of torchrun that name one endpoint: their ids differ
+    meeting = PrefixStore(f"lockstep/{environment.launch_id}", _connected(environment, limit))
+    name = next_round(meeting, environment.rank, environment.world_size, limit.total_seconds())
+    return PrefixStore(name, meeting)
+
+
+def _launcher_store(environment: RankEnvironment, limit: timedelta) -> Store | None:
+    """Return the part of a launcher's store that the ranks of this launch, and those after them, share."""
+    if not environment.agent_store:
+        return None
+    return PrefixStore(f"lockstep/{environment.launch_id}/kept", _connected(environment, limit))
+
+
+def _connected(environment: RankEnvironment, limit: timedelta) -> Store:
     address = environment.master_addr, environment.master_port
     if address not in _stores:
         _stores[address] = TCPStore(
@@ -253,18 +267,7 @@ def _store(environment: RankEnvironment, limit: timedelta) -> Store:
             wait_for_workers=False,
             master_listen_fd=_listening(environment),
         )
-    # several launches may share a store, as two of torchrun that name one endpoint: their ids differ
-    meeting = PrefixStore(f"lockstep/{environment.launch_id}", _stores[address])
-    name = next_round(meeting, environment.rank, environment.world_size, limit.total_seconds())
-    return PrefixStore(name, meeting)
-
-
-def _launcher_store(environment: RankEnvironment) -> Store | None:
-    """Return the part of a launcher's store that the ranks of this launch, and those after them, share."""
-    store = _stores.get((environment.master_addr, environment.master_port))
-    if store is None or not environment.agent_store:
-        return None
-    return PrefixStore(f"lockstep/{environment.launch_id}/kept", store)
+    return _stores[address]
 
 
 def _listening(environment: RankEnvironment) -> int | None:

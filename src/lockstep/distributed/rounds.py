@@ -1,13 +1,13 @@
 """A name for each round in which ranks meet, so that none reads keys of an earlier one.
 
     rank 3   ask/3 = a token of its own          --> rank 0
-             answer/TOKEN = the round's name     <--           once all have requests
+             answer/TOKEN = the round's name     <--           once all have asked
              joined/NAME/3                       -->
              open/NAME                           <--           once all have joined
 
 An elastic launcher (torchrun) keeps one store over restarts, with all keys of the ranks that have ended. Nothing that a
 rank's environment has names the round: each node counts only the restarts that its own ranks have caused. So rank 0
-makes up a name, and answers a token that no earlier process has known. A rank that was ended while it requests may have
+makes up a name, and answers a token that no earlier process has known. A rank that was ended while it asked may have
 left a token: its successor replaces it, and rank 0 answers again until all have joined.
 """
 

@@ -187,13 +187,18 @@ def full_tensor(tensor: Any) -> Tensor:
     A tensor that is sharded along two axes of a mesh is summed from shards in zeros: to redistribute it along both is
     wrong for shards of unequal sizes (torch 2.13: some ranks wait for others).
     """
-    import torch.distributed as dist
+    from lockstep.distributed.collectives import group_or_all
 
     if isinstance(tensor, FlatShard):
         flat = tensor.memory.new_zeros(prod(tensor.shape))
         tensor.of(flat).copy_(tensor.memory)
-        dist.all_reduce(bits(flat))
+        group_or_all(None).sum(bits(flat))
         return flat.view(tensor.shape)
+    if (
+        tensor.device_mesh.device_type != tensor.to_local().device.type
+    ):  # offloaded to the host, where nccl can't gather
+        moved = as_shard_of(tensor, tensor.to_local().to(tensor.device_mesh.device_type))
+        return full_tensor(moved).to(tensor.to_local().device)
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if len(axes) < 2:
         return cast("Tensor", tensor.full_tensor())
@@ -202,7 +207,7 @@ def full_tensor(tensor: Any) -> Tensor:
     for box in local_shards(tensor).boxes:
         whole[box.within(everything)] = shard_view(tensor, box)
     for axis in axes:
-        dist.all_reduce(bits(whole), group=tensor.device_mesh.get_group(axis))
+        group_or_all(tensor.device_mesh.get_group(axis)).sum(bits(whole))
     return whole
 
 

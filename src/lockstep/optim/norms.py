@@ -22,14 +22,23 @@ _SMALL = 16_384
 _ROW = 1_024
 
 
-def squared_norm(grads: Sequence[Tensor]) -> Tensor:
+def squared_norm(grads: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
     """Return the sum of the squares of all elements of all tensors.
 
+    Args:
+        device: Where the result is needed: ranks sum their norms there, also one that has no gradient, or keeps its
+            gradients on the host. None: on the gradients' device.
+
     Returns:
-        0-dim, on the gradients' device, in fp32 also for lower precisions (fp64 if one of them is).
+        0-dim, in fp32 also for lower precisions (fp64 if one of them is).
     """
     if not grads:
-        return torch.zeros(())
+        return torch.zeros((), device=device)
+    own = _squared_norm(grads)
+    return own if device is None else own.to(device, non_blocking=True)
+
+
+def _squared_norm(grads: Sequence[Tensor]) -> Tensor:
     dtype = grads[0].dtype
     if dtype not in (torch.float32, torch.float64) or any(grad.dtype is not dtype for grad in grads):
         wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32

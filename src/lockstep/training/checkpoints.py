@@ -148,7 +148,7 @@ class Checkpoints(VoteParticipant):
         components = components_of(self._session)
         if self._section.best is not None:
             refuse_unknown_best(self._section.best, components.objective, components.evaluator.sources)
-        refuse_local_storage(self._storage, self._axis)
+        refuse_local_storage(self._storage, self._axis, components.config.launch.timeout)
         lock_storage(self._storage, self._axis)
         self._refuse_other_run(resume)
         notes: list[str] = []

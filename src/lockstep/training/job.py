@@ -45,6 +45,7 @@ from lockstep.training.assemble import assemble
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
 from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, polling
+from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
 from lockstep.training.locations import storage_of
 from lockstep.training.out_of_memory import MemoryFactors, explain, memory_factors
 from lockstep.training.ownership import run_folder_for
@@ -181,13 +182,14 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     transforms = transform_names(job.config.transforms, job.given)
     if is_first and transforms:
         environment[TRANSFORMS] = transforms
+    resume = resumed(job.resume, components.world)
     storage = storage_of(job.config.checkpoint, folder, job.given.storage)
     checkpoints = Checkpoints(session, storage, environment, folder, job.recipe)
     notes = [f"transforms of the model: {', '.join(transforms)}"] if transforms else []
-    notes += checkpoints.begin(job.resume)
+    notes += checkpoints.begin(resume)
     if is_first:
         run_folder = RunFolder.open(folder)
-        if checkpoints.resumed_from is None or job.resume.origin is not None:
+        if checkpoints.resumed_from is None or resume.origin is not None:
             run_folder.archive_attempt()
         else:
             run_folder.rewind(checkpoints.resumed_from)
@@ -195,8 +197,9 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
         run_folder.write_config(recorded(components.config, checkpoints.run))
         run_folder.write_environment({**environment, "run": checkpoints.run})
     components.world.axis.barrier()
-    if job.resume.origin is not None:
+    if resume.origin is not None:
         checkpoints.save()
+    mark_begun(components.world)
     return checkpoints, notes
 
 
@@ -213,8 +216,9 @@ def _run_folder(job: Job, world: World) -> Iterator[Path]:
     failure: Failure | None = None
     if world.rank == 0:
         try:
-            path = run_folder_for(job.config, job.recipe, fresh=job.resume.fresh)
+            path = kept_folder(world) or run_folder_for(job.config, job.recipe, fresh=job.resume.fresh)
             folder = RunFolder.create(path, job.recipe, again=True)
+            keep_folder(world, folder.path)
         except Failure as error:
             failure = error
     result = world.axis.broadcast(folder.path if folder is not None else failure)

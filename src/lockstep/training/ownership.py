@@ -28,6 +28,7 @@ from lockstep.core.progress import Progress
 from lockstep.monitor.folder import is_finished
 from lockstep.monitor.jsonl import finite
 from lockstep.plan.schedule import is_finished as is_at_its_end
+from lockstep.training.launch_folder import folder_of_launch
 from lockstep.training.locations import checkpoint_folder
 from lockstep.training.saved_state import epoch_samples_in
 
@@ -59,6 +60,8 @@ class _Occupant:
 def run_folder_for(config: Config, recipe: str, *, fresh: bool = False) -> Path | None:
     """Return the folder of the config, or of the run that owns `checkpoint.folder` and that this config continues.
 
+    An elastic launch has a folder where its config names none: see `launch_folder`.
+
     Args:
         fresh: the run starts over.
 
@@ -68,14 +71,14 @@ def run_folder_for(config: Config, recipe: str, *, fresh: bool = False) -> Path 
     Raises:
         ConfigError: checkpoint.folder belongs to another run.
     """
-    folder = Path(config.run.folder).absolute() if config.run.folder is not None else None
+    folder = Path(config.run.folder).absolute() if config.run.folder is not None else folder_of_launch(config, recipe)
     if config.checkpoint.folder is None:
         return folder
     storage = LocalStorage(checkpoint_folder(config.checkpoint.folder, Path()))
     occupant = _occupant(storage)
     if occupant is None or (folder is not None and _belongs_to(folder, occupant.owner)):
         return folder
-    if folder is None and _is_continued(config, occupant, fresh=fresh):
+    if config.run.folder is None and _is_continued(config, occupant, fresh=fresh):
         return occupant.folder
     subfolder = _free_subfolder(config.checkpoint.folder, recipe)
     remedy = f"set checkpoint.folder: {subfolder}, or leave it out: a run keeps its checkpoints in run.folder then"

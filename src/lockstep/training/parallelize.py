@@ -148,7 +148,7 @@ def parallelize(
         selective=recomputed.selective(model) if recomputed is not None else (),
         partition=partition_of(model, whole.tensors, position(), stages, tensor, device),
         optimizer=optimizer,
-        squared_norm=squared_norm,
+        squared_norm=partial(squared_norm, device=world.device),
         cast_weights=lowered,
         compute=compute,
         unused_remedy=before_unused(plan.strategy, plan.mesh),

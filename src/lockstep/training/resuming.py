@@ -6,6 +6,7 @@ shared by all ranks? --> no other run saves there? --> newest checkpoint that ve
 from __future__ import annotations
 
 import difflib
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -55,8 +56,18 @@ def refuse_unknown_best(best: str, objective: EvaluatedObjective, evaluation_set
         raise ConfigError(Problem("", "checkpoint.best", f"no evaluation will have {best}; {hint}"))
 
 
-def refuse_local_storage(storage: Storage, axis: Axis) -> None:
-    """Raise ConfigError if some ranks don't see what rank 0 writes: each host would hold a part of each checkpoint."""
+_CACHED = 60.0  # seconds for which a client of a network file system may remember that a name doesn't exist
+_PAUSE = 0.5
+
+
+def refuse_local_storage(storage: Storage, axis: Axis, timeout: float) -> None:
+    """Raise ConfigError if some ranks don't see what rank 0 writes: each host would hold a part of each checkpoint.
+
+    Rank 0 writes first. The others look again for a minute.
+
+    Args:
+        timeout: Seconds that ranks wait for each other.
+    """
     token = cast("str", axis.broadcast(uuid.uuid4().hex))
     if axis.rank == 0:
         with storage.leave_marker(token):
@@ -64,7 +75,7 @@ def refuse_local_storage(storage: Storage, axis: Axis) -> None:
             seen = axis.gather(True)
     else:
         axis.barrier()
-        seen = axis.gather(storage.has_marker(token))
+        seen = axis.gather(_sees(storage, token, min(_CACHED, timeout / 2)))
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if blind:
         ranks = ", ".join(map(str, blind[:8])) + (", ..." if len(blind) > 8 else "")
@@ -72,6 +83,15 @@ def refuse_local_storage(storage: Storage, axis: Axis) -> None:
             f"ranks {ranks} don't see what rank 0 has written to {storage.place}; "
             f"give checkpoint.folder one that all hosts share"
         )
+
+
+def _sees(storage: Storage, token: str, limit: float) -> bool:
+    until = time.monotonic() + limit
+    while not storage.has_marker(token):
+        if time.monotonic() >= until:
+            return False
+        time.sleep(_PAUSE)
+    return True
 
 
 def lock_storage(storage: Storage, axis: Axis) -> None:

@@ -1,0 +1,87 @@
+"""The folder of a run that an elastic launcher restarts: the same after a restart, and another for another run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit import small
+
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.config.schema import Config
+from lockstep.config.writing import plain_yaml, to_public
+from lockstep.distributed.collectives import LocalGroup
+from lockstep.distributed.process_group import World
+from lockstep.monitor.folder import RunFolder
+from lockstep.training.job import Job, _run_folder
+from lockstep.training.launch_folder import folder_of_launch, mark_begun, resumed
+from lockstep.training.resuming import Resume
+
+RANK = {"RANK": "0", "WORLD_SIZE": "1"}
+
+
+def _config(**run: Any) -> Config:
+    return Config.model_validate(small.config(run={"steps": 8, **run}))
+
+
+def _world(store: dist.Store | None) -> World:
+    return World(LocalGroup(), 0, 1, 0, 1, torch.device("cpu"), "none", launcher_store=store)
+
+
+def _folder(store: dist.Store | None, config: Config | None = None) -> str:
+    """The folder that the first rank of an attempt takes."""
+    with _run_folder(Job(config or _config(), "recipes/toy.yaml"), _world(store)) as folder:
+        return folder.name
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("launch", ["none", "4711"])
+def test_a_restart_finds_the_folder(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, each attempt made a folder of its own, and trained from nothing."""
+    for name, value in {**RANK, "TORCHELASTIC_RUN_ID": launch}.items():
+        monkeypatch.setenv(name, value)
+    store = dist.HashStore()
+    first = _folder(store)
+    (Path("runs") / first / "summary.json").write_text("{}")  # finished, and a rank failed after that
+    assert _folder(store) == first
+    assert _folder(dist.HashStore()) != first, "another launch"
+
+
+def test_a_job_that_is_queued_again_finds_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**RANK, "TORCHELASTIC_RUN_ID": "4711"}.items():
+        monkeypatch.setenv(name, value)
+    assert [_folder(dist.HashStore()), _folder(dist.HashStore()), _folder(None)] == ["toy-4711"] * 3
+    RunFolder(Path("runs/toy-4711").absolute()).write_config(plain_yaml(to_public(_config())))
+    assert _folder(None) == "toy-4711"
+    assert _folder(None, _config(seed=2)) == "toy-4711-2", "another run"
+
+
+def test_ids_make_file_names_that_differ() -> None:
+    names = [
+        folder_of_launch(_config(), "toy", {**RANK, "TORCHELASTIC_RUN_ID": launch}) for launch in ("a/b", "a-b", "a b")
+    ]
+    assert len({folder.name for folder in names if folder is not None}) == 3
+    assert {folder.parent.name for folder in names if folder is not None} == {"runs"}
+
+
+@pytest.mark.parametrize("environ", [{}, RANK, {**RANK, "TORCHELASTIC_RUN_ID": "none"}])
+def test_what_different_launches_share_is_no_id(environ: dict[str, str]) -> None:
+    assert folder_of_launch(_config(), "toy", environ) is None
+
+
+def test_a_run_that_starts_over_does_so_once() -> None:
+    """Before, --fresh started over at each restart."""
+    world, fresh = _world(dist.HashStore()), Resume(fresh=True, accept_changes=True)
+    fork = Resume(origin=LocalStorage(Path("other")))
+    assert resumed(fresh, world) == fresh
+    mark_begun(world)
+    assert resumed(fresh, world) == Resume(accept_changes=True)
+    assert resumed(fork, world) == Resume()
+    assert resumed(fork, _world(None)) == fork
