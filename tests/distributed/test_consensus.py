@@ -12,6 +12,7 @@ from kit import small
 from kit.worlds import in_world
 
 from lockstep.core.records import Request
+from lockstep.distributed import agreement
 from lockstep.distributed import consensus as votes
 from lockstep.distributed.collectives import LocalGroup, RankGroup
 
@@ -59,6 +60,34 @@ def test_gradients_that_differ_between_ranks_are_noticed_in_the_next_vote(kind: 
     for norms, expected in ((SAME, True), (DIFFERENT, False)):
         for results in in_world(3, _votes, kind, norms + last):
             assert [agrees for _, _, agrees in results] == [True] + [expected] * len(norms)
+
+
+NUMBERS = (1e-300, 3e-38, 0.7, 1.0, 12345.678, 3e38, 1e300)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 64, 1024, 100_000])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_one_rank_among_any_number_is_noticed(ranks: int, on_device: bool) -> None:
+    """The sum over ranks is exact, so an outlier weighs the same among two ranks as among 100,000."""
+
+    def slots(number: float) -> torch.Tensor:
+        if on_device:
+            return agreement.slots_on_device(torch.tensor(number, dtype=torch.float64))
+        return torch.tensor(agreement.slots_of(number), dtype=torch.float64)
+
+    def agrees(most: float, one: float) -> bool:
+        return agreement.agree(((ranks - 1) * slots(most) + slots(one)).tolist(), ranks)
+
+    for number in NUMBERS:
+        for near in (0.0, 1e-12, 1e-5, -1e-5, 1.9e-5):
+            assert agrees(number, number * (1 + near))
+        for far in (4.1e-5, -4.1e-5, 1e-3, 1e3):
+            assert not agrees(number, number * (1 + far))
+        for other in (NAN, INFINITE, 0.0, -number):
+            assert not agrees(number, other)
+            assert not agrees(other, number)
+    for same in (NAN, INFINITE, 0.0):
+        assert agrees(same, same)
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])

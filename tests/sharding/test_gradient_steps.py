@@ -15,9 +15,9 @@ from lockstep.config.schema import DDP
 from lockstep.core.errors import ConfigError
 from lockstep.distributed.collectives import LocalGroup, RankGroup
 from lockstep.distributed.process_group import World
+from lockstep.sharding.buckets import buckets
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.ddp import DDPStep
-from lockstep.sharding.replicas import _buckets
 
 ONE = torch.tensor(1.0)
 
@@ -86,8 +86,8 @@ def test_buckets_have_one_dtype_a_limit_and_the_order_of_the_gradients() -> None
     sizes = [10 * mib, 10 * mib, 10 * mib, 30 * mib, 1]
     gradients = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
     wide = torch.empty(1, dtype=torch.float64, device="meta")
-    buckets = [[item.nbytes for item in bucket] for bucket in _buckets([gradients[0], wide, *gradients[1:]])]
-    assert buckets == [[10 * mib, 10 * mib], [10 * mib], [30 * mib], [1], [8]]
+    sizes = [[item.nbytes for item in bucket] for bucket in buckets([gradients[0], wide, *gradients[1:]])]
+    assert sizes == [[10 * mib, 10 * mib], [10 * mib], [30 * mib], [1], [8]]
 
 
 def buffers_after_forwards() -> list[list[float]]:

@@ -31,9 +31,9 @@ class Ranks(LocalGroup):
         self.rank = rank  # type: ignore[misc]
         self.summed: list[Any] = []
 
-    def sum(self, tensor: Any) -> Any:
-        self.summed.append(float(tensor))
-        return tensor
+    def start_sum(self, tensor: Any) -> Any:
+        self.summed.append(tensor.tolist())
+        return lambda: tensor
 
 
 def part(**parameters: float) -> nn.Module:
@@ -52,12 +52,12 @@ def test_a_parameter_that_two_ranks_hold_counts_on_the_first(rank: int, counted:
     assert [name for name in ("table", "first", "norm", "matrix") if partition.counts(name)] == counted
 
 
-def test_shared_and_partial_gradients_are_summed_in_one_order_and_no_others() -> None:
+def test_shared_and_partial_gradients_are_summed_in_one_order_and_message_and_no_others() -> None:
     ends, tensor = Ranks(0), Ranks(0)
     group = TensorParallelGroup(tensor, frozenset("pqr"), frozenset("qp"))
     partition = ModelPartition(part(), NAMES, Ranks(0), shared=["t", "s"], ends=ends, device=CPU, tensor_group=group)
     partition.reduce_shared({name: torch.tensor(float(ord(name))) for name in "tsrqp"})
-    assert (ends.summed, tensor.summed) == ([ord("s"), ord("t")], [ord("p"), ord("q")])
+    assert (ends.summed, tensor.summed) == ([[ord("s"), ord("t")]], [[ord("p"), ord("q")]])
 
 
 def test_a_shared_parameter_that_one_rank_holds_is_not_shared() -> None:

@@ -10,14 +10,13 @@ The counts of valid targets are those of the *next* update, whose batch is alrea
 known before the forward starts. A request was made by some rank if its slot is above zero.
 
 The norm is that of the gradient summed over ranks, the same on all: a strategy that shards gradients sums it. The next
-vote compares the ranks' norms.
+vote compares the ranks' norms: see `agreement`.
 
 On the CPU the result is a list of floats. On a GPU it stays on the device, so that no update makes the host wait.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,17 +24,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep.core.records import Request, Tally
+from lockstep.distributed import agreement
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.core.protocols import Axis
 
-LOSS_SUM, NEXT_COUNT, NEXT_TOKENS, NORM_BEFORE, ITS_SQUARE, FIRST_TALLY = range(6)
+LOSS_SUM, NEXT_COUNT, NEXT_TOKENS, NORM_BEFORE = range(4)
+FIRST_TALLY = NORM_BEFORE + agreement.SLOTS
 FIRST_REQUEST = FIRST_TALLY + len(Tally)
 _NO_REQUESTS = (0.0,) * len(Request)
-_NOT_FINITE = -1.0  # replaces a norm that is NaN or infinite
-_SPREAD = 1e-10  # squared relative: norms of one gradient differ by 1e-5 at most, on all hardware
+_NO_NORM = (0.0,) * agreement.SLOTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class HostConsensus:
     def __init__(self, axis: Axis, loss_sum: Callable[[], Tensor] | None = None) -> None:
         self._axis = axis
         self._loss_sum = loss_sum
-        self._norm_before = 0.0
+        self._norm_before = _NO_NORM
         self._finish: Callable[[], list[float]] = list
 
     def announce(self, count: float, tokens: int) -> tuple[float, float]:
@@ -84,8 +84,7 @@ class HostConsensus:
             count, tokens: Of this rank's share of the next update.
             tallies: One for each `Tally`.
         """
-        norm = self._norm_before
-        slots = [loss_sum.item(), float(count), float(tokens), norm, norm * norm, *tallies, *_NO_REQUESTS]
+        slots = [loss_sum.item(), float(count), float(tokens), *self._norm_before, *tallies, *_NO_REQUESTS]
         for request in requests:
             slots[FIRST_REQUEST + request.value] = 1.0
         self._finish = self._start_sum(slots)
@@ -97,7 +96,8 @@ class HostConsensus:
             squared_norm: Of the gradient summed over ranks, 0-dim; the same on all.
         """
         norm = squared_norm.item()
-        self._norm_before = norm if math.isfinite(norm) else _NOT_FINITE
+        if self._axis.size > 1:
+            self._norm_before = agreement.slots_of(norm)
         slots = self._finish()
         if self._loss_sum is not None:
             slots[LOSS_SUM] = self._loss_sum().item()
@@ -117,7 +117,7 @@ class DeviceConsensus:
         self._axis = axis
         self._device = device
         self._loss_sum = loss_sum
-        self._norm_before = torch.zeros(2, dtype=torch.float64, device=device)
+        self._norm_before = torch.zeros(agreement.SLOTS, dtype=torch.float64, device=device)
         self._finish: Callable[[], Tensor] | None = None
 
     def announce(self, count: float, tokens: int) -> tuple[Tensor, Tensor]:
@@ -138,8 +138,8 @@ class DeviceConsensus:
     def close(self, squared_norm: Tensor) -> VoteResult:
         assert self._finish is not None, "a vote is opened before it is closed"
         norm = squared_norm.to(self._device, torch.float64, non_blocking=True)  # offloaded gradients are on the host
-        known = torch.where(norm.isfinite(), norm, _NOT_FINITE)
-        self._norm_before = torch.stack([known, known * known])
+        if self._axis.size > 1:
+            self._norm_before = agreement.slots_on_device(norm)
         slots = self._finish()
         if self._loss_sum is not None:
             slots[LOSS_SUM] = self._loss_sum().to(self._device, torch.float64, non_blocking=True)
@@ -169,5 +169,4 @@ def tallies_in(slots: Sequence[float]) -> tuple[float, ...]:
 
 def gradients_agree(slots: Sequence[float], ranks: int) -> bool:
     """Return whether the update before had the same gradient norm on all ranks."""
-    total = slots[NORM_BEFORE] ** 2  # n x sum of squares = (sum)^2 only if all are the same
-    return abs(ranks * slots[ITS_SQUARE] - total) <= _SPREAD * total
+    return agreement.agree(slots[NORM_BEFORE:FIRST_TALLY], ranks)

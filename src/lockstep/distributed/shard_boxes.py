@@ -166,6 +166,10 @@ def as_shard_of(whole: Tensor, value: Tensor) -> Tensor:
     if not is_sharded(whole):
         return value
     like = cast("DTensor", whole)
+    if value.device.type == "cpu" != like.device_mesh.device_type:  # offloaded, which `from_local` would undo
+        made: Any = like.detach()
+        made._local_tensor = value  # as FSDP2 sets it
+        return cast("Tensor", made)
     return type(like).from_local(
         value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -33,9 +33,13 @@ class MetaModel:
     model: nn.Module
     values: Callable[[], Iterator[tuple[str, Tensor]]]
 
-    def materialize(self, device: torch.device) -> None:
-        """Give the model, which may have been sharded, memory on a device, and its values."""
-        _allocate(self.model, device)
+    def materialize(self, device: torch.device, *, offloaded: bool = False) -> None:
+        """Give the model, which may have been sharded, memory on a device, and its values.
+
+        Args:
+            offloaded: Whether the host holds the parameters; buffers are on the device.
+        """
+        _allocate(self.model, torch.device("cpu") if offloaded else device, device)
         missing = dict(self.model.named_parameters())
         tensors = {**missing, **dict(self.model.named_buffers())}
         for name, value in self.values():
@@ -45,7 +49,7 @@ class MetaModel:
         assert not missing, f"without values: {', '.join(missing)}"
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
+def _allocate(model: nn.Module, device: torch.device, of_buffers: torch.device) -> None:
     """Give parameters memory. They stay the same objects: two modules may share one, and FSDP keeps references."""
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
@@ -55,7 +59,7 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
     for module, name, buffer in buffers:  # they have values already
-        module._buffers[name] = None if buffer is None else buffer.to(device)
+        module._buffers[name] = None if buffer is None else buffer.to(of_buffers)
 
 
 @contextmanager

@@ -26,9 +26,9 @@ from lockstep.core.protocols import GradientStep
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Builder, Sharding, ShardingContext
 from lockstep.sharding.fsdp_order import NegotiatedOrder, fixed_order
-from lockstep.sharding.fsdp_units import AutocastGather, reshard_all
+from lockstep.sharding.fsdp_units import AutocastGather, initialize, reshard_all
 from lockstep.sharding.model_state import ModelState
-from lockstep.sharding.parameter_shards import ParameterShard, parameter_shards
+from lockstep.sharding.parameter_shards import LocalGradients, ParameterShard, parameter_shards
 from lockstep.sharding.single import NO_SYNC, named_gradients, refuse_other_than_fp32, without_gradient
 from lockstep.sharding.wrapping import units
 
@@ -85,6 +85,7 @@ def shard(context: ShardingContext) -> None:
 def build(context: ShardingContext) -> Sharding:
     """Return FSDP's sharding of a model that `shard` has sharded."""
     model, custom = context.model, context.optimizer.is_custom
+    initialize(model)
     shards = parameter_shards(model, keeps_dtensors=custom)
     # A user's optimizer may depend on shapes: it gets the DTensors
     optimizer = context.optimizer((shard.name, shard.whole if custom else shard.local) for shard in shards)
@@ -114,8 +115,10 @@ class FSDPStep(GradientStep):
         self.module = model
         self._root = cast("FSDPModule", model)
         self._world = context.world.axis
+        self._device = context.world.device
         self._replicas = _mesh(context.position, options).data
         self._partition = context.partition
+        self._is_shared = context.partition.sums_gradients
         self._squared_norm = context.squared_norm
         self._each_micro_batch = options.reduce_every == "micro-batch"
         self._offloaded = options.cpu_offload
@@ -123,6 +126,7 @@ class FSDPStep(GradientStep):
         self._reduces = self._is_last = True
         self._must_reduce_shared = False
         self._shards = shards
+        self._gradients = LocalGradients(shards)
         self._custom = context.optimizer.is_custom
         self._optimizer = optimizer
         self._gather = _autocast_gather(context)
@@ -137,6 +141,7 @@ class FSDPStep(GradientStep):
             self._root.set_requires_gradient_sync(reduces)
             self._reduces = reduces
         self._buffers.before_forward(last)
+        self._gradients.clear()
         self._is_last = self._must_reduce_shared = last
         if self._order is not None:
             self._order.begin(last=reduces)
@@ -150,15 +155,15 @@ class FSDPStep(GradientStep):
             return
         self._order.end()
         if self._is_last and isinstance(self._order, NegotiatedOrder):
-            self._order.clear_unused(self._shards)
+            self._order.clear_unused(self._shards, self._device)
 
     def parameters_without_gradient(self) -> list[str]:
         return without_gradient(self.module)
 
     def squared_norm(self) -> Tensor:
         self._reduce_shared()
-        counted = [shard for shard in self._shards if self._partition.counts(shard.name)]
-        own = self._squared_norm([shard.gradient for shard in counted if shard.whole.grad is not None])
+        gradients = self._gradients.read()
+        own = self._squared_norm(self._partition.counted(gradients))
         return self._world.sum((own / self._replicas).double())  # each of the replicas counts a fraction
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -171,8 +176,7 @@ class FSDPStep(GradientStep):
         if self._offloaded:  # the update is made by the host, which must know
             divisor, keep = float(divisor), bool(keep)
         if not self._custom:
-            for shard in self._shards:
-                shard.move_gradient()
+            self._gradients.move()
         try:
             self._optimizer.update(rate, divisor, keep)
         except (RuntimeError, NotImplementedError) as error:
@@ -204,8 +208,8 @@ class FSDPStep(GradientStep):
         if not self._must_reduce_shared:
             return
         self._must_reduce_shared = False
-        gradients = {shard.name: shard.gradient for shard in self._shards if shard.whole.grad is not None}
-        self._partition.reduce_shared(gradients)
+        if self._is_shared:
+            self._partition.reduce_shared(self._gradients.read())
 
 
 def _autocast_gather(context: ShardingContext) -> AutocastGather | None:

@@ -113,11 +113,15 @@ class NegotiatedOrder:
         self._join_until(END)
         self._backward = False
 
-    def clear_unused(self, shards: Sequence[ParameterShard]) -> None:
-        """Clear the gradient of parameters that no rank has used in this update. All ranks together."""
+    def clear_unused(self, shards: Sequence[ParameterShard], device: torch.device) -> None:
+        """Clear the gradient of parameters that no rank has used in this update. All ranks together.
+
+        Args:
+            device: The device of collectives.
+        """
         if not shards:
             return
-        used = torch.tensor([float(id(shard.whole) in self._used) for shard in shards], device=shards[0].local.device)
+        used = torch.tensor([float(id(shard.whole) in self._used) for shard in shards], device=device)
         self._group.sum(used)
         for shard, ranks_that_used in zip(shards, used.tolist(), strict=True):
             if not ranks_that_used:

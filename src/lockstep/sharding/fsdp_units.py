@@ -148,8 +148,6 @@ class AutocastGather:
         params = [param for group in self._groups for param in group.fsdp_params]
         self._lowered = [param for param in params if id(param.sharded_param) in held]
         lowered = set(map(id, self._lowered))
-        for param in self._lowered:
-            param.init_dtype_attrs = partial(self._set_dtypes, param, param.init_dtype_attrs)
         for group in self._groups:
             kinds = {id(param) in lowered for param in group.fsdp_params if _is_trained(param)}
             if len(kinds) > 1:  # a reduction takes gradients of one dtype
@@ -185,11 +183,6 @@ class AutocastGather:
             vars(param).pop("_unsharded_param", None)
             param.param_dtype = self._dtype if on else None
 
-    def _set_dtypes(self, param: Any, original: Callable[[Any], None], policy: Any) -> None:
-        """Replace FSDP's own choice, which it makes in the first forward."""
-        original(policy)
-        param.param_dtype = self._dtype if self._on else None
-
 
 def _reduce_in_one_dtype(group: Any, original: Callable[..., None], *unused: Any) -> None:
     """Convert a unit's gradients to the precision in which they are reduced, after its parameters are freed."""
@@ -218,6 +211,11 @@ def units_of(model: nn.Module) -> dict[FSDPUnit, FSDPModule]:
             for group in _groups(module):
                 units[FSDPUnit(name, len(units), group)] = module
     return units
+
+
+def initialize(model: nn.Module) -> None:
+    """Make FSDP2's own state, as its first forward would: it may replace the memory of parameters (pinned, padded)."""
+    cast("Any", model)._get_fsdp_state()._lazy_init()
 
 
 def reshard_all(model: nn.Module) -> None:

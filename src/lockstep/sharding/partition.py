@@ -18,6 +18,7 @@ import torch
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
 from lockstep.distributed.shard_boxes import FlatShard, bits, full_tensor, is_sharded
+from lockstep.sharding.buckets import sum_in_buckets
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -73,17 +74,32 @@ class ModelPartition:
             return False
         return name not in self._shared or self._ends.rank == 0
 
+    def counted(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the gradients that this rank counts, of this rank's by name."""
+        if not self._shared and self._tensor_group is None:
+            return list(gradients.values())
+        return [gradient for name, gradient in gradients.items() if self.counts(name)]
+
+    def sums(self, name: str) -> bool:
+        """Return whether `reduce_shared` sums the gradient of this parameter."""
+        return name in self._shared or (self._tensor_group is not None and name in self._tensor_group.partial)
+
+    @property
+    def sums_gradients(self) -> bool:
+        """True if `reduce_shared` has gradients to sum."""
+        return bool(self._shared) or (self._tensor_group is not None and bool(self._tensor_group.partial))
+
     def reduce_shared(self, gradients: Mapping[str, Tensor]) -> None:
         """Sum, in place, the gradients of parameters that both ends hold, or that are partial in the tensor group.
 
         Args:
             gradients: This rank's, by the names of parameters.
         """
-        for name in sorted(self._shared & gradients.keys()):
-            self._ends.sum(gradients[name])
+        shared = [gradients[name] for name in sorted(self._shared & gradients.keys())]
+        sum_in_buckets(shared, self._ends, self._device)
         if self._tensor_group is not None:
-            for name in sorted(self._tensor_group.partial & gradients.keys()):
-                self._tensor_group.axis.sum(gradients[name])
+            partial = [gradients[name] for name in sorted(self._tensor_group.partial & gradients.keys())]
+            sum_in_buckets(partial, self._tensor_group.axis, self._device)
 
     @torch.no_grad()
     def whole(

@@ -1,32 +1,31 @@
-"""Replicas of a partitioned or tensor-parallel model: gradients are summed over them once, after all backwards.
+"""Replicas of a partitioned or tensor-parallel model: gradients are summed over them once an update, in buckets.
 
     pipeline rank 0 of replica 0    a gradient --.
     pipeline rank 0 of replica 1    a gradient --+-- sum --> optimizer     the same update in both
 
-DDP's overlap with the backward is impossible here: a stage has many backwards, and only their sum counts.
+A stage has many backwards, and only their sum counts: sums begin in the last one, and overlap with what is left of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.core.protocols import GradientStep
+from lockstep.sharding.buckets import sum_in_buckets
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Sharding, ShardingContext
+from lockstep.sharding.early_sums import EarlySums
 from lockstep.sharding.model_state import ModelState
-from lockstep.sharding.parameter_shards import ParameterShard, parameter_shards
+from lockstep.sharding.parameter_shards import LocalGradients, ParameterShard, parameter_shards
 from lockstep.sharding.single import NO_SYNC, named_gradients, unused_parameters, without_gradient
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Optimizer
-
-_BUCKET = 25 * 2**20  # bytes that are sent at a time
 
 
 class ReplicaStep(GradientStep):
@@ -43,12 +42,19 @@ class ReplicaStep(GradientStep):
         self._buffers = buffers
         self._unused_remedy = context.unused_remedy
         self._shards = shards
+        self._gradients = LocalGradients(shards)
         self._optimizer = optimizer
         self._reduced = True
+        self._device = context.world.device
+        last = [shard for shard in reversed(shards) if not context.partition.sums(shard.name)]
+        self._early = EarlySums(last, self._replicas, self._device) if self._replicas.size > 1 else None
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
         self._buffers.before_forward(last)
+        self._gradients.clear()
         self._reduced = False
+        if self._early is not None:
+            self._early.begin(last)
         return NO_SYNC
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
@@ -59,7 +65,7 @@ class ReplicaStep(GradientStep):
 
     def squared_norm(self) -> Tensor:
         self._reduce()
-        counted = [shard.gradient for shard in self._with_gradient() if self._partition.counts(shard.name)]
+        counted = self._partition.counted(self._gradients.read())
         return self._world.sum(self._squared_norm(counted).double() / self._replicas.size)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -67,12 +73,8 @@ class ReplicaStep(GradientStep):
         return named_gradients(self.module)
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
-        for shard in self._shards:
-            shard.move_gradient()
+        self._gradients.move()
         self._optimizer.update(rate, divisor, keep)
-
-    def _with_gradient(self) -> list[ParameterShard]:
-        return [shard for shard in self._shards if shard.whole.grad is not None]
 
     def _reduce(self) -> None:
         """Sum gradients over replicas when the sum is first needed, at the same point on every rank."""
@@ -82,14 +84,12 @@ class ReplicaStep(GradientStep):
         if self._replicas.size > 1 and (unused := self.parameters_without_gradient()):
             where = f"on rank {dist.get_rank()}, and others may wait for it"
             raise unused_parameters(unused, where=where, remedy=self._unused_remedy)
-        grads = {shard.name: shard.gradient for shard in self._with_gradient()}
-        self._partition.reduce_shared(grads)
-        if self._replicas.size > 1:
-            for bucket in _buckets(grads.values()):
-                flat = torch.cat([grad.reshape(-1) for grad in bucket])
-                self._replicas.sum(flat)
-                sums = torch.split(flat, [grad.numel() for grad in bucket])
-                torch._foreach_copy_(bucket, [part.view_as(grad) for part, grad in zip(sums, bucket, strict=True)])
+        gradients = self._gradients.read()
+        self._partition.reduce_shared(gradients)
+        if self._early is not None:
+            summed = self._early.finish()
+            rest = (gradient for name, gradient in gradients.items() if name not in summed)
+            sum_in_buckets(rest, self._replicas, self._device)
 
 
 def build(context: ShardingContext) -> Sharding:
@@ -101,18 +101,3 @@ def build(context: ShardingContext) -> Sharding:
     by_name = {shard.name: shard for shard in shards}
     state = ModelState(model, optimizer, buffers=buffers, partition=context.partition, shards=by_name)
     return Sharding(ReplicaStep(context, shards, optimizer, buffers), state)
-
-
-def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield gradients of one dtype each, in an order that is the same on all ranks."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for grad in grads:
-        by_dtype.setdefault(grad.dtype, []).append(grad)
-    for same_dtype in by_dtype.values():
-        bucket: list[Tensor] = []
-        for grad in same_dtype:
-            if bucket and sum(earlier.nbytes for earlier in bucket) + grad.nbytes > _BUCKET:
-                yield bucket
-                bucket = []
-            bucket.append(grad)
-        yield bucket

@@ -155,7 +155,9 @@ def parallelize(
     )
     if builder.shard is not None:
         builder.shard(sharding_context)
-    materialize(model, whole, device, move=builder.shard is None)
+    strategy = find_strategy(plan.strategy)
+    offloaded = builder.shard is not None and strategy.offloads(strategy.options_of(config.parallel))
+    materialize(model, whole, device, move=builder.shard is None, offloaded=offloaded)
     return Parallelized(position(), stages, tensor, context, recomputed, builder.build(sharding_context))
 
 
@@ -281,14 +283,17 @@ def partition_of(
 # --- values -------------------------------------------------------------------------------------------------------
 
 
-def materialize(model: nn.Module, whole: WholeModel, device: torch.device, *, move: bool) -> None:
+def materialize(
+    model: nn.Module, whole: WholeModel, device: torch.device, *, move: bool, offloaded: bool = False
+) -> None:
     """Give the parameters memory and values, each rank those that it holds.
 
     Args:
         move: Whether to move the model to the device; a strategy places the parameters that it shards itself.
+        offloaded: Whether the host holds the parameters.
     """
     if whole.meta is not None:
-        whole.meta.materialize(device)
+        whole.meta.materialize(device, offloaded=offloaded)
         if whole.pretrained is not None:
             whole.pretrained.put(model)
     if move:
