@@ -15,6 +15,7 @@ from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _STATE = tempfile.mkdtemp(prefix="lockstep-tests-")
+os.environ["LOCKSTEP_CACHE"] = os.path.join(_STATE, "cache")
 os.environ["XDG_STATE_HOME"] = _STATE  # tests don't touch the user's own
 atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

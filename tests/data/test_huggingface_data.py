@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.config.schema import HuggingFaceData
+from lockstep.config.schema import Config, HuggingFaceData
 from lockstep.core import hub
 from lockstep.core.errors import ConfigError
-from lockstep.data import noise
+from lockstep.data import huggingface, noise
 from lockstep.data.prepare import prepare
 from lockstep.data.sources import open_source
 
@@ -94,6 +94,41 @@ def test_packed_documents_fill_every_sample(opened):
     assert source.facts.bytes_per_token == sum(len(row["text"]) for row in ROWS) / len(stream)
     assert source.fetch(np.array([1])).inputs["input_ids"].tolist() == [stream[4:8]]
     assert opened("gpt", None, packed=True, max_length=4).fetch(np.array([1])).targets.tolist() == [stream[5:9]]
+
+
+def test_packed_documents_are_tokenized_once_for_each_tokenizer_column_and_content(
+    opened, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    tokenized, blocks = [], huggingface._blocks
+    monkeypatch.setattr(huggingface, "_blocks", lambda *given: tokenized.append(1) or blocks(*given))
+    first = opened("gpt", "causal-lm", packed=True, max_length=4)
+    again, longer = (opened("gpt", None, packed=True, max_length=length) for length in (4, 5))
+    assert len(tokenized) == 1
+    assert first.fingerprint == again.fingerprint != longer.fingerprint
+    opened("gpt", None, packed=True, max_length=4, text="answer")
+    opened("bert", None, packed=True, max_length=4)
+    opened("gpt", None, packed=True, max_length=4, split="train[:3]")
+    assert len(tokenized) == 4
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "the cat sat on the mat"}))
+    opened("gpt", None, packed=True, max_length=4, name=str(tmp_path / "rows.jsonl"))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "the dog sat on the mat"}))
+    opened("gpt", None, packed=True, max_length=4, name=str(tmp_path / "rows.jsonl"))
+    assert len(tokenized) == 6
+
+
+def test_fetch_tokenizes_what_is_packed(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    train = {"kind": "huggingface", "name": str(folder / "rows.jsonl"), "tokenizer": str(folder / "gpt")}
+    config = {
+        "run": {"steps": 1},
+        "model": {"kind": "transformer"},
+        "data": {"train": {**train, "packed": True, "max_length": 4}},
+    }
+    [line] = huggingface.fetch_tokens(Config.model_validate(config))
+    assert "4 samples of 4 tokens" in line
+    assert [file.suffix for file in (tmp_path / "cache" / "packed").iterdir()].count("") == 1
 
 
 def test_classified_texts_are_padded_to_the_batchs_longest(opened):

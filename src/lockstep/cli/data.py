@@ -14,16 +14,20 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _fetch(arguments: Sequence[str]) -> int:
-    summary = "Downloads model, tokenizer and datasets of a recipe, so that it runs without a network."
+    summary = (
+        "Downloads model, tokenizer and datasets of a recipe, so that it runs without a network; tokenizes packed ones."
+    )
     parser = Parser("data fetch", summary, CONFIG_EPILOG, "RECIPE [overrides]")
     add_config(parser)
     args, overrides = parser.parse(arguments)
     loaded, _ = read_config(args.config, overrides)
 
     from lockstep.data.hub import fetch
+    from lockstep.data.huggingface import fetch_tokens
 
-    for line in fetch(loaded.config):
-        echo(line, flush=True)
+    for lines in (fetch, fetch_tokens):
+        for line in lines(loaded.config):
+            echo(line, flush=True)
     return 0
 
 

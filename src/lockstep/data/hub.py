@@ -11,6 +11,7 @@ copied to machines without a network, or shared with them.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
 from lockstep.core.hub import is_connected, missing, needs_hub
 from lockstep.core.out_of_memory import out_of_memory_cause
+from lockstep.data.windows import fingerprint
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".text": "text"}
 
@@ -120,6 +122,32 @@ def end_token(tokenizer: Any) -> int | None:
     return token
 
 
+def rows_identity(rows: Any) -> tuple[object, ...]:
+    """Return what distinguishes a dataset's content: the library's fingerprint, and the sizes of its files.
+
+    The fingerprint (private to the library) is a hash of the files that were read and of all that was done to the rows
+    since; it is the same in every process.
+    """
+    sizes = sorted(os.path.getsize(file["filename"]) for file in rows.cache_files)
+    return rows._fingerprint, len(rows), sizes
+
+
+def tokenizer_identity(tokenizer: Any) -> str:
+    """Return a hash of a tokenizer and of the libraries that apply it."""
+    import tokenizers
+    import transformers
+
+    content: list[object] = []
+    if tokenizer.is_fast:
+        content.append(tokenizer.backend_tokenizer.to_str())
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            content += [(file.name, file.read_bytes()) for file in sorted(Path(folder).iterdir())]
+    versions = transformers.__version__, tokenizers.__version__
+    return fingerprint(type(tokenizer).__name__, *content, versions)
+
+
 def _import_transformers() -> None:
     try:
         import transformers  # noqa: F401
@@ -138,7 +166,7 @@ def fetch(config: Config) -> Iterator[str]:
     Raises:
         ConfigError: There is no network, or the hub doesn't have one of them.
     """
-    pretrained, sections = _huggingface_sections(config)
+    pretrained, sections = huggingface_sections(config)
     if not names_hub(config):
         yield "nothing to fetch: this run uses nothing from the hub"
         return
@@ -164,12 +192,12 @@ def fetch(config: Config) -> Iterator[str]:
 
 def names_hub(config: Config) -> bool:
     """Return whether the run uses anything from the hub or its cache by name."""
-    pretrained, sections = _huggingface_sections(config)
+    pretrained, sections = huggingface_sections(config)
     names = [pretrained, *(section.name for section in sections), *(section.tokenizer for section in sections)]
     return any(name is not None and _is_remote(name) for name in names)
 
 
-def _huggingface_sections(config: Config) -> tuple[str | None, list[HuggingFaceData]]:
+def huggingface_sections(config: Config) -> tuple[str | None, list[HuggingFaceData]]:
     """Return the pretrained model, and the datasets of the datasets library."""
     pretrained = config.model.pretrained if isinstance(config.model, HuggingFaceModel) else None
     sections = (config.data.train, *config.data.evaluation.values())

@@ -16,7 +16,7 @@ Targets of -100, such as padding, are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,13 +24,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.config.schema import HuggingFaceData
+from lockstep.config.schema import Config, HuggingFaceData
 from lockstep.core.errors import ConfigError
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data import noise, windows
-from lockstep.data.hub import check_columns, end_token, load_rows, load_tokenizer
+from lockstep.data.hub import (
+    check_columns,
+    end_token,
+    huggingface_sections,
+    load_rows,
+    load_tokenizer,
+    rows_identity,
+    tokenizer_identity,
+)
 from lockstep.data.order import Indices
+from lockstep.data.packed_cache import FORMAT, Block, cache_folder, cached_stream
 from lockstep.data.sources import LANGUAGE_MODEL
 from lockstep.data.unreadable import read_or_explain
 
@@ -162,6 +171,13 @@ class Texts:
         vocabulary = sorted(self.tokenizer.get_vocab().items())
         return windows.fingerprint(kind, len(self.rows), read_or_explain(self.at, covered), options, vocabulary)
 
+    def stream_key(self, end: int) -> str:
+        """Return a hash of all that the documents' tokens depend on."""
+        sampled = np.unique(np.linspace(0, len(self.rows) - 1, _FINGERPRINT_ROWS).astype(np.int64))
+        texts = read_or_explain(self.at, sampled)[self.section.text]
+        source = (rows_identity(self.rows), self.section.text, texts)
+        return windows.fingerprint("stream", FORMAT, *source, tokenizer_identity(self.tokenizer), end)
+
 
 class TextSource:
     """A source with one text for each sample.
@@ -281,24 +297,35 @@ class Completions:
 
 
 def _packed(texts: Texts, *, aligned: bool) -> windows.WindowSource:
-    """Tokenize all documents; join them by the end token and cut them into full samples of `max_length`."""
+    """Join all documents by the end token, and cut them into full samples of `max_length`.
+
+    They are tokenized once for all ranks, runs and lengths (packed_cache.py).
+    """
     section, end = texts.section, end_token(texts.tokenizer)
     if end is None:
         raise ConfigError("packed needs a tokenizer with an end token (eos or sep); this one has none")
-    parts, text_bytes = [], 0
-    for columns in texts.rows.iter(batch_size=1000):
-        documents = columns[section.text]
-        text_bytes += sum(len(document.encode()) for document in documents)
-        for ids in texts.tokenizer(documents, add_special_tokens=False)["input_ids"]:
-            parts.append(np.array([*ids, end], dtype=np.uint32))
-    stream = np.concatenate(parts)
+    stream = cached_stream(texts.stream_key(end), partial(_blocks, texts, end), len(texts.rows), section.name)
     return windows.WindowSource(
-        windows.cut_windows(stream, section.max_length, f"dataset {section.name}"),
-        windows.fingerprint("packed", section.max_length, stream),
+        windows.cut_windows(stream.tokens, section.max_length, f"dataset {section.name}"),
+        stream.fingerprint(section.max_length),
         aligned=aligned,
         vocabulary=len(texts.tokenizer),
-        bytes_per_token=text_bytes / len(stream),
+        bytes_per_token=stream.text_bytes / len(stream.tokens),
     )
+
+
+def _blocks(texts: Texts, end: int) -> Iterator[Block]:
+    """Tokenize the documents, a thousand at a time."""
+    number = 0
+    for columns in texts.rows.iter(batch_size=1000):
+        documents = columns[texts.section.text]
+        ids: list[int] = []
+        for encoded in texts.tokenizer(documents, add_special_tokens=False)["input_ids"]:
+            ids += encoded
+            ids.append(end)
+        number += len(documents)
+        text_bytes = sum(len(document.encode()) for document in documents)
+        yield Block(np.array(ids, dtype=np.uint32), text_bytes, number)
 
 
 def _valid(encoding: dict[str, Tensor]) -> Tensor:
@@ -342,3 +369,13 @@ def _num_classes(rows: Any, label: str) -> int:
         raise ConfigError(f"column {label} has {min(values)}, but classes are numbers from 0; is the split labeled?")
     names = getattr(rows.features[label], "names", None) or ()  # a ClassLabel also names classes that don't occur
     return max(len(names), int(max(values)) + 1)
+
+
+def fetch_tokens(config: Config) -> Iterator[str]:
+    """Tokenize the packed datasets of a run into the cache; yield a line for each."""
+    pretrained, sections = huggingface_sections(config)
+    for section in sections:
+        if section.packed and (section.tokenizer or pretrained):
+            facts = open_huggingface(section, task=None, tokenizer=pretrained).facts
+            sizes = f"{facts.samples:,} samples of {section.max_length:,} tokens, in {cache_folder()}"
+            yield f"tokens of {section.name}, split {section.split}: {sizes}"

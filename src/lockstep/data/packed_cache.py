@@ -1,0 +1,286 @@
+"""Token streams of packed datasets: tokenized once on a machine or for a shared folder, and mapped by ranks and runs.
+
+    $LOCKSTEP_CACHE/packed/KEY/tokens             uint32, all documents, each with its end token
+                           KEY/header.json        the folder appears whole, under this name
+                           KEY/fingerprint-512    of samples of a length; written when it is first needed
+                           KEY.lock               locked by the process that tokenizes; holds what it has done so far
+                           KEY@HOST@PID.part      unfinished; deleted by the next process, if its writer has ended
+
+The default folder is ~/.cache/lockstep (or $XDG_CACHE_HOME/lockstep). Ranks wait for the lock and not in a collective,
+so that no time limit applies. Where the folder can't be written, each rank keeps the tokens in its own memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core.errors import ConfigError
+from lockstep.core.files import MAX_JSON_BYTES, flush, read_bounded, write_atomically
+from lockstep.core.formatting import size
+from lockstep.core.terminal import echo
+from lockstep.data import windows
+
+CACHE = "LOCKSTEP_CACHE"
+FORMAT = 1
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.ENOSYS)
+_POLL_S = 0.1
+_SHOWN_S = 10.0
+_ABANDONED_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some documents, tokenized.
+
+    Attributes:
+        ids: their tokens, end tokens included, uint32.
+        text_bytes: of their text in UTF-8.
+        documents: the number of documents up to and with these.
+    """
+
+    ids: NDArray[np.uint32]
+    text_bytes: int
+    documents: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The tokens of all documents.
+
+    Attributes:
+        folder: of the cache, which holds them; None: they are in memory.
+    """
+
+    tokens: windows.Tokens
+    text_bytes: int
+    folder: Path | None
+
+    def fingerprint(self, length: int) -> str:
+        """Return the fingerprint of samples of this length: as long as the stream to make, so it is kept."""
+        file = None if self.folder is None else self.folder / f"fingerprint-{length}"
+        if file is not None:
+            with suppress(OSError, UnicodeDecodeError):
+                known = read_bounded(file, 64).decode()
+                if re.fullmatch("[0-9a-f]{32}", known):
+                    return known
+        fingerprint = windows.fingerprint("packed", length, self.tokens)
+        if file is not None:
+            with suppress(OSError):
+                write_atomically(file, fingerprint)
+        return fingerprint
+
+
+def cached_stream(key: str, blocks: Callable[[], Iterator[Block]], documents: int, name: str) -> Stream:
+    """Return the stream of this key from the cache; the first process to need it writes it.
+
+    Args:
+        key: hash of all that the tokens depend on.
+        blocks: tokenizes the documents, in order.
+        documents: their number.
+        name: of the dataset, for messages.
+
+    Raises:
+        ConfigError: The disk is full or fails.
+    """
+    folder = cache_folder()
+    if (stream := _read(folder / key)) is not None:
+        return stream
+    what = f"dataset {name}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f"{key}.lock", what) as show:
+            stream = _read(folder / key)  # another process may have written it meanwhile
+            if stream is None:
+                _write(folder, key, _shown(blocks(), documents, show))
+                stream = _read(folder / key)
+    except OSError as error:
+        if error.errno in _FORBIDDEN:
+            return _in_memory(blocks(), folder, what)
+        raise _not_written(error, folder, what) from error
+    if stream is None:
+        raise ConfigError(f"the tokens of {what} vanished from {folder} right after they were written; is it shared?")
+    return stream
+
+
+def cache_folder() -> Path:
+    """Return the folder of token streams."""
+    if own := os.environ.get(CACHE):
+        return Path(own).expanduser() / "packed"
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(root) if os.path.isabs(root) else Path("~/.cache").expanduser()) / "lockstep" / "packed"
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def _read(entry: Path) -> Stream | None:
+    """Return the stream in this folder; None if there is none, or it isn't whole."""
+    try:
+        header = json.loads(read_bounded(entry / "header.json", MAX_JSON_BYTES))
+        count, text_bytes = int(header["tokens"]), int(header["text_bytes"])
+        if header["format"] != FORMAT or count < 1 or (entry / "tokens").stat().st_size != 4 * count:
+            return None
+        tokens = np.memmap(entry / "tokens", dtype=np.uint32, mode="r", shape=(count,)).view(np.ndarray)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return Stream(tokens, text_bytes, entry)
+
+
+def _write(folder: Path, key: str, blocks: Iterator[Block]) -> None:
+    """Write the stream under a temporary name, and rename it when it is complete. Raises OSError."""
+    for other in folder.glob(f"{key}@*.part"):
+        if _is_abandoned(other):
+            shutil.rmtree(other, ignore_errors=True)
+    draft, entry = folder / f"{key}@{socket.gethostname()}@{os.getpid()}.part", folder / key
+    draft.mkdir()
+    try:
+        tokens = text_bytes = 0
+        with (draft / "tokens").open("wb") as file:
+            for block in blocks:
+                file.write(block.ids.data)
+                tokens += len(block.ids)
+                text_bytes += block.text_bytes
+        header = {"format": FORMAT, "tokens": tokens, "text_bytes": text_bytes}
+        (draft / "header.json").write_text(json.dumps(header))
+        for path in (draft / "tokens", draft / "header.json", draft):
+            flush(path)
+        _publish(draft, entry)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _is_abandoned(draft: Path) -> bool:
+    """Return whether a draft's writer has ended; one on another machine, if nothing was written for a while."""
+    _, host, number = draft.stem.split("@", 2)
+    if host == socket.gethostname() and number.isdecimal():
+        return int(number) == os.getpid() or not _is_running(int(number))
+    try:
+        return time.time() - (draft / "tokens").stat().st_mtime > _ABANDONED_S
+    except OSError:
+        return False
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
+def _publish(draft: Path, entry: Path) -> None:
+    """Rename the draft, unless another process was first. What isn't whole under that name is removed."""
+    with suppress(OSError):
+        os.rename(draft, entry)
+        flush(entry.parent)
+        return
+    if _read(entry) is None:
+        shutil.rmtree(entry, ignore_errors=True)
+        os.rename(draft, entry)
+
+
+def _not_written(error: OSError, folder: Path, what: str) -> ConfigError:
+    remedy = f"set {CACHE} to a folder with space"
+    if error.errno not in _FULL:
+        return ConfigError(f"the tokens of {what} can't be written to {folder}: {error.strerror or error}; {remedy}")
+    free = ""
+    with suppress(OSError):
+        free = f" ({size(shutil.disk_usage(folder).free)} free)"
+    return ConfigError(f"the disk of {folder} is full{free}: the tokens of {what} don't fit; {remedy}")
+
+
+def _in_memory(blocks: Iterator[Block], folder: Path, what: str) -> Stream:
+    if _prints():
+        echo(
+            f"lockstep: {folder} can't be written, so every rank tokenizes {what} at every start; set {CACHE} to a "
+            "folder that you can write",
+            file=sys.stderr,
+            flush=True,
+        )
+    parts = list(blocks)
+    tokens = np.concatenate([block.ids for block in parts])
+    return Stream(tokens, sum(block.text_bytes for block in parts), None)
+
+
+# --- one writer ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _locked(path: Path, what: str) -> Iterator[Callable[[str], None]]:
+    """Hold the lock while the block runs; meanwhile the others show what its holder has done. Raises OSError.
+
+    Yields a function that shows how far the work is, to this process's user and those of the others.
+    """
+    handle = _opened(path)
+    shown_at = time.monotonic()
+
+    def show(text: str) -> None:
+        nonlocal shown_at
+        if _prints() and time.monotonic() - shown_at > _SHOWN_S:
+            shown_at = time.monotonic()
+            echo(f"lockstep: tokenizing {what}: {text}", file=sys.stderr, flush=True)
+
+    def publish(text: str) -> None:
+        with suppress(OSError):
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, text.encode(), 0)
+        show(text)
+
+    try:
+        while not _try_lock(handle):
+            show(os.pread(handle, 200, 0).decode(errors="replace") or "begun by another process")
+            time.sleep(_POLL_S)
+        yield publish
+        with suppress(OSError):
+            os.ftruncate(handle, 0)
+    finally:
+        os.close(handle)  # which releases the lock, as does this process's end
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except PermissionError:  # another user's, whose work can still be waited for
+        if not path.exists():
+            raise
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # a file system without locks: each process writes its own draft, and one is kept
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def _shown(blocks: Iterator[Block], documents: int, show: Callable[[str], None]) -> Iterator[Block]:
+    for block in blocks:
+        yield block
+        show(f"{block.documents:,} of {documents:,} documents")
+
+
+def _prints() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"

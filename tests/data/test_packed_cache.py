@@ -1,0 +1,165 @@
+"""Token streams are written once, whatever ends a writer, and every process maps the same."""
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kit.worlds import served
+
+from lockstep.core.errors import ConfigError
+from lockstep.data import packed_cache, windows
+from lockstep.data.packed_cache import Block, cached_stream
+
+IDS = np.arange(5000, dtype=np.uint32)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv(packed_cache.CACHE, str(tmp_path))
+    return tmp_path / "packed"
+
+
+def blocks(calls: list[int] | None = None) -> Iterator[Block]:
+    if calls is not None:
+        calls.append(1)
+    for number, ids in enumerate(np.split(IDS, 5), 1):
+        yield Block(ids, 7, number)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
+
+
+def test_a_stream_is_written_once_and_mapped():
+    calls: list[int] = []
+    for _ in range(2):
+        stream = cached_stream("key", lambda: blocks(calls), 5, "data")
+        assert np.array_equal(stream.tokens, IDS)
+        assert (stream.tokens.dtype, stream.text_bytes) == (np.uint32, 35)
+        assert not stream.tokens.flags.writeable
+        assert stream.fingerprint(8) == windows.fingerprint("packed", 8, IDS) != stream.fingerprint(9)
+    assert calls == [1]
+    cached_stream("another", lambda: blocks(calls), 5, "data")
+    assert calls == [1, 1]
+
+
+def test_a_fingerprint_is_made_once(monkeypatch):
+    first = cached_stream("key", blocks, 5, "data").fingerprint(8)
+    monkeypatch.setattr(windows, "fingerprint", lambda *_: pytest.fail("it was kept"))
+    assert cached_stream("key", blocks, 5, "data").fingerprint(8) == first
+
+
+def _slowly(count: Path, seconds: float) -> Iterator[Block]:
+    with count.open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    for block in blocks():
+        yield block
+        time.sleep(seconds)
+
+
+def _opened(cache: str, count: Path, seconds: float, results: Path) -> None:
+    os.environ[packed_cache.CACHE] = cache
+    packed_cache._SHOWN_S = 0.05
+    stream = cached_stream("key", lambda: _slowly(count, seconds), 5, "data")
+    (results / str(os.getpid())).write_text(str(int(stream.tokens.sum())))
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "the writer is killed"])
+def test_several_processes_write_one_stream(killed, tmp_path, folder):
+    count, results = tmp_path / "count", tmp_path / "results"
+    results.mkdir()
+    make = served().Process
+    processes = [make(target=_opened, args=(str(tmp_path), count, 0.15, results)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    until = time.monotonic() + 60
+    while not count.exists() or not count.read_text().endswith("\n"):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    writers = 1
+    if killed:
+        time.sleep(0.2)
+        os.kill(int(count.read_text()), signal.SIGKILL)
+        writers = 2
+    for process in processes:
+        process.join(60)
+    assert len(count.read_text().split()) == writers
+    assert [file.read_text() for file in results.iterdir()] == [str(int(IDS.sum()))] * (4 - writers)
+    assert names(folder) == ["key"]
+
+
+def test_waiting_processes_show_what_the_writer_has_done(folder, monkeypatch, capsys):
+    monkeypatch.setattr(packed_cache, "_SHOWN_S", -1.0)
+    attempts = iter([False, False, True])
+    monkeypatch.setattr(packed_cache, "_try_lock", lambda handle: next(attempts))
+    folder.mkdir()
+    (folder / "key.lock").write_text("3 of 5 documents")
+    cached_stream("key", blocks, 5, "data")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["lockstep: tokenizing dataset data: 3 of 5 documents"] * 2
+    assert lines[-1] == "lockstep: tokenizing dataset data: 5 of 5 documents"
+    monkeypatch.setattr(packed_cache, "_try_lock", lambda handle: True)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    cached_stream("another", blocks, 5, "data")
+    assert capsys.readouterr().err == ""
+
+
+def _fail(number: int):
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number), "somewhere")
+
+    return fail
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_another_users_cache_is_read_and_what_it_lacks_is_kept_in_memory(number, folder, monkeypatch, capsys):
+    cached_stream("key", blocks, 5, "data")
+    monkeypatch.setattr(packed_cache, "_opened", _fail(number))
+    monkeypatch.setattr(packed_cache, "write_atomically", _fail(number))
+    stream = cached_stream("key", blocks, 5, "data")
+    assert stream.fingerprint(8) == windows.fingerprint("packed", 8, IDS)
+    assert capsys.readouterr().err == ""
+    other = cached_stream("another", blocks, 5, "data")
+    assert np.array_equal(other.tokens, IDS)
+    assert other.fingerprint(8) == stream.fingerprint(8)
+    assert "can't be written, so every rank tokenizes dataset data at every start" in capsys.readouterr().err
+    assert names(folder) == ["key"]
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, r"the disk of .* is full \(.* free\): the tokens of dataset data don't fit; set LOCKSTEP_CACHE"),
+        (errno.EIO, r"can't be written to .*: Input/output error; set LOCKSTEP_CACHE"),
+    ],
+)
+def test_a_disk_that_is_full_or_fails_is_reported_and_nothing_is_left(number, message, folder, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_cache, "flush", _fail(number))
+        with pytest.raises(ConfigError, match=message):
+            cached_stream("key", blocks, 5, "data")
+    assert names(folder) == []
+    assert np.array_equal(cached_stream("key", blocks, 5, "data").tokens, IDS)
+
+
+@pytest.mark.parametrize("damage", ["tokens", "header.json"])
+def test_a_stream_that_is_not_whole_is_written_again(damage, folder):
+    cached_stream("key", blocks, 5, "data")
+    (folder / "key" / damage).write_bytes(b"{}")
+    assert np.array_equal(cached_stream("key", blocks, 5, "data").tokens, IDS)
+    assert names(folder) == ["key"]
+
+
+def test_drafts_of_writers_that_live_elsewhere_stay(folder):
+    folder.mkdir()
+    for draft, age in (("key@elsewhere@1.part", 10), ("key@elsewhere@2.part", 10_000)):
+        (folder / draft).mkdir()
+        (folder / draft / "tokens").touch()
+        os.utime(folder / draft / "tokens", (time.time() - age,) * 2)
+    cached_stream("key", blocks, 5, "data")
+    assert names(folder) == ["key", "key@elsewhere@1.part"]
