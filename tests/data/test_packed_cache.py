@@ -13,7 +13,7 @@ from kit.worlds import served
 
 from lockstep.core.errors import ConfigError
 from lockstep.data import packed_cache, windows
-from lockstep.data.packed_cache import Block, cached_stream
+from lockstep.data.packed_cache import TokenBlock, cached_stream
 
 IDS = np.arange(5000, dtype=np.uint32)
 
@@ -24,11 +24,11 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path / "packed"
 
 
-def blocks(calls: list[int] | None = None) -> Iterator[Block]:
+def blocks(calls: list[int] | None = None) -> Iterator[TokenBlock]:
     if calls is not None:
         calls.append(1)
     for number, ids in enumerate(np.split(IDS, 5), 1):
-        yield Block(ids, 7, number)
+        yield TokenBlock(ids, 7, number)
 
 
 def names(folder: Path) -> list[str]:
@@ -54,7 +54,7 @@ def test_a_fingerprint_is_made_once(monkeypatch):
     assert cached_stream("key", blocks, 5, "data").fingerprint(8) == first
 
 
-def _slowly(count: Path, seconds: float) -> Iterator[Block]:
+def _slowly(count: Path, seconds: float) -> Iterator[TokenBlock]:
     with count.open("a") as file:
         file.write(f"{os.getpid()}\n")
     for block in blocks():

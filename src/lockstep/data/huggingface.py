@@ -39,7 +39,7 @@ from lockstep.data.hub import (
     tokenizer_identity,
 )
 from lockstep.data.order import Indices
-from lockstep.data.packed_cache import FORMAT, Block, cache_folder, cached_stream
+from lockstep.data.packed_cache import FORMAT, TokenBlock, cache_folder, cached_stream
 from lockstep.data.sources import LANGUAGE_MODEL
 from lockstep.data.unreadable import read_or_explain
 
@@ -314,7 +314,7 @@ def _packed(texts: Texts, *, aligned: bool) -> windows.WindowSource:
     )
 
 
-def _blocks(texts: Texts, end: int) -> Iterator[Block]:
+def _blocks(texts: Texts, end: int) -> Iterator[TokenBlock]:
     """Tokenize the documents, a thousand at a time."""
     number = 0
     for columns in texts.rows.iter(batch_size=1000):
@@ -325,7 +325,7 @@ def _blocks(texts: Texts, end: int) -> Iterator[Block]:
             ids.append(end)
         number += len(documents)
         text_bytes = sum(len(document.encode()) for document in documents)
-        yield Block(np.array(ids, dtype=np.uint32), text_bytes, number)
+        yield TokenBlock(np.array(ids, dtype=np.uint32), text_bytes, number)
 
 
 def _valid(encoding: dict[str, Tensor]) -> Tensor:

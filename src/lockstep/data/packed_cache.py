@@ -46,7 +46,7 @@ _ABANDONED_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TokenBlock:
     """Some documents, tokenized.
 
     Attributes:
@@ -61,7 +61,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class TokenStream:
     """The tokens of all documents.
 
     Attributes:
@@ -87,7 +87,7 @@ class Stream:
         return fingerprint
 
 
-def cached_stream(key: str, blocks: Callable[[], Iterator[Block]], documents: int, name: str) -> Stream:
+def cached_stream(key: str, blocks: Callable[[], Iterator[TokenBlock]], documents: int, name: str) -> TokenStream:
     """Return the stream of this key from the cache; the first process to need it writes it.
 
     Args:
@@ -130,7 +130,7 @@ def cache_folder() -> Path:
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def _read(entry: Path) -> Stream | None:
+def _read(entry: Path) -> TokenStream | None:
     """Return the stream in this folder; None if there is none, or it isn't whole."""
     try:
         header = json.loads(read_bounded(entry / "header.json", MAX_JSON_BYTES))
@@ -140,10 +140,10 @@ def _read(entry: Path) -> Stream | None:
         tokens = np.memmap(entry / "tokens", dtype=np.uint32, mode="r", shape=(count,)).view(np.ndarray)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return Stream(tokens, text_bytes, entry)
+    return TokenStream(tokens, text_bytes, entry)
 
 
-def _write(folder: Path, key: str, blocks: Iterator[Block]) -> None:
+def _write(folder: Path, key: str, blocks: Iterator[TokenBlock]) -> None:
     """Write the stream under a temporary name, and rename it when it is complete. Raises OSError."""
     for other in folder.glob(f"{key}@*.part"):
         if _is_abandoned(other):
@@ -208,7 +208,7 @@ def _not_written(error: OSError, folder: Path, what: str) -> ConfigError:
     return ConfigError(f"the disk of {folder} is full{free}: the tokens of {what} don't fit; {remedy}")
 
 
-def _in_memory(blocks: Iterator[Block], folder: Path, what: str) -> Stream:
+def _in_memory(blocks: Iterator[TokenBlock], folder: Path, what: str) -> TokenStream:
     if _prints():
         echo(
             f"lockstep: {folder} can't be written, so every rank tokenizes {what} at every start; set {CACHE} to a "
@@ -218,7 +218,7 @@ def _in_memory(blocks: Iterator[Block], folder: Path, what: str) -> Stream:
         )
     parts = list(blocks)
     tokens = np.concatenate([block.ids for block in parts])
-    return Stream(tokens, sum(block.text_bytes for block in parts), None)
+    return TokenStream(tokens, sum(block.text_bytes for block in parts), None)
 
 
 # --- one writer ---------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def _try_lock(handle: int) -> bool:
     return True
 
 
-def _shown(blocks: Iterator[Block], documents: int, show: Callable[[str], None]) -> Iterator[Block]:
+def _shown(blocks: Iterator[TokenBlock], documents: int, show: Callable[[str], None]) -> Iterator[TokenBlock]:
     for block in blocks:
         yield block
         show(f"{block.documents:,} of {documents:,} documents")
