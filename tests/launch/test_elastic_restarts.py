@@ -32,7 +32,7 @@ def run_nodes(folder: Path, plan: str, rendezvous: str) -> list[list[str]]:
         for node in range(2)
     ]
     try:
-        outputs = [agent.communicate(timeout=90)[0] for agent in agents]
+        outputs = [agent.communicate(timeout=300)[0] for agent in agents]
     finally:
         for agent in agents:
             agent.kill()

@@ -71,7 +71,19 @@ def test_ids_make_file_names_that_differ() -> None:
     assert {folder.parent.name for folder in names if folder is not None} == {"runs"}
 
 
-@pytest.mark.parametrize("environ", [{}, RANK, {**RANK, "TORCHELASTIC_RUN_ID": "none"}])
+UUID = {**RANK, "TORCHELASTIC_RUN_ID": "7c0d046e-f6a7-465d-be2b-3bed5ac9d01d"}
+
+
+def test_an_id_that_torchrun_makes_up_counts_where_its_store_is_not_used() -> None:
+    folder = folder_of_launch(_config(), "toy", UUID)
+    assert folder is not None
+    assert folder.name == f"toy-{UUID['TORCHELASTIC_RUN_ID']}"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{}, RANK, {**RANK, "TORCHELASTIC_RUN_ID": "none"}, {**UUID, "TORCHELASTIC_USE_AGENT_STORE": "True"}],
+)
 def test_what_different_launches_share_is_no_id(environ: dict[str, str]) -> None:
     assert folder_of_launch(_config(), "toy", environ) is None
 

@@ -5,8 +5,9 @@
                                             is finished, or has other settings, RECIPE-4711-2, -3, ...
     neither                                 a new folder, RECIPE-DATE-TIME
 
-torchrun's id is "none" unless one is given: all launches share it, so it is not an id. A restart finds the folder by
-the store, which the launcher keeps as long as it lives, on whichever node rank 0 is.
+torchrun's id is "none" unless one is given: all launches share it, so it is not an id. On a single node torchrun makes
+up a UUID, which no other launch will have. In both cases a restart finds the folder by the store, which the launcher
+keeps as long as it lives, on whichever node rank 0 is.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _FOLDER, _BEGUN = "run-folder", "run-begun"  # keys in the launcher's store
 _NO_ID = ("", "none")
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _LONGEST_ID = 64
 
 
@@ -48,8 +50,11 @@ def keep_folder(world: World, folder: Path) -> None:
 
 def folder_of_launch(config: Config, recipe: str, environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the folder for the id of an elastic launch; None: it has none."""
-    launch = RankEnvironment.read(environ).launch_id if names_a_rank(environ) else ""
-    if launch in _NO_ID:
+    if not names_a_rank(environ):
+        return None
+    environment = RankEnvironment.read(environ)
+    launch = environment.launch_id
+    if launch in _NO_ID or (environment.agent_store and _UUID.fullmatch(launch)):
         return None
     name = f"{Path(recipe).stem or 'run'}-{_file_name(launch)}"
     for number in itertools.count(1):
