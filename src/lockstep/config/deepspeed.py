@@ -44,6 +44,7 @@ def engine_config(config: Config, derived: Derived) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": derived.micro_size,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
+        "timers": {"throughput": {"enabled": False}},  # it makes the host wait for the device in each forward and step
         **_shared(config.parallel.deepspeed, derived.trainable),
     }
 

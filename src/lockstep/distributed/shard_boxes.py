@@ -84,10 +84,14 @@ class FlatShard:
         memory: This rank's elements, 1-dim; perhaps none.
         start: The index of the first one in the flattened tensor.
         shape: The shape of the whole tensor.
+        device: Where ranks exchange it, if its memory is elsewhere; None: where its memory is.
     """
 
-    def __init__(self, memory: Tensor, start: int, shape: Sequence[int]) -> None:
+    def __init__(
+        self, memory: Tensor, start: int, shape: Sequence[int], device: torch.device | None = None
+    ) -> None:
         self.memory = memory
+        self.device = device or memory.device
         self.start = start
         self.shape = tuple(shape)
 
@@ -194,7 +198,7 @@ def full_tensor(tensor: Any) -> Tensor:
     from lockstep.distributed.collectives import group_or_all
 
     if isinstance(tensor, FlatShard):
-        flat = tensor.memory.new_zeros(prod(tensor.shape))
+        flat = tensor.memory.new_zeros(prod(tensor.shape), device=tensor.device)
         tensor.of(flat).copy_(tensor.memory)
         group_or_all(None).sum(bits(flat))
         return flat.view(tensor.shape)

@@ -33,6 +33,7 @@ from lockstep.core.protocols import GradientStep
 from lockstep.distributed.shard_boxes import FlatShard
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Builder, Sharding, ShardingContext
+from lockstep.sharding.deepspeed_accelerator import use_accelerator
 from lockstep.sharding.deepspeed_order import deepspeed_order
 from lockstep.sharding.deepspeed_shards import ReachedParameters, ZeroOptimizer
 from lockstep.sharding.model_state import ModelState
@@ -118,11 +119,10 @@ def initialize_engine(
 def _import(device: torch.device) -> Any:
     for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):  # DeepSpeed uses their old names
         warnings.filterwarnings("ignore", f".*{name}. is deprecated", FutureWarning)
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            use_accelerator(device)
             import deepspeed
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # Lockstep reports what matters
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for inference; it would be compiled now
@@ -182,6 +182,7 @@ class ZeroStep(GradientStep):
         self.module = context.model
         self._world = context.world.axis
         self._ranks = context.world.size
+        self._device = context.world.device
         self._engine = engine
         self._zero = engine.optimizer
         self._optimizer = optimizer
@@ -208,7 +209,8 @@ class ZeroStep(GradientStep):
         return self._reached.missing()
 
     def squared_norm(self) -> Tensor:
-        return self._world.sum(self._squared_norm(self._optimizer.gradients()).double() * self._ranks**2)
+        own = self._squared_norm(self._optimizer.gradients()).to(self._device)  # offloaded gradients are on the host
+        return self._world.sum(own.double() * self._ranks**2)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         flats = [
@@ -217,7 +219,8 @@ class ZeroStep(GradientStep):
         ]
         for name, shard in self._optimizer.shards.items():
             if shard.group is not None:
-                flat: Any = FlatShard(shard.section(flats[shard.group]), shard.flat.start, shard.flat.shape)
+                own = shard.section(flats[shard.group])
+                flat: Any = FlatShard(own, shard.flat.start, shard.flat.shape, self._device)
                 yield name, flat
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:

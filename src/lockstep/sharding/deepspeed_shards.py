@@ -30,7 +30,7 @@ class ZeroShard:
         self, parameter: nn.Parameter, shape: Sequence[int], group: int | None, memory: Tensor, start: int, offset: int
     ) -> None:
         self.parameter = parameter
-        self.flat = FlatShard(memory, start, shape)
+        self.flat = FlatShard(memory, start, shape, parameter.device)
         self.group = group
         self._offset = offset
 
@@ -40,7 +40,7 @@ class ZeroShard:
 
     def as_shard(self, value: Tensor) -> Any:
         """Return optimizer state as a shard of the whole tensor's; state that isn't kept for each element unchanged."""
-        return FlatShard(value, self.flat.start, self.flat.shape) if value.ndim else value
+        return FlatShard(value, self.flat.start, self.flat.shape, self.flat.device) if value.ndim else value
 
     def as_local(self, value: Tensor) -> Tensor:
         """Return its elements of a whole tensor; other tensors unchanged."""
@@ -87,9 +87,12 @@ class ZeroOptimizer:
 
     def gradients_of(self, group: int) -> list[Tensor]:
         """Return this rank's part of one group's averaged gradient."""
-        if self._zero.offload_optimizer if self.stage == 3 else self._zero.cpu_offload:
+        zero = self._zero
+        if zero.offload_optimizer if self.stage == 3 else zero.cpu_offload:
+            if self.stage < 3:
+                zero._wait_for_offload_copies()  # stage 3 has waited in the backward
             return [cast("Tensor", self.flats[group].grad)]
-        return list(self._zero.averaged_gradients[group])
+        return list(zero.averaged_gradients[group])
 
     def state_dict(self) -> dict[str, object]:
         """Return the state by the names of parameters. Settings are in the config, not in groups."""

@@ -157,7 +157,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: Any, *where: Any) -> Any:
         return self.recv(tensors)
 
-    def barrier(self, options: Any = None) -> Any:
+    def barrier(self, opts: Any = None) -> Any:
         self.issued.append(Collective("barrier", self._size, 0))
         return _done([])
 

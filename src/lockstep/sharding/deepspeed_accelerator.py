@@ -1,0 +1,109 @@
+"""DeepSpeed's accelerator is the run's device.
+
+    cpu, cuda, xpu, npu, ...     DeepSpeed's own class, by name
+    another device of torch's    `TorchAccelerator`, which asks torch's module of the device
+
+DeepSpeed takes the first GPU that it finds, also for a run on the CPU, and keeps its choice for the whole process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from functools import partial
+from typing import Any
+
+import torch
+
+
+_NAMES = ("cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")
+
+
+def use_accelerator(device: torch.device) -> None:
+    """Let DeepSpeed, which this imports, work on the device."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type if device.type in _NAMES else "cpu")  # read by its import
+    from deepspeed.accelerator import real_accelerator
+
+    if device.type not in _NAMES:
+        real_accelerator.set_accelerator(_torch_accelerator(device))
+    elif real_accelerator.get_accelerator().device_name() != device.type:
+        module = importlib.import_module(f"deepspeed.accelerator.{device.type}_accelerator")
+        own = next(value for name, value in vars(module).items() if name.lower() == f"{device.type}_accelerator")
+        real_accelerator.set_accelerator(own())
+
+
+def _torch_accelerator(device: torch.device) -> Any:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    module: Any = torch.get_device_module(device)
+    kind, index = device.type, device.index or 0
+    made = partial(torch.tensor, device=device)
+
+    class TorchAccelerator(CPU_Accelerator):
+        """An accelerator that DeepSpeed has no class for; what is compiled for it is the CPU's."""
+
+        Stream, Event = module.Stream, module.Event
+        FloatTensor = staticmethod(partial(made, dtype=torch.float32))
+        ByteTensor = staticmethod(partial(made, dtype=torch.uint8))
+        IntTensor = staticmethod(partial(made, dtype=torch.int32))
+        LongTensor = staticmethod(partial(made, dtype=torch.int64))
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._name = kind
+
+        def is_synchronized_device(self) -> bool:
+            return False
+
+        def device_name(self, device_index: int | None = None) -> str:
+            return kind if device_index is None else f"{kind}:{device_index}"
+
+        def device(self, device_index: int | None = None) -> Any:
+            return module.device(index if device_index is None else device_index)
+
+        def set_device(self, device_index: int) -> None:
+            module.set_device(device_index)
+
+        def current_device(self) -> int:
+            return int(module.current_device())
+
+        def current_device_name(self) -> str:
+            return f"{kind}:{module.current_device()}"
+
+        def device_count(self) -> int:
+            return int(module.device_count())
+
+        def synchronize(self, device_index: int | None = None) -> None:
+            module.synchronize()
+
+        def stream(self, stream: Any) -> Any:
+            return module.stream(stream)
+
+        def current_stream(self, device_index: int | None = None) -> Any:
+            return module.current_stream()
+
+        def default_stream(self, device_index: int | None = None) -> Any:
+            return module.default_stream()
+
+        def empty_cache(self) -> None:
+            module.empty_cache()
+
+        def memory_allocated(self, device_index: int | None = None) -> int:
+            return int(module.memory_allocated())
+
+        def max_memory_allocated(self, device_index: int | None = None) -> int:
+            return int(module.max_memory_allocated())
+
+        def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
+            return {}
+
+        def total_memory(self, device_index: int | None = None) -> int:
+            return int(module.mem_get_info()[1])
+
+        def available_memory(self, device_index: int | None = None) -> int:
+            return int(module.mem_get_info()[0])
+
+        def on_accelerator(self, tensor: torch.Tensor) -> bool:
+            return tensor.device.type == kind
+
+    return TorchAccelerator()
