@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training.test_same_run import config, oracle
 
 import lockstep
+import lockstep.sharding.deepspeed
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.core.records import Verdict
 from lockstep.distributed.shard_boxes import local_tensor
@@ -129,6 +130,54 @@ def test_the_config_written_out_makes_the_same_run_by_deepspeed_alone(stage: int
     for ours, alone in in_world(2, _beside_deepspeed_alone, stage):
         for name, values in ours.items():
             assert alone[name] == pytest.approx(values, abs=2e-5), name
+
+
+HALF: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "gradients larger than a bucket": {"reduce_bucket_size": 500},
+    "one module at a time": {"stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0},
+}
+
+
+def _in_half_precision(plain: bool) -> list[tuple[list[float], dict[str, Any], dict[torch.dtype, int]]]:
+    """Losses, weights and gathered bytes in three updates of stage 3; `plain`: as DeepSpeed gathers, in fp32."""
+    if plain:
+        lockstep.sharding.deepspeed.gather_in = lambda *arguments: None  # type: ignore[assignment]
+    runs = []
+    with small.in_group():
+        for compute in ("bf16", "fp16"):
+            for options in HALF.values():
+                whole = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **options}}
+                sections = {"precision": {"compute": compute}, "optim": {"name": "sgd", "lr": 0.1}}
+                with lockstep.session(config(13, 4, parallel=zero(3, config=whole), **sections)) as session:
+                    gathered = _Gathered()
+                    with gathered:
+                        losses = [report.loss for report in itertools.islice(session, 3)]
+                    weights = {name: value.numpy() for name, value in components_of(session).sharding.state.weights()}
+                runs.append((losses, weights, gathered.bytes))
+    return runs
+
+
+class _Gathered(TorchDispatchMode):
+    """Counts the bytes that are gathered, by dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith("c10d._allgather_base_"):
+            self.bytes[args[0].dtype] += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def test_stage_3_gathers_in_the_precision_of_autocast_and_trains_the_same_to_the_bit() -> None:
+    runs, plain = in_world(2, _in_half_precision, False)[0], in_world(2, _in_half_precision, True)[0]
+    for (losses, weights, gathered), (expected, values, in_fp32) in zip(runs, plain, strict=True):
+        assert losses == expected
+        assert all((weights[name] == values[name]).all() for name in values)
+        assert in_fp32.keys() == {torch.float32}
+        assert sum(gathered.values()) < 0.6 * in_fp32[torch.float32]
 
 
 # --- memory -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@
 Stage 3 shards every parameter by itself, so that each rank has a range of each. DeepSpeed reduces, holds and updates;
 the session scales the loss, clips, follows the schedule and skips updates, as under every strategy.
 
-All uses of DeepSpeed beyond its documented API are in this file, `deepspeed_shards` and `deepspeed_order`;
+All uses of DeepSpeed beyond its documented API are in this file and in those named `deepspeed_...` beside it;
 `tests/training/test_deepspeed.py` fails if one of these names is removed.
 """
 
@@ -34,6 +34,7 @@ from lockstep.distributed.shard_boxes import FlatShard
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Builder, Sharding, ShardingContext
 from lockstep.sharding.deepspeed_accelerator import use_accelerator
+from lockstep.sharding.deepspeed_gather import gather_in
 from lockstep.sharding.deepspeed_order import deepspeed_order
 from lockstep.sharding.deepspeed_shards import ReachedParameters, ZeroOptimizer
 from lockstep.sharding.model_state import ModelState
@@ -67,6 +68,8 @@ def build(context: ShardingContext) -> Sharding:
     elementwise = context.optimizer.elementwise(model.named_parameters())
     engine = initialize_engine(model, elementwise.optimizer, config, device)
     zero = ZeroOptimizer(engine, model, elementwise.entries, counts=elementwise.counts)
+    if zero.stage == 3 and context.compute is not None:
+        gather_in(context.compute, context.cast_weights, model, engine.optimizer)
     state = ModelState(
         model,
         zero,

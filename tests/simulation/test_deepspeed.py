@@ -1,0 +1,73 @@
+"""ZeRO on the simulated accelerator: no tensor of the wrong device, and the host's waits of an update, with their reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from kit import small
+
+from lockstep.config.schema import Config
+from lockstep.simulation.ranks import simulated_rank
+from lockstep.training.assemble import assemble
+from lockstep.training.user_objects import UserObjects
+
+pytest.importorskip("deepspeed")
+
+WAITS = {
+    "report": "Event.synchronize in readback.py:land < readback.py:tokens",  # of the update before, long done
+    "reduced": "Stream.synchronize in deepspeed.py:_backward",  # DeepSpeed: stage 3 reads gradients after its own stream
+    "gathered": "synchronize in deepspeed_accelerator.py:synchronize < deepspeed.py:_step",  # DeepSpeed: small parameters
+    "offloaded": "Event.synchronize in deepspeed_shards.py:gradients_of",  # the host reads gradients that were copied to it
+    "bucket": "Event.synchronize in deepspeed_order.py:reduce_ipg_grads",  # DeepSpeed: a copy before its memory is reused
+    "verdict": "item in deepspeed.py:update",  # the host updates, so that it must know whether to
+    "divisor": "copy to the host in deepspeed.py:_step",  # the host divides what it has
+}
+"""The first frames of each wait of the host in an update; all others are faults."""
+HOST = ["verdict", "divisor", "report"]
+CELLS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "zero0": ({"zero_stage": 0}, ["report"]),
+    "zero1": ({"zero_stage": 1}, ["report"]),
+    "zero2": ({"zero_stage": 2}, ["report"]),
+    "zero3": ({"zero_stage": 3}, ["reduced", "gathered", "report"]),
+    "zero1, optimizer offloaded": ({"zero_stage": 1, "offload_optimizer": "cpu"}, ["offloaded", *HOST]),
+    "zero2, optimizer offloaded": ({"zero_stage": 2, "offload_optimizer": "cpu"}, ["bucket", "offloaded", *HOST]),
+    "zero3, optimizer offloaded": ({"zero_stage": 3, "offload_optimizer": "cpu"}, ["reduced", "gathered", *HOST]),
+    "zero3, both offloaded": (
+        {"zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}, ["reduced", "gathered", *HOST],
+    ),
+    "zero3, nothing held whole": (
+        {"zero_stage": 3, "config": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}},
+        ["reduced", "report"],
+    ),
+}  # fmt: skip
+
+
+def waits_of_an_update(options: dict[str, Any], precision: str) -> Iterator[str]:
+    """Yield the waits of the fourth update, of two micro-batches on one of four ranks, by the names in `WAITS`."""
+    with simulated_rank(0, 4) as rank:
+        config = small.config(
+            launch={"device": "auto"},
+            batch={"global_size": 16, "micro_size": 2},
+            precision={"compute": precision},
+            parallel={"strategy": "deepspeed", "deepspeed": options},
+        )
+        session = assemble(Config.model_validate(config), rank.world, UserObjects())
+        for batch in session.batches():
+            rank.execution.syncs.clear()
+            session.accumulate(batch)
+            session.commit()
+            if session.progress.steps == 4:
+                break
+        waits = [str(wait) for wait in rank.execution.syncs]
+        session.close()
+    for wait in waits:
+        yield next((name for name, frames in WAITS.items() if wait.startswith(frames)), wait)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_an_update_waits_only_where_it_must(cell: str, precision: str) -> None:
+    options, expected = CELLS[cell]
+    assert sorted(set(waits_of_an_update(options, precision))) == sorted(expected)
