@@ -1,4 +1,4 @@
-"""ZeRO on the simulated accelerator: no tensor of the wrong device, and the host's waits of an update, with their reasons."""
+"""ZeRO on the simulated accelerator: no tensor of the wrong device, and the host's waits of an update with reasons."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ from lockstep.training.user_objects import UserObjects
 pytest.importorskip("deepspeed")
 
 WAITS = {
-    "report": "Event.synchronize in readback.py:land < readback.py:tokens",  # of the update before, long done
-    "reduced": "Stream.synchronize in deepspeed.py:_backward",  # DeepSpeed: stage 3 reads gradients after its own stream
-    "gathered": "synchronize in deepspeed_accelerator.py:synchronize < deepspeed.py:_step",  # DeepSpeed: small parameters
-    "offloaded": "Event.synchronize in deepspeed_shards.py:gradients_of",  # the host reads gradients that were copied to it
-    "bucket": "Event.synchronize in deepspeed_order.py:reduce_ipg_grads",  # DeepSpeed: a copy before its memory is reused
-    "verdict": "item in deepspeed.py:update",  # the host updates, so that it must know whether to
-    "divisor": "copy to the host in deepspeed.py:_step",  # the host divides what it has
+    # of the update before, long done
+    "report": "Event.synchronize in readback.py:land < readback.py:tokens",
+    # DeepSpeed: stage 3 reads gradients after its own stream
+    "reduced": "Stream.synchronize in deepspeed.py:_backward",
+    # DeepSpeed: after the gather of small parameters
+    "gathered": "synchronize in deepspeed_accelerator.py:synchronize < deepspeed.py:_step",
+    # the host reads gradients that were copied to it
+    "offloaded": "Event.synchronize in deepspeed_shards.py:gradients_of",
+    # DeepSpeed: a copy to the host before its memory is reused
+    "bucket": "Event.synchronize in deepspeed_order.py:reduce_ipg_grads",
+    # the host updates: it must know whether to, and by what to divide
+    "verdict": "item in deepspeed.py:update",
+    "divisor": "copy to the host in deepspeed.py:_step",
 }
 """The first frames of each wait of the host in an update; all others are faults."""
 HOST = ["verdict", "divisor", "report"]

@@ -87,9 +87,7 @@ class FlatShard:
         device: Where ranks exchange it, if its memory is elsewhere; None: where its memory is.
     """
 
-    def __init__(
-        self, memory: Tensor, start: int, shape: Sequence[int], device: torch.device | None = None
-    ) -> None:
+    def __init__(self, memory: Tensor, start: int, shape: Sequence[int], device: torch.device | None = None) -> None:
         self.memory = memory
         self.device = device or memory.device
         self.start = start

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-
 _NAMES = ("cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")
 
 
@@ -39,7 +38,7 @@ def _torch_accelerator(device: torch.device) -> Any:
     kind, index = device.type, device.index or 0
     made = partial(torch.tensor, device=device)
 
-    class TorchAccelerator(CPU_Accelerator):
+    class TorchAccelerator(CPU_Accelerator):  # type: ignore[misc]
         """An accelerator that DeepSpeed has no class for; what is compiled for it is the CPU's."""
 
         Stream, Event = module.Stream, module.Event
