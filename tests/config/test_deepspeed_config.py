@@ -315,6 +315,13 @@ def test_offloading_fits_the_stage() -> None:
     )
 
 
+def test_bf16_weights_fit_stage_and_precision() -> None:
+    assert refusal(None, {"bf16_weights": True, "zero_stage": 1}) == (
+        "parallel.deepspeed.bf16_weights: true, but precision.compute is fp32; write `precision.compute: bf16`\n"
+        "parallel.deepspeed.bf16_weights: true requires zero_stage 2 or 3, and it is 1"
+    )
+
+
 def test_problems_of_both_configs_are_reported_together() -> None:
     assert refusal({"gradient_clipping": 2.0}, {"offload_param": "cpu"}) == (
         "parallel.deepspeed.offload_param: cpu requires zero_stage 3, and it is 2\n"

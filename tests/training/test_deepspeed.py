@@ -180,6 +180,28 @@ def test_stage_3_gathers_in_the_precision_of_autocast_and_trains_the_same_to_the
         assert sum(gathered.values()) < 0.6 * in_fp32[torch.float32]
 
 
+BF16 = {"precision": {"compute": "bf16"}, "optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_in_bf16_beside_fp32_masters_make_the_run_of_bf16(stage: int) -> None:
+    alone = recorded(config(13, 4, **BF16))
+    for options in ({}, {"offload_optimizer": "cpu"}):
+        run = recorded(config(13, 4, parallel=zero(stage, bf16_weights=True, **options), **BF16), ranks=2)
+        assert run.losses == pytest.approx(alone.losses, rel=2e-3)
+        assert run.norms == pytest.approx(alone.norms, rel=2e-2)
+        for name, values in alone.weights.items():
+            assert run.weights[name].dtype == values.dtype
+            assert run.weights[name] == pytest.approx(values, abs=5e-3), name
+
+
+def test_weights_in_bf16_are_refused_for_frozen_parameters() -> None:
+    frozen = config(13, 4, parallel=zero(2, bf16_weights=True), **BF16)
+    frozen["model"] = {**frozen["model"], "freeze": ["embedding.*"]}
+    message = "parallel.deepspeed.bf16_weights: true would round embedding.weight for good"
+    assert all(text.startswith(message) for text in in_world(2, small.refusal, frozen))
+
+
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +280,10 @@ def _with_a_discarded_update(
         _decide_in_kernels()
     share = -(-12 // int(os.environ["WORLD_SIZE"]))
     batch = {"global_size": 12, "micro_size": -(-share // accumulation)}
-    config = small.config(batch=batch, parallel=zero(stage, **options), schedule={"kind": "constant"})
+    precision = {"compute": "bf16" if options.get("bf16_weights") else "fp32"}
+    config = small.config(
+        batch=batch, parallel=zero(stage, **options), schedule={"kind": "constant"}, precision=precision
+    )
     here = os.environ["RANK"] == str(only_rank)
     found: dict[str, Any] = {}
     with small.in_group():
@@ -308,7 +333,14 @@ def _pass_over(session: Any) -> None:
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(
     ("stage", "options"),
-    [(0, {}), (1, {}), (2, {}), (3, {}), (2, {"offload_optimizer": "cpu"}), (3, {"offload_optimizer": "cpu"})],
+    [
+        *((stage, {}) for stage in STAGES),
+        *(
+            (stage, {option: value})
+            for stage in (2, 3)
+            for option, value in (("offload_optimizer", "cpu"), ("bf16_weights", True))
+        ),
+    ],
 )
 def test_a_discarded_update_leaves_no_bit(stage: int, options: dict[str, Any], accumulation: int) -> None:
     for found in in_world(2, _with_a_discarded_update, stage, options, accumulation, 1):
@@ -402,7 +434,10 @@ STEPS, CUT = 8, 4
 
 
 def _go_on(parallel: dict[str, Any], folder: str, cut: int | None, save: bool) -> dict[str, Any]:
-    asked = config(12, parallel=parallel, schedule={"kind": "constant"}, run={"steps": STEPS})
+    compute = "bf16" if parallel["deepspeed"].get("bf16_weights") else "fp32"
+    asked = config(12, parallel=parallel, schedule={"kind": "constant"}, run={"steps": STEPS}) | {
+        "precision": {"compute": compute}
+    }
     with lockstep.session(asked) as session:
         checkpoints = Checkpoints(session, LocalStorage(Path(folder)), {})
         checkpoints.begin(Resume(step=cut))
@@ -416,10 +451,13 @@ def _go_on(parallel: dict[str, Any], folder: str, cut: int | None, save: bool) -
         return {"losses": losses, "weights": weights, "state": _state(session)}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_run_goes_on_to_the_bit_under_the_same_stage(tmp_path: Path, stage: int) -> None:
-    uncut = in_world(2, _go_on, zero(stage), str(tmp_path), None, True)
-    cut = in_world(2, _go_on, zero(stage), str(tmp_path), CUT, False)
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [*((stage, {}) for stage in STAGES), *((stage, {"bf16_weights": True}) for stage in (2, 3))],
+)
+def test_a_run_goes_on_to_the_bit_under_the_same_stage(tmp_path: Path, stage: int, options: dict[str, Any]) -> None:
+    uncut = in_world(2, _go_on, zero(stage, **options), str(tmp_path), None, True)
+    cut = in_world(2, _go_on, zero(stage, **options), str(tmp_path), CUT, False)
     for mine, whole in zip(cut, uncut, strict=True):
         assert mine["state"] == whole["state"]
 

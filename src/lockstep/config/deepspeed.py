@@ -32,6 +32,13 @@ if TYPE_CHECKING:
 _BUCKET = 500_000_000  # DeepSpeed's default: elements reduced at a time
 _KEPT_WHOLE = 100_000  # DeepSpeed's default: elements of the largest parameter that stage 3 keeps whole
 
+_BF16 = {
+    "bf16": {"enabled": True, "check_grad_overflow": False},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "communication_data_type": "fp32",
+}
+"""DeepSpeed's own bf16 mode; gradients of micro-batches and ranks are summed in fp32."""
+
 
 def engine_config(config: Config, derived: Derived) -> dict[str, Any]:
     """Return the config for `deepspeed.initialize`, without schedule, clipping, loss scale and accumulation.
@@ -45,6 +52,7 @@ def engine_config(config: Config, derived: Derived) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
         "timers": {"throughput": {"enabled": False}},  # it makes the host wait for the device in each forward and step
+        **(_BF16 if config.parallel.deepspeed.bf16_weights else {}),
         **_shared(config.parallel.deepspeed, derived.trainable),
     }
 
@@ -70,7 +78,13 @@ def plain_config(config: Config, derived: Derived) -> dict[str, Any]:
         "gradient_clipping": config.optim.clip_norm or 0.0,
         "optimizer": _optimizer(config.optim),
         **({} if scheduler is None else {"scheduler": scheduler}),
-        **({"torch_autocast": autocast} if autocast["dtype"] else {}),
+        **(
+            _BF16
+            if config.parallel.deepspeed.bf16_weights
+            else {"torch_autocast": autocast}
+            if autocast["dtype"]
+            else {}
+        ),
         **_shared(config.parallel.deepspeed, derived.trainable),
     }
 

@@ -67,6 +67,7 @@ def check(config: Config, derived: Derived, later: Sequence[str] = ()) -> None:
     """
     given, problems = read_deepspeed(config.parallel.deepspeed)
     problems += _section_problems(config.parallel)
+    problems += _bf16_problems(config)
     comparison = _Comparison(config, derived)
     comparison.section("", {key: given[key] for key in given if key not in later})
     problems += comparison.problems
@@ -123,6 +124,19 @@ def _section_problems(parallel: Parallel) -> list[Problem]:
         why = f"{section.offload_optimizer} requires zero_stage 1, 2 or 3, and it is 0"
         problems.append(("deepspeed.offload_optimizer", why))
     return [Problem("", f"parallel.{key}", why) for key, why in problems]
+
+
+def _bf16_problems(config: Config) -> list[Problem]:
+    """Return what doesn't go with `bf16_weights`."""
+    section, compute, key = config.parallel.deepspeed, config.precision.compute, "parallel.deepspeed.bf16_weights"
+    if not section.bf16_weights:
+        return []
+    problems = []
+    if compute != "bf16":
+        problems.append(f"true, but precision.compute is {compute}; write `precision.compute: bf16`")
+    if section.zero_stage < 2:
+        problems.append(f"true requires zero_stage 2 or 3, and it is {section.zero_stage}")
+    return [Problem("", key, problem) for problem in problems]
 
 
 def _expected_values(config: Config, derived: Derived) -> dict[str, Any]:

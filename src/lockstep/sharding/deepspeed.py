@@ -66,22 +66,33 @@ def build(context: ShardingContext) -> Sharding:
         step = DeepSpeedReplicaStep(context, engine, optimizer, buffers)
         return Sharding(step, ModelState(model, optimizer, buffers=buffers))
     elementwise = context.optimizer.elementwise(model.named_parameters())
+    in_bf16 = context.config.parallel.deepspeed.bf16_weights
+    fp32_values = _fp32_values(model) if in_bf16 else {}
     engine = initialize_engine(model, elementwise.optimizer, config, device)
-    zero = ZeroOptimizer(engine, model, elementwise.entries, counts=elementwise.counts)
-    if zero.stage == 3 and context.compute is not None:
+    zero = ZeroOptimizer(engine, model, elementwise.entries, counts=elementwise.counts, in_bf16=in_bf16)
+    for name, values in fp32_values.items():  # DeepSpeed's are rounded
+        zero.shards[name].flat.memory.copy_(zero.shards[name].flat.of(values))
+    if zero.stage == 3 and context.compute is not None and not in_bf16:
         gather_in(context.compute, context.cast_weights, model, engine.optimizer)
-    state = ModelState(
-        model,
-        zero,
-        buffers=buffers,
-        shards=zero.shards,
-        flat={name: shard.flat for name, shard in zero.shards.items()} if zero.stage == 3 else None,
-        after_restore=zero.copy_parameters,
-    )
+    flat = {name: shard.flat for name, shard in zero.shards.items()} if zero.stage == 3 or in_bf16 else None
+    state = ModelState(model, zero, buffers=buffers, shards=zero.shards, flat=flat, after_restore=zero.copy_parameters)
     return Sharding(ZeroStep(context, engine, zero, buffers), state)
 
 
 BUILDER = Builder(build)
+
+
+def _fp32_values(model: nn.Module) -> dict[str, Tensor]:
+    """Return the values that DeepSpeed's bf16 mode will round.
+
+    Raises:
+        ConfigError: Some parameters are frozen.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            why = f"true would round {name} for good, in checkpoints too, because it is frozen; write false"
+            raise ConfigError(Problem("", "parallel.deepspeed.bf16_weights", why))
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def initialize_engine(

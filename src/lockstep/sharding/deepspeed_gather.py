@@ -4,8 +4,8 @@
                     | cast, gathered: 2 bytes an element
     forward      weight in bf16 --> autocast has nothing to cast, autograd saves the parameter and no copy
 
-DeepSpeed's own bf16 mode would gather every parameter in bf16, and keep the stream between blocks in bf16 too, because
-an embedding's output has its weight's dtype: another run than the single process's. Here only those weights are gathered
+DeepSpeed's own bf16 mode would gather every parameter in bf16, and keep the stream between blocks in bf16 too, as an
+embedding's output has its weight's dtype: another run than the single process's. Here only those weights are gathered
 in bf16 that autocast rounds to it anyway, so that losses are bitwise identical. DeepSpeed's `torch_autocast` gathers
 such weights in bf16, but leaves fp32 copies of them, which autocast casts again.
 

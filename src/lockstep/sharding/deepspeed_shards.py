@@ -53,18 +53,22 @@ class ZeroOptimizer:
     Args:
         engine: DeepSpeed's engine of stage 1, 2 or 3.
         entries, counts: See `optim.optimizers.Elementwise`.
+        in_bf16: Whether the forward's parameters are bf16; the state has the fp32 values that are updated.
 
     Attributes:
         flats: The values that this rank updates: one flat tensor for each group of parameters.
         shards: This rank's shards by the names of parameters.
     """
 
-    def __init__(self, engine: Any, model: nn.Module, entries: Sequence[str], *, counts: bool) -> None:
+    def __init__(
+        self, engine: Any, model: nn.Module, entries: Sequence[str], *, counts: bool, in_bf16: bool = False
+    ) -> None:
         self.stage = int(engine.zero_optimization_stage())
         self._zero = engine.optimizer
         self._torch: torch.optim.Optimizer = engine.optimizer.optimizer
         self._entries = tuple(entries)
         self._counts = counts
+        self._in_bf16 = in_bf16
         zero = self._zero
         self.flats = list(
             zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
@@ -133,6 +137,9 @@ class ZeroOptimizer:
     @torch.no_grad()
     def copy_parameters(self) -> None:
         """Make the parameters of the forward and the fp32 masters the same, after either was set."""
+        if self.stage < 3 and self._in_bf16:
+            self._zero.update_lp_params()
+            return
         if self.stage < 3:
             for shard in self.shards.values():
                 shard.flat.memory.copy_(shard.as_local(shard.parameter.detach()))
