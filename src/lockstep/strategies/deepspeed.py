@@ -38,7 +38,7 @@ class DeepSpeed(Section):
     """Page-locked memory for what is offloaded to the host."""
     bf16_weights: bool = False
     """Keep the model in bf16 beside the fp32 values that are updated, as DeepSpeed's own bf16 mode does, for stages 2
-    and 3 with precision.compute: bf16. It halves the memory of parameters; activations that no operation casts are bf16."""
+    and 3 with precision.compute: bf16. It halves the memory of parameters; activations that nothing casts are bf16."""
     config: PathText | dict[str, Any] | None = None
     """An existing DeepSpeed config, as a JSON file or a mapping: `auto` is filled in from this config, what contradicts
     it is refused, every other key is passed to DeepSpeed or refused by name."""
