@@ -31,78 +31,75 @@ def use_accelerator(device: torch.device) -> None:
         real_accelerator.set_accelerator(own())
 
 
+class _TorchMethods:
+    """The methods of an accelerator that DeepSpeed has no class for; what is compiled for it is the CPU's."""
+
+    _name: str
+    _torch: Any
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return self._name if device_index is None else f"{self._name}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        return self._torch.device(self.current_device() if device_index is None else device_index)
+
+    def set_device(self, device_index: int) -> None:
+        self._torch.set_device(device_index)
+
+    def current_device(self) -> int:
+        return int(self._torch.current_device())
+
+    def current_device_name(self) -> str:
+        return f"{self._name}:{self._torch.current_device()}"
+
+    def device_count(self) -> int:
+        return int(self._torch.device_count())
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        self._torch.synchronize()
+
+    def stream(self, stream: Any) -> Any:
+        return self._torch.stream(stream)
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        return self._torch.current_stream()
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        return self._torch.default_stream()
+
+    def empty_cache(self) -> None:
+        self._torch.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        return int(self._torch.memory_allocated())
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        return int(self._torch.max_memory_allocated())
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
+        return {}
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        return int(self._torch.mem_get_info()[1])
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return int(self._torch.mem_get_info()[0])
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._name
+
+
 def _torch_accelerator(device: torch.device) -> Any:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     module: Any = torch.get_device_module(device)
-    kind, index = device.type, device.index or 0
     made = partial(torch.tensor, device=device)
-
-    class TorchAccelerator(CPU_Accelerator):  # type: ignore[misc]
-        """An accelerator that DeepSpeed has no class for; what is compiled for it is the CPU's."""
-
-        Stream, Event = module.Stream, module.Event
-        FloatTensor = staticmethod(partial(made, dtype=torch.float32))
-        ByteTensor = staticmethod(partial(made, dtype=torch.uint8))
-        IntTensor = staticmethod(partial(made, dtype=torch.int32))
-        LongTensor = staticmethod(partial(made, dtype=torch.int64))
-
-        def __init__(self) -> None:
-            super().__init__()
-            self._name = kind
-
-        def is_synchronized_device(self) -> bool:
-            return False
-
-        def device_name(self, device_index: int | None = None) -> str:
-            return kind if device_index is None else f"{kind}:{device_index}"
-
-        def device(self, device_index: int | None = None) -> Any:
-            return module.device(index if device_index is None else device_index)
-
-        def set_device(self, device_index: int) -> None:
-            module.set_device(device_index)
-
-        def current_device(self) -> int:
-            return int(module.current_device())
-
-        def current_device_name(self) -> str:
-            return f"{kind}:{module.current_device()}"
-
-        def device_count(self) -> int:
-            return int(module.device_count())
-
-        def synchronize(self, device_index: int | None = None) -> None:
-            module.synchronize()
-
-        def stream(self, stream: Any) -> Any:
-            return module.stream(stream)
-
-        def current_stream(self, device_index: int | None = None) -> Any:
-            return module.current_stream()
-
-        def default_stream(self, device_index: int | None = None) -> Any:
-            return module.default_stream()
-
-        def empty_cache(self) -> None:
-            module.empty_cache()
-
-        def memory_allocated(self, device_index: int | None = None) -> int:
-            return int(module.memory_allocated())
-
-        def max_memory_allocated(self, device_index: int | None = None) -> int:
-            return int(module.max_memory_allocated())
-
-        def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
-            return {}
-
-        def total_memory(self, device_index: int | None = None) -> int:
-            return int(module.mem_get_info()[1])
-
-        def available_memory(self, device_index: int | None = None) -> int:
-            return int(module.mem_get_info()[0])
-
-        def on_accelerator(self, tensor: torch.Tensor) -> bool:
-            return tensor.device.type == kind
-
-    return TorchAccelerator()
+    dtypes = {"Float": torch.float32, "Byte": torch.uint8, "Int": torch.int32, "Long": torch.int64}
+    constructors = {f"{name}Tensor": staticmethod(partial(made, dtype=dtype)) for name, dtype in dtypes.items()}
+    members = {"Stream": module.Stream, "Event": module.Event, "_torch": module, **constructors}
+    accelerator: Any = type("TorchAccelerator", (_TorchMethods, CPU_Accelerator), members)()
+    accelerator._name = device.type
+    return accelerator
