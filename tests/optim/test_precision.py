@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.config.schema import LossScale
 from lockstep.core.errors import RunFailed
 from lockstep.optim import precision
-from lockstep.optim.precision import LossScaler, autocast_context, resolve_compute, set_tf32
+from lockstep.optim.precision import LossScaler, autocast_context, products_in, resolve_compute, set_tf32
 
 CPU = torch.device("cpu")
 
@@ -159,3 +159,19 @@ def test_without_fp16_the_scale_is_one():
 def test_a_state_with_other_keys_is_refused():
     with pytest.raises(RunFailed, match="has the keys _scale; expected scale and streak"):
         LossScaler(SECTION, enabled=True, device=CPU).restore({"_scale": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "switch", "expected"),
+    [
+        (None, "cuda", "high", "tf32"),
+        (None, "cuda", "medium", "tf32"),
+        (None, "cuda", "highest", "fp32"),
+        (None, "cpu", "high", "fp32"),
+        (torch.bfloat16, "cuda", "high", "bf16"),
+        (torch.float16, "cuda", "highest", "fp16"),
+    ],
+)
+def test_products_are_in_tf32_where_torch_may_round_to_it(dtype, kind, switch, expected, monkeypatch):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: switch)
+    assert products_in(dtype, torch.device(kind)) == expected

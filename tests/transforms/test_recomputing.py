@@ -309,7 +309,7 @@ def test_offloaded_activations_come_back(recomputes: bool) -> None:
         lockstep.checkpoint_activations(model)
     torch.manual_seed(3)
     for _ in range(2):
-        with ActivationsOnHost(pinned=False) as _:
+        with ActivationsOnHost(least_bytes=1) as _:
             outputs = model(TOKENS)
         outputs.float().pow(2).sum().backward()
     again = [parameter.grad for parameter in model.parameters()]
@@ -318,7 +318,7 @@ def test_offloaded_activations_come_back(recomputes: bool) -> None:
 
 def test_weights_and_small_tensors_are_not_offloaded() -> None:
     big, weight = torch.randn(300, 300, requires_grad=True), nn.Linear(300, 300, bias=False)
-    hooks = ActivationsOnHost(pinned=False)
+    hooks = ActivationsOnHost(least_bytes=1000)
     with hooks:
         torch.tanh(weight(big)).sum()
     assert hooks.bytes == 2 * 300 * 300 * 4, "the input and what tanh returned, not the weight"

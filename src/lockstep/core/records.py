@@ -241,7 +241,7 @@ class RunInfo:
         steps: None if it is unknown in advance (a budget of tokens over data of varying length).
         global_size: Samples of an update: micro_size x accumulation x shares where that divides.
         parameters, trainable: Numbers of elements.
-        peak_flops: Peak FLOP/s of one rank's device in the compute precision; None if unknown.
+        peak_flops: Peak FLOP/s of one rank's device in the precision of matrix products; None if unknown.
         flops_per_token: FLOPs of forward and backward; None if unknown.
         resumed_from: Step of the checkpoint that this attempt resumed from; None if it started from the beginning.
         shares: Number of ranks that get different samples; None for all.

@@ -122,6 +122,8 @@ class _Peak:
 # Tesla V100 and T4 data sheets; A100, A30, A40, A10, RTX A6000 data sheets and the GA102 white paper (appendix A);
 # L4, L40, L40S, RTX 6000 Ada data sheets and the Ada white paper (appendix A); H100 and H200 data sheets and the
 # Hopper white paper; HGX B200 data sheet; RTX Blackwell white paper (appendix A).
+# From AMD's data sheets of the Instinct MI250, MI250X (half of the figures, since a device is one of its two dies; fp32
+# by matrix units) and MI300X.
 _PEAKS = (
     _Peak(r"V100-SXM\d.*|V100-DGXS.*", 15.7, None, None, 125.0),
     _Peak(r"V100-PCIE.*", 14.0, None, None, 112.0),
@@ -147,8 +149,11 @@ _PEAKS = (
     _Peak(r"RTX 4080", 48.7, 48.7, 97.5, 97.5),
     _Peak(r"RTX 4090", 82.6, 82.6, 165.2, 165.2),
     _Peak(r"RTX 5090", 104.8, 104.8, 209.5, 209.5),
+    _Peak(r"Instinct MI250", 45.3, None, 181.0, 181.0),
+    _Peak(r"Instinct MI250X", 47.9, None, 191.5, 191.5),
+    _Peak(r"Instinct MI300X", 163.4, 653.7, 1307.4, 1307.4),
 )
-_PREFIX = re.compile(r"(NVIDIA|Tesla|GeForce|Quadro)\s+", re.IGNORECASE)
+_PREFIX = re.compile(r"(NVIDIA|AMD|Tesla|GeForce|Quadro)\s+", re.IGNORECASE)
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
@@ -156,7 +161,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
     Args:
         device_name: as `torch.cuda.get_device_name()` gives it. A slice of a GPU (MIG) or a laptop's has no figure.
-        dtype: `fp32`, `tf32`, `bf16` or `fp16`. bf16 or tf32 on a GPU without it: None.
+        dtype: `fp32`, `tf32`, `bf16` or `fp16`. bf16 on a GPU without it: None; tf32 there is fp32.
     """
     name = device_name.strip()
     while (prefix := _PREFIX.match(name)) is not None:
@@ -165,6 +170,6 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
         return None
     for peak in _PEAKS:
         if re.fullmatch(peak.name, name, re.IGNORECASE):
-            teraflops = {"fp32": peak.fp32, "tf32": peak.tf32, "bf16": peak.bf16, "fp16": peak.fp16}[dtype]
+            teraflops = {"fp32": peak.fp32, "tf32": peak.tf32 or peak.fp32, "bf16": peak.bf16, "fp16": peak.fp16}[dtype]
             return None if teraflops is None else teraflops * 1e12
     return None

@@ -80,6 +80,17 @@ def set_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
+def products_in(dtype: torch.dtype | None, device: torch.device) -> str:
+    """Return the precision in which matrices are multiplied: that of autocast, or `tf32` or `fp32` without one.
+
+    TF32 follows torch's switch, which user code may have set.
+    """
+    if dtype is not None:
+        return {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    rounds = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if rounds else "fp32"
+
+
 class LossScaler:
     """A dynamic loss scale, with the same sequence of values as `torch.amp.GradScaler`.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.core.records import RunInfo
-from lockstep.optim.precision import resolve_compute
+from lockstep.optim.precision import products_in, resolve_compute
 from lockstep.plan.plan import because, strategy_of
 from lockstep.strategies.registry import find_strategy
 from lockstep.training.components import Components
@@ -45,7 +45,7 @@ def run_info(
         parameters=plan.parameters,
         trainable=plan.trainable,
         epoch_samples=plan.epoch_samples,
-        peak_flops=peak_flops(device_name, precision),
+        peak_flops=peak_flops(device_name, products_in(dtype, world.device)),
         flops_per_token=components.flops_per_token,
         resumed_from=resumed_from,
         shares=components.position.shares,
