@@ -14,6 +14,7 @@ from kit import small
 from torch import Tensor, nn
 
 from lockstep.config.schema import Config
+from lockstep.models.blocks import repeated_blocks
 from lockstep.simulation.ranks import simulated_rank
 from lockstep.training.assemble import assemble
 from lockstep.training.user_objects import UserObjects
@@ -67,7 +68,7 @@ def same(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
 
 def offloading(net: nn.Module, least_bytes: int = 1) -> ActivationsOnHost:
     """Offload the net's activations; return what does it."""
-    OffloadActivations().apply(net)
+    OffloadActivations(repeated_blocks).apply(net)
     (offload,) = [part for part in net.forward.args if isinstance(part, ActivationsOnHost)]  # type: ignore[attr-defined]
     offload._least_bytes = least_bytes
     return offload

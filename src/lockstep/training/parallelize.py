@@ -199,7 +199,7 @@ def transforms_of(config: Config, device: torch.device) -> list[Transform]:
     chosen: list[Transform] = []
     options = config.memory.activation_checkpointing
     if config.memory.activation_offload == "cpu":
-        chosen.append(OffloadActivations())
+        chosen.append(OffloadActivations(repeated_blocks))
     if config.model.compile:
         budget = options.budget if options.mode == "budget" else None
         chosen.append(Compile(resolve_compute(config.precision.compute, device), budget))

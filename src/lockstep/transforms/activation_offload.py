@@ -15,7 +15,7 @@ do weights, their views and casts, and small tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +25,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lockstep.core.protocols import Transform
-from lockstep.models.blocks import repeated_blocks
 
 LEAST_BYTES = 1 << 20
 """Bytes of memory below which a copy takes longer to start than it saves."""
@@ -57,17 +56,24 @@ _OF_ONE_TENSOR = frozenset(f"{name}Backward{number}" for name in _VIEWS for numb
 
 
 class OffloadActivations(Transform):
-    """Replaces the model's forward by one that offloads, up to its last block, which the backward needs first."""
+    """Replaces the model's forward by one that offloads, up to its last block, which the backward needs first.
+
+    Args:
+        blocks_of: Returns the names of a model's repeated blocks.
+    """
 
     name = "memory.activation_offload"
     after = ("parallel.ddp.sync_batchnorm", "memory.activation_checkpointing")
+
+    def __init__(self, blocks_of: Callable[[nn.Module], Sequence[str]]) -> None:
+        self._blocks_of = blocks_of
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
         return None  # the plan refuses it without accelerators
 
     def apply(self, model: nn.Module) -> nn.Module:
         offload = ActivationsOnHost([parameter.shape for parameter in model.parameters()])
-        blocks = repeated_blocks(model)
+        blocks = self._blocks_of(model)
         if len(blocks) > 1:
             model.get_submodule(blocks[-1]).register_forward_pre_hook(partial(_keep_from_here, offload))
         cast("Any", model).forward = partial(_offloaded, model.forward, offload)
