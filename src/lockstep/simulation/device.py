@@ -51,7 +51,7 @@ class Stream:
         return True
 
     def synchronize(self) -> None:
-        _note_wait("Stream.synchronize")
+        note_wait("Stream.synchronize")
 
     def __enter__(self) -> Stream:
         self._outer = _device().current
@@ -78,10 +78,10 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        _note_wait("Event.synchronize")
+        note_wait("Event.synchronize")
 
     def elapsed_time(self, end: Event) -> float:
-        _note_wait("Event.elapsed_time")
+        note_wait("Event.elapsed_time")
         return 1.0
 
 
@@ -159,7 +159,7 @@ class _Device(ModuleType):
             yield
 
     def synchronize(self, device: Any = None) -> None:
-        _note_wait("synchronize")
+        note_wait("synchronize")
 
     def empty_cache(self) -> None:
         """Do nothing: nothing is cached."""
@@ -208,7 +208,8 @@ def _device() -> Any:
     return _Device()
 
 
-def _note_wait(call: str) -> None:
+def note_wait(call: str) -> None:
+    """Record that the host waits for the device in this call."""
     on_wait = _device().on_wait
     if on_wait is not None:
         on_wait(call)

@@ -9,20 +9,22 @@ a value that the host reads   a host sync, which is recorded: a GPU would have t
 
 from __future__ import annotations
 
+import copyreg
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.simulation import autocast, device
@@ -106,6 +108,8 @@ class Execution(TorchDispatchMode):
         if func is aten.is_pinned.default:
             return True
         leaves = pytree.tree_leaves((args, kwargs))
+        if any(is_traceable_wrapper_subclass(leaf) for leaf in leaves):  # a DTensor: it computes with those inside
+            return NotImplemented
         if not any(isinstance(leaf, FakeTensor) for leaf in leaves) and not _makes_shape(func, args, kwargs):
             with _disable_current_modes():
                 return func(*args, **kwargs)
@@ -113,7 +117,7 @@ class Execution(TorchDispatchMode):
         if read is not None:
             return read[0]
         args, kwargs = pytree.tree_map(self._without_data, (args, kwargs))
-        result = func(*args, **kwargs)
+        result = None if _is_fused_update(func) else func(*args, **kwargs)
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, FakeTensor)]
         self._compute(func, args, kwargs, outputs)
         for watcher in self.watchers:
@@ -189,6 +193,7 @@ def simulated_execution() -> Iterator[Execution]:
             stack.enter_context(patch(target, replacement))
         stack.enter_context(patch.object(Tensor, "data", property(_data, _set_data)))
         stack.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
+        stack.enter_context(patch.object(Tensor, "as_subclass", _as_subclass))
         lifts = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)  # or torch.tensor(..., device=...) bypasses the mode
         stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
@@ -213,6 +218,11 @@ def _replacements() -> list[tuple[str, Any]]:
         # compares shapes over ranks by reading memory in C++
         ("torch.nn.parallel.distributed._verify_param_shape_across_processes", lambda *unused: None),
     ]
+
+
+def _is_fused_update(func: Any) -> bool:
+    """Return whether it is a fused kernel of an optimizer, of which torch has none that computes shapes alone."""
+    return func._schema.name.startswith("aten::_fused_") and not func._schema.returns
 
 
 def _makes_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -240,7 +250,30 @@ def _location() -> tuple[str, ...]:
 def _swap(first: Any, second: Any) -> None:
     first.__class__, second.__class__ = second.__class__, first.__class__
     first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+    for slot in {*copyreg._slotnames(type(first)), *copyreg._slotnames(type(second))}:  # type: ignore[attr-defined]
+        values = [(each, getattr(each, slot)) for each in (first, second) if hasattr(each, slot)]
+        for holder, _ in values:
+            delattr(holder, slot)
+        for holder, value in values:
+            setattr(second if holder is first else first, slot, value)
     torch._C._swap_tensor_impl(first, second)
+
+
+_AS_SUBCLASS: Any = torch._C.TensorBase.as_subclass
+
+
+def _as_subclass(tensor: Tensor, subclass: type[Tensor]) -> Tensor:
+    """Return a tensor of a subclass, as `Tensor.as_subclass` does; one without data stays one."""
+    if not isinstance(tensor, FakeTensor):
+        return cast("Tensor", _AS_SUBCLASS(tensor, subclass))
+    made = tensor.detach()
+    made.__class__ = subclass if issubclass(subclass, FakeTensor) else _without_data_of(subclass)
+    return made
+
+
+@cache
+def _without_data_of(subclass: type[Tensor]) -> type[FakeTensor]:
+    return cast("type[FakeTensor]", type(subclass.__name__, (subclass, FakeTensor), {}))
 
 
 _DATA: Any = torch._C.TensorBase.data

@@ -2,7 +2,8 @@
 
     all_reduce(x)        sum: x times the number of ranks; minimum, maximum, average: x
     all_gather(x)        x for every rank                 reduce_scatter(x)   this rank's part of x, times the ranks
-    broadcast, scatter   this rank's                      send, receive       checked and counted
+    broadcast, scatter   this rank's                      send                checked
+    receive              ones                             objects             this rank's for every rank; a host wait
 
 A group of a device has that device's tensors alone, as NCCL demands. Each collective is counted with its bytes.
 """
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
@@ -152,6 +154,8 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def recv(self, tensors: Any, *where: Any) -> Any:
         self._issue("receive", tensors)
+        for tensor in tensors:
+            tensor.fill_(1)
         return _done(tensors)
 
     def recv_anysource(self, tensors: Any, *where: Any) -> Any:
@@ -225,10 +229,29 @@ def simulated_groups(rank: int, ranks: int) -> Iterator[list[Collective]]:
     _issued.clear()
     dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=ranks)
     try:
-        yield _issued
+        with patch.object(dist, "all_gather_object", _gather), patch.object(dist, "broadcast_object_list", _broadcast):
+            yield _issued
     finally:
         host_group.forget_host_groups()
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _gather(objects: list[Any], own: object, group: object = None) -> None:
+    device.note_wait("all_gather_object")
+    objects[:] = [own] * len(objects)
+
+
+def _broadcast(objects: list[Any], *args: object, **kwargs: object) -> None:
+    device.note_wait("broadcast_object_list")
+
+
+def _forget_meshes() -> None:
+    """Clear torch's caches of operations on DTensors, whose meshes name groups that no longer exist."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def _make(store: object, rank: int, ranks: int, timeout: object) -> SimulatedGroup:
