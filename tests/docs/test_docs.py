@@ -236,6 +236,7 @@ def test_the_index_lists_all_pages() -> None:
         (["long_sequences.py"], "data x context) loss "),
         (["own_text_data.py", "prompts"], "prompts: loss "),
         (["own_text_data.py", "seq2seq"], "seq2seq: loss "),
+        (["on_simulated_accelerator.py"], "Event.synchronize in readback.py:land"),
         (["checkpoint_any_module.py"], "activation checkpointing, full: blocks.0"),
         (["train", "examples/squares.yaml", "--run.epochs", "1"], "evaluation sparse: loss"),
     ],

@@ -16,6 +16,7 @@ from lockstep.config.schema import Config
 from lockstep.core.records import Batch
 from lockstep.simulation.groups import WrongDevice
 from lockstep.simulation.ranks import SimulatedRank, simulated_rank
+from lockstep.simulation.sessions import simulated_session
 from lockstep.training.assemble import assemble
 from lockstep.training.user_objects import UserObjects
 
@@ -117,3 +118,27 @@ def test_a_tensor_on_another_device_is_found() -> None:
 def test_a_tensor_on_the_cpu_in_a_collective_is_found() -> None:
     with simulated_rank(0, 4) as rank, pytest.raises(WrongDevice, match="all_reduce of a group for simulated tensors"):
         update(rank, objective=Gathers())
+
+
+def test_a_session_of_a_users_own_model() -> None:
+    config = small.config(launch={"device": "auto"}, run={"steps": 3}, parallel={"strategy": "ddp"})
+    del config["model"]
+    with simulated_session(config, rank=1, ranks=2, model=small.Net()) as (session, rank):
+        for batch in session.batches():
+            rank.execution.syncs.clear()
+            session.accumulate(batch)
+            session.commit()
+        assert session.progress.steps == 3
+        assert len(rank.execution.syncs) == 1
+        assert "all_reduce" in {collective.name for collective in rank.collectives}
+
+
+def test_tensors_of_subclasses_have_no_data_either() -> None:
+    class Named(torch.Tensor):
+        """A tensor of a user's class."""
+
+    with simulated_rank(0, 1):
+        tensor = torch.ones(2, 3, device=DEVICE).as_subclass(Named)
+        assert isinstance(tensor, Named)
+        assert isinstance(tensor * 2, Named)
+        assert (tensor * 2).device == torch.device(DEVICE)

@@ -3,22 +3,26 @@
     all_reduce(x)        sum: x times the number of ranks; minimum, maximum, average: x
     all_gather(x)        x for every rank                 reduce_scatter(x)   this rank's part of x, times the ranks
     broadcast, scatter   this rank's                      send                checked
-    receive              ones                             objects             this rank's for every rank; a host wait
+    receive              ones                             objects             this rank's for every rank, or those of
+                                                          other processes by a store; a host wait
 
 A group of a device has that device's tensors alone, as NCCL demands. Each collective is counted with its bytes.
 """
 
 from __future__ import annotations
 
+import pickle
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, _create_work_from_future  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import HashStore, Store, _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
@@ -26,6 +30,8 @@ from lockstep.distributed import host_group
 from lockstep.simulation import device
 
 BACKEND = "simulated"
+_FAILED = "failed"
+_LOOK_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,22 +193,23 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 class SimulatedHostGroup:
-    """The exchange of objects with other ranks, which have what this one has."""
+    """The exchange of objects with the other ranks of a group, for which the accelerator isn't waited for."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._size = group.size()
+    def __init__(self, group: dist.ProcessGroup, objects: _Objects) -> None:
+        self._group = group
+        self._objects = objects
 
     def gather(self, value: object) -> list[object]:
-        return [value] * self._size
+        return self._objects.exchange(value, self._group)
 
     def broadcast(self, value: object) -> object:
-        return value
+        return self.gather(value)[0]
 
     def barrier(self) -> None:
-        pass
+        self.gather(None)
 
     def numbers(self, own: int) -> list[int]:
-        return [own] * self._size
+        return cast("list[int]", self.gather(own))
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -221,29 +228,77 @@ _issued: list[Collective] = []
 
 
 @contextmanager
-def simulated_groups(rank: int, ranks: int) -> Iterator[list[Collective]]:
-    """Make the process group of one rank of many, for the block; yield the list of the collectives that it issues."""
+def simulated_groups(rank: int, ranks: int, store: Store | None = None) -> Iterator[list[Collective]]:
+    """Make the process group of one rank of many, for the block; yield the list of the collectives that it issues.
+
+    Args:
+        store: Connects the processes of all ranks, which exchange objects; None: there is this one.
+    """
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _make, devices=[device.NAME])
-        host_group.makers[BACKEND] = SimulatedHostGroup
     _issued.clear()
+    objects = _Objects(store)
     dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=ranks)
     try:
-        with patch.object(dist, "all_gather_object", _gather), patch.object(dist, "broadcast_object_list", _broadcast):
+        with (
+            patch.object(dist, "all_gather_object", objects.gather),
+            patch.object(dist, "broadcast_object_list", objects.broadcast),
+            patch.dict(host_group.makers, {BACKEND: lambda group: SimulatedHostGroup(group, objects)}),
+        ):
             yield _issued
+    except BaseException:
+        objects.fail()
+        raise
     finally:
         host_group.forget_host_groups()
         dist.destroy_process_group()
         _forget_meshes()
 
 
-def _gather(objects: list[Any], own: object, group: object = None) -> None:
-    device.note_wait("all_gather_object")
-    objects[:] = [own] * len(objects)
+class PeerFailed(RuntimeError):
+    """Another rank of a simulation with several processes has failed."""
 
 
-def _broadcast(objects: list[Any], *args: object, **kwargs: object) -> None:
-    device.note_wait("broadcast_object_list")
+class _Objects:
+    """The objects that ranks exchange: every rank has this one's, or those of the other processes come by a store."""
+
+    def __init__(self, store: Store | None) -> None:
+        self._store = store
+        self._exchanged: Counter[tuple[int, ...]] = Counter()
+
+    def gather(self, objects: list[Any], own: object, group: dist.ProcessGroup | None = None) -> None:
+        device.note_wait("all_gather_object")
+        objects[:] = self.exchange(own, group)
+
+    def broadcast(
+        self, objects: list[Any], src: int | None = None, group: Any = None, *unused: object, group_src: int = 0
+    ) -> None:
+        device.note_wait("broadcast_object_list")
+        root = group_src if src is None else dist.get_process_group_ranks(group).index(src)
+        objects[:] = cast("list[Any]", self.exchange(list(objects), group)[root])
+
+    def exchange(self, own: object, group: dist.ProcessGroup | None) -> list[object]:
+        """Return the objects of all ranks of a group."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if self._store is None:
+            return [own] * len(ranks)
+        self._exchanged[ranks] += 1
+        keys = [f"{ranks}/{self._exchanged[ranks]}/{rank}" for rank in ranks]
+        self._store.set(keys[ranks.index(dist.get_rank())], pickle.dumps(own))
+        self._wait(keys)
+        return [pickle.loads(self._store.get(key)) for key in keys]
+
+    def _wait(self, keys: list[str]) -> None:
+        assert self._store is not None, "asked only with other processes"
+        while not self._store.check(keys):
+            if self._store.check([_FAILED]):
+                raise PeerFailed("another rank has failed")
+            time.sleep(_LOOK_S)
+
+    def fail(self) -> None:
+        """Let the waits of the other processes end."""
+        if self._store is not None:
+            self._store.set(_FAILED, b"")
 
 
 def _forget_meshes() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from lockstep.simulation import device, groups
 from lockstep.simulation.execution import Execution, simulated_execution
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from lockstep.core.protocols import Axis
 
 _MACHINE_RANKS = 8
@@ -37,8 +40,14 @@ class SimulatedRank:
 
 
 @contextmanager
-def simulated_rank(rank: int, ranks: int, *, machine_ranks: int = _MACHINE_RANKS) -> Iterator[SimulatedRank]:
+def simulated_rank(
+    rank: int, ranks: int, *, machine_ranks: int = _MACHINE_RANKS, store: Store | None = None
+) -> Iterator[SimulatedRank]:
     """Be one rank of many within the block; the others seem to have all that this one has.
+
+    Args:
+        store: Connects processes that simulate the other ranks: objects are then really exchanged, as stages of a
+            pipeline and the plan of a save need it; tensors are not. None: there is this rank alone.
 
     Raises:
         RuntimeError: This process is in a process group.
@@ -46,11 +55,15 @@ def simulated_rank(rank: int, ranks: int, *, machine_ranks: int = _MACHINE_RANKS
     device.register()
     place = torch.device(device.NAME, 0)
     local_ranks = min(machine_ranks, ranks)
-    with groups.simulated_groups(rank, ranks) as collectives:
+    with groups.simulated_groups(rank, ranks, store) as collectives:
         axis: Axis = LocalGroup()
         if ranks > 1:
             assert dist.group.WORLD is not None, "simulated_groups made it"
             axis = RankGroup(dist.group.WORLD)
         world = World(axis, rank, ranks, rank % local_ranks, local_ranks, place, groups.BACKEND)
-        with user_collectives.current_group(axis), simulated_execution() as execution:
+        with (
+            user_collectives.current_group(axis),
+            patch("lockstep.engine.context_parallel._first_different", lambda *unused: None),  # it compares values
+            simulated_execution() as execution,
+        ):
             yield SimulatedRank(world, execution, collectives)

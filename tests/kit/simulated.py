@@ -1,0 +1,133 @@
+"""Runs on the simulated accelerator, each rank in a process of its own: updates, an evaluation, a save.
+
+    simulated([config, ...], ranks) --> [[Simulated on rank 0, on rank 1, ...] for each config]
+
+Ranks exchange objects over a store, so that a checkpoint is planned and published by all of them; tensors are not
+exchanged.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from kit.worlds import in_world
+from lockstep.config.loading import validate
+from lockstep.core.errors import ConfigError
+from lockstep.simulation.groups import PeerFailed
+from lockstep.simulation.ranks import SimulatedRank, simulated_rank
+from lockstep.training.assemble import assemble
+from lockstep.training.user_objects import UserObjects
+
+UPDATES = 3
+
+
+@dataclass
+class Simulated:
+    """What a rank has done.
+
+    Attributes:
+        syncs: points of the last update, in steady state, at which the host waits for the accelerator.
+        refusal: the first line of the error with which the config was refused.
+        failure: what else went wrong.
+        files: names of the files of the checkpoint.
+        collectives: names of those of the last update.
+    """
+
+    syncs: list[str] = field(default_factory=list)
+    collectives: list[str] = field(default_factory=list)
+    refusal: str = ""
+    failure: str = ""
+    files: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def outcome(self) -> str:
+        """What the table of cells has."""
+        return self.failure or (f"refused: {self.refusal}" if self.refusal else "runs")
+
+
+def simulated(configs: list[dict[str, Any]], ranks: int) -> list[list[Simulated]]:
+    """Run each config on all ranks."""
+    by_rank = in_world(ranks, _rank_of_all, configs, ranks, patience=600)
+    return [list(rows) for rows in zip(*by_rank, strict=True)]
+
+
+def _rank_of_all(configs: list[dict[str, Any]], ranks: int) -> list[Simulated]:
+    rank = int(os.environ["RANK"])
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, timeout=timedelta(seconds=300))
+    made = []
+    for number, config in enumerate(configs):
+        made.append(one_rank(config, rank, ranks, dist.PrefixStore(f"cell {number}", store)))
+    store.set(f"done {rank}", b"")
+    store.wait([f"done {other}" for other in range(ranks)])  # or the store ends with the first rank
+    return made
+
+
+def one_rank(
+    config: dict[str, Any], rank: int, ranks: int, store: dist.Store | None, objects: UserObjects | None = None
+) -> Simulated:
+    """Run a config on one rank of this process."""
+    result, began = Simulated(), time.perf_counter()
+    try:
+        folder = _shared_folder(rank, store)
+        with simulated_rank(rank, ranks, store=store) as simulation:
+            _run(config, simulation, folder, result, objects or UserObjects())
+    except ConfigError as error:
+        result.refusal = str(error)
+    except PeerFailed:
+        result.failure = "another rank failed"
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = [f"{Path(frame.filename).parent.name}/{Path(frame.filename).name}:{frame.lineno}" for frame in frames]
+        result.failure = (
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]} at {' < '.join(where[:-9:-1])}"
+        )
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    result.seconds = time.perf_counter() - began
+    return result
+
+
+def _shared_folder(rank: int, store: dist.Store | None) -> str:
+    if store is None or rank == 0:
+        folder = tempfile.mkdtemp(prefix="lockstep-simulated-")
+        if store is not None:
+            store.set("folder", folder)
+        return folder
+    return store.get("folder").decode()
+
+
+def _run(
+    config: dict[str, Any], simulation: SimulatedRank, folder: str, result: Simulated, objects: UserObjects
+) -> None:
+    session = assemble(validate(config).config, simulation.world, objects)
+    try:
+        saves = session.checkpoints(folder)
+        for batch in session.batches():
+            simulation.execution.syncs.clear()
+            simulation.collectives.clear()
+            session.accumulate(batch)
+            session.commit()
+            if session.progress.steps == UPDATES:
+                break
+        result.syncs = [str(sync) for sync in simulation.execution.syncs]
+        result.collectives = [collective.name for collective in simulation.collectives]
+        session.evaluate()
+        saves.save()
+        failures = [report.failure for report in saves.finish() if report.failure is not None]
+        assert not failures, failures
+        result.files = sorted(path.name for path in Path(folder, f"step-{UPDATES:08d}").glob("*"))
+    finally:
+        session.close()
