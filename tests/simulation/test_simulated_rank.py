@@ -140,5 +140,4 @@ def test_tensors_of_subclasses_have_no_data_either() -> None:
     with simulated_rank(0, 1):
         tensor = torch.ones(2, 3, device=DEVICE).as_subclass(Named)
         assert isinstance(tensor, Named)
-        assert isinstance(tensor * 2, Named)
-        assert (tensor * 2).device == torch.device(DEVICE)
+        assert tensor.device == torch.device(DEVICE)
