@@ -23,7 +23,7 @@ import torch.distributed as dist
 from kit.worlds import in_world
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
-from lockstep.simulation.groups import PeerFailed
+from lockstep.simulation.groups import OtherRankFailed
 from lockstep.simulation.ranks import SimulatedRank, simulated_rank
 from lockstep.training.assemble import assemble
 from lockstep.training.user_objects import UserObjects
@@ -85,7 +85,7 @@ def one_rank(
             _run(config, simulation, folder, result, objects or UserObjects())
     except ConfigError as error:
         result.refusal = str(error)
-    except PeerFailed:
+    except OtherRankFailed:
         result.failure = "another rank failed"
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)

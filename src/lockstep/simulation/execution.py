@@ -44,6 +44,7 @@ _FACTORIES = {
 }
 _HERE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
+_ABSENT = object()  # a slot without a value
 _FRAMES = 3  # of the product that a location names
 
 Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any], Sequence[Tensor]], None]
@@ -251,10 +252,11 @@ def _swap(first: Any, second: Any) -> None:
     first.__class__, second.__class__ = second.__class__, first.__class__
     first.__dict__, second.__dict__ = second.__dict__, first.__dict__
     for slot in {*copyreg._slotnames(type(first)), *copyreg._slotnames(type(second))}:  # type: ignore[attr-defined]
-        values = [(each, getattr(each, slot)) for each in (first, second) if hasattr(each, slot)]
-        for holder, _ in values:
+        values = [(each, getattr(each, slot, _ABSENT)) for each in (first, second)]
+        present = [(holder, value) for holder, value in values if value is not _ABSENT]
+        for holder, _ in present:
             delattr(holder, slot)
-        for holder, value in values:
+        for holder, value in present:
             setattr(second if holder is first else first, slot, value)
     torch._C._swap_tensor_impl(first, second)
 

@@ -255,7 +255,7 @@ def simulated_groups(rank: int, ranks: int, store: Store | None = None) -> Itera
         _forget_meshes()
 
 
-class PeerFailed(RuntimeError):
+class OtherRankFailed(RuntimeError):
     """Another rank of a simulation with several processes has failed."""
 
 
@@ -291,7 +291,7 @@ class _Objects:
     def _wait(self, keys: list[str]) -> None:
         while not self._store.check(keys):
             if self._store.check([_FAILED]):
-                raise PeerFailed("another rank has failed")
+                raise OtherRankFailed("another rank has failed")
             time.sleep(_LOOK_S)
 
     def fail(self) -> None:
