@@ -84,6 +84,7 @@ def test_a_usual_config_is_accepted(tmp_path: Path) -> None:
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0,
+            "timers": {"throughput": {"enabled": False}},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 2000,
