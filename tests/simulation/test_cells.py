@@ -25,7 +25,7 @@ SYNCS = tomllib.loads((HERE / "host_syncs.toml").read_text(encoding="utf-8"))["s
 KNOWN = tomllib.loads((HERE / "known_cells.toml").read_text(encoding="utf-8")).get("cell", [])
 PRECISIONS = ("fp32", "bf16", "fp16")
 SIMULATED = [name for name, layout in LAYOUTS.items() if layout.strategy.name != "deepspeed"]
-"""DeepSpeed asks an accelerator object of its own, which is the CPU's where no GPU is."""
+"""DeepSpeed's waits are in test_zero_waits."""
 Cell = tuple[str, str, str]
 """Layout, feature or nothing, precision."""
 
