@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import bookkeeping
 import invariant
 import pipelines
 import resume
@@ -94,6 +95,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "saving": saving.table,
     "resume": resume.table,
     "invariant": invariant.table,
+    "bookkeeping": bookkeeping.table,
 }
 
 

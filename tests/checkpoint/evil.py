@@ -1,7 +1,8 @@
 """Attacks on a checkpoint: tables of names, what each does to its folder, and the expected error.
 
     FILES       bytes, links, pipes, folders where the manifest or a shard should be
-    MANIFESTS   an impossible manifest with a matching hash
+    MANIFESTS   an impossible manifest of format version 1 with a matching hash
+    GRIDS       an impossible manifest of today's version, or header of a file, with a matching hash
     STATES      an impossible state of the run in the manifest
 
 `Evil` canaries are pickles that would create a file (`CANARY`) if they were unpickled.
@@ -299,6 +300,7 @@ FILES: dict[str, tuple[Act, str]] = {
 # --- contents of the manifest -------------------------------------------------------------------------------------
 
 WEIGHT = "model.inner.weight"  # float32 [8, 4]
+MOMENT = "optimizer.exp_avg.inner.weight"
 _PART = ("tensors", WEIGHT, "parts", 0)
 _INVALID = r"manifest\.json: is invalid: "
 _NOT_WHOLE = r"manifest\.json: its hash does not match its contents"
@@ -391,7 +393,7 @@ _SHARD_NAME = _INVALID + r"(files|parts\.file): String should match pattern"
 _INTEGER = "Input should be (a valid integer|greater than or equal to|less than)"
 
 MANIFESTS: dict[str, tuple[Act, str]] = {
-    "format version 99": (put("format_version", 99), "has format version 99; this Lockstep reads 1"),
+    "format version 99": (put("format_version", 99), "has format version 99; this Lockstep reads 1 and 2"),
     "format version '1'": (put("format_version", "1"), "has format version '1'"),
     "no format version": (without("format_version"), "has format version None"),
     "format version null": (put("format_version", None), "has format version None"),
@@ -490,6 +492,111 @@ MANIFESTS: dict[str, tuple[Act, str]] = {
     "200,000 fields of a part": (put(*_PART, dict.fromkeys(map(str, range(200_000)), 0)), _INVALID),
 }  # fmt: skip
 
+# --- grids, and the headers of files ------------------------------------------------------------------------------
+
+
+def edit_header(change: Change) -> Act:
+    """Change the header of the shard; the manifest has its hash."""
+
+    def act(folder: Path) -> None:
+        data, manifest = (folder / SHARD).read_bytes(), read_manifest(folder)
+        first = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:first])
+        changed = change(header)
+        text = json.dumps(header if changed is None else changed, separators=(",", ":")).encode()
+        text += b" " * (-(len(text) + 8) % 64)
+        before = len(text).to_bytes(8, "little") + text
+        (folder / SHARD).write_bytes(before + data[first:])
+        hasher = hashing.BlockHasher(manifest["run"], manifest["step"], SHARD)
+        record = {
+            "size": len(before) + len(data) - first,
+            "header": len(before),
+            "header_hash": hasher.hash_block("", 0, memoryview(before)),
+        }
+        put("files", SHARD, record)(folder)
+
+    return act
+
+
+def _in_header(*path: Any) -> Act:
+    *keys, value = path
+
+    def change(header: dict[str, Any]) -> None:
+        holder: Any = header
+        for key in keys[:-1]:
+            holder = holder[key]
+        holder[keys[-1]] = value
+
+    return edit_header(change)
+
+
+def _cut(*cuts: Any, ranks: list[Any]) -> Act:
+    """Give the weight a grid of its own."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["tensors"][WEIGHT]["grid"] = len(manifest["grids"])
+        manifest["grids"].append({"cuts": list(cuts), "ranks": ranks})
+
+    return edit_manifest(change)
+
+
+def _two_swapped(header: dict[str, Any]) -> None:
+    first, second = header["model.inner.weight"], header["optimizer.exp_avg.inner.weight"]
+    first["data_offsets"], second["data_offsets"] = second["data_offsets"], first["data_offsets"]
+
+
+_HEADER = SHARDS + "its header contradicts the manifest, or itself: "
+_MISPLACED = "is cut where a dim of 8 can't be"
+
+GRIDS: dict[str, tuple[Act, str]] = {
+    "no grids": (put("grids", []), "has grid 0, and there are 0"),
+    "grids that are an object": (put("grids", {}), _INVALID + "grids: Input should be a valid"),
+    "a grid of another number": (put("tensors", WEIGHT, "grid", 2**40), "has grid 1099511627776, and there are"),
+    "a grid of number -1": (put("tensors", WEIGHT, "grid", -1), _INVALID + f"tensors.grid: {_INTEGER}"),
+    "a grid that is a text": (put("tensors", WEIGHT, "grid", "0"), _INVALID + f"tensors.grid: {_INTEGER}"),
+    "a tensor without a grid": (without("tensors", WEIGHT, "grid"), _INVALID + "tensors.grid: Field required"),
+    "parts beside a grid": (put("tensors", WEIGHT, "parts", []), _INVALID + "tensors.parts: Extra inputs"),
+    "a grid of a rank that wasn't": (_cut(ranks=[1]), "has a rank twice, or one that did not write"),
+    "a grid of no rank": (_cut(ranks=[]), "has 0 ranks for its cells"),
+    "a grid of two ranks for one cell": (_cut(ranks=[0, 0]), "has 2 ranks for its cells"),
+    "a rank twice": (_cut([0, [0, 4]], ranks=[0, 0]), "has a rank twice"),
+    "a rank of -1": (_cut(ranks=[-1]), _INVALID + r"grids\.ranks\.0: "),
+    "a grid along dim 2": (_cut([2, [0]], ranks=[0]), r"is cut along dims \[2\] of 2"),
+    "a grid along dim -2": (_cut([-2, [0]], ranks=[0]), _INVALID + r"grids\.cuts\.0\.0: "),
+    "a grid along a dim twice": (_cut([0, [0]], [0, [0]], ranks=[0]), r"is cut along dims \[0, 0\]"),
+    "a grid along elements and a dim": (_cut([-1, [0]], [0, [0]], ranks=[0]), r"is cut along dims \[-1, 0\]"),
+    "a grid that begins late": (_cut([0, [1]], ranks=[0]), _MISPLACED),
+    "a grid without a start": (_cut([0, []], ranks=[]), _MISPLACED),
+    "a grid that ends late": (_cut([0, [0, 8]], ranks=[0, 1]), "has a rank twice, or one"),
+    "a cut of three": (_cut([0, [0], 1], ranks=[0]), _INVALID + r"grids\.cuts\.0"),
+    "a cut that is a number": (_cut(7, ranks=[0]), _INVALID + r"grids\.cuts\.0"),
+    "200,000 grids": (put("grids", [{}] * 200_000), _INVALID),
+    "200,000 ranks of a grid": (_cut(ranks=["x"] * 200_000), _INVALID),
+    "200,000 starts": (_cut([0, ["x"] * 200_000], ranks=[0]), _INVALID),
+    "two ranks, and one file": (put("ranks", 2), "has other files than the 2 ranks wrote"),
+    "10^15 ranks": (put("ranks", 10**15), "has other files than the 1,000,000,000,000,000 ranks"),
+    "a header that is a list": (edit_header(lambda header: [header]), _HEADER + "(TypeError|AttributeError)"),
+    "a header that is null": (edit_header(lambda header: 7), _HEADER + "AttributeError"),
+    "a header without hashes": (_in_header("__metadata__", {}), _HEADER + "KeyError"),
+    "metadata that are a text": (_in_header("__metadata__", "x"), _HEADER + "TypeError"),
+    "hashes that are a list": (_in_header("__metadata__", "xxh3_128", []), _HEADER + "ValueError: 0 characters"),
+    "too few hashes": (_in_header("__metadata__", "xxh3_128", "0" * 32), _HEADER + "ValueError: 32 characters"),
+    "other hashes": (
+        edit_header(lambda header: void(header["__metadata__"].update(xxh3_128="0" * 32 * (len(header) - 1)))),
+        f"{SHARDS}bytes .* are not what was written",
+    ),
+    "a part that isn't there": (edit_header(lambda header: void(header.update({"x": header.pop(WEIGHT)}))), _HEADER),
+    "a part of another dtype": (_in_header(WEIGHT, "dtype", "I32"), _HEADER + f"{WEIGHT} is I32"),
+    "a part of another shape": (_in_header(WEIGHT, "shape", [32]), _HEADER + f"{WEIGHT} is F32"),
+    "a part of a shape that is a number": (_in_header(WEIGHT, "shape", 7), _HEADER + "TypeError"),
+    "a part at -1": (_in_header(WEIGHT, "data_offsets", [-1, 127]), _HEADER + "ValueError"),
+    "a part at a text": (_in_header(WEIGHT, "data_offsets", ["0", "128"]), _HEADER + "TypeError"),
+    "a part at 2^70": (_in_header(WEIGHT, "data_offsets", [2**70, 2**70 + 128]), _HEADER + "ValueError"),
+    "a part without an end": (_in_header(WEIGHT, "data_offsets", [0]), _HEADER + "ValueError"),
+    "two parts at each other's place": (edit_header(_two_swapped), _HEADER + "ValueError: bytes"),
+    "a header of a hundred thousand lists": (_in_header("x", json.loads("[" * 900 + "]" * 900)), _HEADER),
+}  # fmt: skip
+
 _CONTRADICTS = r"its state contradicts it: Progress\(steps="
 
 STATES: dict[str, tuple[Act, str]] = {
@@ -524,7 +631,12 @@ STATES: dict[str, tuple[Act, str]] = {
 REFUSED: dict[str, tuple[Act, str]] = {
     "a tensor of another name": (_renamed("model.../../etc/passwd"), "it has no inner.weight"),
     "a tensor too many": (_renamed("optimizer.exp_avg.x"), "it has no inner.weight"),
-    "a transposed tensor": (_shaped(4, 8), r"weight is float32 \[4, 8\] in the checkpoint, and float32 \[8, 4\] in"),
+    "a transposed tensor": (
+        put("tensors", WEIGHT, "shape", [4, 8]),
+        r"weight is float32 \[4, 8\] in the checkpoint, and float32 \[8, 4\] in",
+    ),
+    "a moment of 2^62 x 2^62": (put("tensors", MOMENT, "shape", [2**62, 2**62]), "exp_avg.inner.weight is float32"),
+    "a moment of another shape": (put("tensors", MOMENT, "shape", [4, 8]), "exp_avg.inner.weight is float32"),
     "weights that are integers": (put("tensors", WEIGHT, "dtype", "int32"), "model.inner.weight is int32"),
     "a config of numbers": (put("config", {"model": 7, "data": 7, "run": []}), "of a run with other data, model"),
     "an optimizer of another model": (put("state", "sharding", "optimizer", {"x": {"momentum": 1.0}}), "also has x"),

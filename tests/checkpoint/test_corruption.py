@@ -24,11 +24,12 @@ from typing import Any
 import pytest
 import torch
 from kit import small, worlds
+from kit.earlier import parts_in
 from kit.storing import Divided, Meeting, save, state_of, together
 from safetensors.torch import load_file
 
 import lockstep
-from lockstep.checkpoint import hashing
+from lockstep.checkpoint import hashing, write_plan
 from lockstep.checkpoint.loading import LoadedCheckpoint, load_newest
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.cli.main import command
@@ -81,6 +82,7 @@ class Place:
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hashing, "BLOCK_BYTES", BLOCK)
+        patch.setattr(write_plan, "MIN_SHARE_BYTES", 1)
         yield _saved_twice(tmp_path_factory.mktemp("whole"), request.param)
 
 
@@ -116,7 +118,8 @@ def _state(folder: Path) -> TrainingState:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """Return the files that have anything: a small state is one rank's share, and other ranks' files have no parts."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name == MANIFEST or parts_in(path)}
 
 
 # --- the corruptions ----------------------------------------------------------------------------------------------
@@ -278,11 +281,10 @@ def _flip(data: bytes, bit: int) -> bytes:
 def _blocks(place: Place, file: str) -> dict[int, list[int]]:
     """Return the offsets of a shard's hashed blocks, by size."""
     offsets: dict[int, list[int]] = {}
-    for entry in json.loads(place.intact[MANIFEST])["manifest"]["tensors"].values():
-        for part in entry["parts"]:
-            size = torch.Size(part["sizes"]).numel() * 4
-            for start in range(0, size if part["file"] == file else 0, BLOCK):
-                offsets.setdefault(min(BLOCK, size - start), []).append(part["at"] + start)
+    for part in parts_in(place.folder / file).values():
+        size = torch.Size(part["sizes"]).numel() * 4
+        for start in range(0, size, BLOCK):
+            offsets.setdefault(min(BLOCK, size - start), []).append(part["at"] + start)
     return offsets
 
 

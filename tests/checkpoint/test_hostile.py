@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from evil import CANARY, FILES, MANIFESTS, REFUSED, STATES, edit_manifest
+from evil import CANARY, FILES, GRIDS, MANIFESTS, REFUSED, STATES, Act, edit_manifest
 from kit import small
+from kit.earlier import rewrite_as_version_1
 from kit.storing import Meeting, state_of
 from kit.worlds import in_world
 
@@ -70,7 +71,16 @@ def harmless(tmp_path: Path) -> Iterator[None]:
     assert not (tmp_path.parent / "escaped").exists()
 
 
-BROKEN = {**FILES, **MANIFESTS, **{f"state with {name}": evil for name, evil in STATES.items()}}
+def _of_version_1(evil: Act) -> Act:
+    def act(folder: Path) -> None:
+        rewrite_as_version_1(folder)
+        evil(folder)
+
+    return act
+
+
+EARLIER = {name: (_of_version_1(evil), words) for name, (evil, words) in MANIFESTS.items()}
+BROKEN = {**FILES, **EARLIER, **GRIDS, **{f"state with {name}": evil for name, evil in STATES.items()}}
 
 
 def test_there_are_a_hundred_cases() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.storing import Divided, rank_states, saved, state_of
+from kit.storing import Divided, Meeting, rank_states, saved, state_of, together
 
+from lockstep.checkpoint import write_plan
+from lockstep.checkpoint.file_layout import WriteItem
+from lockstep.checkpoint.inventory import gather_inventories, inventory
 from lockstep.checkpoint.manifest import ELEMENT_BYTES
 from lockstep.checkpoint.reading import Reader, ReadItem
-from lockstep.checkpoint.write_plan import plan_writes
+from lockstep.checkpoint.write_plan import WritePlan
 from lockstep.core.errors import RunFailed
-from lockstep.distributed.shard_boxes import Box, LocalShards, TensorInfo, local_shards
+from lockstep.distributed.shard_boxes import Box, local_shards
 
 
 @st.composite
@@ -38,20 +42,32 @@ def test_shards_that_some_ranks_wrote_are_read_by_others(tmp_path_factory: Any, 
         part = Divided(whole, readers, rank, read_dim)
         for box in local_shards(part).boxes:
             memory = torch.empty(box.sizes)
-            with Reader(storage, name, manifest) as reader:
-                reader.read([ReadItem("model.w", box, memory)])
+            Reader(storage, name, manifest).read([ReadItem("model.w", box, memory)])
             assert torch.equal(memory, part.to_local())
 
 
-def test_replicated_tensors_are_written_once_and_evenly() -> None:
-    kind = TensorInfo("float32", (100,))
-    holding = {f"model.{index}": LocalShards(kind, (kind.whole,)) for index in range(12)}
-    shares = plan_writes([holding] * 3, ELEMENT_BYTES)
-    assert [len(share) for share in shares] == [4, 4, 4]
-    assert {piece.name for share in shares for piece in share} == set(holding)
+def _planned(states: Sequence[Mapping[str, Any]]) -> list[list[WriteItem]]:
+    """Return what each rank writes."""
+    meeting = Meeting(len(states))
+    items: dict[int, list[WriteItem]] = {}
+
+    def rank(number: int) -> None:
+        held = gather_inventories(inventory(states[number]), meeting.axis(number))
+        items[number] = WritePlan(held, ELEMENT_BYTES).items(number, states[number])
+
+    together(len(states), rank)
+    return [items[number] for number in range(len(states))]
 
 
-ROWS = TensorInfo("float32", (4, 2))
+@pytest.mark.parametrize(("min_share", "shares"), [(1, [4, 4, 4]), (2**24, [12, 0, 0])])
+def test_replicated_tensors_are_written_once_in_shares_of_equal_size(
+    monkeypatch: pytest.MonkeyPatch, min_share: int, shares: list[int]
+) -> None:
+    monkeypatch.setattr(write_plan, "MIN_SHARE_BYTES", min_share)
+    holding = {f"model.{index}": torch.zeros(100) for index in range(12)}
+    planned = _planned([holding] * 3)
+    assert [len(share) for share in planned] == shares
+    assert [item.name for share in planned for item in share] == list(holding)
 
 
 @pytest.mark.parametrize(
@@ -64,16 +80,28 @@ ROWS = TensorInfo("float32", (4, 2))
     ],
 )
 def test_parts_that_do_not_make_up_the_whole_are_refused(first: Box, second: Box) -> None:
-    with pytest.raises(RunFailed, match="w: its parts don't make up the whole of float32"):
-        plan_writes([{"w": LocalShards(ROWS, (first,))}, {"w": LocalShards(ROWS, (second,))}], ELEMENT_BYTES)
+    with pytest.raises(RunFailed, match=r"w: its parts don't make up the whole of \[4, 2\]"):
+        _planned([{"w": Held(first, 4, 2)}, {"w": Held(second, 4, 2)}])
 
 
 def test_ranks_that_hold_other_tensors_under_one_name_are_refused() -> None:
-    other = TensorInfo("float32", (2, 4))
     with pytest.raises(
         RunFailed, match=r"w is not the same tensor on all ranks: float32 \[2, 4\] and float32 \[4, 2\]"
     ):
-        plan_writes([{"w": LocalShards(ROWS, (ROWS.whole,))}, {"w": LocalShards(other, (other.whole,))}], ELEMENT_BYTES)
+        _planned([{"w": torch.zeros(4, 2)}, {"w": torch.zeros(2, 4)}])
+
+
+class Held:
+    """A box of a tensor of this shape, of no known kind of sharding."""
+
+    dtype = torch.float32
+
+    def __init__(self, box: Box, *shape: int) -> None:
+        self.shape = shape
+        self._box = box
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return [self._box]
 
 
 @pytest.mark.parametrize(
@@ -92,9 +120,9 @@ def test_ranks_that_hold_other_tensors_under_one_name_are_refused() -> None:
 def test_tensors_of_any_kind_come_back(tmp_path: Path, tensor: torch.Tensor) -> None:
     storage, name, manifest = saved(tmp_path, [state_of({"model.w": tensor, "model.other": torch.ones(3)})])
     memory = torch.empty(tensor.shape, dtype=tensor.dtype)
-    with Reader(storage, name, manifest) as reader:
-        reader.read([ReadItem("model.w", local_shards(tensor).kind.whole, memory)])
-        reader.verify()
+    reader = Reader(storage, name, manifest)
+    reader.read([ReadItem("model.w", local_shards(tensor).kind.whole, memory)])
+    reader.verify()
     assert torch.equal(memory, tensor)
 
 

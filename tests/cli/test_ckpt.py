@@ -335,15 +335,15 @@ def _empty(file: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a tensor": (
         lambda folder: _flip(folder / "rank-00000.safetensors", -1),
-        "rank-00000.safetensors: bytes 128 to 152, of model.a, are not what was written",
+        "rank-00000.safetensors: bytes 192 to 216, of model.a, are not what was written",
     ),
     "a header": (
         lambda folder: _flip(folder / "rank-00000.safetensors", 9),
-        "rank-00000.safetensors: its header (bytes 0 to 128) is not what was written",
+        "rank-00000.safetensors: its header (bytes 0 to 192) is not what was written",
     ),
     "an end": (
         lambda folder: _shorten(folder / "rank-00000.safetensors"),
-        "rank-00000.safetensors: has 151 bytes, and had 152 when it was written",
+        "rank-00000.safetensors: has 215 bytes, and had 216 when it was written",
     ),
     "a file": (
         lambda folder: (folder / "rank-00000.safetensors").unlink(),
@@ -364,7 +364,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "another's tensor": (
         lambda folder: shutil.copy(folder.parent / "step-00000001/rank-00000.safetensors", folder),
-        "rank-00000.safetensors: bytes 128 to 152, of model.a, are not what was written",
+        "rank-00000.safetensors: its header (bytes 0 to 192) is not what was written",
     ),
 }
 

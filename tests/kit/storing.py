@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import torch
@@ -100,9 +101,14 @@ class Meeting:
     def __init__(self, ranks: int) -> None:
         self._barrier = threading.Barrier(ranks, timeout=60)
         self._values: list[Any] = [None] * ranks
+        self._mail: dict[tuple[int, int], Queue[Tensor]] = {}
 
     def axis(self, rank: int) -> Any:
         return _Member(self, rank, len(self._values))
+
+    def mail(self, sender: int, receiver: int) -> Queue[Tensor]:
+        """What one rank has sent to another."""
+        return self._mail.setdefault((sender, receiver), Queue())
 
     def gather(self, rank: int, value: object) -> list[Any]:
         self._values[rank] = value
@@ -124,3 +130,9 @@ class _Member:
 
     def barrier(self) -> None:
         self.gather(None)
+
+    def swap(self, to: int, sent: Tensor | None, source: int, received: Tensor | None) -> None:
+        if sent is not None:
+            self._meeting.mail(self.rank, to).put(sent.clone())
+        if received is not None:
+            received.copy_(self._meeting.mail(source, self.rank).get(timeout=60))

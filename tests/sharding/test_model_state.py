@@ -77,7 +77,7 @@ def test_another_models_state_is_refused() -> None:
 
 def test_a_zero_shard_is_a_range_of_the_whole_tensor() -> None:
     whole = torch.arange(12.0).view(3, 4)
-    shard = ZeroShard(nn.Parameter(whole), whole.shape, 0, torch.zeros(5), 3, 2)
+    shard = ZeroShard(nn.Parameter(whole), FlatShard(torch.zeros(5), 3, whole.shape), 0, 2)
     assert shard.as_local(whole).tolist() == [3, 4, 5, 6, 7]
     assert shard.section(torch.arange(10.0)).tolist() == [2, 3, 4, 5, 6]
     assert isinstance(shard.as_shard(torch.ones(5)), FlatShard)

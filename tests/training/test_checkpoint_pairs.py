@@ -123,8 +123,8 @@ def _saved(folder: str) -> dict[str, Any]:
     memory = {
         key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in manifest.tensors.items()
     }
-    with Reader(storage, name, manifest) as reader:
-        reader.read(ReadItem(key, entry.info.whole, memory[key]) for key, entry in manifest.tensors.items())
+    items = (ReadItem(key, entry.info.whole, memory[key]) for key, entry in manifest.tensors.items())
+    Reader(storage, name, manifest).read(items)
     numbers = {key: manifest.state[key] for key in ("progress", "loss_scale", "patience")}
     return {"numbers": numbers, **{key: tensor.numpy() for key, tensor in memory.items()}}
 

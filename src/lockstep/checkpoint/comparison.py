@@ -85,7 +85,7 @@ class OpenCheckpoint:
         with ExitStack() as stack, as_verification_error(self._storage, self._name):
             stack.enter_context(self._storage.read_lock(self._name))
             self.manifest = read_manifest(self._storage, self._name)
-            self._reader = stack.enter_context(Reader(self._storage, self._name, self.manifest))
+            self._reader = Reader(self._storage, self._name, self.manifest, keeps_tables=True)
             self._stack = stack.pop_all()
         return self
 

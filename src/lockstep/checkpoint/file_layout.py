@@ -2,24 +2,46 @@
 
     [length of header: 8][header: JSON, padded to 64][tensor][tensor]...     wide elements first, so all are aligned
 
+    header     {"__metadata__": {"xxh3_128": "5f0c..."}, "model.w@0,64": {"dtype", "shape", "data_offsets"}, ...}
+
+The metadata has the hashes of all blocks of 16 MiB, in the order of the file, 32 characters each: the header states
+what the file holds, and what its bytes are. The manifest has the hash of the header.
+
 The memory that a save copies state into is an image of this file, so it is written as it is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
-from lockstep.checkpoint.manifest import ELEMENT_BYTES
-from lockstep.checkpoint.write_plan import WriteItem
+from lockstep.checkpoint import hashing
+from lockstep.checkpoint.hashing import HASH_CHARACTERS
+from lockstep.checkpoint.manifest import ELEMENT_BYTES, MAX_HEADER, CorruptCheckpoint, shard_file
+from lockstep.core.errors import RunFailed
+from lockstep.distributed.shard_boxes import Box, TensorInfo
 
 _ALIGNMENT = 64
+_METADATA, _HASHES = "__metadata__", "xxh3_128"
 _SAFETENSORS_DTYPES: Mapping[str, str] = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
+_DTYPES = {short: dtype for dtype, short in _SAFETENSORS_DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class WriteItem:
+    """A box of a tensor that one rank writes contiguously."""
+
+    name: str
+    info: TensorInfo
+    box: Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,35 +58,127 @@ class FileLayout:
     """The layout of a rank's file.
 
     Attributes:
-        header: All bytes before the first tensor.
+        header: All bytes before the first tensor, with zeros where the hashes will be.
+        hashes_at: Where the hashes begin in it.
         items: In the order of the file.
         size: Bytes of the file.
     """
 
     file: str
     header: bytes
+    hashes_at: int
     items: tuple[FileItem, ...]
     size: int
 
 
 def file_layout(rank: int, items: Iterable[WriteItem]) -> FileLayout:
-    """Lay out a rank's file; a part of a tensor has the key `NAME@OFFSET,OFFSET`."""
+    """Lay out a rank's file. Raises RunFailed if it holds more parts than a header may list."""
     spans: list[FileItem] = []
-    header: dict[str, object] = {}
-    end = 0
+    header: dict[str, Any] = {_METADATA: {_HASHES: ""}}
+    end = num_blocks = 0
     for item in sorted(items, key=lambda item: -ELEMENT_BYTES[item.info.dtype]):
         start, end = end, end + item.box.elements * ELEMENT_BYTES[item.info.dtype]
+        num_blocks += -(-(end - start) // hashing.BLOCK_BYTES)
         spans.append(FileItem(item, start, end))
-        key = item.name if item.box == item.info.whole else f"{item.name}@{','.join(map(str, item.box.offsets))}"
+        key = part_key(item.name, item.info, item.box)
+        if key in header:
+            raise RunFailed(f"two tensors would be saved as {key}: rename one of them")
         dtype = _SAFETENSORS_DTYPES[item.info.dtype]
-        header[key] = {"dtype": dtype, "shape": list(item.box.sizes), "data_offsets": [start, end]}
+        header[key] = {"dtype": dtype, "shape": item.box.sizes, "data_offsets": (start, end)}
+    header[_METADATA][_HASHES] = "0" * (num_blocks * HASH_CHARACTERS)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     before = len(text).to_bytes(8, "little") + text
+    if len(before) > MAX_HEADER:
+        raise RunFailed(
+            f"rank {rank} holds {len(spans):,} parts, whose list takes {len(before):,} bytes; a safetensors file "
+            f"may have {MAX_HEADER:,}: train on more ranks, or with fewer and larger parameters"
+        )
+    hashes_at = 8 + len(f'{{"{_METADATA}":{{"{_HASHES}":"')
     shifted = tuple(FileItem(span.item, len(before) + span.start, len(before) + span.end) for span in spans)
-    return FileLayout(shard_file(rank), before, shifted, len(before) + end)
+    return FileLayout(shard_file(rank), before, hashes_at, shifted, len(before) + end)
 
 
-def shard_file(rank: int) -> str:
-    """Return the name of a rank's file."""
-    return f"rank-{rank:05d}.safetensors"
+def part_key(name: str, info: TensorInfo, box: Box) -> str:
+    """Return the key of a part in a header: the tensor's name, and the offsets of a part that isn't all of it."""
+    return name if box.sizes == info.shape else f"{name}@{','.join(map(str, box.offsets))}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A part in a file that is read.
+
+    Attributes:
+        at: First byte in the file.
+        size: Bytes.
+        blocks: Hashes of its bytes, block by block.
+    """
+
+    at: int
+    size: int
+    blocks: Sequence[str]
+
+
+class FileTable:
+    """What a header lists: the parts of a file that is read.
+
+    Args:
+        header: All bytes before the first tensor, as they were written.
+        size: Bytes of the file.
+
+    Raises:
+        CorruptCheckpoint: It is no header, or it doesn't account for every byte of the file.
+    """
+
+    def __init__(self, file: str, header: memoryview, size: int) -> None:
+        self._file = file
+        try:
+            self._read(json.loads(bytes(header[8:])), len(header), size)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            raise self._corrupt(f"{type(error).__name__}: {str(error)[:200]}") from None
+
+    def _read(self, entries: dict[str, Any], first: int, size: int) -> None:
+        self._hashes: str = entries.pop(_METADATA)[_HASHES]
+        self._index: dict[str, int] = {}
+        self._starts, self._blocks = array("q"), array("q")
+        self._kinds: list[tuple[str, tuple[int, ...]]] = []
+        known: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]] = {}
+        at, blocks = first, 0
+        for key, entry in entries.items():
+            start, end = entry["data_offsets"]
+            if first + start != at or end < start:
+                raise ValueError(f"bytes {at:,} to {first + start:,} belong to two tensors or to none")
+            kind = entry["dtype"], tuple(entry["shape"])
+            self._index[key] = len(self._kinds)
+            self._kinds.append(known.setdefault(kind, kind))
+            self._starts.append(at)
+            self._blocks.append(blocks)
+            at += end - start
+            blocks += -(-(end - start) // hashing.BLOCK_BYTES)
+        if at != size:
+            raise ValueError(f"the file has {size:,} bytes, of which {at:,} are accounted for")
+        if len(self._hashes) != blocks * HASH_CHARACTERS:
+            raise ValueError(f"{len(self._hashes):,} characters are the hashes of {blocks:,} blocks")
+        self._starts.append(at)
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def part(self, name: str, info: TensorInfo, box: Box) -> StoredPart:
+        """Return a part of a tensor. Raises CorruptCheckpoint if the file doesn't have it."""
+        key = part_key(name, info, box)
+        index = self._index.get(key)
+        if index is None:
+            raise self._corrupt(f"it has no {key}")
+        at, size = self._starts[index], self._starts[index + 1] - self._starts[index]
+        dtype, shape = self._kinds[index]
+        expected = prod(box.sizes) * ELEMENT_BYTES[info.dtype]
+        if (_DTYPES.get(dtype), shape, size) != (info.dtype, box.sizes, expected):
+            raise self._corrupt(f"{key} is {str(dtype)[:20]} {str(shape)[:200]}, in {size:,} bytes")
+        first = self._blocks[index]
+        numbers = range(first, first - (-size // hashing.BLOCK_BYTES))
+        blocks = [self._hashes[HASH_CHARACTERS * number : HASH_CHARACTERS * (number + 1)] for number in numbers]
+        return StoredPart(at, size, blocks)
+
+    def _corrupt(self, reason: str) -> CorruptCheckpoint:
+        return CorruptCheckpoint(self._file, f"its header contradicts the manifest, or itself: {reason}")

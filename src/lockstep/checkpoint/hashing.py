@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import xxhash
 
 BLOCK_BYTES = 16 * 2**20
+HASH_CHARACTERS = 32
 
 
 class BlockHasher:

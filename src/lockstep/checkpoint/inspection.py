@@ -183,8 +183,7 @@ def verify(storage: Storage, name: str) -> VerificationResult:
         with storage.read_lock(name):
             manifest = read_manifest(storage, name)
             size = manifest.size
-            with Reader(storage, name, manifest) as reader:
-                reader.verify()
+            Reader(storage, name, manifest).verify()
     except CorruptCheckpoint as error:
         fault = str(error)
     return VerificationResult(name, size, time.perf_counter() - began, fault)

@@ -1,23 +1,29 @@
 """Loads a checkpoint: all ranks read the same one, each what it needs, and all agree before anything is applied.
 
-newest --> manifest, from rank 0 to all --> each rank reads and verifies --> all intact? --> restored
+newest --> manifest, from rank 0 to all --> each rank reads and verifies --> all intact? --> passed on --> restored
    ^                                                                             no
    '------- the one before it <--------------------------------------------------'
+
+What several ranks need is read by one of them, and passed on once all have found their bytes intact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from lockstep.checkpoint import manifest as manifests
+from lockstep.checkpoint.inventory import gather_inventories, inventory
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.ownership import ForeignCheckpoint
 from lockstep.checkpoint.reading import Reader, ReadItem, checked_manifest, manifest_bytes, read_manifest
+from lockstep.checkpoint.shared_reading import SharedReading, like_of
 from lockstep.checkpoint.storage import names_by_step
+from lockstep.checkpoint.write_plan import WritePlan
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
 from lockstep.distributed.shard_boxes import TensorInfo, box_view, dtype_name, local_shards, local_tensor
@@ -64,7 +70,7 @@ def load_newest(
     if isinstance(names, str):
         raise RunFailed(names)
     for name in names:
-        with storage.read_lock(name):
+        with storage.read_lock(name) if axis.rank == 0 else nullcontext():  # all ranks are done before rank 0 is
             loaded = _load(storage, axis, live, name, check)
         if not isinstance(loaded, str):
             return LoadedCheckpoint(*loaded, broken)
@@ -121,12 +127,18 @@ def _load(
     except CorruptCheckpoint as fault:
         return str(fault)
     mismatch = _mismatch(manifest, live)
-    state = _read(storage, name, manifest, live) if mismatch is None else None
+    held = gather_inventories(inventory(live.tensors), axis)
+    shared = SharedReading(WritePlan(held, manifests.ELEMENT_BYTES), manifest, axis)
+    state = _read(storage, name, manifest, live, shared) if mismatch is None else None
     faults = axis.gather(state if isinstance(state, str) else None)
     if mismatch is not None:  # another model's, so not broken: it stays where it is
         raise RunFailed(f"{storage.place}/{name} doesn't fit this run: {mismatch}")
     first_fault = next((fault for fault in faults if fault is not None), None)
-    return (manifest, cast("TrainingState", state)) if first_fault is None else str(first_fault)
+    if first_fault is not None:
+        return str(first_fault)
+    loaded = cast("TrainingState", state)
+    shared.exchange(loaded.tensors)
+    return manifest, loaded
 
 
 def _intact_manifest(storage: Storage, name: str) -> bytes | str:
@@ -139,12 +151,18 @@ def _intact_manifest(storage: Storage, name: str) -> bytes | str:
     return data
 
 
-def _read(storage: Storage, name: str, manifest: Manifest, live: TrainingState) -> TrainingState | str:
-    """Return the shards that this rank holds, or what is wrong with them."""
+def _read(
+    storage: Storage,
+    name: str,
+    manifest: Manifest,
+    live: TrainingState,
+    shared: SharedReading,
+) -> TrainingState | str:
+    """Return memory for the shards that this rank holds, filled as far as it reads them, or what is wrong with them."""
     tensors: dict[str, Tensor] = {}
     items: list[ReadItem] = []
     for key, entry in manifest.tensors.items():
-        like = live.tensors.get(key)
+        like = live.tensors.get(like_of(key, entry.shape, live.tensors) or key)
         boxes = (entry.info.whole,) if like is None else local_shards(like).boxes
         shape = entry.shape if like is None else local_tensor(like).shape
         try:
@@ -152,10 +170,10 @@ def _read(storage: Storage, name: str, manifest: Manifest, live: TrainingState) 
         except RuntimeError:
             return f"{key} is {entry.info} in the manifest, and there is no memory for it here ({entry.size:,} bytes)"
         tensors[key] = memory
-        items += [ReadItem(key, box, box_view(memory, boxes, box)) for box in boxes]
+        if not shared.is_received(key):
+            items += [ReadItem(key, box, box_view(memory, boxes, box)) for box in boxes]
     try:
-        with Reader(storage, name, manifest) as reader:
-            reader.read(items)
+        Reader(storage, name, manifest).read(items)
     except CorruptCheckpoint as fault:
         return str(fault)
     return TrainingState(tensors, manifest.state)

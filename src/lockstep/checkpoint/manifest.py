@@ -1,34 +1,42 @@
 """The manifest of a checkpoint: manifest.json, written last, with a hash of itself, validated before anything is read.
 
-    {"manifest": {"format_version": 1, "run": ..., "step": 480, "files": ..., "tensors": ..., ...},
+    {"manifest": {"format_version": 2, "run": ..., "step": 480, "files": ..., "tensors": ..., ...},
      "xxh3_128": "..."}
 
-    tensors    model.layers.0.weight --> float32 [256, 64], in parts: file, offset, box, a hash for each 16 MiB
-    files      rank-00000.safetensors --> bytes, hash of its header
+    tensors    model.layers.0.weight --> float32 [256, 64], grid 3
+    grids      3 --> cut at rows 0, 64, 128, 192: by ranks 0, 1, 2, 3      one for all tensors that are sharded alike
+    files      rank-00000.safetensors --> bytes, hash of its header       where each part and its hashes are
     state      progress, loss scale, ledger, ...: plain JSON
 
-Reading it needs no torch. Contents are validated, too: parts that overlap, lie outside their file, or don't make up
-their tensor are refused before a byte is allocated for them.
+It grows with the number of tensors and the number of ranks, not with their product: what each file holds is in the
+file's own header (`file_layout`). Reading it needs no torch. Contents are validated, too: grids that don't make up
+their tensor are refused before a byte is allocated for them. Manifests of version 1 (`earlier`), which list every part,
+are read as well.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, ValidationInfo, WrapValidator
 
 from lockstep.checkpoint import hashing
-from lockstep.checkpoint.write_plan import WriteItem, check_cover
+from lockstep.checkpoint.shard_grid import Grid
 from lockstep.core.errors import RunFailed
-from lockstep.distributed.shard_boxes import Box, TensorInfo
+from lockstep.distributed.shard_boxes import TensorInfo
 
-FORMAT_VERSION = 1
-MAX_BYTES = 2**30  # of a manifest: about 100 TB of state
-_MAX_HEADER = 100_000_000  # of a file; the limit of safetensors readers
+if TYPE_CHECKING:
+    from lockstep.checkpoint.earlier import PartEntry
+
+FORMAT_VERSION = 2
+MAX_BYTES = 2**30  # of a manifest
+MAX_HEADER = 100_000_000  # of a file; the limit of safetensors readers
 _MAX_DIMS = 64  # torch's own limit
+_Validated = TypeVar("_Validated", bound=BaseModel)
 _MAX_FIELDS = 32  # of any record below
 
 ELEMENT_BYTES: Mapping[str, int] = {
@@ -54,10 +62,11 @@ def _stop_at_first(value: Any, validate: Callable[[Any], Any], info: ValidationI
         raise _FirstError(_first_error(error, str(info.field_name))) from None
 
 
-_StopAtFirst = WrapValidator(_stop_at_first)
-_FromList = Field(strict=False)  # JSON has lists where Python has tuples
+StopAtFirst = WrapValidator(_stop_at_first)
+FromList = Field(strict=False)  # JSON has lists where Python has tuples
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-Dims = Annotated[tuple[Count, ...], _FromList, Field(max_length=_MAX_DIMS), FailFast()]
+Dims = Annotated[tuple[Count, ...], FromList, Field(max_length=_MAX_DIMS), FailFast()]
+Starts = Annotated[tuple[Count, ...], FromList, FailFast()]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 FileName = Annotated[str, Field(pattern=r"^rank-[0-9]{5,9}\.safetensors$")]
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -80,35 +89,32 @@ class CorruptCheckpoint(RunFailed):
         return type(self), (self.file, self.reason)
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """Immutable, without fields that it doesn't know."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
 
-class PartEntry(_Record):
-    """A box of a tensor, contiguous in one file.
-
-    Attributes:
-        at: First byte in the file.
-        blocks: Hashes of its bytes, block by block.
-    """
-
-    file: FileName
-    at: Count
-    offsets: Dims
-    sizes: Dims
-    blocks: Annotated[tuple[Hash, ...], _FromList, FailFast()]
-
-    @property
-    def box(self) -> Box:
-        return Box(self.offsets, self.sizes)
+_Cut = Annotated[tuple[Annotated[int, Field(ge=-1, lt=_MAX_DIMS)], Starts], FromList, FailFast()]
 
 
-class TensorEntry(_Record):
-    """A tensor and the parts that make it up."""
+class GridEntry(Record):
+    """A grid: where tensors are cut, as pairs of a dim and its starts, and the rank that wrote each cell."""
+
+    cuts: Annotated[tuple[_Cut, ...], FromList, FailFast()]
+    ranks: Starts
+
+    @cached_property
+    def grid(self) -> Grid:
+        return Grid(self.cuts, self.ranks)
+
+
+class TensorEntry(Record):
+    """A tensor, and the index of its grid."""
 
     dtype: Literal[tuple(ELEMENT_BYTES)]  # type: ignore[valid-type]
     shape: Dims
-    parts: Annotated[tuple[Annotated[PartEntry, _StopAtFirst], ...], _FromList]
+    grid: Count
 
     @property
     def info(self) -> TensorInfo:
@@ -120,7 +126,7 @@ class TensorEntry(_Record):
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
-class FileEntry(_Record):
+class FileEntry(Record):
     """A file of tensors.
 
     Attributes:
@@ -130,18 +136,11 @@ class FileEntry(_Record):
     """
 
     size: Count
-    header: Annotated[int, Field(ge=8, le=_MAX_HEADER)]
+    header: Annotated[int, Field(ge=8, le=MAX_HEADER)]
     header_hash: Hash
 
 
-class RankRecord(_Record):
-    """The part of a manifest about one rank's file, which rank 0 merges into the whole."""
-
-    file: FileEntry
-    tensors: dict[Name, TensorEntry]
-
-
-class Manifest(_Record):
+class Manifest(Record):
     """The contents of a checkpoint.
 
     Attributes:
@@ -154,24 +153,35 @@ class Manifest(_Record):
         environment: Versions, and the state of the user's code.
     """
 
-    format_version: Literal[1]
+    format_version: Literal[2]
     run: Name
     step: Count
     samples: Count
     tokens: Count
     ranks: Annotated[int, Field(ge=1)]
     written: str
-    files: dict[Annotated[FileName, _StopAtFirst], Annotated[FileEntry, _StopAtFirst]]
-    tensors: dict[Annotated[Name, _StopAtFirst], Annotated[TensorEntry, _StopAtFirst]]
+    files: dict[Annotated[FileName, StopAtFirst], Annotated[FileEntry, StopAtFirst]]
+    grids: Annotated[tuple[Annotated[GridEntry, StopAtFirst], ...], FromList]
+    tensors: dict[Annotated[Name, StopAtFirst], Annotated[TensorEntry, StopAtFirst]]
     state: dict[str, Any]
-    metrics: dict[str, Annotated[float | None, _StopAtFirst]]
+    metrics: dict[str, Annotated[float | None, StopAtFirst]]
     config: dict[str, Any]
     environment: dict[str, Any]
+    _parts: dict[str, tuple[Any, ...]] | None = None
 
     @property
     def size(self) -> int:
         """Bytes of all files."""
         return sum(file.size for file in self.files.values())
+
+    @property
+    def parts(self) -> dict[str, tuple[PartEntry, ...]] | None:
+        """The parts of each tensor, if an earlier version wrote the manifest, which has them instead of grids."""
+        return self._parts
+
+    def grid_of(self, name: str) -> Grid:
+        """Return the grid of a tensor."""
+        return self.grids[self.tensors[name].grid].grid
 
 
 def to_bytes(manifest: Manifest) -> bytes:
@@ -189,24 +199,34 @@ def from_bytes(data: bytes) -> Manifest:
         body = json.loads(data)["manifest"]
         intact = _with_hash(body) == data
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _corrupt(f"is not a manifest: {type(error).__name__}: {str(error)[:200]}") from None
+        raise corrupt(f"is not a manifest: {type(error).__name__}: {str(error)[:200]}") from None
     if not intact:
-        raise _corrupt("its hash does not match its contents")
+        raise corrupt("its hash does not match its contents")
     version = body.get("format_version") if isinstance(body, dict) else None
-    if type(version) is not int or version != FORMAT_VERSION:
-        raise _corrupt(
-            f"has format version {version!r}; this Lockstep reads {FORMAT_VERSION}: a newer one may have written it"
+    if type(version) is not int or version not in (1, FORMAT_VERSION):
+        raise corrupt(
+            f"has format version {version!r}; this Lockstep reads 1 and {FORMAT_VERSION}: "
+            "a newer one may have written it"
         )
     if len(body) > _MAX_FIELDS:
-        raise _corrupt(f"is invalid: it has {len(body):,} fields")
+        raise corrupt(f"is invalid: it has {len(body):,} fields")
+    if version == FORMAT_VERSION:
+        manifest = validated(Manifest, body)
+        _check_grids(manifest)
+        return manifest
+    from lockstep.checkpoint.earlier import EarlierManifest, converted
+
+    return converted(validated(EarlierManifest, body))
+
+
+def validated(kind: type[_Validated], body: Any) -> _Validated:
+    """Return a record of plain JSON. Raises CorruptCheckpoint at its first error."""
     try:
-        manifest = Manifest.model_validate(body)
+        return kind.model_validate(body)
     except ValidationError as error:
-        raise _corrupt(f"is invalid: {_first_error(error)}") from None
+        raise corrupt(f"is invalid: {_first_error(error)}") from None
     except _FirstError as error:
-        raise _corrupt(f"is invalid: {error}") from None
-    _check_parts(manifest)
-    return manifest
+        raise corrupt(f"is invalid: {error}") from None
 
 
 def _with_hash(body: Any) -> bytes:
@@ -214,43 +234,31 @@ def _with_hash(body: Any) -> bytes:
     return f'{{"manifest":{text},"xxh3_128":"{hashing.hash_bytes(text.encode())}"}}\n'.encode()
 
 
-def _check_parts(manifest: Manifest) -> None:
-    """Raise CorruptCheckpoint unless parts make up their tensors, and each byte of a file belongs to one part."""
-    ranges: dict[str, list[tuple[int, int]]] = {name: [(0, file.header)] for name, file in manifest.files.items()}
+def _check_grids(manifest: Manifest) -> None:
+    """Raise CorruptCheckpoint unless each tensor has a grid, of files that exist."""
+    if len(manifest.files) != manifest.ranks or not all(
+        shard_file(rank) in manifest.files for rank in range(manifest.ranks)
+    ):
+        raise corrupt(f"has other files than the {manifest.ranks:,} ranks wrote that it names")
+    checked: set[tuple[int, tuple[int, ...]]] = set()
     for name, entry in manifest.tensors.items():
-        if not entry.parts:
-            raise _corrupt(f"{name} has no parts")
-        for part in entry.parts:
-            size = prod(part.sizes) * ELEMENT_BYTES[entry.dtype]
-            if part.file not in manifest.files or part.at + size > manifest.files[part.file].size:
-                raise _corrupt(f"{name} lies outside of its file {part.file}")
-            if len(part.offsets) != len(entry.shape) or len(part.sizes) != len(entry.shape):
-                raise _corrupt(f"a part of {name} has other dims than {entry.info}")
-            if len(part.blocks) != -(-size // hashing.BLOCK_BYTES):
-                raise _corrupt(f"{name} has {len(part.blocks)} hashes for {size:,} bytes")
-            ranges[part.file].append((part.at, part.at + size))
-        try:
-            check_cover(name, [WriteItem(name, entry.info, part.box) for part in entry.parts])
-        except RunFailed as error:
-            raise _corrupt(str(error)) from None
-    for file, used in ranges.items():
-        _check_every_byte_is_used(file, manifest.files[file].size, used)
+        key = entry.grid, entry.shape
+        if key in checked:
+            continue
+        if entry.grid >= len(manifest.grids):
+            raise corrupt(f"{name} has grid {entry.grid}, and there are {len(manifest.grids)}")
+        fault = manifest.grids[entry.grid].grid.fault(entry.shape, manifest.ranks)
+        if fault is not None:
+            raise corrupt(f"the grid of {name} {fault}")
+        checked.add(key)
 
 
-def _check_every_byte_is_used(file: str, size: int, ranges: list[tuple[int, int]]) -> None:
-    """Raise CorruptCheckpoint unless the ranges follow each other without gap or overlap: then every byte is hashed."""
-    end = 0
-    for start, stop in sorted(ranges):
-        if start != end:
-            raise _corrupt(
-                f"bytes {min(end, start):,} to {max(end, start):,} of {file} belong to two tensors or to none"
-            )
-        end = stop
-    if end != size:
-        raise _corrupt(f"{file} has {size:,} bytes, of which {end:,} are accounted for")
+def shard_file(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank-{rank:05d}.safetensors"
 
 
-def _corrupt(reason: str) -> CorruptCheckpoint:
+def corrupt(reason: str) -> CorruptCheckpoint:
     return CorruptCheckpoint("manifest.json", reason)
 
 

@@ -8,17 +8,18 @@ covers a whole block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint import hashing
 from lockstep.checkpoint import manifest as manifests
+from lockstep.checkpoint.file_layout import FileTable, StoredPart
 from lockstep.checkpoint.hashing import BlockHasher
-from lockstep.checkpoint.manifest import ELEMENT_BYTES, CorruptCheckpoint, Manifest, PartEntry
+from lockstep.checkpoint.manifest import ELEMENT_BYTES, CorruptCheckpoint, FileEntry, Manifest, shard_file
 from lockstep.checkpoint.ownership import refuse_foreign
 from lockstep.checkpoint.storage import MANIFEST, names_by_step, read_small
 from lockstep.distributed.shard_boxes import Box
@@ -26,9 +27,11 @@ from lockstep.distributed.shard_boxes import Box
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lockstep.checkpoint.earlier import PartEntry
     from lockstep.checkpoint.storage import Storage, StoredFile
 
 _THREADS = 4  # hashing and reading release the interpreter lock
+_MAX_RUN_BYTES = 2**22  # of small parts that are read with one call
 
 
 def read_manifest(storage: Storage, name: str) -> Manifest:
@@ -66,105 +69,220 @@ class ReadItem:
     into: Tensor
 
 
-class Reader:
-    """Reads one checkpoint. Use as a context manager: it holds files open."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A saved box of a tensor: where it is, and what its bytes are."""
 
-    def __init__(self, storage: Storage, name: str, manifest: Manifest) -> None:
+    name: str
+    file: str
+    box: Box
+    stored: StoredPart
+
+
+class Reader:
+    """Reads one checkpoint, file by file.
+
+    Args:
+        keeps_tables: Whether to remember what each file holds, for many calls of `read`; each file is parsed once then.
+    """
+
+    def __init__(self, storage: Storage, name: str, manifest: Manifest, *, keeps_tables: bool = False) -> None:
         self._storage = storage
         self._name = name
         self._manifest = manifest
-        self._files: dict[str, StoredFile] = {}
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            with suppress(OSError):
-                file.close()
+        self._file: StoredFile | None = None
+        self._table: FileTable | None = None
+        self._tables: dict[str, FileTable] | None = {} if keeps_tables else None
 
     def read(self, items: Iterable[ReadItem]) -> None:
         """Fill the items' memory. Raises CorruptCheckpoint at the first fault; none of the memory may be used then."""
-        jobs = [
-            (item, part, overlap)
-            for item in items
-            for part in self._manifest.tensors[item.name].parts
-            if part.box.elements and (overlap := part.box.meets(item.box)) is not None
-        ]
-        for file in sorted({part.file for _, part, _ in jobs}):
-            self._open(file)
+        wanted: dict[str, list[tuple[ReadItem, Box, _Part | None]]] = {}
+        for item in items:
+            for file, box, part in self._boxes(item):
+                wanted.setdefault(file, []).append((item, box, part))
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint") as pool:
-            for _ in pool.map(lambda job: self._read_overlap(*job), jobs):
-                pass
+            for file in sorted(wanted):
+                with self._opened(file):
+                    jobs = [(item, part or self._part(item.name, file, box)) for item, box, part in wanted.pop(file)]
+                    jobs.sort(key=lambda job: job[1].stored.at)
+                    for _ in pool.map(self._read_run, _runs(jobs)):
+                        pass
 
     def verify(self) -> None:
         """Read and verify every byte of every file, in constant memory. Raises CorruptCheckpoint."""
-        for file in sorted(self._manifest.files):
-            self._open(file)
         scratch = memoryview(bytearray(hashing.BLOCK_BYTES))
-        for name, entry in self._manifest.tensors.items():
-            for part in entry.parts:
-                size = prod(part.sizes) * ELEMENT_BYTES[entry.dtype]
-                for start in range(0, size, hashing.BLOCK_BYTES):
-                    self._read_block(name, part, start, scratch[: size - start])
+        for file, parts in self._parts_by_file():
+            with self._opened(file):
+                num_parts = 0
+                for part in parts:
+                    num_parts += 1
+                    for start in range(0, part.stored.size, hashing.BLOCK_BYTES):
+                        self._read_block(part, start, scratch[: part.stored.size - start])
+                if self._table is not None and num_parts != len(self._table):
+                    reason = f"it has {len(self._table):,} parts, of which the manifest has {num_parts:,}"
+                    raise CorruptCheckpoint(file, reason)
 
-    def _open(self, name: str) -> None:
-        """Open a file and check its size and header."""
-        if name in self._files:
+    # --- where parts are ------------------------------------------------------------------------------------------
+
+    def _boxes(self, item: ReadItem) -> Iterator[tuple[str, Box, _Part | None]]:
+        """Yield the file and box of each part that an item needs, and the part if the manifest lists it."""
+        if self._manifest.parts is not None:
+            for entry in self._manifest.parts[item.name]:
+                if entry.box.elements and entry.box.meets(item.box) is not None:
+                    yield entry.file, entry.box, self._listed(item.name, entry)
             return
+        grid, shape = self._manifest.grid_of(item.name), self._manifest.tensors[item.name].shape
+        for rank, box in grid.meeting(item.box, shape):
+            yield shard_file(rank), box, None
+
+    def _parts_by_file(self) -> Iterator[tuple[str, Iterator[_Part]]]:
+        """Yield each file with all of its parts; a file is open while its parts are asked for."""
+        if self._manifest.parts is not None:
+            listed: dict[str, list[_Part]] = {file: [] for file in sorted(self._manifest.files)}
+            for name, entries in self._manifest.parts.items():
+                for entry in entries:
+                    listed[entry.file].append(self._listed(name, entry))
+            yield from ((file, iter(parts)) for file, parts in listed.items())
+            return
+        for rank in range(self._manifest.ranks):
+            yield shard_file(rank), self._parts_of_rank(rank)
+
+    def _parts_of_rank(self, rank: int) -> Iterator[_Part]:
+        for name, entry in self._manifest.tensors.items():
+            for box in self._manifest.grid_of(name).boxes_of(rank, entry.shape):
+                yield self._part(name, shard_file(rank), box)
+
+    def _part(self, name: str, file: str, box: Box) -> _Part:
+        assert self._table is not None, "the file is open"
+        return _Part(name, file, box, self._table.part(name, self._manifest.tensors[name].info, box))
+
+    def _listed(self, name: str, entry: PartEntry) -> _Part:
+        size = prod(entry.sizes) * ELEMENT_BYTES[self._manifest.tensors[name].dtype]
+        return _Part(name, entry.file, entry.box, StoredPart(entry.at, size, entry.blocks))
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[None]:
+        """Open a file while the block runs, one at a time: there may be thousands. Check its size and header."""
         entry = self._manifest.files[name]
         try:
-            file = self._files[name] = self._storage.open(self._name, name)
-            if file.size != entry.size:
-                raise CorruptCheckpoint(name, f"has {file.size:,} bytes, and had {entry.size:,} when it was written")
-            header = memoryview(bytearray(entry.header))
-            file.read(0, header)
+            file = self._storage.open(self._name, name)
         except OSError as error:
             raise CorruptCheckpoint(name, error.strerror or str(error)) from None
+        try:
+            self._file = file
+            self._table = self._tables.get(name) if self._tables is not None else None
+            if self._table is None:
+                self._table = self._checked_table(name, entry)
+                if self._tables is not None and self._table is not None:
+                    self._tables[name] = self._table
+            yield
+        finally:
+            with suppress(OSError):
+                file.close()
+
+    def _checked_table(self, name: str, entry: FileEntry) -> FileTable | None:
+        """Check size and header of the open file; return what it holds, None if the manifest has that."""
+        assert self._file is not None, "the file is open"
+        if self._file.size != entry.size:
+            raise CorruptCheckpoint(name, f"has {self._file.size:,} bytes, and had {entry.size:,} when it was written")
+        header = memoryview(bytearray(min(entry.header, entry.size)))
+        self._fill(name, 0, header)
         if self._hasher(name).hash_block("", 0, header) != entry.header_hash:
             raise CorruptCheckpoint(name, f"its header (bytes 0 to {entry.header:,}) is not what was written")
+        return FileTable(name, header, entry.size) if self._manifest.parts is None else None
 
-    def _read_overlap(self, item: ReadItem, part: PartEntry, overlap: Box) -> None:
-        if overlap == part.box == item.box:
-            self._read_blocks(item.name, part, 0, _bytes(item.into))
+    # --- their bytes ----------------------------------------------------------------------------------------------
+
+    def _read_run(self, jobs: Sequence[tuple[ReadItem, _Part]]) -> None:
+        """Read parts that follow each other in a file, small ones with one call."""
+        if len(jobs) == 1:
+            self._read_part(*jobs[0])
             return
+        first, last = jobs[0][1].stored, jobs[-1][1].stored
+        memory = memoryview(bytearray(last.at + last.size - first.at))
+        self._fill(jobs[0][1].file, first.at, memory)
+        for item, part in jobs:
+            start = part.stored.at - first.at
+            data = memory[start : start + part.stored.size]
+            for block in range(0, len(data), hashing.BLOCK_BYTES):
+                self._check(part, block, data[block : block + hashing.BLOCK_BYTES])
+            _copy_overlap(data, part.box, part, item)
+
+    def _read_part(self, item: ReadItem, part: _Part) -> None:
+        if part.box == item.box:
+            self._read_blocks(part, 0, _bytes(item.into))
+            return
+        overlap = part.box.meets(item.box)
+        assert overlap is not None, "only parts that an item needs are read"
         block = hashing.BLOCK_BYTES
-        row = prod(part.sizes[1:]) * item.into.element_size()
-        first = (overlap.offsets[0] - part.offsets[0]) * row
+        row = prod(part.box.sizes[1:]) * item.into.element_size()
+        first = (overlap.offsets[0] - part.box.offsets[0]) * row
         stop = first + overlap.sizes[0] * row
         start = first // block * block
-        memory = bytearray(min(-(-stop // block) * block, part.sizes[0] * row) - start)
-        self._read_blocks(item.name, part, start, memoryview(memory))
+        memory = bytearray(min(-(-stop // block) * block, part.stored.size) - start)
+        self._read_blocks(part, start, memoryview(memory))
         _copy_overlap(memoryview(memory)[first - start : stop - start], overlap, part, item)
 
-    def _read_blocks(self, name: str, part: PartEntry, start: int, into: memoryview) -> None:
+    def _read_blocks(self, part: _Part, start: int, into: memoryview) -> None:
         for offset in range(0, len(into), hashing.BLOCK_BYTES):
-            self._read_block(name, part, start + offset, into[offset:])
+            self._read_block(part, start + offset, into[offset:])
 
-    def _read_block(self, name: str, part: PartEntry, start: int, into: memoryview) -> None:
+    def _read_block(self, part: _Part, start: int, into: memoryview) -> None:
         """Read the block of a part that begins at its byte `start` into the beginning of `into`."""
         data = into[: hashing.BLOCK_BYTES]
-        first = part.at + start
+        self._fill(part.file, part.stored.at + start, data)
+        self._check(part, start, data)
+
+    def _fill(self, file: str, at: int, data: memoryview) -> None:
+        assert self._file is not None, "the file is open"
         try:
-            self._files[part.file].read(first, data)
+            self._file.read(at, data)
         except OSError as error:
-            raise CorruptCheckpoint(part.file, error.strerror or str(error)) from None
-        if self._hasher(part.file).hash_block(name, start, data) != part.blocks[start // hashing.BLOCK_BYTES]:
+            raise CorruptCheckpoint(file, error.strerror or str(error)) from None
+
+    def _check(self, part: _Part, start: int, data: memoryview) -> None:
+        """Raise CorruptCheckpoint unless the block of a part that begins at its byte `start` is what was written."""
+        if (
+            len(data)
+            and self._hasher(part.file).hash_block(part.name, start, data)
+            != part.stored.blocks[start // hashing.BLOCK_BYTES]
+        ):
+            first = part.stored.at + start
             raise CorruptCheckpoint(
-                part.file, f"bytes {first:,} to {first + len(data):,}, of {name}, are not what was written"
+                part.file, f"bytes {first:,} to {first + len(data):,}, of {part.name}, are not what was written"
             )
 
     def _hasher(self, file: str) -> BlockHasher:
         return BlockHasher(self._manifest.run, self._manifest.step, file)
 
 
-def _copy_overlap(rows: memoryview, overlap: Box, part: PartEntry, item: ReadItem) -> None:
-    """Copy the overlap out of the part's whole rows that hold it."""
+def _runs(jobs: Sequence[tuple[ReadItem, _Part]]) -> Iterator[Sequence[tuple[ReadItem, _Part]]]:
+    """Split jobs in the order of files into runs that one call reads: small parts that follow each other."""
+    begin = 0
+    for index in range(1, len(jobs) + 1):
+        first, before = jobs[begin][1], jobs[index - 1][1].stored
+        if index < len(jobs):
+            part = jobs[index][1]
+            follows = part.file == first.file and part.stored.at in (before.at, before.at + before.size)
+            if follows and part.stored.at + part.stored.size - first.stored.at <= _MAX_RUN_BYTES:
+                continue
+        yield jobs[begin:index]
+        begin = index
+
+
+def _copy_overlap(rows: memoryview, overlap: Box, part: _Part, item: ReadItem) -> None:
+    """Copy an overlap from the rows of a part that have it, whatever the other dims of the part."""
     import torch
 
+    if overlap == part.box == item.box:
+        _bytes(item.into)[:] = rows
+        return
     saved = torch.frombuffer(rows, dtype=torch.uint8).clone().view(item.into.dtype)
-    box = Box((overlap.offsets[0], *part.offsets[1:]), (overlap.sizes[0], *part.sizes[1:]))
-    item.into[overlap.within(item.box)] = saved.view(box.sizes)[overlap.within(box)]
+    needed = part.box.meets(item.box)
+    assert needed is not None
+    offsets = (overlap.offsets[0], *part.box.offsets[1:])
+    box = Box(offsets, (overlap.sizes[0], *part.box.sizes[1:]))
+    item.into[needed.within(item.box)] = saved.view(box.sizes)[needed.within(box)]
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -91,8 +91,7 @@ class Retention:
 
     def _verifies(self, name: str) -> bool:
         try:
-            with Reader(self._storage, name, read_manifest(self._storage, name)) as reader:
-                reader.verify()
+            Reader(self._storage, name, read_manifest(self._storage, name)).verify()
         except CorruptCheckpoint:
             return False
         return True

@@ -14,22 +14,24 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint import hashing, manifest
-from lockstep.checkpoint.file_layout import FileLayout, file_layout, shard_file
+from lockstep.checkpoint.file_layout import FileLayout, file_layout
 from lockstep.checkpoint.hashing import BlockHasher
-from lockstep.checkpoint.manifest import ELEMENT_BYTES, FileEntry, Manifest, PartEntry, RankRecord, TensorEntry
+from lockstep.checkpoint.inventory import Inventory, gather_inventories, inventory
+from lockstep.checkpoint.manifest import ELEMENT_BYTES, FileEntry, GridEntry, Manifest, TensorEntry, shard_file
 from lockstep.checkpoint.snapshot import Snapshot, snapshot_on
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
-from lockstep.checkpoint.write_plan import plan_writes
+from lockstep.checkpoint.write_plan import WritePlan
+from lockstep.core.collection import paused_collection
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import SaveReport
-from lockstep.distributed.shard_boxes import LocalShards, TensorInfo, local_shards
+from lockstep.distributed.shard_boxes import ShardLike
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +77,7 @@ class _Save:
     began: float
     lost: float = 0.0
     draft: Draft | None = None
-    record: RankRecord | None = None
+    record: FileEntry | None = None
     failure: str | None = None
     agreed: bool = False
     thread: threading.Thread | None = None
@@ -115,7 +117,9 @@ class Saver:
         self._published = published
         self._make_room = make_room
         self._flush_history = flush_history
-        self._planned: dict[str, LocalShards] | None = None
+        self._seen: dict[str, weakref.ref[Any]] = {}
+        self._inventory: Inventory | None = None
+        self._plan: WritePlan | None = None
         self._layout: FileLayout | None = None
         self._snapshot: Snapshot | None = None
         self._save: _Save | None = None
@@ -140,12 +144,13 @@ class Saver:
         began = time.perf_counter()
         self.finish()
         finished()
-        layout = self._plan(state)
-        if self._snapshot is None or self._snapshot.layout != layout:
-            self._snapshot = None  # frees its memory before more is allocated
-            self._snapshot = snapshot_on(self._device, layout)
-        snapshot = self._snapshot
-        snapshot.begin(state.tensors, state.changes_in_forward)
+        with paused_collection():
+            layout = self._planned_layout(state)
+            if self._snapshot is None or self._snapshot.layout != layout:
+                self._snapshot = None  # frees its memory before more is allocated
+                self._snapshot = snapshot_on(self._device, layout)
+            snapshot = self._snapshot
+            snapshot.begin(state.tensors, state.changes_in_forward)
         self._started += 1
         save = self._save = _Save(metadata, snapshot, began)
         save.run_in_background(self._write)
@@ -202,15 +207,25 @@ class Saver:
             reports.append(self._reports.get())
         return reports
 
-    def _plan(self, state: TrainingState) -> FileLayout:
+    def _planned_layout(self, state: TrainingState) -> FileLayout:
         """Return what this rank writes: planned by all ranks once, and again when a tensor was added or removed."""
-        local = {name: local_shards(tensor) for name, tensor in state.tensors.items()}
-        unchanged = self._layout is not None and local == self._planned
+        local = self._inventory
+        if local is None or not self._has_seen(state.tensors):
+            local = inventory(state.tensors)
+        unchanged = self._layout is not None and local == self._inventory
         if not all(self._axis.gather(unchanged)) or self._layout is None:
-            shards = cast("list[dict[str, LocalShards]]", self._axis.gather(local))
+            self._plan = WritePlan(gather_inventories(local, self._axis), ELEMENT_BYTES)
             rank = self._axis.rank
-            self._planned, self._layout = local, file_layout(rank, plan_writes(shards, ELEMENT_BYTES)[rank])
+            self._layout = file_layout(rank, self._plan.items(rank, state.tensors))
+            self._inventory = local
+        self._seen = {name: weakref.ref(_memory(tensor)) for name, tensor in state.tensors.items()}
         return self._layout
+
+    def _has_seen(self, tensors: Mapping[str, Any]) -> bool:
+        """Return whether these are the objects of the save before, whose shapes and shards can't have changed."""
+        return tensors.keys() == self._seen.keys() and all(
+            seen() is _memory(tensor) for seen, tensor in zip(self._seen.values(), tensors.values(), strict=True)
+        )
 
     def _agree(self, save: _Save, failures: float) -> None:
         """End a save that all ranks have settled, given the number of failures on all ranks so far."""
@@ -248,8 +263,9 @@ class Saver:
 
     def _write_file(self, save: _Save, draft: Draft) -> None:
         layout, image = save.snapshot.layout, save.snapshot.image
-        hasher = BlockHasher(self.run_metadata.run, save.metadata.step, layout.file)
-        save.record = _record(layout, image, hasher)
+        save.record = _complete_header(
+            layout, image, BlockHasher(self.run_metadata.run, save.metadata.step, layout.file)
+        )
         draft.write(layout.file, image)
         if self._axis.rank != 0:
             text = save.record.model_dump_json().encode()
@@ -287,26 +303,36 @@ class Saver:
         draft, metadata = save.draft, save.metadata
         assert draft is not None, "a rank that has settled without failing has a draft"
         assert save.record is not None, "and the record of its file"
+        assert self._plan is not None, "and a plan"
+        index_of, grids = self._plan.grids()
         records = [save.record]
         for rank in range(1, self._axis.size):
             records.append(_parsed_record(draft.read(_record_file(rank)), _record_file(rank)))
             draft.remove(_record_file(rank))
         made = Manifest(
-            format_version=1,
+            format_version=2,
             run=self.run_metadata.run,
             step=metadata.step,
             samples=metadata.samples,
             tokens=metadata.tokens,
             ranks=self._axis.size,
             written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            files={shard_file(rank): record.file for rank, record in enumerate(records)},
-            tensors=_merge_tensors(records),
+            files={shard_file(rank): record for rank, record in enumerate(records)},
+            grids=tuple(GridEntry.model_construct(cuts=grid.cuts, ranks=grid.ranks) for grid in grids),
+            tensors={
+                name: TensorEntry.model_construct(dtype=info.dtype, shape=info.shape, grid=index_of[name])
+                for name, info in self._plan.infos.items()
+            },
             state=dict(metadata.state),
             metrics=dict(metadata.metrics),
             config=dict(self.run_metadata.config),
             environment={**self.run_metadata.environment, **metadata.environment},
         )
         data = manifest.to_bytes(made)
+        if len(data) > manifest.MAX_BYTES:
+            raise RunFailed(
+                f"its manifest would have {len(data):,} bytes, and none over {manifest.MAX_BYTES:,} can be read again"
+            )
         manifest.from_bytes(data)  # a checkpoint that can't be read again must not be published
         draft.publish(data)
         return made
@@ -327,42 +353,27 @@ def _is_disk_full(failure: str | None) -> bool:
 # --- records of what each rank has written ------------------------------------------------------------------------
 
 
-def _record(layout: FileLayout, image: memoryview, hasher: BlockHasher) -> RankRecord:
+def _complete_header(layout: FileLayout, image: memoryview, hasher: BlockHasher) -> FileEntry:
+    """Write the hashes of all blocks into the header; return the record of the file."""
+    hashes = "".join(
+        block for span in layout.items for block in hasher.hash_blocks(span.item.name, image[span.start : span.end])
+    ).encode()
+    image[layout.hashes_at : layout.hashes_at + len(hashes)] = hashes
     header = len(layout.header)
-    file = FileEntry(size=layout.size, header=header, header_hash=hasher.hash_block("", 0, image[:header]))
-    infos: dict[str, TensorInfo] = {}
-    parts: dict[str, list[PartEntry]] = {}
-    for span in layout.items:
-        name, box = span.item.name, span.item.box
-        blocks = tuple(hasher.hash_blocks(name, image[span.start : span.end]))
-        part = PartEntry(file=layout.file, at=span.start, offsets=box.offsets, sizes=box.sizes, blocks=blocks)
-        infos[name] = span.item.info
-        parts.setdefault(name, []).append(part)
-    tensors = {
-        name: TensorEntry(dtype=info.dtype, shape=info.shape, parts=tuple(parts[name])) for name, info in infos.items()
-    }
-    return RankRecord(file=file, tensors=tensors)
+    return FileEntry(size=layout.size, header=header, header_hash=hasher.hash_block("", 0, image[:header]))
 
 
-def _merge_tensors(records: Sequence[RankRecord]) -> dict[str, TensorEntry]:
-    """Return each tensor with the parts that all ranks have written, in the order of ranks."""
-    entries: dict[str, list[TensorEntry]] = {}
-    for record in records:
-        for name, entry in record.tensors.items():
-            entries.setdefault(name, []).append(entry)
-    merged = {}
-    for name, (first, *others) in entries.items():
-        parts = chain(first.parts, *(entry.parts for entry in others))
-        merged[name] = first.model_copy(update={"parts": tuple(parts)}) if others else first
-    return merged
+def _memory(tensor: Any) -> Any:
+    """Return the object that is the same at each save: optimizer state has a new wrapper."""
+    return tensor.memory if isinstance(tensor, ShardLike) else tensor
 
 
 def _record_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def _parsed_record(data: bytes, file: str) -> RankRecord:
+def _parsed_record(data: bytes, file: str) -> FileEntry:
     checksum, _, text = data.partition(b"\n")
     if hashing.hash_bytes(text).encode() != checksum:
         raise RunFailed(f"{file} is not what its rank has written: the storage corrupts data")
-    return RankRecord.model_validate_json(text)
+    return FileEntry.model_validate_json(text)

@@ -1,91 +1,190 @@
-"""The assignment of tensors' parts to ranks that write them, as boxes in a tensor's index space.
+"""The assignment of tensors' shards to ranks that write them, and that read them for others.
 
-    saved by two ranks            read by one of three ranks
-    +-----------+                 +-----------+
-    |  box 0    |                 |           |
-    +-----------+   intersect     |-----------|  ==> rows 4..6 come from box 0, rows 6..8 from box 1
-    |  box 1    |                 |  the box  |
-    +-----------+                 +-----------+
+    held by ranks 0-3, whole     a a a b b b b c      rank 0 writes a, rank 1 b, ...: shares of equal size, in order,
+                                 |0  |1    |2 |       so that a reader opens few files; a small state is one share
+    sharded over a mesh          w                    each rank its own shard, in the replica that has w in its share
 
-A tensor that is replicated is written once, by the rank that has least to write. torch's own planners follow the same
-rules; importing them takes 0.7 s, which a run without sharded tensors does not spend.
+All ranks compute the same assignment from the inventories, with a few operations a tensor, whatever the number of
+ranks. The first rank also computes the grids of all tensors for the manifest, once a plan, in the background.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
+from lockstep.checkpoint.file_layout import WriteItem
+from lockstep.checkpoint.inventory import WHOLE, Inventories, Sharding
+from lockstep.checkpoint.shard_grid import FLAT, Grid, box_grid, flat_grid, mesh_grid
 from lockstep.core.errors import RunFailed
-from lockstep.distributed.shard_boxes import Box, LocalShards, TensorInfo
+from lockstep.distributed.shard_boxes import TensorInfo, local_shards
+
+MIN_SHARE_BYTES = 2**24
+_Table = int
+_Index = int
 
 
-@dataclass(frozen=True, slots=True)
-class WriteItem:
-    """A box of a tensor that one rank writes contiguously."""
+@dataclass(slots=True)
+class Holders:
+    """Tensors of which the same ranks hold the same shards, in one or more replicas.
 
-    name: str
-    info: TensorInfo
-    box: Box
+    Attributes:
+        sharding: How they are sharded; None: each replica is one rank, which holds them whole.
+        replicas: The ranks of each replica, in the order of the grid's cells.
+        names: The tensors.
+        shares: The replica that writes each.
+    """
+
+    sharding: Sharding | None
+    replicas: Sequence[Sequence[int]]
+    names: list[str]
+    sizes: list[int]
+
+    @property
+    def shares(self) -> list[int]:
+        share = max(MIN_SHARE_BYTES, -(-sum(self.sizes) // len(self.replicas)))
+        shares, before = [], 0
+        for size in self.sizes:
+            shares.append(min(before // share, len(self.replicas) - 1))
+            before += size
+        return shares
 
 
-def plan_writes(shards: Sequence[Mapping[str, LocalShards]], element_bytes: Mapping[str, int]) -> list[list[WriteItem]]:
-    """Return what each rank writes, so that every box is written once and the ranks are evenly loaded.
+class WritePlan:
+    """What every rank writes. Grids of replicated and mesh-sharded tensors are computed on demand.
 
     Args:
-        shards: Each rank's local shards, by tensor name.
+        held: What all ranks hold.
         element_bytes: Bytes of an element, by dtype.
 
     Raises:
         RunFailed: Ranks hold different tensors under one name, or shards that don't make up the tensor.
     """
-    ranks_of: dict[WriteItem, list[int]] = {}
-    for rank, local in enumerate(shards):
-        for name, shard in local.items():
-            for box in shard.boxes:
-                ranks_of.setdefault(WriteItem(name, shard.kind, box), []).append(rank)
-    by_name: dict[str, list[WriteItem]] = {}
-    for item in ranks_of:
-        by_name.setdefault(item.name, []).append(item)
-    for name, items in by_name.items():
-        check_cover(name, items)
-    plan: list[list[WriteItem]] = [[] for _ in shards]
-    loads = [0] * len(shards)
-    for item, ranks in ranks_of.items():
-        rank = min(ranks, key=lambda rank: loads[rank])
-        plan[rank].append(item)
-        loads[rank] += item.box.elements * element_bytes[item.info.dtype]
-    return plan
+
+    def __init__(self, held: Inventories, element_bytes: Mapping[str, int]) -> None:
+        self.infos, self._groups = _groups(held, element_bytes)
+        self._own = _own_grids(held, self.infos)
+        self._grids: dict[Any, Grid] = {}
+        self._numbered: tuple[dict[str, int], list[Grid]] | None = None
+
+    @property
+    def groups(self) -> list[Holders]:
+        """Tensors that follow from a mesh or are whole, by who holds them."""
+        return self._groups
+
+    def items(self, rank: int, tensors: Mapping[str, Any]) -> list[WriteItem]:
+        """Return what a rank writes of the tensors that it holds."""
+        items = []
+        for number, group in enumerate(self._groups):
+            replica = next((index for index, ranks in enumerate(group.replicas) if rank in ranks), None)
+            for name, share in zip(group.names, group.shares, strict=True):
+                if share != replica:
+                    continue
+                info = self.infos[name]
+                boxes = local_shards(tensors[name]).boxes
+                if boxes != self._grid(number, share, name).boxes_of(rank, info.shape):
+                    raise RunFailed(
+                        f"{name}: rank {rank} holds another part of {info} than follows from its mesh: {boxes}"
+                    )
+                items += [WriteItem(name, info, box) for box in boxes]
+        for name, grid in self._own.items():
+            items += [WriteItem(name, self.infos[name], box) for box in grid.boxes_of(rank, self.infos[name].shape)]
+        return items
+
+    def grids(self) -> tuple[dict[str, int], list[Grid]]:
+        """Return the index of each tensor's grid, and the grids."""
+        if self._numbered is None:
+            grids: dict[Grid, int] = {}
+            index_of: dict[str, int] = {}
+            for number, group in enumerate(self._groups):
+                for name, share in zip(group.names, group.shares, strict=True):
+                    index_of[name] = grids.setdefault(self._grid(number, share, name), len(grids))
+            index_of.update({name: grids.setdefault(grid, len(grids)) for name, grid in self._own.items()})
+            self._numbered = index_of, list(grids)
+        return self._numbered
+
+    def _grid(self, number: int, share: int, name: str) -> Grid:
+        """Return the grid of a tensor of a group, which all tensors of its shape have in common."""
+        group, shape = self._groups[number], self.infos[name].shape
+        key = number, share, shape if group.sharding is not None else None
+        grid = self._grids.get(key)
+        if grid is None:
+            grid = self._grids[key] = _grid(name, shape, group.sharding, group.replicas[share])
+        return grid
 
 
-def check_cover(name: str, items: Sequence[WriteItem]) -> None:
-    """Raise RunFailed unless the boxes of a tensor cover it without overlap."""
-    infos = {item.info for item in items}
-    if len(infos) > 1:
-        raise RunFailed(f"{name} is not the same tensor on all ranks: {' and '.join(sorted(map(str, infos)))}")
-    assert items, "a tensor that is saved has at least one box"
-    info = items[0].info
-    inside = all(
-        offset + size <= length
-        for item in items
-        for offset, size, length in zip(item.box.offsets, item.box.sizes, info.shape, strict=True)
-    )
-    if not inside or sum(item.box.elements for item in items) != info.whole.elements or _overlap(items):
-        raise RunFailed(f"{name}: its parts don't make up the whole of {info}")
+def _grid(name: str, shape: tuple[int, ...], sharding: Sharding | None, ranks: Sequence[int]) -> Grid:
+    if sharding is not None and sharding.length is not None:
+        starts = tuple(range(0, prod(shape), sharding.length))
+        return Grid(((FLAT, starts),), tuple(ranks[: len(starts)]))
+    axes = sharding.axes() if sharding is not None else []
+    if sharding is None or not axes:
+        return Grid((), (ranks[0],))
+    return mesh_grid(name, shape, axes, ranks, lambda dim, along: sharding.intervals(shape[dim], along))
 
 
-def _overlap(items: Sequence[WriteItem]) -> bool:
-    """Return whether two boxes overlap, by a sweep along the dim that is split most: near linear in the boxes."""
-    boxes = [item.box for item in items if item.box.elements]
-    if len(boxes) < 2 or not boxes[0].sizes:
-        return len(boxes) > 1
-    dim = max(range(len(boxes[0].sizes)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
-    boxes.sort(key=lambda box: box.offsets[dim])
-    for index, box in enumerate(boxes):
-        end = box.offsets[dim] + box.sizes[dim]
-        for other in boxes[index + 1 :]:
-            if other.offsets[dim] >= end:
-                break
-            if box.meets(other) is not None:
-                return True
-    return False
+def _groups(held: Inventories, element_bytes: Mapping[str, int]) -> tuple[dict[str, TensorInfo], list[Holders]]:
+    """Return dtype and shape of all tensors in the tables, and the tensors by who holds them."""
+    infos: dict[str, TensorInfo] = {}
+    kinds: dict[tuple[str, tuple[int, ...]], TensorInfo] = {}
+    whole: dict[str, list[_Table]] = {}
+    first: dict[str, tuple[_Table, _Index]] = {}
+    for number, table in enumerate(held.tables):
+        for name, dtype, shape, index in table.rows:
+            info = kinds.get((dtype, shape))
+            if info is None:
+                info = kinds[dtype, shape] = TensorInfo(dtype, shape)
+            if infos.setdefault(name, info) is not info:
+                raise _differ(name, {infos[name], info})
+            if index == WHOLE:
+                whole.setdefault(name, []).append(number)
+            first.setdefault(name, (number, index))
+    groups: dict[Any, Holders] = {}
+    for name, (number, index) in first.items():
+        key = tuple(whole[name]) if index == WHOLE else (number, index, None)
+        group = groups.get(key)
+        if group is None:
+            sharding = None if index == WHOLE else held.tables[number].shardings[index]
+            replicas = _replicas(held, number, sharding, whole.get(name, ()))
+            group = groups[key] = Holders(sharding, replicas, [], [])
+        info = infos[name]
+        group.names.append(name)
+        group.sizes.append(prod(info.shape) * element_bytes[info.dtype] // len(group.replicas[0]))
+    return infos, list(groups.values())
+
+
+def _replicas(
+    held: Inventories, table: _Table, sharding: Sharding | None, tables: Sequence[_Table]
+) -> list[tuple[int, ...]]:
+    if sharding is None:
+        return [(rank,) for rank in sorted(rank for number in tables for rank in held.ranks[number])]
+    if sharding.length is not None:
+        return [tuple(range(held.size))]
+    meshes = dict.fromkeys(held.meshes[rank][sharding.mesh] for rank in held.ranks[table])
+    return [tuple(sharding.ranks_of(replica, ranks)) for ranks in meshes for replica in sharding.replicas()]
+
+
+def _own_grids(held: Inventories, infos: dict[str, TensorInfo]) -> dict[str, Grid]:
+    """Return the grids of tensors whose shards don't follow from a mesh; add their dtypes and shapes to `infos`."""
+    boxes: dict[str, dict[Any, int]] = {}
+    flat: dict[str, bool] = {}
+    tables = frozenset(infos)
+    for rank, of_rank in enumerate(held.own):
+        for name, tensor in of_rank.items():
+            is_flat = tensor.elements is not None
+            if infos.setdefault(name, tensor.info) != tensor.info:
+                raise _differ(name, {infos[name], tensor.info})
+            if name in tables or flat.setdefault(name, is_flat) != is_flat:
+                raise RunFailed(f"{name} is sharded in one way on some ranks, and in another on rank {rank}")
+            for part in tensor.boxes if tensor.elements is None else (tensor.elements,):
+                boxes.setdefault(name, {}).setdefault(part, rank)
+    return {
+        name: (flat_grid if flat[name] else box_grid)(name, infos[name].shape, rank_of)
+        for name, rank_of in boxes.items()
+    }
+
+
+def _differ(name: str, infos: set[TensorInfo]) -> RunFailed:
+    return RunFailed(f"{name} is not the same tensor on all ranks: {' and '.join(sorted(map(str, infos)))}")

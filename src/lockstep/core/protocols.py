@@ -224,6 +224,9 @@ class Axis(Control, Protocol):
     def copy_first(self, tensor: Tensor) -> None:
         """Overwrite `tensor` with the first rank's."""
 
+    def swap(self, to: int, sent: Tensor | None, source: int, received: Tensor | None) -> None:
+        """Send a tensor on the CPU to a rank while filling another from a rank; None: nothing goes there, or comes."""
+
 
 @runtime_checkable
 class Transform(Protocol):

@@ -52,6 +52,9 @@ class LocalGroup:
     def copy_first(self, tensor: Tensor) -> None:
         pass
 
+    def swap(self, to: int, sent: Tensor | None, source: int, received: Tensor | None) -> None:
+        raise AssertionError("there is no other rank")
+
     def gather(self, value: object) -> list[object]:
         return [value]
 
@@ -107,6 +110,17 @@ class RankGroup:
         dist.broadcast(moved, group=self._group, group_src=0)
         if moved is not tensor:
             tensor.copy_(moved)
+
+    def swap(self, to: int, sent: Tensor | None, source: int, received: Tensor | None) -> None:
+        ops, buffer = [], self._moved(received) if received is not None else None
+        if sent is not None:
+            ops.append(dist.P2POp(dist.isend, self._moved(sent), group=self._group, group_peer=to))
+        if buffer is not None:
+            ops.append(dist.P2POp(dist.irecv, buffer, group=self._group, group_peer=source))
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        if received is not None and buffer is not None and buffer is not received:
+            received.copy_(buffer)
 
     # --- objects: over gloo -----------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from lockstep.core.errors import RunFailed
 from lockstep.core.keys import key
 
 Generator = torch.Generator | np.random.Generator | random.Random
-_PREFIX = "generators."
+PREFIX = "generators."  # of the names of states, which each rank has its own of
 _TEXT_BYTES = 16_384  # the size of a state as text, whose number of digits varies; all states fit
 
 
@@ -64,15 +64,15 @@ def registered() -> list[str]:
 
 def states(rank: int) -> dict[str, Tensor]:
     """Return copies of the states: `generators.RANK.NAME` -> uint8 [bytes]."""
-    return {f"{_PREFIX}{rank}.{name}": _kind(generator).get(generator) for name, generator in _registered.items()}
+    return {f"{PREFIX}{rank}.{name}": _kind(generator).get(generator) for name, generator in _registered.items()}
 
 
 def restore(saved: Mapping[str, Tensor], rank: int) -> None:
     """Restore generators, those that are registered and those that will be."""
     states: dict[str, dict[int, Tensor]] = {}
     for saved_name, state in saved.items():
-        if saved_name.startswith(_PREFIX):
-            owner, _, name = saved_name.removeprefix(_PREFIX).partition(".")
+        if saved_name.startswith(PREFIX):
+            owner, _, name = saved_name.removeprefix(PREFIX).partition(".")
             states.setdefault(name, {})[int(owner)] = state
     _waiting.clear()
     _waiting.update((name, (by_rank, rank)) for name, by_rank in states.items())

@@ -26,11 +26,9 @@ class ZeroShard:
         group: The index of the flat memory that holds it; None: the parameter is frozen.
     """
 
-    def __init__(
-        self, parameter: nn.Parameter, shape: Sequence[int], group: int | None, memory: Tensor, start: int, offset: int
-    ) -> None:
+    def __init__(self, parameter: nn.Parameter, flat: FlatShard, group: int | None, offset: int) -> None:
         self.parameter = parameter
-        self.flat = FlatShard(memory, start, shape, parameter.device)
+        self.flat = flat
         self.group = group
         self._offset = offset
 
@@ -40,7 +38,9 @@ class ZeroShard:
 
     def as_shard(self, value: Tensor) -> Any:
         """Return optimizer state as a shard of the whole tensor's; state that isn't kept for each element unchanged."""
-        return FlatShard(value, self.flat.start, self.flat.shape, self.flat.device) if value.ndim else value
+        if not value.ndim:
+            return value
+        return FlatShard(value, self.flat.start, self.flat.shape, self.flat.device, self.flat.length)
 
     def as_local(self, value: Tensor) -> Tensor:
         """Return its elements of a whole tensor; other tensors unchanged."""
@@ -176,10 +176,11 @@ class ZeroOptimizer:
         start = min(dist.get_rank() * length, parameter.ds_numel)
         own = min(length, parameter.ds_numel - start)
         if not parameter.requires_grad:
-            return ZeroShard(parameter, parameter.ds_shape, None, parameter.ds_tensor.detach()[:own], start, 0)
+            frozen = FlatShard(parameter.ds_tensor.detach()[:own], start, parameter.ds_shape, parameter.device, length)
+            return ZeroShard(parameter, frozen, None, 0)
         group, offset, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
         memory = self.flats[group].detach()[offset : offset + own]
-        return ZeroShard(parameter, parameter.ds_shape, group, memory, start, offset)
+        return ZeroShard(parameter, FlatShard(memory, start, parameter.ds_shape, parameter.device, length), group, offset)
 
     def _shard_of_group(self, parameter: Any) -> ZeroShard:
         """Return a shard of stages 1 and 2: a parameter may be in one partition or several, or not in this rank's."""
@@ -187,10 +188,10 @@ class ZeroOptimizer:
         group = next(number for number, members in groups if any(member is parameter for member in members))
         mapping = parameter._hp_mapping
         if mapping is None:
-            return ZeroShard(parameter, parameter.shape, group, self.flats[group].detach()[:0], 0, 0)
+            return ZeroShard(parameter, FlatShard(self.flats[group].detach()[:0], 0, parameter.shape, parameter.device), group, 0)
         offset, start = mapping.hp_fragment_address.start, mapping.lp_fragment_address.start
         memory = self.flats[group].detach()[offset : offset + mapping.hp_fragment_address.numel]
-        return ZeroShard(parameter, parameter.shape, group, memory, start, offset)
+        return ZeroShard(parameter, FlatShard(memory, start, parameter.shape, parameter.device), group, offset)
 
 
 def _entry(entries: dict[str, Any], entry: str, name: str, shard: ZeroShard) -> Tensor:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed.shard_boxes import as_shard_of, is_sharded, local_tensor, shard_of
+from lockstep.distributed.shard_boxes import ShardLike, as_shard_of, is_sharded, local_tensor, shard_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -54,9 +54,11 @@ class ParameterShard:
             self.whole.grad = sharded = sharded.redistribute(placements=wanted)
         return sharded.to_local()
 
-    def as_shard(self, value: Tensor) -> Tensor:
+    def as_shard(self, value: Tensor) -> Tensor | ShardLike:
         """Return optimizer state of this part as a shard of the whole tensor's."""
-        return as_shard_of(self.whole, value) if not is_sharded(value) and self._is_elementwise(value) else value
+        if not is_sharded(self.whole) or is_sharded(value) or not self._is_elementwise(value):
+            return value
+        return ShardLike(value, self.whole)
 
     def as_local(self, value: Tensor) -> Tensor:
         """Return saved optimizer state, of this part or the whole tensor, in the optimizer's form."""

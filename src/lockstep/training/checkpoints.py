@@ -22,6 +22,7 @@ from lockstep.checkpoint.retention import Retention, is_better
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.checkpoint.storage import checkpoint_name
 from lockstep.config.writing import to_public
+from lockstep.core.collection import paused_collection
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.local_paths import local_path
 from lockstep.core.out_of_memory import note_location
@@ -278,7 +279,8 @@ class Checkpoints(VoteParticipant):
         if self._saved_at == step:
             return
         try:
-            state = self._session.state()
+            with paused_collection():
+                state = self._session.state()
             self._saves_again = False
             metadata = self._metadata(state, evaluations)
             finished = (lambda: report_saves(self.outcomes())) if report_saves is not None else lambda: None

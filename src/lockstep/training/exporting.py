@@ -228,8 +228,8 @@ def _read_tensors(storage: Storage, name: str, manifest: Manifest) -> dict[str, 
     """Return the model's tensors. Raises CorruptCheckpoint."""
     entries = {key: entry for key, entry in manifest.tensors.items() if key.startswith(_MODEL)}
     memory = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries.items()}
-    with Reader(storage, name, manifest) as reader:
-        reader.read(ReadItem(key, entry.info.whole, memory[key]) for key, entry in entries.items())
+    items = (ReadItem(key, entry.info.whole, memory[key]) for key, entry in entries.items())
+    Reader(storage, name, manifest).read(items)
     return {key.removeprefix(_MODEL): tensor for key, tensor in memory.items()}
 
 

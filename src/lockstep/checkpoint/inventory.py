@@ -1,0 +1,227 @@
+"""The tensors that a rank holds, described so that ranks which hold the same have the same description.
+
+    model.w         float32 [4096, 512]   over mesh 0, of 64 ranks: dim 0      the same bytes on all ranks of the mesh
+    optimizer.step  float32 []            whole
+    meshes          0: ranks 64 to 127                                         the rank's own
+
+What the ranks write follows from these by arithmetic. So they exchange a hash of the description each, and the
+descriptions themselves only where they differ: between the stages of a pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any, cast
+
+from lockstep.checkpoint import hashing
+from lockstep.checkpoint.shard_grid import Interval
+from lockstep.core.errors import RunFailed
+from lockstep.distributed.generators import PREFIX
+from lockstep.distributed.shard_boxes import (
+    Box,
+    FlatShard,
+    TensorInfo,
+    dtensor_of,
+    dtype_name,
+    is_sharded,
+    local_shards,
+    mesh_intervals,
+)
+
+if TYPE_CHECKING:
+    from lockstep.core.protocols import Axis
+
+WHOLE = -1
+_ALL_RANKS = -1
+
+Row = tuple[str, str, tuple[int, ...], int]
+"""Name, dtype, shape, and the index of how it is sharded, or `WHOLE`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a tensor is sharded over a mesh of ranks.
+
+    Attributes:
+        mesh: The index of the mesh among those of the rank; `_ALL_RANKS`: all ranks, in a row.
+        sizes: The number of ranks along each axis of the mesh.
+        dims: The dim that each axis shards; None: it replicates.
+        strides: The split factor of each axis that shards a dim in strides, else 1.
+        length: Elements of each rank, where the tensor is sharded element by element.
+    """
+
+    mesh: int
+    sizes: tuple[int, ...]
+    dims: tuple[int | None, ...]
+    strides: tuple[int, ...]
+    length: int | None = None
+
+    @property
+    def cells(self) -> int:
+        """Number of shards, some perhaps empty."""
+        return prod(size for size, dim in zip(self.sizes, self.dims, strict=True) if dim is not None)
+
+    def axes(self) -> list[tuple[int, int]]:
+        """Return the size and the dim of each axis that shards."""
+        return [(size, dim) for size, dim in zip(self.sizes, self.dims, strict=True) if dim is not None]
+
+    def replicas(self) -> Iterator[tuple[int | None, ...]]:
+        """Yield the coordinates of each replica; None along axes that shard."""
+        return product(
+            *(range(size) if dim is None else (None,) for size, dim in zip(self.sizes, self.dims, strict=True))
+        )
+
+    def ranks_of(self, replica: Sequence[int | None], ranks: Sequence[int]) -> list[int]:
+        """Return the ranks of a replica, in row-major order of the axes that shard."""
+        chosen = product(*(range(size) if at is None else (at,) for size, at in zip(self.sizes, replica, strict=True)))
+        return [ranks[_row_major(coordinate, self.sizes)] for coordinate in chosen]
+
+    def intervals(self, length: int, axes: Sequence[int]) -> list[Interval]:
+        """Return the intervals of a dim of `length` along some of the axes that shard."""
+        sharding = [axis for axis, dim in enumerate(self.dims) if dim is not None]
+        chosen = [sharding[axis] for axis in axes]
+        return mesh_intervals(length, [self.sizes[axis] for axis in chosen], [self.strides[axis] for axis in chosen])
+
+
+def _row_major(coordinate: Sequence[int], sizes: Sequence[int]) -> int:
+    index = 0
+    for position, size in zip(coordinate, sizes, strict=True):
+        index = index * size + position
+    return index
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTensor:
+    """A tensor whose shards don't follow from a mesh: this rank's boxes, or its range of elements."""
+
+    info: TensorInfo
+    boxes: tuple[Box, ...]
+    elements: Interval | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The part of an inventory that many ranks have in common."""
+
+    rows: tuple[Row, ...]
+    shardings: tuple[Sharding, ...]
+
+
+@dataclass(slots=True)
+class Inventory:
+    """What one rank holds.
+
+    Attributes:
+        meshes: The ranks of each mesh, in row-major order.
+        own: Tensors whose shards don't follow from a mesh, by name.
+    """
+
+    table: Table
+    meshes: tuple[tuple[int, ...], ...]
+    own: Mapping[str, OwnTensor] = field(default_factory=dict)
+
+
+def inventory(tensors: Mapping[str, Any]) -> Inventory:
+    """Describe the tensors that this rank holds."""
+    rows: list[Row] = []
+    shardings: dict[Sharding, int] = {}
+    known: dict[Hashable, int] = {}
+    meshes: dict[int, tuple[int, tuple[int, ...]]] = {}
+    own: dict[str, OwnTensor] = {}
+    for name, tensor in tensors.items():
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        if name.startswith(PREFIX):
+            own[name] = OwnTensor(TensorInfo(dtype, shape), local_shards(tensor).boxes)
+        elif not is_sharded(tensor) or 0 in shape:
+            rows.append((name, dtype, shape, WHOLE))
+        elif (like := dtensor_of(tensor)) is not None:
+            mesh = like.device_mesh
+            key = id(mesh), like.placements
+            if key not in known:
+                index, _ = meshes.setdefault(id(mesh), (len(meshes), tuple(mesh.mesh.flatten().tolist())))
+                known[key] = shardings.setdefault(_of_dtensor(index, like), len(shardings))
+            rows.append((name, dtype, shape, known[key]))
+        elif isinstance(tensor, FlatShard) and tensor.length is not None:
+            sharding = Sharding(_ALL_RANKS, (), (), (), tensor.length)
+            rows.append((name, dtype, shape, shardings.setdefault(sharding, len(shardings))))
+        elif boxes := local_shards(tensor).boxes:
+            elements = (tensor.start, tensor.memory.numel()) if isinstance(tensor, FlatShard) else None
+            own[name] = OwnTensor(TensorInfo(dtype, shape), boxes, elements)
+    return Inventory(Table(tuple(rows), tuple(shardings)), tuple(ranks for _, ranks in meshes.values()), own)
+
+
+def _of_dtensor(mesh: int, like: Any) -> Sharding:
+    dims = tuple(None if placement.is_replicate() else placement.dim for placement in like.placements)
+    strides = tuple(getattr(placement, "split_factor", 1) for placement in like.placements)
+    return Sharding(mesh, tuple(like.device_mesh.shape), dims, strides)
+
+
+# --- those of all ranks -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Inventories:
+    """What all ranks hold.
+
+    Attributes:
+        tables: Each table once, in the order of the first ranks that have it.
+        ranks: The ranks that have each.
+        meshes: Those of each rank.
+        own: The tensors of each rank whose shards don't follow from a mesh.
+    """
+
+    tables: Sequence[Table]
+    ranks: Sequence[Sequence[int]]
+    meshes: Sequence[tuple[tuple[int, ...], ...]]
+    own: Sequence[Mapping[str, OwnTensor]]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.meshes)
+
+
+def gather_inventories(local: Inventory, axis: Axis) -> Inventories:
+    """Return what all ranks hold. All ranks together."""
+    text = json.dumps([local.table.rows, [_listed(sharding) for sharding in local.table.shardings]]).encode()
+    mine = hashing.hash_bytes(text), [_as_range(ranks) for ranks in local.meshes], dict(local.own)
+    everywhere = cast("list[tuple[str, list[Any], dict[str, OwnTensor]]]", axis.gather(mine))
+    ranks_of: dict[str, list[int]] = {}
+    for rank, (digest, _, _) in enumerate(everywhere):
+        ranks_of.setdefault(digest, []).append(rank)
+    tables = [local.table]
+    if len(ranks_of) > 1:
+        is_first = ranks_of[mine[0]][0] == axis.rank
+        texts = cast("list[bytes | None]", axis.gather(zlib.compress(text, 1) if is_first else None))
+        tables = [_parsed(texts[ranks[0]]) for ranks in ranks_of.values()]
+    meshes = [tuple(tuple(ranks) for ranks in of_rank) for _, of_rank, _ in everywhere]
+    return Inventories(tables, list(ranks_of.values()), meshes, [own for _, _, own in everywhere])
+
+
+def _as_range(ranks: tuple[int, ...]) -> range | tuple[int, ...]:
+    """Return the ranks of a mesh, as a range if they are one: a thousand ranks send a thousand meshes."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    steps = range(ranks[0], ranks[-1] + (1 if step > 0 else -1), step) if step else range(0)
+    return steps if tuple(steps) == ranks else ranks
+
+
+def _listed(sharding: Sharding) -> list[Any]:
+    return [sharding.mesh, sharding.sizes, sharding.dims, sharding.strides, sharding.length]
+
+
+def _parsed(text: bytes | None) -> Table:
+    if text is None:
+        raise RunFailed("a rank that is the first with its part of the model has not described it")
+    rows, shardings = json.loads(zlib.decompress(text))
+    return Table(
+        tuple((name, dtype, tuple(shape), index) for name, dtype, shape, index in rows),
+        tuple(
+            Sharding(mesh, tuple(sizes), tuple(dims), tuple(strides), length)
+            for mesh, sizes, dims, strides, length in shardings
+        ),
+    )

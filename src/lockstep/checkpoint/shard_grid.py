@@ -1,0 +1,210 @@
+"""The grid in which ranks have written a tensor: where it is cut, and which rank's file has each cell.
+
+    cuts {0: [0, 4], 1: [0, 8]}        +---------+---------+      cells in row-major order: ranks [0, 1, 2, 3]
+                                       | rank 0  | rank 1  |
+    of a tensor [8, 16]                +---------+---------+
+                                       | rank 2  | rank 3  |
+                                       +---------+---------+
+
+A grid always makes up the whole tensor, so nothing has to be checked for gaps or overlaps, and the cells that meet a
+box are found by bisection. It is the same for all tensors of one shape that are sharded in one way. A tensor that is
+sharded element by element is cut along `FLAT`: the dim of its elements in row-major order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+from lockstep.core.errors import RunFailed
+from lockstep.distributed.shard_boxes import Box, flat_boxes
+
+FLAT = -1
+
+Starts = tuple[int, ...]
+Interval = tuple[int, int]
+"""Start and size."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The cells of a tensor.
+
+    Attributes:
+        cuts: Where the cells begin, by dim, ascending from 0; the tensor is whole along other dims.
+        ranks: The rank that wrote each cell, in row-major order of the cuts.
+    """
+
+    cuts: tuple[tuple[int, Starts], ...]
+    ranks: tuple[int, ...]
+
+    @cached_property
+    def _cells(self) -> Mapping[int, int]:
+        return {rank: cell for cell, rank in enumerate(self.ranks)}
+
+    def boxes_of(self, rank: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
+        """Return what a rank has written of a tensor of this shape; several boxes only along `FLAT`."""
+        cell = self._cells.get(rank)
+        return self._boxes(cell, shape) if cell is not None else ()
+
+    def meeting(self, box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
+        """Yield the boxes that have elements of `box`, each with its rank."""
+        if not box.elements:
+            return
+        if not self.cuts:
+            yield self.ranks[0], Box((0,) * len(shape), shape)
+            return
+        if self.cuts[0][0] == FLAT:
+            starts = self.cuts[0][1]
+            last = tuple(offset + size - 1 for offset, size in zip(box.offsets, box.sizes, strict=True))
+            cells = range(
+                bisect_right(starts, _flat_index(box.offsets, shape)) - 1,
+                bisect_right(starts, _flat_index(last, shape)),
+            )
+            for cell in cells:
+                yield from (
+                    (self.ranks[cell], part) for part in self._boxes(cell, shape) if part.meets(box) is not None
+                )
+            return
+        for cell in self._cells_meeting(box):
+            yield self.ranks[cell], self._boxes(cell, shape)[0]
+
+    def _cells_meeting(self, box: Box) -> Iterator[int]:
+        ranges = []
+        for dim, starts in self.cuts:
+            first = bisect_right(starts, box.offsets[dim]) - 1
+            ranges.append(range(first, bisect_left(starts, box.offsets[dim] + box.sizes[dim])))
+        for indices in product(*ranges):
+            cell = 0
+            for index, (_, starts) in zip(indices, self.cuts, strict=True):
+                cell = cell * len(starts) + index
+            yield cell
+
+    def _boxes(self, cell: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
+        if self.cuts and self.cuts[0][0] == FLAT:
+            starts = self.cuts[0][1]
+            stop = starts[cell + 1] if cell + 1 < len(starts) else prod(shape)
+            return tuple(flat_boxes(shape, starts[cell], stop))
+        offsets, sizes = [0] * len(shape), list(shape)
+        for dim, starts in reversed(self.cuts):
+            cell, index = divmod(cell, len(starts))
+            stop = starts[index + 1] if index + 1 < len(starts) else shape[dim]
+            offsets[dim], sizes[dim] = starts[index], stop - starts[index]
+        return (Box(tuple(offsets), tuple(sizes)),)
+
+    def fault(self, shape: tuple[int, ...], ranks: int) -> str | None:
+        """Return why it can't be the grid of a tensor of this shape that this number of ranks wrote; None if it can."""
+        if len(self.ranks) != prod(len(starts) for _, starts in self.cuts):
+            return f"has {len(self.ranks)} ranks for its cells"
+        if len(set(self.ranks)) != len(self.ranks) or not all(0 <= rank < ranks for rank in self.ranks):
+            return "has a rank twice, or one that did not write the checkpoint"
+        dims = [dim for dim, _ in self.cuts]
+        if dims != sorted(set(dims)) or (FLAT in dims and len(dims) > 1) or not all(dim < len(shape) for dim in dims):
+            return f"is cut along dims {dims} of {len(shape)}"
+        for dim, starts in self.cuts:
+            length = prod(shape) if dim == FLAT else shape[dim]
+            if starts[:1] != (0,) or starts[-1] >= length or any(map(int.__ge__, starts, starts[1:])):
+                return f"is cut where a dim of {length} can't be"
+        return None
+
+
+def _flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
+    flat = 0
+    for position, length in zip(index, shape, strict=True):
+        flat = flat * length + position
+    return flat
+
+
+# --- grids from what ranks hold -----------------------------------------------------------------------------------
+
+
+def mesh_grid(
+    name: str,
+    shape: tuple[int, ...],
+    axes: Sequence[tuple[int, int]],
+    ranks: Sequence[int],
+    intervals: Callable[[int, tuple[int, ...]], list[Interval]],
+) -> Grid:
+    """Return the grid of a tensor that is sharded over a mesh.
+
+    Args:
+        axes: The number of ranks and the dim of each axis that shards, in the order of the mesh.
+        ranks: Those of the mesh, in row-major order of these axes.
+        intervals: Returns the interval of each coordinate along the axes that shard a dim.
+    """
+    dims = sorted({dim for _, dim in axes})
+    along = {dim: [axis for axis, (_, of) in enumerate(axes) if of == dim] for dim in dims}
+    by_dim = {dim: intervals(dim, tuple(along[dim])) for dim in dims}
+    cuts = tuple((dim, _starts(name, shape, dim, by_dim[dim])) for dim in dims)
+    index_of = {dim: {start: index for index, start in enumerate(starts)} for dim, starts in cuts}
+    cells = [-1] * prod(len(starts) for _, starts in cuts)
+    for rank, coordinate in zip(ranks, product(*(range(size) for size, _ in axes)), strict=True):
+        cell = 0
+        for dim, starts in cuts:
+            position = 0
+            for axis in along[dim]:
+                position = position * axes[axis][0] + coordinate[axis]
+            start, size = by_dim[dim][position]
+            if not size:
+                break
+            cell = cell * len(starts) + index_of[dim][start]
+        else:
+            cells[cell] = rank
+    if -1 in cells:
+        raise _not_whole(name, shape)
+    return Grid(cuts, tuple(cells))
+
+
+def _starts(name: str, shape: tuple[int, ...], dim: int, intervals: Iterable[Interval]) -> Starts:
+    filled = sorted(interval for interval in intervals if interval[1])
+    end = 0
+    for start, size in filled:
+        if start != end:
+            raise _not_whole(name, shape)
+        end += size
+    if end != shape[dim]:
+        raise _not_whole(name, shape)
+    return tuple(start for start, _ in filled)
+
+
+def box_grid(name: str, shape: tuple[int, ...], rank_of: Mapping[Box, int]) -> Grid:
+    """Return the grid of a tensor of which each box is written by one rank. Raises RunFailed if they form none."""
+    boxes = list(rank_of)
+    dims = [dim for dim in range(len(shape)) if len({(box.offsets[dim], box.sizes[dim]) for box in boxes}) > 1]
+    cuts = tuple(
+        (dim, _starts(name, shape, dim, {(box.offsets[dim], box.sizes[dim]) for box in boxes})) for dim in dims
+    )
+    cells = sorted(boxes, key=lambda box: [box.offsets[dim] for dim in dims])
+    grid = Grid(cuts, tuple(rank_of[box] for box in cells))
+    is_whole = len(cells) == prod(len(starts) for _, starts in cuts)
+    if not is_whole or any(grid._boxes(cell, shape) != (box,) for cell, box in enumerate(cells)):
+        raise _not_whole(name, shape)
+    return _each_rank_once(name, grid)
+
+
+def flat_grid(name: str, shape: tuple[int, ...], rank_of: Mapping[Interval, int]) -> Grid:
+    """Return the grid of a tensor that is sharded element by element. Raises RunFailed if elements are missing."""
+    end = 0
+    for start, size in sorted(rank_of):
+        if start != end:
+            raise _not_whole(name, shape)
+        end += size
+    if end != prod(shape):
+        raise _not_whole(name, shape)
+    ranges = sorted(rank_of)
+    starts = tuple(start for start, _ in ranges)
+    return _each_rank_once(name, Grid(((FLAT, starts),), tuple(rank_of[interval] for interval in ranges)))
+
+
+def _each_rank_once(name: str, grid: Grid) -> Grid:
+    if len(set(grid.ranks)) != len(grid.ranks):
+        raise RunFailed(f"{name}: a rank holds several parts of it, which can't be saved")
+    return grid
+
+
+def _not_whole(name: str, shape: tuple[int, ...]) -> RunFailed:
+    return RunFailed(f"{name}: its parts don't make up the whole of {list(shape)}")

@@ -1,0 +1,166 @@
+"""One rank reads what several ranks need, and passes it on: each byte of a checkpoint is read from the storage once.
+
+    ranks 0-3 hold a b c d whole      rank 0 reads a, rank 1 b, ...       hashes are checked by the rank that reads
+
+    round 1    0 --a--> 1 --b--> 2 --c--> 3 --d--> 0        each rank sends to the next one what it got last
+    round 2    0 --d--> 1 --a--> 2 --b--> 3 --c--> 0        in buffers of 32 MiB
+
+The ranks that hold the same shards are those of a plan of writes (`write_plan`): all of them under ddp, the replicas of
+each shard under hybrid sharding, those of a stage in a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from lockstep.checkpoint.manifest import ELEMENT_BYTES, Manifest
+from lockstep.checkpoint.write_plan import Holders, WritePlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lockstep.core.protocols import Axis
+
+_BUFFER_BYTES = 2**25
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """Ranks that hold the same shards of some tensors.
+
+    Attributes:
+        peers: The ranks, in the order of the ring.
+        position: This rank's.
+        shares: The names of the tensors that each of them reads.
+    """
+
+    peers: Sequence[int]
+    position: int
+    shares: Sequence[Sequence[str]]
+
+
+class SharedReading:
+    """Which of a checkpoint's tensors this rank reads itself, and how it gets the others.
+
+    Args:
+        plan: What all ranks hold of the live state.
+    """
+
+    def __init__(self, plan: WritePlan, manifest: Manifest, axis: Axis) -> None:
+        self._axis = axis
+        everyone = Holders(None, [(rank,) for rank in range(axis.size)], [], [])
+        held = [Holders(group.sharding, group.replicas, [], []) for group in plan.groups]
+        group_of = {name: number for number, group in enumerate(plan.groups) for name in group.names}
+        for name, entry in manifest.tensors.items():
+            known = like_of(name, entry.shape, plan.infos) or name
+            if known in plan.infos and known not in group_of:  # shards that no two ranks have in common
+                continue
+            group = held[group_of[known]] if known in group_of else everyone
+            group.names.append(name)
+            group.sizes.append(prod(entry.shape) * ELEMENT_BYTES[entry.dtype] // len(group.replicas[0]))
+        self._rings = [ring for group in [*held, everyone] if (ring := _ring(group, axis.rank)) is not None]
+        self._received = {
+            name
+            for ring in self._rings
+            for position, names in enumerate(ring.shares)
+            for name in names
+            if position != ring.position
+        }
+
+    def is_received(self, name: str) -> bool:
+        """Return whether another rank reads this tensor for this one."""
+        return name in self._received
+
+    def exchange(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill the tensors that other ranks have read. All ranks together.
+
+        Args:
+            tensors: This rank's part of all saved tensors, contiguous, on the CPU.
+        """
+        for ring in self._rings:
+            if len(ring.peers) == self._axis.size and not any(ring.shares[1:]):
+                self._copy_first([tensors[name] for name in ring.shares[0]])
+            else:
+                self._pass_around(ring, tensors)
+
+    def _copy_first(self, tensors: Sequence[Tensor]) -> None:
+        """Copy what the first rank has read to all."""
+        for views in _buffers(tensors):
+            packed = _packed(views).numpy().tobytes() if self._axis.rank == 0 else None
+            data = cast("bytes", self._axis.broadcast(packed))
+            if self._axis.rank != 0:
+                _unpack(torch.frombuffer(bytearray(data), dtype=torch.uint8), views)
+
+    def _pass_around(self, ring: _Ring, tensors: Mapping[str, Tensor]) -> None:
+        number = len(ring.peers)
+        after, before = ring.peers[(ring.position + 1) % number], ring.peers[ring.position - 1]
+        shares = [[list(views) for views in _buffers([tensors[name] for name in names])] for names in ring.shares]
+        for turn in range(number - 1):
+            sent, received = shares[(ring.position - turn) % number], shares[(ring.position - turn - 1) % number]
+            for index in range(max(len(sent), len(received))):
+                outgoing = _packed(sent[index]) if index < len(sent) else None
+                incoming = _empty(received[index]) if index < len(received) else None
+                self._axis.swap(after, outgoing, before, incoming)
+                if incoming is not None:
+                    _unpack(incoming, received[index])
+
+
+def like_of(name: str, shape: tuple[int, ...], live: Mapping[str, Any]) -> str | None:
+    """Return the live tensor that a saved one is sharded like: itself, or the parameter of optimizer state.
+
+    An optimizer may make its state in the first update.
+
+    Args:
+        live: Tensors, or what has their shapes, by name.
+    """
+    if name in live:
+        return name
+    parameter = f"model.{name.partition('.')[2].partition('.')[2]}"
+    is_state = name.startswith("optimizer.") and parameter in live and tuple(live[parameter].shape) == shape
+    return parameter if is_state else None
+
+
+def _ring(group: Holders, rank: int) -> _Ring | None:
+    """Return this rank's ring; None if it holds nothing of the group, or no other rank holds the same."""
+    position = next((index for index, ranks in enumerate(group.replicas) if rank in ranks), None)
+    if position is None or len(group.replicas) < 2:
+        return None
+    cell = list(group.replicas[position]).index(rank)
+    shares: list[list[str]] = [[] for _ in group.replicas]
+    for name, share in zip(group.names, group.shares, strict=True):
+        shares[share].append(name)
+    return _Ring([ranks[cell] for ranks in group.replicas], position, shares)
+
+
+def _buffers(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the bytes of tensors, as views that fill a buffer each."""
+    views: list[Tensor] = []
+    free = _BUFFER_BYTES
+    for tensor in tensors:
+        rest = tensor.reshape(-1).view(torch.uint8)
+        while rest.numel():
+            view, rest = rest[:free], rest[free:]
+            views.append(view)
+            free -= view.numel()
+            if not free:
+                yield views
+                views, free = [], _BUFFER_BYTES
+    if views:
+        yield views
+
+
+def _packed(views: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(views))
+
+
+def _empty(views: Sequence[Tensor]) -> Tensor:
+    return torch.empty(sum(view.numel() for view in views), dtype=torch.uint8)
+
+
+def _unpack(packed: Tensor, views: Sequence[Tensor]) -> None:
+    torch._foreach_copy_(list(views), list(torch.split(packed, [view.numel() for view in views])))
