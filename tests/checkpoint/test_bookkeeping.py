@@ -105,7 +105,9 @@ class Alike:
 
 
 def _sharded(tensors: int, ranks: int, rank: int) -> dict[str, Any]:
-    return {f"model.layers.{i}.weight": FlatShard(torch.zeros(4), 4 * rank, (ranks, 4), length=4) for i in range(tensors)}
+    return {
+        f"model.layers.{i}.weight": FlatShard(torch.zeros(4), 4 * rank, (ranks, 4), length=4) for i in range(tensors)
+    }
 
 
 @pytest.mark.parametrize("tensors", [10, 2000])

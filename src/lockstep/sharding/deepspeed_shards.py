@@ -180,7 +180,9 @@ class ZeroOptimizer:
             return ZeroShard(parameter, frozen, None, 0)
         group, offset, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
         memory = self.flats[group].detach()[offset : offset + own]
-        return ZeroShard(parameter, FlatShard(memory, start, parameter.ds_shape, parameter.device, length), group, offset)
+        return ZeroShard(
+            parameter, FlatShard(memory, start, parameter.ds_shape, parameter.device, length), group, offset
+        )
 
     def _shard_of_group(self, parameter: Any) -> ZeroShard:
         """Return a shard of stages 1 and 2: a parameter may be in one partition or several, or not in this rank's."""
@@ -188,7 +190,9 @@ class ZeroOptimizer:
         group = next(number for number, members in groups if any(member is parameter for member in members))
         mapping = parameter._hp_mapping
         if mapping is None:
-            return ZeroShard(parameter, FlatShard(self.flats[group].detach()[:0], 0, parameter.shape, parameter.device), group, 0)
+            return ZeroShard(
+                parameter, FlatShard(self.flats[group].detach()[:0], 0, parameter.shape, parameter.device), group, 0
+            )
         offset, start = mapping.hp_fragment_address.start, mapping.lp_fragment_address.start
         memory = self.flats[group].detach()[offset : offset + mapping.hp_fragment_address.numel]
         return ZeroShard(parameter, FlatShard(memory, start, parameter.shape, parameter.device), group, offset)
