@@ -23,7 +23,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint import write_plan
 from lockstep.checkpoint.file_layout import WriteItem
-from lockstep.checkpoint.inventory import WHOLE, Inventories, Inventory, Sharding, Table, gather_inventories, inventory
+from lockstep.checkpoint.inventory import (
+    WHOLE,
+    Inventories,
+    Inventory,
+    MeshSharding,
+    InventoryTable,
+    gather_inventories,
+    inventory,
+)
 from lockstep.checkpoint.loading import LoadedCheckpoint, load_newest
 from lockstep.checkpoint.local import LocalFile, LocalStorage
 from lockstep.checkpoint.manifest import ELEMENT_BYTES
@@ -58,7 +66,7 @@ def test_the_shards_of_a_mesh_are_those_of_torch(mesh: Any) -> None:
     ranks = list(range(torch.Size(sizes).numel()))
     dims = tuple(None if isinstance(placement, Replicate) else placement.dim for placement in placements)
     strides = tuple(getattr(placement, "split_factor", 1) for placement in placements)
-    table = Table((("w", "float32", shape, 0),), (Sharding(0, sizes, dims, strides),))
+    table = InventoryTable((("w", "float32", shape, 0),), (MeshSharding(0, sizes, dims, strides),))
     plan = WritePlan(Inventories([table], [ranks], [(tuple(ranks),)] * len(ranks), [{}] * len(ranks)), ELEMENT_BYTES)
     index_of, grids = plan.grids()
     grid = grids[index_of["w"]]
@@ -159,8 +167,10 @@ def test_replicas_of_a_sharded_tensor_write_shares_of_it(monkeypatch: pytest.Mon
     """Two replicas of two shards; and data-parallel ranks whose tensor-parallel groups are meshes of their own."""
     monkeypatch.setattr(write_plan, "MIN_SHARE_BYTES", 1)
     rows = tuple((f"model.{index}", "float32", (4, 2), 0) for index in range(4))
-    hybrid = Inventory(Table(rows, (Sharding(0, (2, 2), (None, 0), (1, 1)),)), ((0, 1, 2, 3),))
-    tensor = [Inventory(Table(rows, (Sharding(0, (2,), (0,), (1,)),)), (mesh,)) for mesh in ((0, 1), (2, 3))]
+    hybrid = Inventory(InventoryTable(rows, (MeshSharding(0, (2, 2), (None, 0), (1, 1)),)), ((0, 1, 2, 3),))
+    tensor = [
+        Inventory(InventoryTable(rows, (MeshSharding(0, (2,), (0,), (1,)),)), (mesh,)) for mesh in ((0, 1), (2, 3))
+    ]
     for local in ([hybrid] * 4, [tensor[0], tensor[0], tensor[1], tensor[1]]):
         held = Inventories([local[0].table], [[0, 1, 2, 3]], [of.meshes for of in local], [{}] * 4)
         index_of, grids = WritePlan(held, ELEMENT_BYTES).grids()

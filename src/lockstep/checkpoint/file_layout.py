@@ -120,7 +120,7 @@ class StoredPart:
 
 
 class FileTable:
-    """What a header lists: the parts of a file that is read.
+    """The parts of a file that is read, as its header lists them.
 
     Args:
         header: All bytes before the first tensor, as they were written.

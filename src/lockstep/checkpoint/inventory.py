@@ -44,7 +44,7 @@ Row = tuple[str, str, tuple[int, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
+class MeshSharding:
     """How a tensor is sharded over a mesh of ranks.
 
     Attributes:
@@ -105,23 +105,23 @@ class OwnTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class InventoryTable:
     """The part of an inventory that many ranks have in common."""
 
     rows: tuple[Row, ...]
-    shardings: tuple[Sharding, ...]
+    shardings: tuple[MeshSharding, ...]
 
 
 @dataclass(slots=True)
 class Inventory:
-    """What one rank holds.
+    """The tensors that one rank holds.
 
     Attributes:
         meshes: The ranks of each mesh, in row-major order.
         own: Tensors whose shards don't follow from a mesh, by name.
     """
 
-    table: Table
+    table: InventoryTable
     meshes: tuple[tuple[int, ...], ...]
     own: Mapping[str, OwnTensor] = field(default_factory=dict)
 
@@ -129,7 +129,7 @@ class Inventory:
 def inventory(tensors: Mapping[str, Any]) -> Inventory:
     """Describe the tensors that this rank holds."""
     rows: list[Row] = []
-    shardings: dict[Sharding, int] = {}
+    shardings: dict[MeshSharding, int] = {}
     known: dict[Hashable, int] = {}
     meshes: dict[int, tuple[int, tuple[int, ...]]] = {}
     own: dict[str, OwnTensor] = {}
@@ -147,18 +147,18 @@ def inventory(tensors: Mapping[str, Any]) -> Inventory:
                 known[key] = shardings.setdefault(_of_dtensor(index, like), len(shardings))
             rows.append((name, dtype, shape, known[key]))
         elif isinstance(tensor, FlatShard) and tensor.length is not None:
-            sharding = Sharding(_ALL_RANKS, (), (), (), tensor.length)
+            sharding = MeshSharding(_ALL_RANKS, (), (), (), tensor.length)
             rows.append((name, dtype, shape, shardings.setdefault(sharding, len(shardings))))
         elif boxes := local_shards(tensor).boxes:
             elements = (tensor.start, tensor.memory.numel()) if isinstance(tensor, FlatShard) else None
             own[name] = OwnTensor(TensorInfo(dtype, shape), boxes, elements)
-    return Inventory(Table(tuple(rows), tuple(shardings)), tuple(ranks for _, ranks in meshes.values()), own)
+    return Inventory(InventoryTable(tuple(rows), tuple(shardings)), tuple(ranks for _, ranks in meshes.values()), own)
 
 
-def _of_dtensor(mesh: int, like: Any) -> Sharding:
+def _of_dtensor(mesh: int, like: Any) -> MeshSharding:
     dims = tuple(None if placement.is_replicate() else placement.dim for placement in like.placements)
     strides = tuple(getattr(placement, "split_factor", 1) for placement in like.placements)
-    return Sharding(mesh, tuple(like.device_mesh.shape), dims, strides)
+    return MeshSharding(mesh, tuple(like.device_mesh.shape), dims, strides)
 
 
 # --- those of all ranks -------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def _of_dtensor(mesh: int, like: Any) -> Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Inventories:
-    """What all ranks hold.
+    """The tensors that all ranks hold.
 
     Attributes:
         tables: Each table once, in the order of the first ranks that have it.
@@ -175,7 +175,7 @@ class Inventories:
         own: The tensors of each rank whose shards don't follow from a mesh.
     """
 
-    tables: Sequence[Table]
+    tables: Sequence[InventoryTable]
     ranks: Sequence[Sequence[int]]
     meshes: Sequence[tuple[tuple[int, ...], ...]]
     own: Sequence[Mapping[str, OwnTensor]]
@@ -210,18 +210,18 @@ def _as_range(ranks: tuple[int, ...]) -> range | tuple[int, ...]:
     return steps if tuple(steps) == ranks else ranks
 
 
-def _listed(sharding: Sharding) -> list[Any]:
+def _listed(sharding: MeshSharding) -> list[Any]:
     return [sharding.mesh, sharding.sizes, sharding.dims, sharding.strides, sharding.length]
 
 
-def _parsed(text: bytes | None) -> Table:
+def _parsed(text: bytes | None) -> InventoryTable:
     if text is None:
         raise RunFailed("a rank that is the first with its part of the model has not described it")
     rows, shardings = json.loads(zlib.decompress(text))
-    return Table(
+    return InventoryTable(
         tuple((name, dtype, tuple(shape), index) for name, dtype, shape, index in rows),
         tuple(
-            Sharding(mesh, tuple(sizes), tuple(dims), tuple(strides), length)
+            MeshSharding(mesh, tuple(sizes), tuple(dims), tuple(strides), length)
             for mesh, sizes, dims, strides, length in shardings
         ),
     )

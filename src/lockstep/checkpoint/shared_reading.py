@@ -45,7 +45,7 @@ class _Ring:
 
 
 class SharedReading:
-    """Which of a checkpoint's tensors this rank reads itself, and how it gets the others.
+    """The tensors of a checkpoint that this rank reads itself, and the exchange of the others.
 
     Args:
         plan: What all ranks hold of the live state.

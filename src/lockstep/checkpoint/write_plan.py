@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from lockstep.checkpoint.file_layout import WriteItem
-from lockstep.checkpoint.inventory import WHOLE, Inventories, Sharding
+from lockstep.checkpoint.inventory import WHOLE, Inventories, MeshSharding
 from lockstep.checkpoint.shard_grid import FLAT, Grid, box_grid, flat_grid, mesh_grid
 from lockstep.core.errors import RunFailed
 from lockstep.distributed.shard_boxes import TensorInfo, local_shards
@@ -37,7 +37,7 @@ class Holders:
         shares: The replica that writes each.
     """
 
-    sharding: Sharding | None
+    sharding: MeshSharding | None
     replicas: Sequence[Sequence[int]]
     names: list[str]
     sizes: list[int]
@@ -53,7 +53,7 @@ class Holders:
 
 
 class WritePlan:
-    """What every rank writes. Grids of replicated and mesh-sharded tensors are computed on demand.
+    """The parts that every rank writes. Grids of replicated and mesh-sharded tensors are computed on demand.
 
     Args:
         held: What all ranks hold.
@@ -115,7 +115,7 @@ class WritePlan:
         return grid
 
 
-def _grid(name: str, shape: tuple[int, ...], sharding: Sharding | None, ranks: Sequence[int]) -> Grid:
+def _grid(name: str, shape: tuple[int, ...], sharding: MeshSharding | None, ranks: Sequence[int]) -> Grid:
     if sharding is not None and sharding.length is not None:
         starts = tuple(range(0, prod(shape), sharding.length))
         return Grid(((FLAT, starts),), tuple(ranks[: len(starts)]))
@@ -156,7 +156,7 @@ def _groups(held: Inventories, element_bytes: Mapping[str, int]) -> tuple[dict[s
 
 
 def _replicas(
-    held: Inventories, table: _Table, sharding: Sharding | None, tables: Sequence[_Table]
+    held: Inventories, table: _Table, sharding: MeshSharding | None, tables: Sequence[_Table]
 ) -> list[tuple[int, ...]]:
     if sharding is None:
         return [(rank,) for rank in sorted(rank for number in tables for rank in held.ranks[number])]
