@@ -27,8 +27,8 @@ from lockstep.checkpoint.inventory import (
     WHOLE,
     Inventories,
     Inventory,
-    MeshSharding,
     InventoryTable,
+    MeshSharding,
     gather_inventories,
     inventory,
 )
