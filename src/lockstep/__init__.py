@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from lockstep.models.build import count_parameters as count_parameters
     from lockstep.monitor import metric_log as log
     from lockstep.proof.api import verify as verify
+    from lockstep.simulation.planning import estimate_memory as estimate_memory
     from lockstep.strategies.record import Strategy as Strategy
     from lockstep.strategies.registry import register_strategy as register_strategy
     from lockstep.training.activation_checkpointing import checkpoint_activations as checkpoint_activations
@@ -70,6 +71,7 @@ _HOMES = {
         "lockstep.launch.outcome": "exit_with",
         "lockstep.models.build": "count_parameters",
         "lockstep.proof.api": "verify",
+        "lockstep.simulation.planning": "estimate_memory",
         "lockstep.strategies.record": "Strategy",
         "lockstep.strategies.registry": "register_strategy",
         "lockstep.training.activation_checkpointing": "checkpoint_activations",

@@ -102,7 +102,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "train, its config named": ("train", "*/config.yaml", "run.folder=elsewhere"),
     "train, its config merged over a recipe": ("train", "digits", "*/config.yaml", "run.folder=elsewhere"),
     "plan": ("plan", "*"),
-    "plan, its config named": ("plan", "*/config.yaml"),
+    "plan, its config named": ("plan", "*/config.yaml", "--peak", "none"),
     "verify": ("verify", "*", "--ranks", "1"),
     "memory": ("memory", "*", "--modes", "none"),
     "config deepspeed": ("config", "deepspeed", "*", "parallel.strategy=deepspeed"),
@@ -194,23 +194,27 @@ def test_a_trusted_run_is_executed(stranger: Path, tmp_path: Path) -> None:
 def test_a_linked_copied_or_changed_run_is_not_trusted(run: Path, tmp_path: Path) -> None:
     """Only the run that was started is trusted, not one that looks like it."""
     (tmp_path / "link").symlink_to(run)
-    assert _run(("plan", "link"), run, tmp_path).returncode == 0
+    assert _run(("plan", "link", "--peak", "none"), run, tmp_path).returncode == 0
     (tmp_path / "config.yaml").symlink_to(run / "config.yaml")
-    assert _run(("plan", "config.yaml"), run, tmp_path).returncode == 0
+    assert _run(("plan", "config.yaml", "--peak", "none"), run, tmp_path).returncode == 0
     copy = shutil.copytree(run, tmp_path / "copy")
-    assert _run(("plan", "copy"), run, tmp_path).returncode == 0, "the same id, config and code"
+    assert _run(("plan", "copy", "--peak", "none"), run, tmp_path).returncode == 0, "the same id, config and code"
     (copy / "notes").mkdir()
     shutil.copy(copy / "config.yaml", copy / "notes" / "own.yaml")
     text = (copy / "config.yaml").read_text()
     (copy / "config.yaml").write_text(text.replace("foreign.py:Net", "foreign.py:Net2"))
-    for words in (("plan", "copy"), ("plan", "copy/config.yaml"), ("plan", "copy/notes/own.yaml")):
+    for words in (
+        ("plan", "copy", "--peak", "none"),
+        ("plan", "copy/config.yaml", "--peak", "none"),
+        ("plan", "copy/notes/own.yaml", "--peak", "none"),
+    ):
         done = _run(words, run, tmp_path)
         assert done.returncode == 2, words
         assert "have not started here" in done.stderr
     (copy / "config.yaml").write_text(text)
     environment = json.loads((copy / "environment.json").read_text())
     (copy / "environment.json").write_text(json.dumps(environment | {"run": "0" * 32}))
-    assert "have not started here" in _run(("plan", "copy"), run, tmp_path).stderr
+    assert "have not started here" in _run(("plan", "copy", "--peak", "none"), run, tmp_path).stderr
 
 
 def test_code_at_another_path_is_not_trusted(tmp_path: Path) -> None:

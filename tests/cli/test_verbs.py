@@ -87,14 +87,14 @@ def test_sizes_are_parsed(command: Calls, capsys: pytest.CaptureFixture[str]) ->
     assert [size(text) for text in ("80GiB", "80 GB", "24G", "1.5k", "4194304", "512b")] == [
         80 * 2**30, 80 * 10**9, 24 * 2**30, 1536, 4194304, 512
     ]  # fmt: skip
-    assert main(["plan", "digits", "--memory", "2KiB"]) == 0
+    assert main(["plan", "digits", "--memory", "2KiB", "--peak", "none"]) == 0
     assert command[0][2] == 2048
     assert main(["plan", "digits", "--memory", "lots"]) == 2
     assert "'lots' is not a size above 0; write 80GiB, 80GB or a number of bytes" in capsys.readouterr().err
 
 
 def test_plan_eval_and_generate_pass_their_arguments(command: Calls, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "digits", "--ranks", "8"]) == 0
+    assert main(["plan", "digits", "--ranks", "8", "--peak", "none"]) == 0
     assert main(["eval", "runs/x", "--ranks", "auto", "--json"]) == 7
     assert (
         main(["generate", "runs/x", "def ", "--tokens", "5", "--top-k", "3", "--seed", "1", "--temperature", "0"]) == 0
@@ -199,7 +199,7 @@ CUTS = [
 
 @pytest.mark.parametrize(("words", "message"), CUTS)
 def test_plan_checks_how_a_model_can_be_partitioned(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    done = run_lockstep("plan", "stdlib-lm", "--model.layers", "4", *words, cwd=tmp_path)
+    done = run_lockstep("plan", "stdlib-lm", "--peak", "none", "--model.layers", "4", *words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
 
@@ -223,7 +223,7 @@ def test_a_plan_needs_no_data_if_the_config_has_the_sizes(
     monkeypatch.setattr("lockstep.core.hub._answers", lambda endpoint: pytest.fail("asked the hub"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     (tmp_path / "hub.json").write_text(json.dumps(FROM_THE_HUB))
-    assert main(["plan", str(tmp_path / "hub.json"), "--ranks", "4", "--json"]) == 0
+    assert main(["plan", str(tmp_path / "hub.json"), "--ranks", "4", "--peak", "none", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["steps"], result["samples"], result["tokens"]) == (50, 400, 400 * 128)
     assert result["parameters"] > 512 * 64

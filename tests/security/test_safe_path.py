@@ -36,7 +36,7 @@ def _python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     [
         ("-m", "lockstep", "version"),
         ("-u", "-m", "lockstep", "config", "check"),
-        ("-mlockstep", "plan", "digits", "--ranks", "2"),
+        ("-mlockstep", "plan", "digits", "--ranks", "2", "--peak", "none"),
         ("-m", "lockstep.config.reference", "--schema"),
     ],
     ids=" ".join,
@@ -78,7 +78,7 @@ def test_modules_that_a_config_names_are_imported_from_it(tmp_path: Path) -> Non
         "    return torch.utils.data.TensorDataset(torch.eye(4), torch.tensor([0, 1, 2, 0]))\n"
     )
     words = ["model.kind=image-classifier", "data.train={kind: custom, target: 'mine:points'}", "data.evaluation={}"]
-    done = _python(tmp_path, "-m", "lockstep", "plan", "digits", *words)
+    done = _python(tmp_path, "-m", "lockstep", "plan", "digits", "--peak", "none", *words)
     assert "mine:points" not in done.stderr, done.stderr
 
 

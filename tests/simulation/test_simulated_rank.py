@@ -72,6 +72,15 @@ def test_collectives_act_as_if_all_ranks_had_the_same() -> None:
         assert [collective.name for collective in rank.collectives] == ["all_reduce", "all_gather"]
 
 
+def test_shared_parameters_stay_shared_when_they_move() -> None:
+    with simulated_rank(0, 1):
+        layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        layers[1].weight = layers[0].weight
+        layers.to(DEVICE)
+        assert layers[0].weight.device.type == "simulated"
+        assert layers[0].weight is layers[1].weight
+
+
 def test_an_update_runs_and_waits_only_for_the_report_of_the_one_before() -> None:
     with simulated_rank(0, 4) as rank:
         waits = update(rank)

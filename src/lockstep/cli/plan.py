@@ -11,11 +11,20 @@ from lockstep.core.terminal import echo
 
 def run(arguments: Sequence[str]) -> int:
     """Print what follows from a config, without starting a process."""
-    summary = "Shows batch, steps, parameters, and bytes per rank under every strategy, without starting a run."
+    summary = "Shows batch, steps, parameters, and peak memory per rank under every strategy, without starting a run."
     parser = Parser("plan", summary, CONFIG_EPILOG, "[RECIPE ...] [options] [overrides]")
     add_run(parser, "as if started on N ranks")
     parser.add_argument(
         "--memory", type=size, metavar="SIZE", help="memory of each rank, such as 80GiB; by default this machine's"
+    )
+    parser.add_argument(
+        "--peak",
+        choices=["all", "planned", "none"],
+        default="all",
+        help="strategies whose peak memory is found by running updates on a simulated accelerator; default %(default)s",
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="also run three updates here; show predicted and measured memory"
     )
     args, overrides = parser.parse(arguments)
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
@@ -23,9 +32,26 @@ def run(arguments: Sequence[str]) -> int:
     from lockstep.plan.plan import as_json, describe
     from lockstep.training.planning import plan_run
 
-    plan = plan_run(loaded, args.memory, trust_remote_code=args.trust_remote_code)
+    trust = args.trust_remote_code
+    plan = plan_run(loaded, args.memory, trust_remote_code=trust)
+    if not args.json:
+        echo(f"{name}\n{describe(plan)}", flush=True)
+    values = as_json(plan)
+    if args.peak != "none":
+        from lockstep.simulation.planning import describe_memory, estimates_of
+
+        rows = list(estimates_of(loaded, args.memory, args.peak, trust_remote_code=trust))
+        values["strategies"] = [row.as_json() for row in rows]
+        if not args.json:
+            echo(f"\n{describe_memory(rows)}", flush=True)
+    if args.measure:
+        from lockstep.simulation.planning import describe_measured, measured_beside_predicted
+
+        predicted, measured = measured_beside_predicted(loaded, trust_remote_code=trust)
+        values |= {"predicted_peak_bytes": predicted.bytes, "measured_peak_bytes": measured.bytes}
+        values |= {"predicted": dict(predicted.by_category), "measured": dict(measured.by_category)}
+        if not args.json:
+            echo(f"\n{describe_measured(predicted, measured)}")
     if args.json:
-        emit(as_json(plan))
-    else:
-        echo(f"{name}\n{describe(plan)}")
+        emit(values)
     return 0

@@ -10,8 +10,11 @@ everything that Lockstep prints goes through `echo`, through the console, or int
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 _CONTROL = re.compile(
@@ -33,6 +36,20 @@ def plain_line(text: str) -> str:
 def echo(*texts: object, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
     """Print like `print`, with control characters escaped. Raises what writing raises."""
     print(*(plain(str(text)) for text in texts), file=file or sys.stdout, end=end, flush=flush)
+
+
+@contextmanager
+def muted_stderr() -> Iterator[None]:
+    """Discard what the block writes to stderr, also from C++: torch warns there of what its user can't change."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _shown(match: re.Match[str]) -> str:

@@ -8,16 +8,14 @@ The resident memory of the process is no measure: it includes freed blocks that 
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from lockstep.core.terminal import muted_stderr
 from lockstep.distributed.shard_boxes import local_tensor
 
 
@@ -46,7 +44,7 @@ def _on_accelerator(work: Callable[[], object], device: torch.device) -> int:
 
 def _on_cpu(work: Callable[[], object]) -> int:
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-    with _muted(), profiler:
+    with muted_stderr(), profiler:  # torch 2.13's profiler prints there, whatever its log level
         work()
     results = profiler.profiler.kineto_results if profiler.profiler is not None else None
     assert results is not None, "a profiler that ended has results"
@@ -58,21 +56,3 @@ def _on_cpu(work: Callable[[], object]) -> int:
         now += size
         peak = max(peak, now)
     return peak
-
-
-@contextmanager
-def _muted() -> Iterator[None]:
-    """Discard stderr while the block runs.
-
-    torch 2.13's profiler prints there that it starts and stops, whatever its log level, and that it doesn't know the
-    size of blocks allocated before it started, such as the batch before.
-    """
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)

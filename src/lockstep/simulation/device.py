@@ -114,6 +114,7 @@ class _Device(ModuleType):
         super().__init__(f"torch.{NAME}")
         self.Stream, self.Event = Stream, Event
         self.properties = Properties()
+        self.active = False
         self.on_wait: Callable[[str], None] | None = None
         self.default = Stream()
         self.current = self.default
@@ -121,7 +122,7 @@ class _Device(ModuleType):
         self.allocated = self.peak = 0
 
     def is_available(self) -> bool:
-        return True
+        return self.active
 
     def is_initialized(self) -> bool:
         return True
@@ -225,5 +226,18 @@ def register() -> Any:
     from torch.utils import backend_registration
 
     module = _device()
-    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=module)
+
+    class Hooks(torch._C._acc.PrivateUse1Hooks):
+        """Answers torch's questions about the device: it is there while something is simulated."""
+
+        def is_available(self) -> bool:
+            return module.active
+
+        def has_primary_context(self, index: int) -> bool:
+            return True
+
+        def is_built(self) -> bool:
+            return True
+
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=module, hook=Hooks())
     return module

@@ -1,6 +1,7 @@
 """How operations run on the simulated device: shapes for all tensors, values for small ones.
 
-on the CPU alone              as always; a new tensor of over a million elements has a shape alone
+on the CPU alone              as always; a new tensor of over a million elements has a shape alone (if the CPU is what
+                              is simulated, every new tensor)
 on the device                 shapes, by torch's FakeTensorMode; a tensor of another device is an error
     small results             and values, computed from the values of small inputs; what depends on large tensors,
                               such as the loss, is 1
@@ -27,12 +28,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.simulation import autocast, device
+from lockstep.simulation import attention, autocast, device
 
 aten = torch.ops.aten
 
 _SMALL = 256  # elements up to which a tensor on the device has values
 _LARGE = 1 << 20  # elements from which a new tensor on the CPU has none
+_SMALL_ON_CPU = 17  # the same where the CPU is what is simulated; scales and counters have values
 _FACTORIES = {
     aten.empty.memory_format,
     aten.empty_strided.default,
@@ -75,8 +77,10 @@ class Execution(TorchDispatchMode):
         watchers: Called after each operation that has a tensor without data.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: str) -> None:
         super().__init__()
+        self._place = place
+        self._large = _SMALL_ON_CPU if place == "cpu" else _LARGE
         self.syncs: list[HostSync] = []
         self.watchers: list[Watcher] = []
         self._values: Any = WeakIdKeyDictionary()
@@ -100,9 +104,9 @@ class Execution(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func.namespace in ("prim", "c10d"):  # a tensor's device; collectives, which `SimulatedGroup` gets
+            return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
-        if func.namespace == "c10d":  # `SimulatedGroup` gets it
-            return func(*args, **kwargs)
         kwargs.pop("pin_memory", None)
         if func is aten._pin_memory.default:
             return args[0]
@@ -111,19 +115,32 @@ class Execution(TorchDispatchMode):
         leaves = pytree.tree_leaves((args, kwargs))
         if any(is_traceable_wrapper_subclass(leaf) for leaf in leaves):  # a DTensor: it computes with those inside
             return NotImplemented
-        if not any(isinstance(leaf, FakeTensor) for leaf in leaves) and not _makes_shape(func, args, kwargs):
+        if not any(isinstance(leaf, FakeTensor) for leaf in leaves) and not self._makes_shape(func, args, kwargs):
             with _disable_current_modes():
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+            if self._place == "cpu":
+                self._show(func, args, kwargs, result)
+            return result
         read = self._read(func, args, kwargs)
         if read is not None:
             return read[0]
         args, kwargs = pytree.tree_map(self._without_data, (args, kwargs))
         result = None if _is_fused_update(func) else func(*args, **kwargs)
-        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, FakeTensor)]
-        self._compute(func, args, kwargs, outputs)
+        self._compute(func, args, kwargs, [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, FakeTensor)])
+        self._show(func, args, kwargs, result)
+        return result
+
+    def _show(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         for watcher in self.watchers:
             watcher(func, args, kwargs, outputs)
-        return result
+
+    def _makes_shape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether an operation without such inputs makes a tensor without data."""
+        place = torch.device(kwargs.get("device") or "cpu").type
+        if place == device.NAME:
+            return True
+        return func in _FACTORIES and place == "cpu" and math.prod(args[0]) >= self._large
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
         """Return, in a tuple, what the host gets if it reads a tensor without data; None for other operations."""
@@ -135,7 +152,7 @@ class Execution(TorchDispatchMode):
             source, waits, operation = args[0], not kwargs.get("non_blocking"), "copy to the host"
         else:
             return None
-        if waits and source.device.type == device.NAME:
+        if waits and source.device.type == self._place != "cpu":
             self.note_sync(operation)
         target = args[0] if func is aten.copy_.default else None
         if isinstance(target, FakeTensor) or (target is None and source.numel() > _SMALL):
@@ -181,26 +198,38 @@ class Execution(TorchDispatchMode):
 
 
 @contextmanager
-def simulated_execution() -> Iterator[Execution]:
+def simulated_execution(place: str = device.NAME) -> Iterator[Execution]:
     """Run what the block does with tensors on the simulated device without data.
 
     Process groups are made before it. Backwards run on this thread, since others don't have the mode.
+
+    Args:
+        place: The type of the device; `cpu`: tensors of the CPU have no data either, but those of datasets.
     """
     module = device.register()
     autocast.register()
-    execution = Execution()
+    attention.register()
+    execution = Execution(place)
     with ExitStack() as stack:
         for target, replacement in _replacements():
             stack.enter_context(patch(target, replacement))
         stack.enter_context(patch.object(Tensor, "data", property(_data, _set_data)))
         stack.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         stack.enter_context(patch.object(Tensor, "as_subclass", _as_subclass))
+        numpy = Tensor.numpy
+        stack.enter_context(
+            patch.object(Tensor, "numpy", lambda tensor, **named: numpy(execution.value_of(tensor), **named))
+        )
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)  # a moved parameter stays shared, as on a GPU
+        stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
         lifts = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)  # or torch.tensor(..., device=...) bypasses the mode
         stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        module.on_wait = execution.note_sync
+        module.on_wait, module.active = execution.note_sync, place != "cpu"
         stack.callback(setattr, module, "on_wait", None)
+        stack.callback(setattr, module, "active", False)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield stack.enter_context(execution)
 
@@ -224,14 +253,6 @@ def _replacements() -> list[tuple[str, Any]]:
 def _is_fused_update(func: Any) -> bool:
     """Return whether it is a fused kernel of an optimizer, of which torch has none that computes shapes alone."""
     return func._schema.name.startswith("aten::_fused_") and not func._schema.returns
-
-
-def _makes_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operation without such inputs makes a tensor without data."""
-    place = torch.device(kwargs.get("device") or "cpu")
-    if place.type == device.NAME:
-        return True
-    return func in _FACTORIES and place.type == "cpu" and math.prod(args[0]) >= _LARGE
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

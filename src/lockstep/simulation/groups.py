@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -29,7 +30,8 @@ from torch.futures import Future
 from lockstep.distributed import host_group
 from lockstep.simulation import device
 
-BACKEND = "simulated"
+BACKENDS = {device.NAME: "simulated", "cpu": "simulated_cpu"}
+"""Names of the backends, by the type of their device."""
 _FAILED = "failed"
 _LOOK_S = 0.002
 
@@ -71,7 +73,7 @@ class SimulatedGroup(dist.ProcessGroup):
     group_name = pg_name
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return BACKEND
+        return BACKENDS[self.device_type]
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
         self._issue("all_reduce", tensors)
@@ -228,22 +230,25 @@ _issued: list[Collective] = []
 
 
 @contextmanager
-def simulated_groups(rank: int, ranks: int, store: Store | None = None) -> Iterator[list[Collective]]:
+def simulated_groups(
+    rank: int, ranks: int, store: Store | None = None, device_type: str = device.NAME
+) -> Iterator[list[Collective]]:
     """Make the process group of one rank of many, for the block; yield the list of the collectives that it issues.
 
     Args:
         store: Connects the processes of all ranks, which exchange objects; None: there is this one.
+        device_type: Of the groups' tensors.
     """
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _make, devices=[device.NAME])
+    _register()
+    backend = BACKENDS[device_type]
     _issued.clear()
     objects = _Objects(store)
-    dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=ranks)
+    dist.init_process_group(backend, store=HashStore(), rank=rank, world_size=ranks)
     try:
         with (
             patch.object(dist, "all_gather_object", objects.gather),
             patch.object(dist, "broadcast_object_list", objects.broadcast),
-            patch.dict(host_group.makers, {BACKEND: lambda group: SimulatedHostGroup(group, objects)}),
+            patch.dict(host_group.makers, {backend: lambda group: SimulatedHostGroup(group, objects)}),
         ):
             yield _issued
     except BaseException:
@@ -308,5 +313,11 @@ def _forget_meshes() -> None:
     _redistribute._gen_transform_infos.cache_clear()
 
 
-def _make(store: object, rank: int, ranks: int, timeout: object) -> SimulatedGroup:
-    return SimulatedGroup(rank, ranks, device.NAME, _issued)
+@cache
+def _register() -> None:
+    for device_type, backend in BACKENDS.items():
+        dist.Backend.register_backend(backend, partial(_make, device_type), devices=[device_type])
+
+
+def _make(device_type: str, store: object, rank: int, ranks: int, timeout: object) -> SimulatedGroup:
+    return SimulatedGroup(rank, ranks, device_type, _issued)

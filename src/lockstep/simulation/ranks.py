@@ -41,29 +41,35 @@ class SimulatedRank:
 
 @contextmanager
 def simulated_rank(
-    rank: int, ranks: int, *, machine_ranks: int = _MACHINE_RANKS, store: Store | None = None
+    rank: int,
+    ranks: int,
+    *,
+    machine_ranks: int = _MACHINE_RANKS,
+    store: Store | None = None,
+    device_type: str = device.NAME,
 ) -> Iterator[SimulatedRank]:
     """Be one rank of many within the block; the others seem to have all that this one has.
 
     Args:
         store: Connects processes that simulate the other ranks: objects are then really exchanged, as stages of a
             pipeline and the plan of a save need it; tensors are not. None: there is this rank alone.
+        device_type: `cpu` simulates ranks that compute on the CPU: their tensors have no data either.
 
     Raises:
         RuntimeError: This process is in a process group.
     """
     device.register()
-    place = torch.device(device.NAME, 0)
+    place = torch.device("cpu") if device_type == "cpu" else torch.device(device.NAME, 0)
     local_ranks = min(machine_ranks, ranks)
-    with groups.simulated_groups(rank, ranks, store) as collectives:
+    with groups.simulated_groups(rank, ranks, store, device_type) as collectives:
         axis: Axis = LocalGroup()
         if ranks > 1:
             assert dist.group.WORLD is not None, "simulated_groups made it"
             axis = RankGroup(dist.group.WORLD)
-        world = World(axis, rank, ranks, rank % local_ranks, local_ranks, place, groups.BACKEND)
+        world = World(axis, rank, ranks, rank % local_ranks, local_ranks, place, groups.BACKENDS[device_type])
         with (
             user_collectives.current_group(axis),
             patch("lockstep.engine.context_parallel._first_different", lambda *unused: None),  # it compares values
-            simulated_execution() as execution,
+            simulated_execution(device_type) as execution,
         ):
             yield SimulatedRank(world, execution, collectives)

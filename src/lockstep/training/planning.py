@@ -34,7 +34,7 @@ def plan_run(loaded: LoadedConfig, memory: int | None, *, trust_remote_code: boo
 
     config = loaded.config
     refuse_given(loaded)
-    facts, notes = _data_facts(config, UserObjects(trust_remote_code=trust_remote_code))
+    facts, notes = data_facts(config, UserObjects(trust_remote_code=trust_remote_code))
     model = sketch_model(config.model, facts, trust_remote_code=trust_remote_code)
     ranks = choose_ranks(config.launch)
     gpus = 0 if config.launch.device == "cpu" else count_gpus()
@@ -44,7 +44,7 @@ def plan_run(loaded: LoadedConfig, memory: int | None, *, trust_remote_code: boo
     return replace(plan, warnings=(*plan.warnings, *notes))
 
 
-def _data_facts(config: Config, given: UserObjects) -> tuple[DataFacts, list[str]]:
+def data_facts(config: Config, given: UserObjects) -> tuple[DataFacts, list[str]]:
     """Return the facts about the data that the config states, or else those of the data; and notes for the user."""
     facts = facts_of_config(config)
     return (open_sources(config, given)[0].facts, []) if facts is None else (facts, [NOT_READ])
@@ -62,7 +62,7 @@ def deepspeed_config(loaded: LoadedConfig, *, trust_remote_code: bool) -> int:
     if config.parallel.strategy != DEEPSPEED.name:
         why = f"{config.parallel.strategy}, so that DeepSpeed has no part in it; write {DEEPSPEED.name}"
         raise ConfigError(Problem("", "parallel.strategy", why))
-    facts, _ = _data_facts(config, given)
+    facts, _ = data_facts(config, given)
     parameters = describe_model(config.model, facts, trust_remote_code=trust_remote_code)
     plan, schedule = make_plan(config, choose_ranks(config.launch), facts, parameters), config.schedule
     echo(json.dumps(plain_config(config, derived_of(plan)), indent=2))

@@ -1,0 +1,313 @@
+"""The memory of a run before it starts: the product's own updates on the simulated device, as the rank that needs most.
+
+    config + ranks  -->  a config for each strategy, with few micro-batches an update
+                    -->  two updates as a rank of the first and of the last pipeline stage
+                    -->  bytes by category at the peak; if it doesn't fit, the smallest change with which it does
+
+Only shapes are computed, so a model of 70 billion parameters on 64 ranks takes seconds, and no data is read.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import nn
+
+from lockstep.config.schema import HuggingFaceData, HuggingFaceModel, Parallel, Tokens
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.data.sources import LANGUAGE_MODEL
+from lockstep.data.tokens import FORMAT, Header, write_header
+from lockstep.plan.plan import Machine, make_plan
+from lockstep.plan.stated_facts import facts_of_config
+from lockstep.simulation import device
+from lockstep.simulation.memory import MemoryLedger, Peak, resizes_seen
+from lockstep.simulation.ranks import simulated_rank
+from lockstep.strategies.registry import strategies, written_name
+from lockstep.training.assemble import assemble
+from lockstep.training.session import components_of
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+    from lockstep.core.records import DataFacts, ParameterFacts
+    from lockstep.plan.plan import Plan
+    from lockstep.strategies.record import Strategy, Variant
+    from lockstep.training.session import Session
+    from lockstep.training.user_objects import UserObjects
+
+_UPDATES = 2  # the first makes the optimizer's state
+_MICRO_BATCHES = 2  # with more, an update takes longer and holds nothing more
+_MASKED_TOKENS = "masked-lm"
+_CAUSAL = (None, LANGUAGE_MODEL, "causal-lm")
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyMemory:
+    """The memory of the rank that needs most of it under a strategy.
+
+    Attributes:
+        name: The name of the strategy's variant, as in the plan.
+        planned: Whether it is the config's own.
+        peak: None if it can't be simulated.
+        fits: Whether the peak fits into a rank's memory; None if either is unknown.
+        note: The change with which it fits, or why it can't be simulated; may be empty.
+    """
+
+    name: str
+    planned: bool
+    peak: Peak | None
+    fits: bool | None
+    note: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for programs: only plain values."""
+        peak = self.peak
+        categories = {} if peak is None else {f"{name}_bytes": size for name, size in peak.by_category.items()}
+        return {
+            "name": self.name,
+            "planned": self.planned,
+            "peak_bytes": None if peak is None else peak.bytes,
+            "fits": self.fits,
+            **categories,
+            "note": self.note,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """Estimates the memory of a run's ranks.
+
+    Attributes:
+        facts, parameters: Of the data and of the model.
+        memory: Bytes of each rank; None: unknown.
+    """
+
+    config: Config
+    ranks: int
+    facts: DataFacts
+    parameters: Sequence[ParameterFacts]
+    given: UserObjects
+    memory: int | None = None
+
+    def estimates(self) -> Iterator[StrategyMemory]:
+        """Yield the memory under the config's own strategy, then under the others that its ranks can have."""
+        planned = self._plan(self.config)
+        yield self._estimate(planned.variant, self.config, planned=True)
+        for strategy in strategies():
+            for variant in strategy.variants:
+                if variant.name != planned.variant and variant.mesh != "hybrid" and self._suits(strategy, variant):
+                    yield self._estimate(variant.name, under(self.config, strategy, variant), planned=False)
+
+    def _suits(self, strategy: Strategy, variant: Variant) -> bool:
+        return self.ranks == 1 if strategy.one_process else self.ranks > 1
+
+    def _plan(self, config: Config) -> Plan:
+        return make_plan(config, self.ranks, self.facts, self.parameters, Machine(memory=self.memory))
+
+    def _estimate(self, name: str, config: Config, *, planned: bool) -> StrategyMemory:
+        try:
+            peak = self.peak(config)
+        except ConfigError as error:
+            return StrategyMemory(name, planned, None, None, str(error).splitlines()[0])
+        except (RuntimeError, NotImplementedError) as error:
+            return StrategyMemory(name, planned, None, None, f"can't be simulated: {str(error).splitlines()[0]}")
+        fits = None if self.memory is None else peak.bytes <= self.memory
+        note = self._remedy(config) if planned and fits is False else ""
+        return StrategyMemory(name, planned, peak, fits, note)
+
+    def peak(self, config: Config) -> Peak:
+        """Return the peak of the rank that needs most.
+
+        Raises:
+            ConfigError: The run would be refused.
+        """
+        plan = self._plan(config)
+        with _shapes_of_data(config, self.facts) as readable:
+            short = _shortened(readable, plan)
+            return max((peak_of_rank(short, self.ranks, rank, self.given) for rank in _ends(plan)), key=_bytes)
+
+    def _remedy(self, config: Config) -> str:
+        """Return the first of the changes, each on top of those before, with which the run fits."""
+        assert self.memory is not None, "what has no limit fits"
+        changes: list[str] = []
+        for change, changed in _changes(config, self._plan(config)):
+            changes.append(change)
+            config = changed
+            try:
+                peak = self.peak(config)
+            except ConfigError:
+                changes.pop()
+                continue
+            if peak.bytes <= self.memory:
+                return f"it fits with {' and '.join(changes)}"
+        return "no change of micro-batch, activation checkpointing or strategy makes it fit; start more ranks"
+
+
+def under(config: Config, strategy: Strategy, variant: Variant) -> Config:
+    """Return the config with another strategy, whose other options are as the config has them."""
+    written = config.parallel.model_dump(exclude_unset=True)
+    options = {**dict(written.get(strategy.section) or {}), **variant.options}
+    degrees = {"data": "auto", "shard": "auto"}
+    parallel = {
+        **written,
+        **degrees,
+        "strategy": written_name(strategy),
+        **({strategy.section: options} if options else {}),
+    }
+    return config.model_copy(update={"parallel": Parallel.model_validate(parallel)})
+
+
+def peak_of_rank(
+    config: Config, ranks: int, rank: int, given: UserObjects, updates: int = _UPDATES, device_type: str = device.NAME
+) -> Peak:
+    """Return the peak of a rank over the first updates of a run.
+
+    Args:
+        device_type: `cpu`: as ranks compute on the CPU.
+
+    Raises:
+        ConfigError: The run would be refused.
+    """
+    with simulated_rank(rank, ranks, device_type=device_type) as simulated:
+        ledger = MemoryLedger(device_type)
+        simulated.execution.watchers.append(ledger.see)
+        with resizes_seen(ledger):
+            session = assemble(config, simulated.world, _copied(given))
+            try:
+                run_updates(session, ledger, updates)
+            finally:
+                session.close()
+        return ledger.peak()
+
+
+def _copied(given: UserObjects) -> UserObjects:
+    """Return the objects with a copy of the module: a simulated rank replaces its parameters."""
+    return replace(given, model=copy.deepcopy(given.model)) if isinstance(given.model, nn.Module) else given
+
+
+def run_updates(session: Session, ledger: MemoryLedger, updates: int) -> None:
+    """Run updates, and record in the ledger what the session's tensors are."""
+    model, state = components_of(session).sharding.state.model, components_of(session).sharding.state
+
+    def own_state() -> None:
+        tensors = state.live_state().tensors
+        ledger.own("optimizer", (tensor for name, tensor in tensors.items() if not name.startswith("model.")))
+        ledger.own_model(model)
+
+    ledger.vocabulary = _vocabulary(session)
+    own_state()
+    for batch in session.batches():
+        ledger.phase = "activations"
+        session.accumulate(batch)
+        ledger.own("gradients", (parameter.grad for parameter in model.parameters() if parameter.grad is not None))
+        ledger.phase = "optimizer"
+        session.commit()
+        ledger.phase = "other"
+        own_state()
+        if session.progress.steps == updates:
+            break
+
+
+def _vocabulary(session: Session) -> frozenset[int]:
+    """Return the sizes that the last dim of logits may have; a tensor-parallel rank has a part of the vocabulary."""
+    components = components_of(session)
+    size, parts = components.source.facts.vocabulary, components.plan.mesh.tensor
+    return frozenset() if size is None else frozenset({size, -(-size // parts)})
+
+
+def _bytes(peak: Peak) -> int:
+    return peak.bytes
+
+
+def _ends(plan: Plan) -> list[int]:
+    """Return a rank of the first and of the last stage: one has most micro-batches under way, the other the logits."""
+    last = plan.mesh.pipeline - 1
+    ends = {
+        stage: rank
+        for rank in reversed(range(plan.ranks))
+        if (stage := plan.mesh.coordinates(rank)["pipeline"]) in (0, last)
+    }
+    return sorted(ends.values())
+
+
+def _shortened(config: Config, plan: Plan) -> Config:
+    """Return the config with as many updates and micro-batches as show the peak."""
+    micro_batches = min(plan.batch.accumulation, max(_MICRO_BATCHES, plan.mesh.pipeline))
+    size = min(config.batch.global_size, plan.batch.micro_size * plan.mesh.shares * micro_batches)
+    length = {"steps": _UPDATES, "samples": None, "tokens": None, "epochs": None}
+    return config.model_copy(
+        update={
+            "batch": config.batch.model_copy(update={"global_size": size, "micro_size": plan.batch.micro_size}),
+            "run": config.run.model_copy(update=length),
+            "data": config.data.model_copy(update={"evaluation": {}}),
+        }
+    )
+
+
+def _changes(config: Config, plan: Plan) -> Iterator[tuple[str, Config]]:
+    """Yield changes that save memory, each on top of those before: those that cost least time first."""
+    size = plan.batch.micro_size
+    while size > 1:
+        size //= 2
+        config = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": size})})
+        if size == 1:
+            yield "batch.micro_size: 1", config
+    if config.memory.activation_checkpointing.mode == "none":
+        full = config.memory.activation_checkpointing.model_copy(update={"mode": "full"})
+        config = config.model_copy(
+            update={"memory": config.memory.model_copy(update={"activation_checkpointing": full})}
+        )
+        yield "memory.activation_checkpointing.mode: full", config
+    last = [strategy for strategy in strategies() if strategy.automatic][-1]
+    if plan.ranks > 1 and plan.strategy != last.name:
+        yield f"parallel.strategy: {last.name}", under(config, last, last.variants[0])
+
+
+@contextmanager
+def _shapes_of_data(config: Config, facts: DataFacts) -> Iterator[Config]:
+    """Yield the config with data that can be read: its own, or tokens of its shapes if it isn't on this machine."""
+    train = config.data.train
+    if facts_of_config(config) is None:
+        yield config
+        return
+    task = config.model.task if isinstance(config.model, HuggingFaceModel) else LANGUAGE_MODEL
+    if task not in _CAUSAL or not isinstance(train, Tokens | HuggingFaceData):
+        why = "is not on this machine, and its batches are not known in advance; fetch it first (lockstep data fetch)"
+        raise ConfigError(Problem("", "data.train", why))
+    length = train.length if isinstance(train, Tokens) else train.max_length
+    with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
+        tokens = length * facts.samples + 1
+        vocabulary = _stated_vocabulary(config) or facts.vocabulary or 256
+        write_header(Path(folder), "train", _header(tokens, vocabulary))
+        with open(Path(folder) / "train.tokens", "wb") as file:
+            file.truncate(tokens * np.dtype(np.uint32).itemsize)  # a hole: it takes no space
+        source = Tokens(kind="tokens", folder=folder, length=length)
+        yield config.model_copy(update={"data": config.data.model_copy(update={"train": source})})
+
+
+def _stated_vocabulary(config: Config) -> int | None:
+    model: Any = config.model
+    if isinstance(model, HuggingFaceModel):
+        size = (model.architecture or {}).get("vocab_size")
+        return size if isinstance(size, int) else None
+    return getattr(model, "vocabulary", None)
+
+
+def _header(tokens: int, vocabulary: int) -> Header:
+    return Header(
+        format=FORMAT,
+        dtype="uint32",
+        tokens=tokens,
+        documents=1,
+        vocabulary=vocabulary,
+        tokenizer="bytes",
+        end=0,
+        bytes_per_token=1.0,
+        fingerprint="shapes alone",
+    )

@@ -1,0 +1,168 @@
+"""The memory of a run, for `lockstep plan` and `lockstep.estimate_memory`: simulated, and measured beside it.
+
+simulated     every strategy, on ranks that needn't exist
+measured      real updates on ranks of this machine, whose tensors are counted in the same way
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
+
+from torch import nn
+
+from lockstep.config.loading import LoadedConfig
+from lockstep.core.errors import RunFailed
+from lockstep.core.formatting import size
+from lockstep.core.stopping import undo_on_stop
+from lockstep.core.terminal import muted_stderr
+from lockstep.distributed.memory import memory_if_started
+from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
+from lockstep.launch.local import launch
+from lockstep.models.build import parameter_facts, sketch_model
+from lockstep.simulation.estimate import Estimator, StrategyMemory, peak_of_rank, run_updates
+from lockstep.simulation.memory import CATEGORIES, Category, MemoryLedger, Peak, Watched, resizes_seen
+from lockstep.training.api import resolved
+from lockstep.training.job import imports_ahead, opened
+from lockstep.training.planning import data_facts
+from lockstep.training.session import components_of
+from lockstep.training.user_objects import Objects, UserObjects, user_objects
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+    from lockstep.training.api import ConfigLike
+
+Extent = Literal["all", "planned", "none"]
+"""The strategies whose peak is simulated."""
+
+_MEASURED_UPDATES = 3
+_SHOWN = 1e-3  # fraction of a peak from which a category has a column
+_HEADS: dict[Category, str] = {"parameters": "params", "gradients": "grads", "communication": "comm."}
+
+
+def estimate_memory(
+    config: ConfigLike, *, ranks: int = 1, memory: int | None = None, **objects: Unpack[Objects]
+) -> list[StrategyMemory]:
+    """Return the peak memory of the rank that needs most, by category, under each strategy that N ranks can have.
+
+    The config's own strategy comes first. No process starts, and a model of any size fits: an accelerator is simulated.
+
+    Args:
+        config: a recipe's name, a file, a mapping, or a Config. It need not contain what is passed as an object.
+        ranks: of the run, on one machine or many.
+        memory: bytes of each rank; None: unknown.
+        **objects: `model`, `train_dataset`, ...: see `lockstep.Objects`. A module is left as it is.
+
+    Raises:
+        ConfigError: the config's own run would be refused.
+    """
+    given = user_objects(objects)
+    return list(_estimator(resolved(config, given), ranks, memory, given).estimates())
+
+
+def estimates_of(
+    loaded: LoadedConfig, memory: int | None, extent: Extent, *, trust_remote_code: bool
+) -> Iterator[StrategyMemory]:
+    """Yield the memory of a command's run under its own strategy, then under others."""
+    if extent == "none":
+        return
+    config, given = loaded.config, UserObjects(trust_remote_code=trust_remote_code)
+    ranks = choose_ranks(config.launch)
+    gpus = 0 if config.launch.device == "cpu" else count_gpus()
+    limit = memory or memory_if_started(gpus, count_cores(), ranks)
+    rows = _estimator(config, ranks, limit, given).estimates()
+    while True:
+        with muted_stderr():  # of torch's remarks on a device that it doesn't know
+            row = next(rows, None)
+        if row is None:
+            return
+        yield row
+        if extent == "planned":
+            return
+
+
+def _estimator(config: Config, ranks: int, memory: int | None, given: UserObjects) -> Estimator:
+    facts, _ = data_facts(config, given)
+    model = given.model if isinstance(given.model, nn.Module) else None
+    if model is None and given.model is not None:
+        model = cast("nn.Module", cast("Any", given.model)())
+    sketch = model or sketch_model(config.model, facts, trust_remote_code=given.trust_remote_code)
+    return Estimator(config, ranks, facts, parameter_facts(sketch), given, memory)
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def describe_memory(rows: Sequence[StrategyMemory]) -> str:
+    """Return the table for people: a row for each strategy, a column for each category that any of them has."""
+    peaks = [row.peak for row in rows if row.peak is not None]
+    columns = [name for name in CATEGORIES if any(peak.by_category[name] > peak.bytes * _SHOWN for peak in peaks)]
+    heads = [*(_HEADS.get(name, name) for name in columns), "peak"]
+    lines = [f"{'peak of a rank':<14}" + "".join(f"{head:>12}" for head in heads) + "  fits"]
+    for row in rows:
+        mark = "  <-" if row.planned else ""
+        if row.peak is None:
+            lines.append(f"{row.name:<14}  {row.note}{mark}")
+            continue
+        sizes = [*(row.peak.by_category[name] for name in columns), row.peak.bytes]
+        fits = {True: "yes", False: "no", None: "?"}[row.fits]
+        lines.append(f"{row.name:<14}" + "".join(f"{size(number):>12}" for number in sizes) + f"  {fits}{mark}")
+    lines += [f"\n{row.name}: {row.note}." for row in rows if row.planned and row.peak is not None and row.note]
+    return "\n".join(lines)
+
+
+def describe_measured(predicted: Peak, measured: Peak) -> str:
+    """Return predicted and measured bytes side by side."""
+    lines = [f"{'':<14}{'predicted':>14}{'measured':>14}{'ratio':>8}"]
+    pairs = [(_HEADS.get(name, name), predicted.by_category[name], measured.by_category[name]) for name in CATEGORIES]
+    for name, expected, actual in [*pairs, ("peak", predicted.bytes, measured.bytes)]:
+        if expected or actual:
+            ratio = f"{actual / expected:.3f}" if expected else "-"
+            lines.append(f"{name:<14}{size(expected):>14}{size(actual):>14}{ratio:>8}")
+    return "\n".join(lines)
+
+
+# --- measured -----------------------------------------------------------------------------------------------------
+
+
+def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) -> tuple[Peak, Peak]:
+    """Return the predicted and the measured peak of the rank that needs most, over three updates on this machine.
+
+    Raises:
+        RunFailed: The ranks ended without a result.
+    """
+    given = UserObjects(trust_remote_code=trust_remote_code)
+    length = {"steps": _MEASURED_UPDATES, "samples": None, "tokens": None, "epochs": None}
+    config = loaded.config.model_copy(update={"run": loaded.config.run.model_copy(update=length)})
+    ranks, on_cpu = choose_ranks(config.launch), config.launch.device == "cpu" or not count_gpus()
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-plan-"))
+    remove = partial(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        with undo_on_stop(remove):
+            entry = partial(_measure_rank, config, given, folder)
+            code = launch(entry, ranks, config.launch, None, own_process=True, preload=imports_ahead(config)).show()
+            files = [folder / f"{rank}.json" for rank in range(ranks)]
+            if not all(file.exists() for file in files):
+                raise RunFailed(f"memory can't be measured: the ranks ended with exit code {code}")
+            measured = {rank: Peak(**json.loads(file.read_text())) for rank, file in enumerate(files)}
+    finally:
+        remove()
+    rank = max(measured, key=lambda rank: measured[rank].bytes)
+    places = {} if not on_cpu else {"device_type": "cpu"}
+    return peak_of_rank(config, ranks, rank, given, _MEASURED_UPDATES, **places), measured[rank]
+
+
+def _measure_rank(config: Config, given: UserObjects, folder: Path) -> int:
+    with opened(config, given) as session:
+        world = components_of(session).world
+        ledger = MemoryLedger(world.device.type)
+        with Watched(ledger), resizes_seen(ledger):
+            run_updates(session, ledger, _MEASURED_UPDATES)
+        (folder / f"{world.rank}.json").write_text(json.dumps(asdict(ledger.peak())))
+    return 0

@@ -1,0 +1,133 @@
+"""Peak memory: predicted on the simulated device, and measured on the CPU.
+
+The prediction runs the same code without data, so the bytes of each category are equal, not close.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from kit import small
+
+import lockstep
+from lockstep.cli.main import main
+from lockstep.config.schema import Config
+from lockstep.models.build import parameter_facts, sketch_model
+from lockstep.simulation.estimate import Estimator, peak_of_rank, run_updates
+from lockstep.simulation.memory import MemoryLedger, Peak, Watched, resizes_seen
+from lockstep.training.job import opened
+from lockstep.training.planning import data_facts
+from lockstep.training.user_objects import UserObjects
+
+NOTHING = UserObjects()
+UPDATES = 3
+SLACK = 1024
+"""Bytes of counters that a real run has as numbers of Python."""
+FEATURES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"precision": {"compute": "bf16"}},
+    "checkpointing": {"memory": {"activation_checkpointing": {"mode": "full"}}},
+    "loss in chunks": {"memory": {"loss_chunk": 16}},
+    "one micro-batch": {"optim": {"name": "lion", "lr": 0.1}, "batch": {"global_size": 4, "micro_size": 4}},
+}
+
+
+def decoder(**sections: Any) -> Config:
+    """Return a decoder of four blocks on text that every machine has."""
+    return Config.model_validate(
+        {
+            "model": {"kind": "transformer", "vocabulary": 256, "layers": 4, "heads": 2, "width": 64},
+            "data": {"train": {"kind": "stdlib-text", "length": 64}},
+            "batch": {"global_size": 8, "micro_size": 4},
+            "optim": {"name": "adamw", "lr": 1e-3},
+            "precision": {"compute": "fp32"},
+            "launch": {"device": "cpu"},
+            "run": {"steps": UPDATES},
+            "parallel": {"strategy": "single"},
+            **sections,
+        }
+    )
+
+
+def measured(config: Config) -> Peak:
+    ledger = MemoryLedger("cpu")
+    with opened(config, NOTHING) as session, Watched(ledger), resizes_seen(ledger):
+        run_updates(session, ledger, UPDATES)
+    return ledger.peak()
+
+
+def estimator(config: Config, ranks: int, memory: int | None = None) -> Estimator:
+    facts, _ = data_facts(config, NOTHING)
+    return Estimator(config, ranks, facts, parameter_facts(sketch_model(config.model, facts)), NOTHING, memory)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_prediction_equals_the_measurement_by_category(feature: str) -> None:
+    config = decoder(**FEATURES[feature])
+    predicted, actual = peak_of_rank(config, 1, 0, NOTHING, UPDATES, "cpu"), measured(config)
+    for category, size in actual.by_category.items():
+        assert abs(predicted.by_category[category] - size) <= SLACK, category
+    assert actual.by_category["activations"] > 50_000
+    assert actual.by_category["optimizer"] > 0
+
+
+def test_shards_and_replicas_hold_what_they_should() -> None:
+    config = decoder(parallel={"strategy": "fsdp"}, launch={"device": "auto"}, precision={"compute": "bf16"})
+    rows = {row.name: row for row in estimator(config, 4).estimates()}
+    assert next(iter(rows)) == "fsdp"
+    assert rows["fsdp"].planned
+    elements = sum(fact.elements for fact in estimator(config, 4).parameters)
+    sharded, whole = rows["fsdp"].peak, rows["ddp"].peak
+    assert sharded is not None
+    assert whole is not None
+    assert sharded.by_category["parameters"] == pytest.approx(elements, rel=0.02)  # four bytes, over four ranks
+    assert whole.by_category["parameters"] == pytest.approx(4 * elements, rel=0.02)
+    assert sharded.by_category["optimizer"] == pytest.approx(2 * elements, rel=0.02)
+
+
+def test_fsdp_keeps_no_casts_of_weights() -> None:
+    """Casts of weights, which autograd keeps until the backward, hold two bytes for each parameter on every rank."""
+    config = decoder(parallel={"strategy": "fsdp"}, launch={"device": "auto"}, precision={"compute": "bf16"})
+    elements = sum(fact.elements for fact in estimator(config, 4).parameters)
+    assert estimator(config, 4).peak(config).by_category["casts"] < 2 * elements / 4
+
+
+def test_what_does_not_fit_names_the_smallest_change() -> None:
+    config = decoder(batch={"global_size": 64, "micro_size": 16}, launch={"device": "auto"})
+    needed = estimator(config, 1).peak(config).bytes
+    row = next(iter(estimator(config, 1, needed // 2).estimates()))
+    assert row.fits is False
+    assert row.note.startswith("it fits with batch.micro_size: ")
+    assert next(iter(estimator(config, 1, needed).estimates())).fits is True
+
+
+def test_a_module_of_the_user_is_left_as_it_is() -> None:
+    model = small.Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rows = lockstep.estimate_memory(
+        {
+            "objective": {"kind": "classification"},
+            "batch": {"global_size": 16},
+            "optim": {"name": "adamw", "lr": 0.1},
+            "run": {"steps": 3},
+        },
+        ranks=4,
+        memory=1 << 30,
+        model=model,
+        train_dataset=small.points(),
+    )
+    assert {row.name for row in rows} >= {"ddp", "fsdp"}
+    assert all(row.fits for row in rows if row.peak is not None)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+def test_plan_shows_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "stdlib-lm", "--ranks", "4", "--memory", "80GiB", "--peak", "planned", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["strategies"]
+    assert row["name"] == "ddp"
+    assert row["fits"] is True
+    assert row["peak_bytes"] == sum(size for name, size in row.items() if name.endswith("_bytes")) // 2
