@@ -11,7 +11,8 @@ import torch
 from lockstep.config.schema import Config
 from lockstep.core.records import DataFacts
 from lockstep.models.build import build_meta_model, build_model
-from lockstep.models.meta_model import resets_stay_in_blocks
+from lockstep.models.initial_values import Known, put
+from lockstep.models.meta_model import reset_by_block, resets_stay_in_blocks
 
 FACTS = DataFacts(samples=8, tokens_per_sample=16, vocabulary=40, classes=3, padding=0)
 TINY: dict[str, dict[str, Any]] = {
@@ -51,7 +52,11 @@ def filled(model: dict[str, Any], seed: int = 3) -> dict[str, torch.Tensor]:
     assert blank is not None
     assert all(parameter.is_meta for parameter in blank.model.parameters())
     assert not any(buffer.is_meta for buffer in blank.model.buffers())
-    return {name: value.clone() for name, value in blank.values()}
+    values = {}
+    for name, value in blank.values([name for name, _ in blank.model.named_parameters()]):
+        values[name] = torch.empty(value.shape)
+        put(values[name], value)
+    return values
 
 
 def assert_equal(values: dict[str, torch.Tensor], whole: torch.nn.Module) -> None:
@@ -75,6 +80,46 @@ def test_transformers_models(name: str) -> None:
     for (name, buffer), (other, expected) in zip(blank.model.named_buffers(), whole.named_buffers(), strict=True):
         assert name == other
         assert torch.equal(buffer, expected), name
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gpt2", "t5"])
+def test_resets_of_transformers_are_recorded_and_not_run(name: str) -> None:
+    """A rank draws its elements alone only if the rules of the library are known."""
+    more = {"pad_token_id": 3} if name == "llama" else {}
+    model = family(name)
+    model["architecture"] |= {**more, **({"d_ff": 32} if name == "t5" else {})}
+    blank = build_meta_model(section(model), FACTS, 3)
+    assert blank is not None
+    kinds = {type(value) for _, value in blank.values([name for name, _ in blank.model.named_parameters()])}
+    assert Known not in kinds
+
+
+def test_no_value_is_made_that_no_one_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    blank = build_meta_model(section(family("llama")), FACTS, 3)
+    assert blank is not None
+    wanted = "model.layers.1.mlp.up_proj.weight"
+    assert [name for name, _ in blank.values([wanted])] == [wanted]
+    assert list(blank.values([])) == []
+
+
+def test_a_reset_that_cant_be_recorded_is_run() -> None:
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (torch.nn.Parameter(torch.empty(4, 8, device="meta")) for _ in range(2))
+            self.third = torch.nn.Parameter(torch.empty(4, device="meta"))
+
+        def reset(self) -> None:
+            torch.nn.init.normal_(self.first)
+            torch.nn.init.uniform_(self.second)
+
+    model = Odd()
+    names = ["first", "second", "third"]
+    values = dict(reset_by_block(model, 3, {"": model.reset}, [], names))
+    assert values["third"] is None
+    torch.manual_seed(0)
+    assert isinstance(values["first"], Known)
+    assert 0 < float(values["second"].tensor.min()) < float(values["second"].tensor.max()) < 1  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

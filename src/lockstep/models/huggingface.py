@@ -45,10 +45,10 @@ from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.records import DataFacts
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.config_keys import check_keys, effective_keys, override
+from lockstep.models.initial_values import InitialValue, Known
 from lockstep.models.initialization import generators_keyed, reset_modules
 from lockstep.models.meta_model import (
     MetaModel,
-    is_unset,
     parameters_without_values,
     reset_by_block,
     resets_stay_in_blocks,
@@ -128,23 +128,26 @@ def build_meta_huggingface(
 
 
 def _values(
-    sketch: Any, weights: Mapping[str, Tensor], seed: int, constructed: Callable[[], Mapping[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights, then the missing values, drawn by transformers' rules.
+    sketch: Any,
+    weights: Mapping[str, Tensor],
+    seed: int,
+    constructed: Callable[[], Mapping[str, Tensor]],
+    names: Collection[str],
+) -> Iterator[tuple[str, InitialValue]]:
+    """Yield the weights among `names`, then the missing values, drawn by transformers' rules.
 
     Those without a rule, such as a weight norm's, are the constructor's.
     """
-    yield from weights.items()
+    yield from ((name, Known(tensor)) for name, tensor in weights.items() if name in names)
     absent = {name for name in _parameters(sketch) if name not in weights}
-    if not absent:
+    wanted = absent.intersection(names)
+    if not wanted:
         return
     constructor_values: Mapping[str, Tensor] | None = None
-    for name, value in reset_by_block(sketch, seed, _resets(sketch, absent), repeated_blocks(sketch)):
-        if name not in absent:
-            continue
-        if is_unset(value):
+    for name, value in reset_by_block(sketch, seed, _resets(sketch, absent), repeated_blocks(sketch), wanted):
+        if value is None:
             constructor_values = constructor_values or constructed()
-            value = constructor_values[name]
+            value = Known(constructor_values[name])
         yield name, value
 
 

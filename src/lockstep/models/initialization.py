@@ -21,39 +21,39 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.core.keys import key
+from lockstep.models.initial_values import Constant, InitialValue, Normal, put
 
-Rule = Callable[[Tensor, torch.Generator], object]
-"""Fills a tensor in place; draws only from the generator."""
+Rule = Callable[[tuple[int, ...], int], InitialValue]
+"""Returns the initial value of a tensor, given its shape and the seed of its generator."""
 
 
 def normal(std: float) -> Rule:
     """Return the rule that draws from a normal distribution with mean 0."""
-    return lambda tensor, generator: tensor.normal_(0.0, std, generator=generator)
+    return lambda shape, seed: Normal(shape, 0.0, std, seed)
 
 
 def constant(value: float) -> Rule:
     """Return the rule that sets all elements to a value."""
-    return lambda tensor, generator: tensor.fill_(value)
+    return lambda shape, seed: Constant(shape, value)
 
 
 RuleOf = Callable[[str, Tensor], Rule]
 """Returns the rule of a parameter, given its name and the parameter, for its shape."""
 
 
-@torch.no_grad()
 def initialize(module: nn.Module, seed: int, rule_of: RuleOf) -> None:
     """Fill every parameter by its rule; a tied one once, under its first name."""
     parameters = dict(module.named_parameters())
-    for name, values in initial_tensors(module, seed, rule_of):
-        parameters[name].copy_(values)
+    for name, value in initial_values(module, seed, rule_of).items():
+        put(parameters[name], value)
 
 
-def initial_tensors(module: nn.Module, seed: int, rule_of: RuleOf) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the initial values of each parameter: full, fp32, on the CPU."""
-    for name, parameter in module.named_parameters():
-        values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-        rule_of(name, parameter)(values, torch.Generator().manual_seed(key(seed, "parameter", name)))
-        yield name, values
+def initial_values(module: nn.Module, seed: int, rule_of: RuleOf) -> dict[str, InitialValue]:
+    """Return the initial values of all parameters, which may be on the meta device, by name."""
+    return {
+        name: rule_of(name, parameter)(tuple(parameter.shape), key(seed, "parameter", name))
+        for name, parameter in module.named_parameters()
+    }
 
 
 def reset_modules(

@@ -1,24 +1,26 @@
 """Meta-device models: parameters have no memory until they are sharded; values are then set block by block.
 
-    construct                shard              materialize
-    parameters: meta   -->   over ranks   -->   a block at a time: draw its full values, keep this rank's shards
+    construct                shard              allocate     draw, unless other values follow
+    parameters: meta   -->   over ranks   -->   memory  -->  each rank the elements that it holds
     buffers: real
 
-For models that don't fit into a rank's memory. The values are bitwise those of `build_model`.
+The values are bitwise those of `build_model`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.distributed.shard_boxes import copy_from_full
+from lockstep.models.initial_values import InitialValue, Known, put
 from lockstep.models.initialization import Draws, children_first, reset_module
+from lockstep.models.recorded_draws import Resets, record_resets
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,27 +28,34 @@ class MetaModel:
     """A model whose parameters are on the meta device.
 
     Attributes:
-        values: Yields the full values, on the CPU, of all parameters and of the buffers in pretrained weights, by name;
-            one block of the model after the other.
+        values: Yields the values of the named parameters, and of the named buffers that are in pretrained weights, one
+            block of the model after the other. A value is valid until the next one is yielded.
     """
 
     model: nn.Module
-    values: Callable[[], Iterator[tuple[str, Tensor]]]
+    values: Callable[[Collection[str]], Iterator[tuple[str, InitialValue]]]
 
-    def materialize(self, device: torch.device, *, offloaded: bool = False) -> None:
-        """Give the model, which may have been sharded, memory on a device, and its values.
+    def allocate(self, device: torch.device, *, offloaded: bool = False) -> None:
+        """Give the model, which may have been sharded, memory on a device.
 
         Args:
             offloaded: Whether the host holds the parameters; buffers are on the device.
         """
         _allocate(self.model, torch.device("cpu") if offloaded else device, device)
-        missing = dict(self.model.named_parameters())
-        tensors = {**missing, **dict(self.model.named_buffers())}
-        for name, value in self.values():
-            if name in tensors:
-                copy_from_full(tensors[name], value)
-                missing.pop(name, None)
-        assert not missing, f"without values: {', '.join(missing)}"
+
+    def draw(self, overwritten: Collection[str] = (), shards: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+        """Set this rank's parameters to their values.
+
+        Args:
+            overwritten: Names of tensors that get other values afterwards.
+            shards: Tensors to set instead of the parameters, by name.
+        """
+        parameters = {name for name, _ in self.model.named_parameters()} - set(overwritten)
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers()), **shards}
+        for name, value in self.values(tensors.keys() - set(overwritten)):
+            put(tensors[name], value)
+            parameters.discard(name)
+        assert not parameters, f"without values: {', '.join(parameters)}"
 
 
 def _allocate(model: nn.Module, device: torch.device, of_buffers: torch.device) -> None:
@@ -83,35 +92,41 @@ def parameters_without_values() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-Resets = Mapping[str, Callable[[], object]]
-"""Functions that draw the initial values of modules, by qualified name."""
-
-
 @torch.no_grad()
-def reset_by_block(module: nn.Module, seed: int, resets: Resets, blocks: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the values that `initialization.reset_modules` would give each parameter, under its first name.
+def reset_by_block(
+    module: nn.Module, seed: int, resets: Resets, blocks: Sequence[str], wanted: Collection[str]
+) -> Iterator[tuple[str, InitialValue | None]]:
+    """Yield the values that `initialization.reset_modules` would give the wanted parameters, under their first names.
 
-    A parameter that no reset sets, since its constructor does, is NaN (`is_unset`).
+    The value of a parameter that no reset sets, since its constructor does, is None.
 
     Args:
         module: Its parameters are on the meta device, also afterwards.
-        blocks: Names of submodules that get memory one after the other; the other modules follow. No reset may change
-            parameters of another block: see `resets_stay_in_blocks`.
+        blocks: Names of submodules whose parameters are set one block after the other; the other modules follow. No
+            reset may change parameters of another block: see `resets_stay_in_blocks`.
     """
     parameters = dict(module.named_parameters())
     modules = dict(module.named_modules(remove_duplicate=False))
     for names in _modules_by_block(module, blocks):
         of_block = {name: parameter for name, parameter in parameters.items() if _owner(name) in names}
+        if not any(name in wanted for name in of_block):
+            continue
+        recorded = record_resets(of_block, modules, names, seed, resets)
+        if recorded is not None:
+            yield from ((name, recorded.get(name)) for name in of_block if name in wanted)
+            continue
         with _memory(module, of_block) as values:
             done: set[Tensor] = set()
             for name in names:
                 if name in resets:
                     reset_module(modules[name], seed, name, resets[name], done)
-            yield from values.items()
+            for name, value in values.items():
+                if name in wanted:
+                    yield name, None if _is_unset(value) else Known(value)
 
 
-def is_unset(value: Tensor) -> bool:
-    """Return whether no reset has set this value of `reset_by_block`."""
+def _is_unset(value: Tensor) -> bool:
+    """Return whether no reset has set a value of `_memory`."""
     return bool(value.numel()) and bool(value.flatten()[0].isnan()) and bool(value.isnan().all())
 
 

@@ -109,13 +109,12 @@ class WeightMatch:
         return not (self.missing or self.reshaped or self.unexpected)
 
     @torch.no_grad()
-    def put(self, model: nn.Module | None = None) -> None:
+    def put(self, sharded: Mapping[str, Tensor] | None = None) -> None:
         """Copy the tensors into the model, in its dtype, on its device.
 
         Args:
-            model: The sharded model, if it has been sharded since; this rank may have no shard of some tensors.
+            sharded: The model's tensors, if it has been sharded since; this rank may have no shard of some.
         """
-        sharded = None if model is None else model.state_dict(keep_vars=True)
         for slot, tensor in self.pairs:
             if sharded is None:
                 copy_from_full(slot.tensor, tensor)

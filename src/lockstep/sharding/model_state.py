@@ -63,7 +63,7 @@ class ModelState:
         self._buffers = buffers
         self._partition = partition
         self._shards = shards or {}
-        self._flat = flat or {}
+        self.flat = flat or {}
         self._before_read = before_read
         self._after_restore = after_restore
 
@@ -149,6 +149,10 @@ class ModelState:
             if parameter.requires_grad:
                 entries.setdefault(name, {})
         self.optimizer.load_state_dict({"parameters": entries, "groups": list(state.values["groups"])})
+        self.values_changed()
+
+    def values_changed(self) -> None:
+        """Let what is kept beside the parameters follow them, after they were set."""
         if self._after_restore is not None:
             self._after_restore()
 
@@ -162,7 +166,7 @@ class ModelState:
                 raise RunFailed(f"the model's {name} is a {type(value).__name__}: only tensors can be saved")
             first = first_names.setdefault(id(value), name)
             if first == name:
-                tensors[name] = self._flat.get(name, value)
+                tensors[name] = self.flat.get(name, value)
             else:
                 tied[name] = first
         return tensors, tied

@@ -30,13 +30,14 @@ from lockstep.models.model_tensors import model_tensors
 from lockstep.models.objectives import ClassifierLoss, TargetLoss
 from lockstep.models.parameters import refuse_parameters
 from lockstep.models.weight_matching import match_initial_weights
+from lockstep.optim.absent import NoOptimizer
 from lockstep.optim.groups import parameter_groups, user_groups
 from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elementwise, build_optimizer, custom_optimizer
 from lockstep.optim.precision import LossScaler, resolve_compute, set_tf32
 from lockstep.plan.choosing import choose_strategy
 from lockstep.plan.plan import Machine, make_plan
 from lockstep.plan.schedule import learning_rate
-from lockstep.training.components import Components, Rate
+from lockstep.training.components import Components, Purpose, Rate
 from lockstep.training.engines import build_engine, computed_objective, consensus_of
 from lockstep.training.evaluate import Evaluator
 from lockstep.training.flops import training_flops
@@ -49,30 +50,33 @@ from lockstep.training.user_objects import UserObjects, user_transforms
 
 if TYPE_CHECKING:
     from lockstep.config.schema import ActivationCheckpointing, Config, Optim, Run, Schedule
-    from lockstep.core.protocols import EvaluatedObjective, Optimizer, Source
+    from lockstep.core.protocols import Engine, EvaluatedObjective, Optimizer, Source
     from lockstep.core.records import Inputs
     from lockstep.distributed.process_group import World
     from lockstep.models.meta_model import MetaModel
     from lockstep.models.model_tensors import ModelTensors
     from lockstep.plan.grouping import Grouping
     from lockstep.plan.plan import Plan
+    from lockstep.sharding.context import Sharding
+    from lockstep.training.parallelize import Parallelized
     from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 
 
-def assemble(config: Config, world: World, given: UserObjects) -> Session:
+def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose = Purpose.TRAIN) -> Session:
     """Return the session of a run on this rank.
 
     Args:
         world: This rank's place among all.
+        purpose: What follows; after RESUME and EVALUATE all weights must be set, or `Components.draw` called.
 
     Raises:
         ConfigError: The config can't be run; nothing has been trained yet.
     """
     _configure_process(config.run, config.precision.tf32)
-    prepared = _prepare(config, world, given)
+    prepared = _prepare(config, world, given, purpose)
     whole, plan, source, objective = prepared.whole, prepared.plan, prepared.source, prepared.objective
-    optimizer = ConfiguredOptimizer(config.optim, plan.groups, given.optimizer)
-    made = parallelize(whole, config, plan, world, optimizer, user_transforms(config, given))
+    optimizer = None if purpose is Purpose.EVALUATE else ConfiguredOptimizer(config.optim, plan.groups, given.optimizer)
+    made = parallelize(whole, config, plan, world, optimizer or NoOptimizer(), user_transforms(config, given))
     engine = build_engine(made, config, plan, world, source, objective, prepared.computed, prepared.masks)
 
     dtype = resolve_compute(config.precision.compute, world.device)
@@ -88,7 +92,8 @@ def assemble(config: Config, world: World, given: UserObjects) -> Session:
         device=world.device,
         count=objective.count,
     )
-    config = config.model_copy(update={"optim": optimizer.used})  # a user's optimizer may state its rate
+    if optimizer is not None:  # a user's may state its rate
+        config = config.model_copy(update={"optim": optimizer.used})
     components = Components(
         config=config,
         plan=plan,
@@ -100,16 +105,7 @@ def assemble(config: Config, world: World, given: UserObjects) -> Session:
         engine=engine,
         loader=loader,
         source=source,
-        evaluator=Evaluator(
-            engine,
-            made.sharding,
-            objective,
-            prepared.evaluation,
-            _evaluation_size(config.evaluation.micro_size, plan),
-            config.data.loader,
-            made.position,
-            world,
-        ),
+        evaluator=_evaluator(engine, made, prepared, config, world),
         consensus=consensus_of(world, made.sharding.loss_sum),
         readback=readback_from(world.device),
         scaler=LossScaler(config.precision.loss_scale, enabled=scaled, device=world.device),
@@ -117,8 +113,31 @@ def assemble(config: Config, world: World, given: UserObjects) -> Session:
         coupled=prepared.coupled,
         flops_per_token=prepared.flops,
         watch=_memory_watch(config.memory.activation_checkpointing, made.recomputed, world),
+        draw=partial(_draw, whole, made.sharding) if whole.deferred else _nothing,
     )
     return Session(components)
+
+
+def _evaluator(engine: Engine, made: Parallelized, prepared: _Prepared, config: Config, world: World) -> Evaluator:
+    return Evaluator(
+        engine,
+        made.sharding,
+        prepared.objective,
+        prepared.evaluation,
+        _evaluation_size(config.evaluation.micro_size, prepared.plan),
+        config.data.loader,
+        made.position,
+        world,
+    )
+
+
+def _draw(whole: WholeModel, sharding: Sharding) -> None:
+    whole.draw(sharding.state.model, sharding.state.flat)
+    sharding.state.values_changed()
+
+
+def _nothing() -> None:
+    """Leave the parameters as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +156,14 @@ class _Prepared:
     masks: Callable[[], AbstractContextManager[object]]
 
 
-def _prepare(config: Config, world: World, given: UserObjects) -> _Prepared:
+def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose) -> _Prepared:
     """Return data, model, plan and objective. Raises ConfigError without a collective if the config can't be run."""
     own = users_model(config, given)
     source, evaluation = open_sources(config, given, own)
     automatic = config.parallel.strategy == "auto"
     memory = rank_memory(world.device, world.axis, world.machine_ranks) if automatic else None
     machine = Machine(world.machine_ranks, memory, world.device.type)
-    meta = _meta_model(config, source.facts, given, world, machine)
+    meta = _meta_model(config, source.facts, given, world, machine, purpose)
     if own is not None:
         model = own
     elif meta is not None:
@@ -176,7 +195,9 @@ def _prepare(config: Config, world: World, given: UserObjects) -> _Prepared:
         evaluation = {name: PreparedSource(held_out, without_full_mask) for name, held_out in evaluation.items()}
     tensors, flops = model_tensors(model), training_flops(model, source, world.device)
     sample = partial(_first_inputs, source)
-    whole = WholeModel(model, list(tensors.shapes), meta, pretrained, tensor_plan, sample)
+    checked = plan.mesh.tensor * plan.mesh.context > 1  # by forwards, before the first update
+    deferred = meta is not None and purpose is not Purpose.TRAIN and not checked
+    whole = WholeModel(model, list(tensors.shapes), meta, pretrained, tensor_plan, sample, deferred)
     return _Prepared(whole, plan, source, evaluation, objective, computed, tensors, coupled, flops, masks)
 
 
@@ -199,9 +220,12 @@ def _configure_process(run: Run, tf32: bool) -> None:
 
 
 def _meta_model(
-    config: Config, facts: DataFacts, given: UserObjects, world: World, machine: Machine
+    config: Config, facts: DataFacts, given: UserObjects, world: World, machine: Machine, purpose: Purpose
 ) -> MetaModel | None:
     """Return a model that gets its values after it is sharded or partitioned; None: it needn't, or it can't."""
+    reads_values = given.optimizer is not None or config.optim.target is not None or user_transforms(config, given)
+    if purpose is not Purpose.TRAIN and not reads_values:
+        return build_meta_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
     strategy: str = config.parallel.strategy
     partitioned = any(degree != 1 for degree in (config.parallel.pipeline, config.parallel.tensor))
     if strategy == "auto" and world.size > 1 and config.model.kind not in ("given", "custom"):

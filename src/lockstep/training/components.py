@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from lockstep.distributed import generators
@@ -30,6 +31,17 @@ Rate = Callable[[float, int, int | None], float]
 """The learning rate by fraction of the run done, step from 0, and steps of the run or None."""
 
 
+class Purpose(Enum):
+    """What a session is opened for.
+
+    Where other weights follow, the model's initial values aren't drawn, unless a check needs them.
+    """
+
+    TRAIN = "train from initial values"
+    RESUME = "train from a checkpoint"
+    EVALUATE = "evaluate weights, without an optimizer"
+
+
 @dataclass(frozen=True, slots=True)
 class Components:
     """The parts of a run on one rank, as `assemble` builds them.
@@ -38,6 +50,7 @@ class Components:
         tensors: names and shapes of the whole model's tensors.
         coupled: why the loss of a batch is not a sum over its samples; None if it is.
         flops_per_token: of the whole model; None if unknown.
+        draw: sets the parameters to their initial values, if that was left to a checkpoint; no collective.
     """
 
     config: Config
@@ -58,6 +71,7 @@ class Components:
     coupled: str | None
     flops_per_token: float | None
     watch: MemoryWatch | None = None
+    draw: Callable[[], None] = lambda: None
 
 
 class VoteParticipant:

@@ -16,6 +16,7 @@ from lockstep.launch.devices import choose_ranks
 from lockstep.launch.local import launch
 from lockstep.monitor.folder import RunFolder
 from lockstep.strategies.registry import AUTO, find_strategy
+from lockstep.training.components import Purpose
 from lockstep.training.job import imports_ahead, opened
 from lockstep.training.session import components_of
 from lockstep.training.sources import facts_of_data, make_model
@@ -80,8 +81,8 @@ def _evaluation_config(config: Config) -> Config:
     strategy = AUTO if name != AUTO and find_strategy(name).needs_optimizer else name
     degrees = {"data": "auto", "shard": "auto", "pipeline": 1, "context": 1, "tensor": 1}
     changes: dict[str, Any] = {"parallel": config.parallel.model_copy(update={"strategy": strategy, **degrees})}
-    if config.optim.name == "given":
-        changes["optim"] = config.optim.model_copy(update={"name": "adamw"})
+    none = {"name": "sgd", "momentum": 0.0, "target": None, "in_backward": False}  # what needs no memory in the plan
+    changes["optim"] = config.optim.model_copy(update=none)
     if config.schedule.kind == "given":
         changes["schedule"] = config.schedule.model_copy(update={"kind": "constant"})
     sets = config.data.evaluation
@@ -94,7 +95,7 @@ def _evaluate_rank(config: Config, run: Path, file: Path, trust_remote_code: boo
     """Evaluate as one rank; the first prints the metrics and writes them to `file` as JSON."""
     from lockstep.monitor.events import metrics_by_set
 
-    with opened(config, UserObjects(trust_remote_code=trust_remote_code)) as session:
+    with opened(config, UserObjects(trust_remote_code=trust_remote_code), Purpose.EVALUATE) as session:
         load_weights(components_of(session).sharding.state.model, run)
         reports = session.evaluate()
         if components_of(session).world.rank == 0:
@@ -126,6 +127,7 @@ def generate_text(
     """
     import torch
 
+    from lockstep.models.build import build_meta_model
     from lockstep.models.generation import generate
     from lockstep.training.text import codec_of, context_of
 
@@ -133,7 +135,10 @@ def generate_text(
     given = UserObjects(trust_remote_code=trust_remote_code)
     codec = codec_of(config.model, config.data.train)
     facts = facts_of_data(config, given)
-    model = make_model(config, facts, given).eval()
+    meta = build_meta_model(config.model, facts, config.run.seed, trust_remote_code=trust_remote_code)
+    if meta is not None:  # without a draw of values that the weights replace
+        meta.allocate(torch.device("cpu"))
+    model = (make_model(config, facts, given) if meta is None else meta.model).eval()
     load_weights(model, run)
     continuation = generate(
         model,

@@ -11,11 +11,12 @@ import logging
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config
 from lockstep.core.errors import Failure, RunFailed
@@ -25,7 +26,6 @@ from lockstep.core.ranks import names_a_rank
 from lockstep.core.records import RestartReport, RunInfo
 from lockstep.data.hub import names_hub
 from lockstep.distributed.process_group import World, joined
-from lockstep.distributed.waiting import gather_slowly
 from lockstep.launch import streams
 from lockstep.launch.other_launchers import launch_environment
 from lockstep.launch.rank import append
@@ -43,6 +43,7 @@ from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
 from lockstep.training.assemble import assemble
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
+from lockstep.training.components import Purpose
 from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
@@ -110,7 +111,7 @@ def run_job(job: Job) -> Finished:
     config, prompt = job.config, job.config.evaluation.prompt
     if prompt is not None:
         codec_of(config.model, config.data.train)  # refuses a model that makes no text, before training
-    with opened(config, job.given) as session, _logged_tracebacks(job, session) as folder:
+    with opened(config, job.given, _purpose(job)) as session, _logged_tracebacks(job, session) as folder:
         checkpoints, notes = _begin(job, session, folder)
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         is_first = components_of(session).world.rank == 0
@@ -135,17 +136,30 @@ def run_job(job: Job) -> Finished:
     return Finished(summary, folder)
 
 
+def _purpose(job: Job) -> Purpose:
+    """Return whether a checkpoint is likely to follow; if none does after all, initial values are drawn then."""
+    if job.resume.origin is not None:
+        return Purpose.RESUME
+    folder = job.folder or (Path(job.config.run.folder) if job.config.run.folder is not None else None)
+    if folder is None or job.resume.fresh:
+        return Purpose.TRAIN
+    with suppress(OSError, Failure):
+        if names_by_step(storage_of(job.config.checkpoint, folder, job.given.storage).names()):
+            return Purpose.RESUME
+    return Purpose.TRAIN
+
+
 # --- the session --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def opened(config: Config, given: UserObjects) -> Iterator[Session]:
-    """Open a session on this rank, among the ranks that the environment names."""
+def opened(config: Config, given: UserObjects, purpose: Purpose = Purpose.TRAIN) -> Iterator[Session]:
+    """Open a session on this rank, among the ranks that the environment names; `purpose` is that of `assemble`."""
     grouped = names_a_rank(os.environ) or uses_ranks(config.parallel.strategy)
     with launch_environment(config.launch), joined(config.launch, grouped=grouped) as world:
         session: Session | None = None
         try:
-            session = assemble(config, world, given)
+            session = assemble(config, world, given, purpose)
             if world.exchange is not None:
                 world.exchange.listen()
             yield session
@@ -187,6 +201,8 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     checkpoints = Checkpoints(session, storage, environment, folder, job.recipe)
     notes = [f"transforms of the model: {', '.join(transforms)}"] if transforms else []
     notes += checkpoints.begin(resume)
+    if checkpoints.resumed_from is None:
+        components.draw()
     if is_first:
         run_folder = RunFolder.open(folder)
         if checkpoints.resumed_from is None or resume.origin is not None:
@@ -322,7 +338,8 @@ def _publish_results(
             _write_report(checked_folder())
         except RunFailed as error:
             unwritten = RunFailed(f"{error}; {saved}")
-    unwritten = cast("RunFailed | None", gather_slowly(world.axis, unwritten)[0])
+    world.wait_for_all()
+    unwritten = cast("RunFailed | None", world.axis.broadcast(unwritten))
     if unwritten is not None:
         raise unwritten
     return summary

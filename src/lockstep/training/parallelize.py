@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -69,6 +69,7 @@ class WholeModel:
         pretrained: Weights that replace these values; None: none do.
         tensor_plan: Tensor-parallel style by module name; empty: no tensor parallelism.
         sample: Returns inputs of a few samples, on the CPU.
+        deferred: Whether `draw` is left to the caller, since other values may follow.
     """
 
     module: nn.Module
@@ -77,6 +78,19 @@ class WholeModel:
     pretrained: WeightMatch | None
     tensor_plan: Mapping[str, str]
     sample: Callable[[], Inputs]
+    deferred: bool = False
+
+    def draw(self, model: nn.Module, shards: Mapping[str, Any] | None = None) -> None:
+        """Set the parameters of a model without values, sharded or not, to their initial ones.
+
+        Args:
+            shards: What to set instead of the parameters, by name; None: the parameters.
+        """
+        assert self.meta is not None, "the module has its values"
+        overwritten = () if self.pretrained is None else [slot.name for slot, _ in self.pretrained.pairs]
+        self.meta.draw(overwritten, shards or {})
+        if self.pretrained is not None:
+            self.pretrained.put({**model.state_dict(keep_vars=True), **(shards or {})})
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,15 +300,15 @@ def partition_of(
 def materialize(
     model: nn.Module, whole: WholeModel, device: torch.device, *, move: bool, offloaded: bool = False
 ) -> None:
-    """Give the parameters memory and values, each rank those that it holds.
+    """Give the parameters memory and, unless that is deferred, values, each rank those that it holds.
 
     Args:
         move: Whether to move the model to the device; a strategy places the parameters that it shards itself.
         offloaded: Whether the host holds the parameters.
     """
     if whole.meta is not None:
-        whole.meta.materialize(device, offloaded=offloaded)
-        if whole.pretrained is not None:
-            whole.pretrained.put(model)
+        whole.meta.allocate(device, offloaded=offloaded)
+        if not whole.deferred:
+            whole.draw(model)
     if move:
         model.to(device)

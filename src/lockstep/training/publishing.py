@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, Failure, RunFailed
 from lockstep.core.files import flush
-from lockstep.distributed.waiting import gather_slowly
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.transformers_models import (
     converts_weights,
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.core.protocols import Axis
+    from lockstep.distributed.process_group import World
     from lockstep.models.model_tensors import ModelTensors
     from lockstep.sharding.partition import Spec
     from lockstep.training.session import Session
@@ -211,7 +211,7 @@ def _write_files(session: Session, files: Sequence[_File], partial: Path, target
         except RunFailed as failure:
             result = failure
     tensors.clear()
-    results = _all_results(axis, result)
+    results = _all_results(components.world, result)
     return {file.name: cast("str", results[file.rank]) for file in files}
 
 
@@ -249,7 +249,7 @@ def _finish(session: Session, hashes: Mapping[str, str], size: int, partial: Pat
                 replace_folder(target, partial)
         except RunFailed as error:
             failure = error
-    _all_results(components.world.axis, failure)
+    _all_results(components.world, failure)
 
 
 def _complete(session: Session, hashes: Mapping[str, str], size: int, partial: Path, target: Path) -> None:
@@ -287,9 +287,10 @@ def _as_run_failed(target: Path) -> Iterator[None]:
         raise RunFailed(f"{target}: the trained weights could not be written: {error}") from error
 
 
-def _all_results(axis: Axis, result: object) -> list[object]:
+def _all_results(world: World, result: object) -> list[object]:
     """Return each rank's result, however long its disk takes; raise the first failure among them on all ranks."""
-    results = gather_slowly(axis, result)
+    world.wait_for_all()
+    results = world.axis.gather(result)
     failure = next((result for result in results if isinstance(result, RunFailed)), None)
     if failure is not None:
         raise failure
