@@ -1,4 +1,4 @@
-"""What a module's reset does to its parameters, recorded on the meta device instead of done.
+"""Record resets of modules on the meta device, instead of running them.
 
 Linear      init.normal_(weight, std=0.02), init.zeros_(bias)      -->  weight: Normal, bias: Constant
 Embedding   init.normal_(weight), init.zeros_(weight[padding])     -->  weight: ConstantRow
@@ -67,7 +67,11 @@ def record_resets(
         return None
     if [parameter._version for parameter in parameters.values()] != versions:
         return None
-    return {name: recorder.values[id(one)] for name, one in parameters.items() if id(one) in recorder.values}
+    return {
+        name: recorder.values[id(parameter)]
+        for name, parameter in parameters.items()
+        if id(parameter) in recorder.values
+    }
 
 
 class _Recorder(TorchFunctionMode):

@@ -32,7 +32,7 @@ Rate = Callable[[float, int, int | None], float]
 
 
 class Purpose(Enum):
-    """What a session is opened for.
+    """The purpose of a session.
 
     Where other weights follow, the model's initial values aren't drawn, unless a check needs them.
     """
