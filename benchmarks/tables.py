@@ -17,6 +17,7 @@ from typing import Any
 import bookkeeping
 import invariant
 import pipelines
+import plan_memory
 import resume
 import saving
 import step_overhead
@@ -96,6 +97,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "resume": resume.table,
     "invariant": invariant.table,
     "bookkeeping": bookkeeping.table,
+    "plan_memory": plan_memory.table,
 }
 
 

@@ -1,0 +1,138 @@
+"""Predicted and measured peak memory of a rank, side by side, over models, strategies, precisions and features.
+
+python benchmarks/plan_memory.py                    all rows, on 1 and 2 CPU ranks of this machine
+python benchmarks/plan_memory.py --only decoder     rows whose name contains a text
+
+Predicted: three updates on a simulated CPU, without data. Measured: the same updates here, every tensor counted. On a
+machine with GPUs, `--device cuda` predicts for them and measures there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rounds import about_here, markdown, save
+
+from lockstep.config.loading import validate
+from lockstep.core.errors import ConfigError
+from lockstep.core.formatting import size
+from lockstep.simulation.planning import measured_beside_predicted
+
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "decoder": {
+        "model": {"kind": "transformer", "vocabulary": 256, "layers": 4, "heads": 4, "width": 128},
+        "data": {"train": {"kind": "stdlib-text", "length": 128}},
+    },
+    "wide decoder": {
+        "model": {"kind": "transformer", "vocabulary": 512, "layers": 2, "heads": 8, "width": 512},
+        "data": {"train": {"kind": "stdlib-text", "length": 64}},
+    },
+    "classifier": {
+        "model": {"kind": "text-classifier"},
+        "data": {"train": {"kind": "stdlib-functions"}},
+    },
+    "llama": {
+        "model": {
+            "kind": "huggingface",
+            "task": "causal-lm",
+            "architecture": {
+                "model_type": "llama",
+                "hidden_size": 128,
+                "intermediate_size": 352,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "vocab_size": 512,
+            },
+        },
+        "data": {"train": {"kind": "stdlib-text", "length": 128}},
+    },
+}
+LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+    "single": (1, {"strategy": "single"}),
+    "ddp": (2, {"strategy": "ddp"}),
+    "fsdp": (2, {"strategy": "fsdp"}),
+    "fsdp-grad-op": (2, {"strategy": "fsdp", "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}}),
+}
+FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "fp32": {"precision": {"compute": "fp32"}},
+    "bf16": {"precision": {"compute": "bf16"}},
+    "checkpointing": {
+        "precision": {"compute": "bf16"},
+        "memory": {"activation_checkpointing": {"mode": "full"}},
+    },
+    "accumulation": {"precision": {"compute": "bf16"}, "batch": {"global_size": 32, "micro_size": 4}},
+}
+COMMON: Mapping[str, Any] = {
+    "batch": {"global_size": 16, "micro_size": 8},
+    "optim": {"name": "adamw", "lr": 1e-3},
+    "run": {"steps": 3},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    arguments = parser.parse_args()
+    rows = {}
+    for name, config in _configs(arguments.device):
+        if arguments.only in name:
+            rows[name] = _row(config)
+            print(name, rows[name], flush=True)
+    if not arguments.only:
+        command = f"python benchmarks/plan_memory.py --device {arguments.device}"
+        here = about_here(["torch"])
+        save("plan_memory", {"command": command, "machine": here, "device": arguments.device, "rows": rows})
+
+
+def _configs(device: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for model, of_model in MODELS.items():
+        for layout, (ranks, parallel) in LAYOUTS.items():
+            for feature, sections in FEATURES.items():
+                launch = {"device": device, "ranks": ranks}
+                yield (
+                    f"{model}, {layout}, {feature}",
+                    {
+                        **COMMON,
+                        **of_model,
+                        "parallel": parallel,
+                        "launch": launch,
+                        **sections,
+                    },
+                )
+
+
+def _row(config: dict[str, Any]) -> dict[str, Any]:
+    try:
+        predicted, measured = measured_beside_predicted(validate(config), trust_remote_code=False)
+    except ConfigError as refusal:
+        return {"refused": str(refusal).splitlines()[0]}
+    worst = max(abs(predicted.by_category[name] - held) for name, held in measured.by_category.items())
+    return {"predicted": predicted.bytes, "measured": measured.bytes, "worst_category_bytes": worst}
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Return the Markdown table, and the errors' median and maximum."""
+    lines, errors = [], []
+    for name, row in results["rows"].items():
+        if "refused" in row:
+            lines.append([name, row["refused"], "", "", ""])
+            continue
+        errors.append(abs(row["predicted"] / row["measured"] - 1))
+        worst = f"{row['worst_category_bytes']:,} B"
+        lines.append([name, size(row["predicted"]), size(row["measured"]), f"{errors[-1]:.3%}", worst])
+    summary = (
+        f"{len(errors)} configurations on {results['device']}: median error {statistics.median(errors):.3%}, "
+        f"largest {max(errors):.3%}."
+    )
+    head = ["", "predicted", "measured", "error of the peak", "largest error of a category"]
+    machine = results["machine"]
+    source = f"`{results['command']}`, {machine['date']}, torch {machine['versions']['torch']}."
+    return f"{markdown(head, lines)}\n\n{summary}\n\n{source}"
+
+
+if __name__ == "__main__":
+    main()
