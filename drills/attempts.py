@@ -153,12 +153,12 @@ def state_hash(run: Path) -> str:
     storage, name = saves_of(run), checkpoint_name(newest(run))
     manifest = read_manifest(storage, name)
     digest = hashlib.sha256()
-    with Reader(storage, name, manifest) as reader:
-        for key, entry in sorted(manifest.tensors.items()):
-            memory = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            reader.read([ReadItem(key, entry.info.whole, memory)])
-            digest.update(f"{key} {entry.info}".encode())
-            digest.update(memory.reshape(-1).view(torch.uint8).numpy().tobytes())
+    reader = Reader(storage, name, manifest)
+    for key, entry in sorted(manifest.tensors.items()):
+        memory = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        reader.read([ReadItem(key, entry.info.whole, memory)])
+        digest.update(f"{key} {entry.info}".encode())
+        digest.update(memory.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

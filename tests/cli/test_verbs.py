@@ -131,8 +131,7 @@ def test_data_prepare_passes_its_arguments(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_data_fetch_passes_its_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    room = SimpleNamespace(fetch=lambda config: iter([f"model {config.model.pretrained}"]))
-    monkeypatch.setitem(sys.modules, "lockstep.data.hub", room)
+    monkeypatch.setattr("lockstep.data.hub.fetch", lambda config: iter([f"model {config.model.pretrained}"]))
     assert main(["data", "fetch", "bert-imdb"]) == 0
     assert capsys.readouterr().out == "model bert-base-uncased\n"
 

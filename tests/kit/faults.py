@@ -138,9 +138,9 @@ class _GatheredAgain(_Wrapped):
         super().__init__(components_of(session).sharding.state)
         self._session, self._change, self._asked = session, change, -1
 
-    def weights(self, *, wanted: bool = True) -> Any:
+    def weights(self, **which: Any) -> Any:
         again, self._asked = self._session.progress.steps == self._asked, self._session.progress.steps
-        for name, tensor in self._original.weights(wanted=wanted):
+        for name, tensor in self._original.weights(**which):
             changed = self._change(name, tensor) if again else tensor
             if changed is not None:
                 yield name, changed

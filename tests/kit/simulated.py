@@ -94,7 +94,11 @@ def one_rank(
             f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]} at {' < '.join(where[:-9:-1])}"
         )
     finally:
+        if store is not None:
+            store.set(f"ended {rank}", b"")
         if rank == 0:
+            if store is not None:
+                store.wait([f"ended {other}" for other in range(ranks)])
             shutil.rmtree(folder, ignore_errors=True)
     result.seconds = time.perf_counter() - began
     return result

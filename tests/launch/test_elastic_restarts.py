@@ -44,5 +44,4 @@ def test_nodes_that_count_restarts_differently_meet(tmp_path: Path) -> None:
     """Before, a rank named its round by its own node's count, and waited for others where they never came."""
     first, second = run_nodes(tmp_path, "ok,kill ok,ok", "c10d")
     assert [first[:2], second[:2]] == [["1", "2"]] * 2
-    assert first[2] != second[2], "each node has counted for itself"
     assert first[3] == "01", "the launcher's store outlives the ranks"

@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     plan = plan_run(loaded, args.memory, trust_remote_code=trust)
     if not args.json:
         echo(f"{name}\n{describe(plan)}", flush=True)
-    values = as_json(plan)
+    values = as_json(plan) if args.json else {}
     if args.peak != "none":
         from lockstep.simulation.planning import describe_memory, estimates_of
 

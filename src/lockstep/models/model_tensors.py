@@ -43,18 +43,18 @@ class ModelTensors:
         """Return the tensors, which may be a part of the model's, under all of their names."""
         return {**tensors, **{other: tensors[first] for other, first in self.tied.items() if first in tensors}}
 
-    def refuse_missing_names(self, names: Collection[str], what: str) -> None:
-        """Raise RunFailed if `names`, which come from `what`, lack some of the model's tensors."""
-        missing = [name for name in self.shapes if name not in names]
+    def refuse_missing_names(self, names: Collection[str], what: str, expected: Collection[str] | None = None) -> None:
+        """Raise RunFailed if `names`, which come from `what`, lack some of the expected tensors; None: of all."""
+        missing = [name for name in (self.shapes if expected is None else expected) if name not in names]
         if missing:
             raise RunFailed(
                 f"{what} lack {len(missing)} of the model's {len(self.shapes)} tensors: "
                 f"{listed(missing, _SHOWN)}{_REPORT}"
             )
 
-    def refuse_incomplete(self, shapes: Mapping[str, Shape], what: str) -> None:
-        """Raise RunFailed if tensors of these shapes lack some of the model's, or have a parameter in another shape."""
-        self.refuse_missing_names(shapes, what)
+    def refuse_incomplete(self, shapes: Mapping[str, Shape], expected: Collection[str], what: str) -> None:
+        """Raise RunFailed if tensors of these shapes lack an expected one, or have a parameter in another shape."""
+        self.refuse_missing_names(shapes, what, expected)
         self._refuse_reshaped(shapes, what)
 
     def refuse_incomplete_file(self, shapes: Mapping[str, Shape], left_out: Collection[str], what: str) -> None:

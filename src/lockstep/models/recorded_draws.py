@@ -40,10 +40,10 @@ def record_resets(
 ) -> dict[str, InitialValue] | None:
     """Return what the resets of the named modules, one after the other, do to parameters on the meta device.
 
-    A parameter without an entry is set by none. Parameters that an earlier module owns, too, stay as they are.
+    A parameter without an entry has no reset. Parameters that an earlier module owns, too, stay as they are.
 
     Returns:
-        None if a reset does more than can be recorded.
+        None if a reset does more than can be recorded, or doesn't set all of its module's parameters.
     """
     recorder = _Recorder(parameters)
     done: set[int] = set()
@@ -61,6 +61,8 @@ def record_resets(
                     resets[name]()
                 if not torch.equal(torch.default_generator.get_state(), before):
                     return None
+            if not all(number in recorder.values for number in own):
+                return None  # some functions, such as trunc_normal_, do nothing on the meta device
             recorder.values.update({number: value for number, value in kept.items() if value is not None})
             done.update(own)
     except (NotRecorded, RuntimeError, NotImplementedError):  # the meta device has no values

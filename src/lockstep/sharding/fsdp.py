@@ -135,6 +135,10 @@ class FSDPStep(GradientStep):
         model.register_forward_pre_hook(eager(self._begin_forward), prepend=True)  # before the gather
         model.register_forward_hook(eager(self._end_forward))
 
+    def begin_update(self, samples: int, rate: Callable[[], float]) -> None:
+        if self._gather is not None:  # forwards before an update, such as those of checks, await no backward
+            self._gather.end_backward()
+
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
         reduces = last or self._each_micro_batch
         if reduces != self._reduces:  # the call visits all modules

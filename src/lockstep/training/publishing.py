@@ -93,7 +93,8 @@ def publish(session: Session, folder: Callable[[], Path]) -> Path:
     try:
         specs = state.specs()
         shapes = {name: shape for name, (shape, _) in specs.items()}
-        components.tensors.refuse_incomplete(shapes, f"{target}: nothing was published: the gathered weights")
+        listed = components.tensors
+        listed.refuse_incomplete(shapes, listed.shapes, f"{target}: nothing was published: the gathered weights")
         writers = [rank for rank, sees in enumerate(axis.gather(_sees(partial))) if sees] or [0]
         files = plan_files(_groups(state.model, specs), specs, writers)
         hashes: dict[str, str] = {}
@@ -207,6 +208,9 @@ def _write_files(session: Session, files: Sequence[_File], partial: Path, target
     if own is not None:
         try:
             with _as_run_failed(target):
+                shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+                what = f"{target}: nothing was published: the gathered weights"
+                components.tensors.refuse_incomplete(shapes, own.names, what)
                 result = _write(state.model, components.tensors, own, tensors, partial)
         except RunFailed as failure:
             result = failure
