@@ -96,7 +96,7 @@ def test_what_does_not_fit_names_the_smallest_change() -> None:
     needed = estimator(config, 1).peak(config).bytes
     row = next(iter(estimator(config, 1, needed // 2).estimates()))
     assert row.fits is False
-    assert row.note.startswith("it fits with batch.micro_size: ")
+    assert row.note in ("it fits with batch.micro_size: 4", "it fits with batch.micro_size: 2")
     assert next(iter(estimator(config, 1, needed).estimates())).fits is True
 
 

@@ -4,7 +4,7 @@
                     -->  two updates as a rank of the first and of the last pipeline stage
                     -->  bytes by category at the peak; if it doesn't fit, the smallest change with which it does
 
-Only shapes are computed, so a model of 70 billion parameters on 64 ranks takes seconds, and no data is read.
+Only shapes are computed, so no model is too large. Data that isn't on this machine is not needed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 _UPDATES = 2  # the first makes the optimizer's state
 _MICRO_BATCHES = 2  # with more, an update takes longer and holds nothing more
-_MASKED_TOKENS = "masked-lm"
 _CAUSAL = (None, LANGUAGE_MODEL, "causal-lm")
 
 
@@ -135,17 +134,15 @@ class Estimator:
     def _remedy(self, config: Config) -> str:
         """Return the first of the changes, each on top of those before, with which the run fits."""
         assert self.memory is not None, "what has no limit fits"
-        changes: list[str] = []
-        for change, changed in _changes(config, self._plan(config)):
-            changes.append(change)
-            config = changed
+        changes: dict[str, str] = {}
+        for key, value, changed in _changes(config, self._plan(config)):
             try:
-                peak = self.peak(config)
+                peak = self.peak(changed)
             except ConfigError:
-                changes.pop()
                 continue
+            changes[key] = value
             if peak.bytes <= self.memory:
-                return f"it fits with {' and '.join(changes)}"
+                return f"it fits with {' and '.join(f'{name}: {new}' for name, new in changes.items())}"
         return "no change of micro-batch, activation checkpointing or strategy makes it fit; start more ranks"
 
 
@@ -250,23 +247,22 @@ def _shortened(config: Config, plan: Plan) -> Config:
     )
 
 
-def _changes(config: Config, plan: Plan) -> Iterator[tuple[str, Config]]:
-    """Yield changes that save memory, each on top of those before: those that cost least time first."""
+def _changes(config: Config, plan: Plan) -> Iterator[tuple[str, str, Config]]:
+    """Yield changes that save memory, each on top of those before, as key, value and config: the cheapest first."""
     size = plan.batch.micro_size
     while size > 1:
         size //= 2
         config = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": size})})
-        if size == 1:
-            yield "batch.micro_size: 1", config
+        yield "batch.micro_size", str(size), config
     if config.memory.activation_checkpointing.mode == "none":
         full = config.memory.activation_checkpointing.model_copy(update={"mode": "full"})
         config = config.model_copy(
             update={"memory": config.memory.model_copy(update={"activation_checkpointing": full})}
         )
-        yield "memory.activation_checkpointing.mode: full", config
+        yield "memory.activation_checkpointing.mode", "full", config
     last = [strategy for strategy in strategies() if strategy.automatic][-1]
     if plan.ranks > 1 and plan.strategy != last.name:
-        yield f"parallel.strategy: {last.name}", under(config, last, last.variants[0])
+        yield "parallel.strategy", last.name, under(config, last, last.variants[0])
 
 
 @contextmanager

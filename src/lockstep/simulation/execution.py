@@ -140,6 +140,8 @@ class Execution(TorchDispatchMode):
         place = torch.device(kwargs.get("device") or "cpu").type
         if place == device.NAME:
             return True
+        if self._place == "cpu" and not (kwargs.get("dtype") or torch.get_default_dtype()).is_floating_point:
+            return False  # indices, which DDP's C++ reads
         return func in _FACTORIES and place == "cpu" and math.prod(args[0]) >= self._large
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:

@@ -155,7 +155,10 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
         remove()
     rank = max(measured, key=lambda rank: measured[rank].bytes)
     places = {} if not on_cpu else {"device_type": "cpu"}
-    return peak_of_rank(config, ranks, rank, given, _MEASURED_UPDATES, **places), measured[rank]
+    try:
+        return peak_of_rank(config, ranks, rank, given, _MEASURED_UPDATES, **places), measured[rank]
+    except (RuntimeError, NotImplementedError) as error:
+        raise RunFailed(f"the run can't be simulated: {str(error).splitlines()[0]}") from error
 
 
 def _measure_rank(config: Config, given: UserObjects, folder: Path) -> int:
