@@ -34,10 +34,10 @@ OPTIMS = {
 NAMES = list(OPTIMS)
 
 
-def test_building_an_optimizer_does_not_import_torchs_compiler():
+def test_torchs_compiler_is_not_imported_by_a_run_nor_by_building_an_optimizer():
     """Importing it takes longer than importing torch."""
     code = (
-        "import sys; import torch; from lockstep.config.schema import Optim; "
+        "import sys; import lockstep.training.job; import torch; from lockstep.config.schema import Optim; "
         "from lockstep.optim.optimizers import build_optimizer; from lockstep.optim.groups import parameter_groups; "
         "named = list(torch.nn.Linear(2, 2).named_parameters()); "
         "[build_optimizer(optim, parameter_groups(named, optim)) for optim in (Optim(), Optim(name='sgd'))]; "

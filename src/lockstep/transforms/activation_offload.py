@@ -76,11 +76,11 @@ class OffloadActivations(Transform):
         blocks = self._blocks_of(model)
         if len(blocks) > 1:
             model.get_submodule(blocks[-1]).register_forward_pre_hook(partial(_keep_from_here, offload))
-        cast("Any", model).forward = partial(_offloaded, model.forward, offload)
+        eager: Callable[..., Any] = torch.compiler.disable  # which imports the compiler
+        cast("Any", model).forward = partial(eager(_offloaded, recursive=False), model.forward, offload)
         return model
 
 
-@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
 def _offloaded(forward: Callable[..., Any], offload: ActivationsOnHost, *inputs: Any, **named: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*inputs, **named)
