@@ -31,6 +31,7 @@ from lockstep.simulation.memory import MemoryLedger, Peak, resizes_seen
 from lockstep.simulation.ranks import simulated_rank
 from lockstep.strategies.registry import strategies, written_name
 from lockstep.training.assemble import assemble
+from lockstep.training.components import Purpose
 from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def peak_of_rank(
         ledger = MemoryLedger(device_type)
         simulated.execution.watchers.append(ledger.see)
         with resizes_seen(ledger):
-            session = assemble(config, simulated.world, _copied(given))
+            session = assemble(config, simulated.world, _copied(given), Purpose.RESUME)  # initial values are not drawn
             try:
                 run_updates(session, ledger, updates)
             finally:

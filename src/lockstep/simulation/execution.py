@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copyreg
 import math
-import traceback
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,14 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass_type
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.simulation import attention, autocast, device
+from lockstep.simulation import attention, autocast, device, repeats
 
-aten = torch.ops.aten
+aten, prim = torch.ops.aten, torch.ops.prim
 
 _SMALL = 256  # elements up to which a tensor on the device has values
+_SMALL_INT32 = 1 << 16  # the same of an int32: DDP's C++ sends the order of its buckets through the device
 _LARGE = 1 << 20  # elements from which a new tensor on the CPU has none
 _SMALL_ON_CPU = 17  # the same where the CPU is what is simulated; scales and counters have values
 _FACTORIES = {
@@ -44,6 +45,7 @@ _FACTORIES = {
     aten.rand.default,
     aten.randn.default,
 }
+_READS = {aten._local_scalar_dense.default, aten.copy_.default, aten._to_copy.default}
 _HERE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
 _ABSENT = object()  # a slot without a value
@@ -73,17 +75,23 @@ class Execution(TorchDispatchMode):
     """Runs operations while it is active.
 
     Attributes:
+        mode: Computes shapes.
         syncs: The host's waits, in order.
         watchers: Called after each operation that has a tensor without data.
     """
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, mode: FakeTensorMode) -> None:
         super().__init__()
         self._place = place
+        self.mode = mode
         self._large = _SMALL_ON_CPU if place == "cpu" else _LARGE
         self.syncs: list[HostSync] = []
         self.watchers: list[Watcher] = []
         self._values: Any = WeakIdKeyDictionary()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the wrapper takes a tenth of the time
 
     def note_sync(self, operation: str) -> None:
         """Record that the host waits here."""
@@ -97,41 +105,56 @@ class Execution(TorchDispatchMode):
         if value is None:
             with _disable_current_modes():
                 value = torch.ones(tensor.shape, dtype=tensor.dtype)
-            if tensor.numel() <= _SMALL:
+            if _is_small(tensor):
                 self._values[tensor] = value
         return value
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace in ("prim", "c10d"):  # a tensor's device; collectives, which `SimulatedGroup` gets
+        if func is prim.device.default:
+            return args[0].device
+        if func.namespace in ("prim", "c10d"):  # collectives, which `SimulatedGroup` gets
             return func(*args, **(kwargs or {}))
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):  # a DTensor: it computes with those inside
+            return NotImplemented
         kwargs = dict(kwargs or {})
         kwargs.pop("pin_memory", None)
         if func is aten._pin_memory.default:
             return args[0]
         if func is aten.is_pinned.default:
             return True
-        leaves = pytree.tree_leaves((args, kwargs))
-        if any(is_traceable_wrapper_subclass(leaf) for leaf in leaves):  # a DTensor: it computes with those inside
-            return NotImplemented
-        if not any(isinstance(leaf, FakeTensor) for leaf in leaves) and not self._makes_shape(func, args, kwargs):
+        if not any(issubclass(kind, FakeTensor) for kind in types) and not self._makes_shape(func, args, kwargs):
             with _disable_current_modes():
                 result = func(*args, **kwargs)
             if self._place == "cpu":
-                self._show(func, args, kwargs, result)
+                self._show(func, args, kwargs, _tensors(result))
             return result
-        read = self._read(func, args, kwargs)
+        read = self._read(func, args, kwargs) if func in _READS else None
         if read is not None:
             return read[0]
-        args, kwargs = pytree.tree_map(self._without_data, (args, kwargs))
-        result = None if _is_fused_update(func) else func(*args, **kwargs)
-        self._compute(func, args, kwargs, [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, FakeTensor)])
-        self._show(func, args, kwargs, result)
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute shapes, and the values of small tensors."""
+        key = repeats.key_of(func, args, kwargs)
+        repeat = None if key is None else repeats.known(key)
+        if repeat is not None:
+            result, outputs = repeat.make(args, self.mode)
+        else:
+            args, kwargs = pytree.tree_map(self._without_data, (args, kwargs))
+            result = None if _is_fused_update(func) else func(*args, **kwargs)
+            outputs = _tensors(result)
+            if key is not None:
+                repeats.remember(key, func, args, kwargs, result, _is_small)
+        if repeat is None or repeat.is_small:
+            self._compute(func, args, kwargs, [output for output in outputs if isinstance(output, FakeTensor)])
+        else:
+            self._forget_values(outputs)
+        self._show(func, args, kwargs, outputs)
         return result
 
-    def _show(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    def _show(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
         for watcher in self.watchers:
             watcher(func, args, kwargs, outputs)
 
@@ -157,7 +180,7 @@ class Execution(TorchDispatchMode):
         if waits and source.device.type == self._place != "cpu":
             self.note_sync(operation)
         target = args[0] if func is aten.copy_.default else None
-        if isinstance(target, FakeTensor) or (target is None and source.numel() > _SMALL):
+        if isinstance(target, FakeTensor) or (target is None and not _is_small(source)):
             return None
         value = self.value_of(source)
         with _disable_current_modes():
@@ -168,7 +191,7 @@ class Execution(TorchDispatchMode):
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
             return leaf
         shape = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-        if leaf.numel() <= _SMALL:
+        if _is_small(leaf):
             with _disable_current_modes():
                 self._values[shape] = leaf.detach()
         return shape
@@ -176,7 +199,7 @@ class Execution(TorchDispatchMode):
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
         """Give small results their values, and the inputs that an operation changes."""
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
-        if all(tensor.numel() <= _SMALL for tensor in (*inputs, *outputs)):
+        if all(map(_is_small, (*inputs, *outputs))):
             values, named = pytree.tree_map(self._on_host, (args, kwargs))
             try:
                 with _disable_current_modes():
@@ -188,8 +211,12 @@ class Execution(TorchDispatchMode):
                 for output, value in zip(outputs, computed, strict=True):
                     self._values[output] = value
                 return
+        self._forget_values(outputs)
+
+    def _forget_values(self, outputs: Sequence[Tensor]) -> None:
+        """Let outputs that were changed in place by what has no values read as ones."""
         for output in outputs:
-            if output in self._values:  # changed in place by what has no values
+            if _is_small(output) and output in self._values:
                 with _disable_current_modes():
                     self._values[output].fill_(1)
 
@@ -211,7 +238,7 @@ def simulated_execution(place: str = device.NAME) -> Iterator[Execution]:
     module = device.register()
     autocast.register()
     attention.register()
-    execution = Execution(place)
+    execution = Execution(place, FakeTensorMode(allow_non_fake_inputs=True))
     with ExitStack() as stack:
         for target, replacement in _replacements():
             stack.enter_context(patch(target, replacement))
@@ -235,8 +262,16 @@ def simulated_execution(place: str = device.NAME) -> Iterator[Execution]:
         module.on_wait, module.active = execution.note_sync, place != "cpu"
         stack.callback(setattr, module, "on_wait", None)
         stack.callback(setattr, module, "active", False)
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(execution.mode)
         yield stack.enter_context(execution)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() <= (_SMALL_INT32 if tensor.dtype is torch.int32 else _SMALL)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def _replacements() -> list[tuple[str, Any]]:
@@ -266,12 +301,14 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
 
 
 def _location() -> tuple[str, ...]:
-    frames = [
-        frame
-        for frame in reversed(traceback.extract_stack())
-        if frame.filename.startswith(_PACKAGE) and not frame.filename.startswith(_HERE)
-    ]
-    return tuple(f"{Path(frame.filename).name}:{frame.name}" for frame in frames[:_FRAMES])
+    frames: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None and len(frames) < _FRAMES:
+        code = frame.f_code
+        if code.co_filename.startswith(_PACKAGE) and not code.co_filename.startswith(_HERE):
+            frames.append(f"{Path(code.co_filename).name}:{code.co_name}")
+        frame = cast("Any", frame.f_back)
+    return tuple(frames)
 
 
 def _swap(first: Any, second: Any) -> None:

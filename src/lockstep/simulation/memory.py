@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, get_args
 from unittest.mock import patch
 
@@ -84,7 +85,7 @@ class MemoryLedger:
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> None:
         """Record the blocks that an operation has made."""
-        sends = any(name in func.name() for name in _COMMUNICATION)
+        sends = _sends(func)
         for tensor in outputs:
             if tensor.device.type != self._device_type:
                 continue
@@ -198,6 +199,11 @@ class Watched(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._ledger.see(func, args, kwargs or {}, _flat(result))
         return result
+
+
+@cache
+def _sends(func: Any) -> bool:
+    return any(name in func.name() for name in _COMMUNICATION)
 
 
 def _flat(values: Any) -> list[Tensor]:
