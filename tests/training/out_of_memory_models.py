@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import Dataset
 
 PEBIBYTE = 1 << 50
@@ -57,7 +58,8 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        bytearray(PEBIBYTE)
+        if not isinstance(gradient, FakeTensor):  # a simulation gets through
+            bytearray(PEBIBYTE)
         return gradient
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from lockstep.cli.arguments import CONFIG_EPILOG, Parser, add_run, approved_config, size
 from lockstep.core.json_output import emit
@@ -31,16 +32,22 @@ def run(arguments: Sequence[str]) -> int:
 
     from lockstep.plan.plan import as_json, describe
     from lockstep.training.planning import plan_run
+    from lockstep.training.user_objects import refuse_given
 
     trust = args.trust_remote_code
-    plan = plan_run(loaded, args.memory, trust_remote_code=trust)
+    decision: Any = (None, "")
+    if args.peak != "none":
+        from lockstep.simulation.planning import decision_of, describe_memory, estimates_of, estimator_for
+
+        refuse_given(loaded)
+        estimator = estimator_for(loaded, args.memory, trust_remote_code=trust)
+        decision = decision_of(estimator)
+    plan = plan_run(loaded, args.memory, decision, trust_remote_code=trust)
     if not args.json:
         echo(f"{name}\n{describe(plan)}", flush=True)
     values = as_json(plan) if args.json else {}
     if args.peak != "none":
-        from lockstep.simulation.planning import describe_memory, estimates_of
-
-        rows = list(estimates_of(loaded, args.memory, args.peak, trust_remote_code=trust))
+        rows = list(estimates_of(estimator, decision[0], args.peak))
         values["strategies"] = [row.as_json() for row in rows]
         if not args.json:
             echo(f"\n{describe_memory(rows)}", flush=True)

@@ -14,8 +14,29 @@ from lockstep.plan.placement import State, partial_sums, placements
 from lockstep.strategies.record import Strategy
 from lockstep.strategies.registry import AUTO, REFERENCE, find_strategy, layout_of, strategies
 
+ONE_RANK = "there is one rank"
 SHARE_OF_STATE = 0.6
 """The fraction of a rank's memory that the training state may take; the rest is left to activations."""
+
+
+_PLENTY = 0.5
+_STATE_PER_PARAMETER, _ACTIVATIONS_PER_INPUT, _ACTIVATIONS_PER_PARAMETER = 8, 2_000, 10  # bytes per byte, at most
+"""Several times what models need; only a run that is small beside the memory passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What simulated updates showed `auto` to take.
+
+    Attributes:
+        strategy: Its name.
+        micro_size: For `batch.micro_size: auto`.
+        why: A sentence.
+    """
+
+    strategy: str
+    micro_size: int
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,32 +48,40 @@ class Choice:
 
 
 def choose_strategy(
-    config: Config, ranks: int, parameters: Sequence[ParameterFacts] = (), memory: int | None = None
+    config: Config,
+    ranks: int,
+    parameters: Sequence[ParameterFacts] = (),
+    memory: int | None = None,
+    decision: Decision | None = None,
 ) -> Choice:
     """Return the strategy in the config, or the one that `auto` chooses.
 
-    `auto` takes the single process on one rank; on more, the first automatic strategy whose training state fits.
+    `auto` takes the single process on one rank; on more, what was decided by simulation, or else the first automatic
+    strategy whose training state fits.
 
     Args:
-        memory: As in `Machine`.
+        memory, decision: As in `Machine`.
 
     Raises:
         ConfigError: The strategy is only for one process.
     """
     if config.parallel.strategy == AUTO:
+        if decision is not None:
+            return Choice(find_strategy(decision.strategy), decision.why)
         return _automatic(config, ranks, parameters, memory)
     strategy = find_strategy(config.parallel.strategy)
+    why = None if decision is None or config.batch.micro_size != "auto" else decision.why
     if strategy.one_process and ranks > 1:
         first = next(other for other in strategies() if other.automatic)
-        why = f"{strategy.name} is {strategy.one_process}, but there are {ranks} ranks"
-        raise ConfigError(Problem("", "parallel.strategy", f"{why}; start 1 rank, or take {first.name}"))
-    return Choice(strategy)
+        reason = f"{strategy.name} is {strategy.one_process}, but there are {ranks} ranks"
+        raise ConfigError(Problem("", "parallel.strategy", f"{reason}; start 1 rank, or take {first.name}"))
+    return Choice(strategy, why)
 
 
 def _automatic(config: Config, ranks: int, parameters: Sequence[ParameterFacts], memory: int | None) -> Choice:
     first, *others = (strategy for strategy in strategies() if strategy.automatic)
     if ranks == 1:
-        return Choice(REFERENCE, "there is one rank")
+        return Choice(REFERENCE, ONE_RANK)
     if config.run.determinism == "invariant":
         return Choice(first, "run.determinism invariant needs every rank to hold whole gradients")
     if memory is None:
@@ -69,6 +98,19 @@ def _automatic(config: Config, ranks: int, parameters: Sequence[ParameterFacts],
             return Choice(strategy, takes)
         takes += f", but {config.optim.name} doesn't go with {strategy.name}: {refusal}"
     return Choice(first, takes)
+
+
+def is_plenty(config: Config, ranks: int, parameters: Sequence[ParameterFacts], sample_bytes: int, memory: int) -> bool:
+    """Return whether any strategy fits by far, so that `auto` needs no simulation: a bound, not an estimate.
+
+    Args:
+        sample_bytes: Of the inputs of a sample.
+    """
+    size = sum(parameter.bytes for parameter in parameters)
+    share = -(-config.batch.global_size // ranks)
+    samples = share if config.batch.micro_size == "auto" else min(share, config.batch.micro_size)
+    activations = samples * (_ACTIVATIONS_PER_INPUT * sample_bytes + _ACTIVATIONS_PER_PARAMETER * size)
+    return _STATE_PER_PARAMETER * size + activations <= _PLENTY * memory
 
 
 def state_of(config: Config, ranks: int, parameters: Sequence[ParameterFacts]) -> State:

@@ -15,7 +15,7 @@ from lockstep.config.schema import Config, Parallel, PipelineParallel, Schedule,
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.batch import BatchPlan, nearest_even_sizes, plan_batch
-from lockstep.plan.choosing import SHARE_OF_STATE, choose_strategy, format_bytes, state_of
+from lockstep.plan.choosing import ONE_RANK, SHARE_OF_STATE, Decision, choose_strategy, format_bytes, state_of
 from lockstep.plan.features import FeatureRequest, check_features
 from lockstep.plan.grouping import Grouping, group_parameters
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
@@ -83,11 +83,15 @@ class Machine:
         ranks: Ranks on one machine; None: all.
         memory: Bytes for each rank; None: unknown, and assumed to suffice.
         device: Where ranks compute, cpu or cuda; None: unknown, unless the config states it.
+        decision: What `auto` takes, where a simulation has shown it.
+        undecided: Why a simulation that was tried has not shown it; empty: none was needed.
     """
 
     ranks: int | None = None
     memory: int | None = None
     device: str | None = None
+    decision: Decision | None = None
+    undecided: str = ""
 
 
 def make_plan(
@@ -102,9 +106,9 @@ def make_plan(
     Raises:
         ConfigError: The config doesn't work on this number of ranks, with this data, or with this model.
     """
-    choice = choose_strategy(config, ranks, parameters, machine.memory)
+    choice = choose_strategy(config, ranks, parameters, machine.memory, machine.decision)
     strategy = choice.strategy
-    mesh, layout, batch = _layout_on(config, strategy, ranks, machine.ranks)
+    mesh, layout, batch = _layout_on(config, strategy, ranks, machine)
     if facts.samples < 1:
         raise ConfigError(Problem("", "data.train", "the dataset has no samples, so there is nothing to train on"))
     epoch_steps, epoch_samples = epoch_length(facts, batch.global_size, config.data.drop_last)
@@ -142,7 +146,11 @@ def make_plan(
             *_idle(config.parallel, strategy, mesh),
         ),
     )
-    further = [*_too_large(plan, machine.memory), *(resolved(strategy.check)(config, plan) if strategy.check else ())]
+    further = [
+        *_undecided(plan, machine.undecided),
+        *_too_large(plan, machine.memory),
+        *(resolved(strategy.check)(config, plan) if strategy.check else ()),
+    ]
     return replace(plan, warnings=(*plan.warnings, *further))
 
 
@@ -170,19 +178,29 @@ def check_on_ranks(config: Config, ranks: int) -> None:
 
 
 def _layout_on(
-    config: Config, strategy: Strategy, ranks: int, machine_ranks: int | None = None
+    config: Config, strategy: Strategy, ranks: int, machine: Machine = Machine()
 ) -> tuple[Mesh, RunLayout, BatchPlan]:
-    mesh = mesh_of(config.parallel, strategy, ranks, machine_ranks)
+    mesh = mesh_of(config.parallel, strategy, ranks, machine.ranks)
     layout = layout_of(config.parallel, strategy)
     refuse_for_partitions(config, layout, mesh)
     fixed = config.run.determinism == "invariant"
     if fixed:
         refuse_variable(config, strategy, ranks)
     size, micro_size = config.batch.global_size, config.batch.micro_size
+    if micro_size == "auto" and machine.decision is not None:
+        micro_size = machine.decision.micro_size
     return mesh, layout, plan_batch(size, micro_size, mesh.shares, fixed=fixed, stages=mesh.pipeline)
 
 
 # --- warnings -----------------------------------------------------------------------------------------------------
+
+
+def _undecided(plan: Plan, why: str) -> Iterator[str]:
+    if why:
+        yield (
+            f"The memory of this run was not simulated: {why}. `auto` took {plan.strategy} by the bytes of the "
+            f"training state alone, and micro-batches of {plan.batch.micro_size}."
+        )
 
 
 def _too_large(plan: Plan, memory: int | None) -> Iterator[str]:
@@ -304,4 +322,4 @@ def strategy_of(plan: Plan) -> str:
 
 def because(plan: Plan) -> str | None:
     """Return why `auto` chose this strategy, if there was a choice."""
-    return None if plan.why is None or plan.ranks == 1 else f"auto took {plan.strategy}: {plan.why}"
+    return None if plan.why in (None, ONE_RANK) else f"auto took {plan.strategy}: {plan.why}"

@@ -37,6 +37,7 @@ from lockstep.training.session import components_of
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.records import DataFacts, ParameterFacts
+    from lockstep.plan.choosing import Decision
     from lockstep.plan.plan import Plan
     from lockstep.strategies.record import Strategy, Variant
     from lockstep.training.session import Session
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
 _UPDATES = 2  # the first makes the optimizer's state
 _MICRO_BATCHES = 2  # with more, an update takes longer and holds nothing more
 _CAUSAL = (None, LANGUAGE_MODEL, "causal-lm")
+
+
+class Unpredictable(RuntimeError):
+    """The run can't be simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,8 @@ class Estimator:
     Attributes:
         facts, parameters: Of the data and of the model.
         memory: Bytes of each rank; None: unknown.
+        device_type: `cpu`: as ranks compute on the CPU.
+        decision: What `auto` takes, if that is known.
     """
 
     config: Config
@@ -94,10 +101,12 @@ class Estimator:
     parameters: Sequence[ParameterFacts]
     given: UserObjects
     memory: int | None = None
+    device_type: str = device.NAME
+    decision: Decision | None = None
 
     def estimates(self) -> Iterator[StrategyMemory]:
         """Yield the memory under the config's own strategy, then under the others that its ranks can have."""
-        planned = self._plan(self.config)
+        planned = self.planned(self.config)
         yield self._estimate(planned.variant, self.config, planned=True)
         for strategy in strategies():
             for variant in strategy.variants:
@@ -107,18 +116,21 @@ class Estimator:
     def _suits(self, strategy: Strategy, variant: Variant) -> bool:
         return self.ranks == 1 if strategy.one_process else self.ranks > 1
 
-    def _plan(self, config: Config) -> Plan:
-        return make_plan(config, self.ranks, self.facts, self.parameters, Machine(memory=self.memory))
+    def planned(self, config: Config) -> Plan:
+        """Return the plan of a config on these ranks."""
+        return make_plan(
+            config, self.ranks, self.facts, self.parameters, Machine(memory=self.memory, decision=self.decision)
+        )
 
     def _estimate(self, name: str, config: Config, *, planned: bool) -> StrategyMemory:
         try:
             peak = self.peak(config)
         except ConfigError as error:
             return StrategyMemory(name, planned, None, None, str(error).splitlines()[0])
-        except (RuntimeError, NotImplementedError) as error:
-            return StrategyMemory(name, planned, None, None, f"can't be simulated: {str(error).splitlines()[0]}")
+        except Unpredictable as error:
+            return StrategyMemory(name, planned, None, None, str(error))
         fits = None if self.memory is None else peak.bytes <= self.memory
-        note = self._remedy(config) if planned and fits is False else ""
+        note = self.remedy(config) if planned and fits is False else ""
         return StrategyMemory(name, planned, peak, fits, note)
 
     def peak(self, config: Config) -> Peak:
@@ -126,17 +138,28 @@ class Estimator:
 
         Raises:
             ConfigError: The run would be refused.
+            Unpredictable: It can't be simulated.
         """
-        plan = self._plan(config)
+        plan = self.planned(config)
         with _shapes_of_data(config, self.facts) as readable:
             short = _shortened(readable, plan)
-            return max((peak_of_rank(short, self.ranks, rank, self.given) for rank in _ends(plan)), key=_bytes)
+            try:
+                peaks = (self._peak_of(short, rank) for rank in _ends(plan))
+                return max(peaks, key=_bytes)
+            except ConfigError:
+                raise
+            except Exception as error:  # a model, or torch without data, may raise anything
+                reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+                raise Unpredictable(f"can't be simulated: {reason}") from error
 
-    def _remedy(self, config: Config) -> str:
+    def _peak_of(self, config: Config, rank: int) -> Peak:
+        return peak_of_rank(config, self.ranks, rank, self.given, device_type=self.device_type)
+
+    def remedy(self, config: Config) -> str:
         """Return the first of the changes, each on top of those before, with which the run fits."""
         assert self.memory is not None, "what has no limit fits"
         changes: dict[str, str] = {}
-        for key, value, changed in _changes(config, self._plan(config)):
+        for key, value, changed in _changes(config, self.planned(config)):
             try:
                 peak = self.peak(changed)
             except ConfigError:
@@ -244,6 +267,7 @@ def _shortened(config: Config, plan: Plan) -> Config:
             "batch": config.batch.model_copy(update={"global_size": size, "micro_size": plan.batch.micro_size}),
             "run": config.run.model_copy(update=length),
             "data": config.data.model_copy(update={"evaluation": {}}),
+            "parallel": config.parallel.model_copy(update={"strategy": plan.strategy}),
         }
     )
 

@@ -89,10 +89,6 @@ class Execution(TorchDispatchMode):
         self.watchers: list[Watcher] = []
         self._values: Any = WeakIdKeyDictionary()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the wrapper takes a tenth of the time
-
     def note_sync(self, operation: str) -> None:
         """Record that the host waits here."""
         self.syncs.append(HostSync(operation, _location()))

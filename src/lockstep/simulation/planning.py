@@ -10,7 +10,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
@@ -26,9 +26,11 @@ from lockstep.distributed.memory import memory_if_started
 from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
 from lockstep.launch.local import launch
 from lockstep.models.build import parameter_facts, sketch_model
-from lockstep.simulation.estimate import Estimator, StrategyMemory, peak_of_rank, run_updates
+from lockstep.simulation.choosing import decide
+from lockstep.simulation.estimate import Estimator, StrategyMemory, Unpredictable, peak_of_rank, run_updates
 from lockstep.simulation.memory import CATEGORIES, Category, MemoryLedger, Peak, Watched, resizes_seen
 from lockstep.training.api import resolved
+from lockstep.training.deciding import decides
 from lockstep.training.job import imports_ahead, opened
 from lockstep.training.planning import data_facts
 from lockstep.training.session import components_of
@@ -36,9 +38,10 @@ from lockstep.training.user_objects import Objects, UserObjects, user_objects
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
+    from lockstep.plan.choosing import Decision
     from lockstep.training.api import ConfigLike
 
-Extent = Literal["all", "planned", "none"]
+Extent = Literal["all", "planned"]
 """The strategies whose peak is simulated."""
 
 _MEASURED_UPDATES = 3
@@ -63,20 +66,35 @@ def estimate_memory(
         ConfigError: the config's own run would be refused.
     """
     given = user_objects(objects)
-    return list(_estimator(resolved(config, given), ranks, memory, given).estimates())
+    return list(estimator_of(resolved(config, given), ranks, memory, given).estimates())
 
 
-def estimates_of(
-    loaded: LoadedConfig, memory: int | None, extent: Extent, *, trust_remote_code: bool
-) -> Iterator[StrategyMemory]:
-    """Yield the memory of a command's run under its own strategy, then under others."""
-    if extent == "none":
-        return
+def estimator_for(loaded: LoadedConfig, memory: int | None, *, trust_remote_code: bool) -> Estimator:
+    """Return the estimator of a command's run.
+
+    Args:
+        memory: Bytes of each rank; None: those that it would have on this machine.
+    """
     config, given = loaded.config, UserObjects(trust_remote_code=trust_remote_code)
     ranks = choose_ranks(config.launch)
     gpus = 0 if config.launch.device == "cpu" else count_gpus()
-    limit = memory or memory_if_started(gpus, count_cores(), ranks)
-    rows = _estimator(config, ranks, limit, given).estimates()
+    return estimator_of(config, ranks, memory or memory_if_started(gpus, count_cores(), ranks), given)
+
+
+def decision_of(estimator: Estimator) -> tuple[Decision | None, str]:
+    """Return what `auto` takes; or None, and why it isn't known, which is empty if `auto` has no choice."""
+    if estimator.memory is None or not decides(estimator.config, estimator.ranks):
+        return None, ""
+    try:
+        with muted_stderr():
+            return decide(estimator), ""
+    except Unpredictable as reason:
+        return None, str(reason)
+
+
+def estimates_of(estimator: Estimator, decision: Decision | None, extent: Extent) -> Iterator[StrategyMemory]:
+    """Yield the memory of a command's run under its own strategy, then under others."""
+    rows = replace(estimator, decision=decision).estimates()
     while True:
         with muted_stderr():  # of torch's remarks on a device that it doesn't know
             row = next(rows, None)
@@ -87,7 +105,8 @@ def estimates_of(
             return
 
 
-def _estimator(config: Config, ranks: int, memory: int | None, given: UserObjects) -> Estimator:
+def estimator_of(config: Config, ranks: int, memory: int | None, given: UserObjects) -> Estimator:
+    """Return the estimator of a run; a model is described without its weights."""
     facts, _ = data_facts(config, given)
     model = given.model if isinstance(given.model, nn.Module) else None
     if model is None and given.model is not None:
@@ -140,6 +159,7 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
     given = UserObjects(trust_remote_code=trust_remote_code)
     length = {"steps": _MEASURED_UPDATES, "samples": None, "tokens": None, "epochs": None}
     config = loaded.config.model_copy(update={"run": loaded.config.run.model_copy(update=length)})
+    config = _settled(config, estimator_for(loaded, None, trust_remote_code=trust_remote_code))
     ranks, on_cpu = choose_ranks(config.launch), config.launch.device == "cpu" or not count_gpus()
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plan-"))
     remove = partial(shutil.rmtree, folder, ignore_errors=True)
@@ -153,12 +173,20 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
             measured = {rank: Peak(**json.loads(file.read_text())) for rank, file in enumerate(files)}
     finally:
         remove()
-    rank = max(measured, key=lambda rank: measured[rank].bytes)
+    rank = max(measured, key=lambda rank: measured[rank].bytes) if config.parallel.pipeline != 1 else 0
     places = {} if not on_cpu else {"device_type": "cpu"}
     try:
         return peak_of_rank(config, ranks, rank, given, _MEASURED_UPDATES, **places), measured[rank]
     except (RuntimeError, NotImplementedError) as error:
         raise RunFailed(f"the run can't be simulated: {str(error).splitlines()[0]}") from error
+
+
+def _settled(config: Config, estimator: Estimator) -> Config:
+    """Return the config with what `auto` takes."""
+    plan = replace(estimator, decision=decision_of(estimator)[0]).planned(estimator.config)
+    parallel = config.parallel.model_copy(update={"strategy": plan.strategy})
+    batch = config.batch.model_copy(update={"micro_size": plan.batch.micro_size})
+    return config.model_copy(update={"parallel": parallel, "batch": batch})
 
 
 def _measure_rank(config: Config, given: UserObjects, folder: Path) -> int:

@@ -43,7 +43,7 @@ class _Output:
     stride: tuple[int, ...] = ()
     offset: int = 0
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -64,9 +64,9 @@ class Repeat:
     def make(self, args: tuple[Any, ...], mode: FakeTensorMode) -> tuple[Any, list[Tensor]]:
         """Return the result for these arguments, and the tensors in it."""
         made = [None if output is None else _made(output, args, mode) for output in self.outputs]
-        tensors = [tensor for tensor in made if tensor is not None]
+        tensors: list[Tensor] = [tensor for tensor in made if tensor is not None]
         if self.container is None:
-            return made[0] if made else None, tensors
+            return (made[0] if made else None), tensors
         return self.container(made), tensors
 
 
@@ -119,7 +119,11 @@ def remember(
     is_small: Callable[[Tensor], bool],
 ) -> None:
     """Record how the result of an operation was made, if it can be repeated."""
-    if func.namespace not in _NAMESPACES or not _UNREPEATABLE.isdisjoint(func.tags) or torch.is_inference_mode_enabled():
+    if (
+        func.namespace not in _NAMESPACES
+        or not _UNREPEATABLE.isdisjoint(func.tags)
+        or torch.is_inference_mode_enabled()
+    ):
         return
     if func._schema.name.partition("::")[2] in _CHANGES_ITS_INPUT:
         return
@@ -162,7 +166,7 @@ def _output_of(value: Any, args: tuple[Any, ...], inputs: Sequence[FakeTensor]) 
         view_of=view_of,
         shape=tuple(value.shape),
         stride=value.stride(),
-        offset=value.storage_offset(),
+        offset=int(value.storage_offset()),
         dtype=value.dtype,
         device=value.fake_device,
         state={name: held for name, held in value.__dict__.items() if name != "fake_mode"},
@@ -188,7 +192,10 @@ def _made(output: _Output, args: tuple[Any, ...], mode: FakeTensorMode) -> FakeT
     made: Any = Tensor._make_subclass(  # as FakeTensor.__new__ does, without its checks, which take as long as the rest
         FakeTensor, shape_alone, False, dispatch_device=True, device_for_backend_keys=output.device
     )
-    torch._C._set_throw_on_mutable_data_ptr(made)
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(made)
     made.__dict__.update(output.state)
     made.fake_mode = mode
     return made

@@ -35,9 +35,10 @@ from lockstep.optim.groups import parameter_groups, user_groups
 from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elementwise, build_optimizer, custom_optimizer
 from lockstep.optim.precision import LossScaler, resolve_compute, set_tf32
 from lockstep.plan.choosing import choose_strategy
-from lockstep.plan.plan import Machine, make_plan
+from lockstep.plan.plan import make_plan
 from lockstep.plan.schedule import learning_rate
 from lockstep.training.components import Components, Purpose, Rate
+from lockstep.training.deciding import machine_of
 from lockstep.training.engines import build_engine, computed_objective, consensus_of
 from lockstep.training.evaluate import Evaluator
 from lockstep.training.flops import training_flops
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from lockstep.models.meta_model import MetaModel
     from lockstep.models.model_tensors import ModelTensors
     from lockstep.plan.grouping import Grouping
-    from lockstep.plan.plan import Plan
+    from lockstep.plan.plan import Machine, Plan
     from lockstep.sharding.context import Sharding
     from lockstep.training.parallelize import Parallelized
     from lockstep.transforms.activation_checkpointing import RecomputeBlocks
@@ -160,9 +161,7 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
     """Return data, model, plan and objective. Raises ConfigError without a collective if the config can't be run."""
     own = users_model(config, given)
     source, evaluation = open_sources(config, given, own)
-    automatic = config.parallel.strategy == "auto"
-    memory = rank_memory(world.device, world.axis, world.machine_ranks) if automatic else None
-    machine = Machine(world.machine_ranks, memory, world.device.type)
+    machine = machine_of(config, world, given, source, purpose)
     meta = _meta_model(config, source.facts, given, world, machine, purpose)
     if own is not None:
         model = own
@@ -230,7 +229,9 @@ def _meta_model(
     partitioned = any(degree != 1 for degree in (config.parallel.pipeline, config.parallel.tensor))
     if strategy == "auto" and world.size > 1 and config.model.kind not in ("given", "custom"):
         sketch = sketch_model(config.model, facts, trust_remote_code=given.trust_remote_code)
-        strategy = choose_strategy(config, world.size, parameter_facts(sketch), machine.memory).strategy.name
+        facts_of_sketch = parameter_facts(sketch)
+        choice = choose_strategy(config, world.size, facts_of_sketch, machine.memory, machine.decision)
+        strategy = choice.strategy.name
     if not partitioned and (strategy == "auto" or load_builder(strategy).shard is None):
         return None
     return build_meta_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)

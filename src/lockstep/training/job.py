@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config
-from lockstep.core.errors import Failure, RunFailed
+from lockstep.core.errors import Failure, OutOfMemory, RunFailed
 from lockstep.core.hub import needs_hub
 from lockstep.core.out_of_memory import out_of_memory_cause
-from lockstep.core.ranks import names_a_rank
+from lockstep.core.ranks import names_a_rank, started_by_lockstep
 from lockstep.core.records import RestartReport, RunInfo
 from lockstep.data.hub import names_hub
 from lockstep.distributed.process_group import World, joined
@@ -48,7 +48,7 @@ from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
 from lockstep.training.locations import storage_of
-from lockstep.training.out_of_memory import MemoryFactors, explain, memory_factors
+from lockstep.training.out_of_memory import MemoryFactors, explain, memory_factors, with_prediction
 from lockstep.training.ownership import run_folder_for
 from lockstep.training.publishing import publish
 from lockstep.training.resuming import Resume
@@ -167,6 +167,8 @@ def opened(config: Config, given: UserObjects, purpose: Purpose = Purpose.TRAIN)
             failure = explain(error, _memory_factors(config, world.size, session), world.device)
             if failure is None:
                 raise
+            if world.size == 1 and not started_by_lockstep(os.environ):  # a launcher adds the prediction itself
+                failure = OutOfMemory(with_prediction(str(failure), config, 1, given))
             raise failure from error
         finally:
             if session is not None:

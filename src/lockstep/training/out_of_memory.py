@@ -10,6 +10,7 @@ sharding the training state takes ranks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.control_groups import MemoryLimit
     from lockstep.core.out_of_memory import Phase
+    from lockstep.training.user_objects import UserObjects
+
+
+_USABLE = 0.9  # of a rank's memory, by tensors
+_PREDICTION_SECONDS = 45.0
+_PEAK = re.compile(r"this rank's peak was [\d.,]+ \w+\. ")
+_TOO_LARGE = "One sample alone would need"
+_IN_UPDATE = (" pass of ", "optimizer's step of update", "in the pipeline's schedule", "were set up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +74,55 @@ def explain(error: BaseException, factors: MemoryFactors, device: torch.device) 
     cause = out_of_memory_cause(error)
     if cause is None:
         return None
-    from lockstep.distributed.memory import memory_limit_of
+    from lockstep.distributed.memory import memory_limit_of, peak_memory
 
     place, requested, limit = error_location(error), requested_bytes(cause), memory_limit_of(device)
     phase = None if place is None else place.phase
     where = f" {place}" if place is not None else " while the model and its training state were set up"
     need = f"{size(requested)} were requested, and " if requested is not None else ""
     free = f"{size(limit.free)} of {size(limit.total)} were free ({limit.owner} limit)"
-    return OutOfMemory(f"out of memory{where}: {need}{free}. {advice(factors, phase, requested, limit)}")
+    peak = f"this rank's peak was {size(peak_memory(device))}"
+    return OutOfMemory(f"out of memory{where}: {need}{free}; {peak}. {advice(factors, phase, requested, limit)}")
+
+
+def with_prediction(message: str, config: Config, ranks: int, given: UserObjects) -> str:
+    """Return the message of a run that ran out of memory in an update, with what a simulated update needs, and holds.
+
+    The smallest change with which the simulated run fits replaces the advice. Other messages stay as they are.
+    """
+    facts, separator, advised = _parts(message)
+    if not separator:
+        return message
+    from lockstep.core.control_groups import tightest_limit
+    from lockstep.distributed.memory import memory_if_started
+    from lockstep.launch.devices import count_cores, count_gpus
+    from lockstep.training.predictions import Explanation, NoAnswer, Question, ask
+
+    gpus = 0 if config.launch.device == "cpu" else count_gpus()
+    memory = memory_if_started(gpus, count_cores(), ranks) if gpus else None
+    if memory is None:
+        memory = tightest_limit().total // ranks
+    try:
+        usable = int(_USABLE * memory)
+        answer = ask(Question("explain", config, ranks, usable, given, on_cpu=not gpus), _PREDICTION_SECONDS)
+    except NoAnswer as reason:
+        return f"{message} The peak can't be predicted: {reason}."
+    assert isinstance(answer, Explanation), "an explanation was asked for"
+    category, held = answer.largest
+    predicted = f"{size(answer.peak)} were predicted, most of it {category} ({size(held)})"
+    if not answer.remedy:
+        return f"{facts}{separator}{predicted}, which fits: something else holds memory. {advised}"
+    return f"{facts}{separator}{predicted}: {answer.remedy}."
+
+
+def _parts(message: str) -> tuple[str, str, str]:
+    """Return what was noticed, the end of that sentence, and the advice; nothing of messages that are others'."""
+    match = _PEAK.search(message)
+    if match is None or "out of memory" not in message[: match.start()] or _TOO_LARGE in message:
+        return message, "", ""
+    if not any(place in message for place in _IN_UPDATE):
+        return message, "", ""
+    return message[: match.start()], match[0], message[match.end() :]
 
 
 def advice(
@@ -91,7 +141,7 @@ def advice(
         if requested and limit is not None:
             if requested // micro_size > limit.total:  # nothing else makes one sample smaller
                 need = size(requested // micro_size)
-                return f"One sample alone would need {need}: make the samples or the model smaller."
+                return f"{_TOO_LARGE} {need}: make the samples or the model smaller."
             smaller = min(smaller, micro_size * limit.total // requested)  # the allocation grows with the samples
         key = _MICRO_SIZE_KEYS[phase]
         remedies = [*([f"set {key} to {smaller} (it is {micro_size})"] if smaller else []), *remedies]

@@ -20,14 +20,22 @@ if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
     from lockstep.core.records import DataFacts
+    from lockstep.plan.choosing import Decision
     from lockstep.plan.plan import Plan
 
 
-def plan_run(loaded: LoadedConfig, memory: int | None, *, trust_remote_code: bool) -> Plan:
+def plan_run(
+    loaded: LoadedConfig,
+    memory: int | None,
+    decision: tuple[Decision | None, str] = (None, ""),
+    *,
+    trust_remote_code: bool,
+) -> Plan:
     """Return the plan of a run.
 
     Args:
         memory: Bytes of each rank; None: those that it would have on this machine.
+        decision: What `auto` takes; or None, and why it isn't known.
     """
     from lockstep.models.build import parameter_facts, sketch_model
     from lockstep.plan.plan import Machine, make_plan
@@ -38,7 +46,8 @@ def plan_run(loaded: LoadedConfig, memory: int | None, *, trust_remote_code: boo
     model = sketch_model(config.model, facts, trust_remote_code=trust_remote_code)
     ranks = choose_ranks(config.launch)
     gpus = 0 if config.launch.device == "cpu" else count_gpus()
-    machine = Machine(memory=memory or memory_if_started(gpus, count_cores(), ranks))
+    limit, (decided, undecided) = memory or memory_if_started(gpus, count_cores(), ranks), decision
+    machine = Machine(memory=limit, decision=decided, undecided=undecided)
     plan = make_plan(config, ranks, facts, parameter_facts(model), machine)
     check_model(model, config, plan)
     return replace(plan, warnings=(*plan.warnings, *notes))

@@ -29,7 +29,7 @@ from lockstep.plan.schedule import used_of_budget
 from lockstep.training.finished_run import run_config
 from lockstep.training.job import Job, imports_ahead, run_job
 from lockstep.training.locations import CheckpointLocation, choose, storage_of
-from lockstep.training.out_of_memory import advice, memory_factors
+from lockstep.training.out_of_memory import advice, memory_factors, with_prediction
 from lockstep.training.ownership import LENGTHS, other_settings, run_folder_for
 from lockstep.training.resuming import Resume
 from lockstep.training.saved_state import epoch_samples_in
@@ -234,6 +234,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, LaunchResu
             entry, ahead = partial(_train_as_rank, job, folder.path), imports_ahead(job.config)
             remedy = advice(memory_factors(job.config, number), "forward")
             result = launch(entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy)
+            result = replace(result, text=with_prediction(result.text, job.config, number, job.given))
         finally:
             leave()
     return folder.path, result

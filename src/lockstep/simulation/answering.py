@@ -1,0 +1,59 @@
+"""Answers one question about the memory of a run: `python -m lockstep.simulation.answering FOLDER`."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.core.errors import ConfigError
+from lockstep.simulation import device
+from lockstep.simulation.choosing import decide
+from lockstep.simulation.estimate import Unpredictable
+from lockstep.simulation.planning import estimator_of
+from lockstep.training.deciding import decides
+from lockstep.training.predictions import Explanation
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+    from lockstep.plan.choosing import Decision
+    from lockstep.simulation.estimate import Estimator
+    from lockstep.training.predictions import Question
+
+
+def answer(question: Question) -> Decision | Explanation | str:
+    """Return the answer, or why there is none."""
+    try:
+        estimator = estimator_of(question.config, question.ranks, question.memory, question.given)
+        estimator = replace(estimator, device_type="cpu" if question.on_cpu else device.NAME)
+        if question.kind == "decide":
+            return decide(estimator)
+        config = _decided(question.config, estimator)
+        peak = estimator.peak(config)
+        largest = max(peak.by_category.items(), key=lambda pair: pair[1])
+        remedy = "" if peak.bytes <= question.memory else estimator.remedy(config)
+        return Explanation(peak.bytes, largest, remedy)
+    except (ConfigError, Unpredictable) as error:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _decided(config: Config, estimator: Estimator) -> Config:
+    """Return the config with what `auto` takes."""
+    if not decides(config, estimator.ranks):
+        return config
+    decision = decide(estimator)
+    parallel = config.parallel.model_copy(update={"strategy": decision.strategy})
+    batch = config.batch.model_copy(update={"micro_size": decision.micro_size})
+    return config.model_copy(update={"parallel": parallel, "batch": batch})
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    question = pickle.loads((folder / "question").read_bytes())
+    (folder / "answer").write_bytes(pickle.dumps(answer(question)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What `auto` takes, and what an out-of-memory error suggests, is what simulated updates show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from simulation.test_peak_memory import NOTHING, decoder, estimator
+
+from lockstep.core.records import DataFacts, ParameterFacts
+from lockstep.plan.choosing import Decision
+from lockstep.plan.plan import Machine, make_plan
+from lockstep.simulation.answering import answer
+from lockstep.simulation.choosing import USABLE, decide
+from lockstep.simulation.estimate import under
+from lockstep.strategies.registry import find_variant
+from lockstep.training import deciding, predictions
+from lockstep.training.components import Purpose
+from lockstep.training.out_of_memory import with_prediction
+from lockstep.training.predictions import NoAnswer, Question, ask
+
+MIB = 1 << 20
+WEIGHT = [ParameterFacts("weight", (4, 4), 4, True)]
+MESSAGE = (
+    "rank 1: out of memory in the backward pass of micro-batch 1 of 1, update 3: 2.00 GiB were requested, and 1.21 GiB "
+    "of 8.00 GiB were free (cuda:1's limit); this rank's peak was 6.80 GiB. Set batch.micro_size to 4 (it is 8)."
+)
+
+
+def automatic(**sections: Any) -> Any:
+    sections = {"parallel": {"strategy": "auto"}, "batch": {"global_size": 64}, "launch": {"device": "auto"}} | sections
+    return decoder(**sections)
+
+
+def peak(config: Any, decision: Decision, ranks: int) -> int:
+    batch = config.batch.model_copy(update={"micro_size": decision.micro_size})
+    strategy, variant = find_variant("fsdp" if decision.strategy == "fsdp" else "ddp")
+    return estimator(config, ranks).peak(under(config.model_copy(update={"batch": batch}), strategy, variant)).bytes
+
+
+def test_auto_takes_the_largest_micro_batch_that_fits_and_shards_only_where_it_must() -> None:
+    config = automatic()
+    plenty, tight = (decide(estimator(config, 4, memory)) for memory in (64 * MIB, 9 * MIB))
+    assert (plenty.strategy, plenty.micro_size) == ("ddp", 16)
+    assert tight.strategy == "ddp"
+    assert 1 < tight.micro_size < 16
+    assert peak(config, tight, 4) <= USABLE * 9 * MIB
+    assert peak(config, replace(tight, micro_size=16), 4) > 9 * MIB
+    state = peak(config, Decision("ddp", 1, ""), 4)
+    sharded = decide(estimator(config, 4, state))
+    assert sharded.strategy == "fsdp"
+    assert peak(config, sharded, 4) <= USABLE * state
+    assert decide(estimator(config, 4, state)) == sharded, "another start decides the same"
+
+
+def test_what_fits_nowhere_is_said() -> None:
+    assert decide(estimator(automatic(), 2, MIB)).why.endswith("and nothing that auto may choose takes less")
+
+
+def test_a_plan_follows_the_decision_and_says_why() -> None:
+    decision = Decision("fsdp", 4, "with micro-batches of 4 a simulated update takes 7.00 GiB")
+    plan = make_plan(automatic(), 4, DataFacts(640, None), WEIGHT, Machine(decision=decision))
+    assert (plan.strategy, plan.batch.micro_size, plan.why) == ("fsdp", 4, decision.why)
+    reason = Machine(undecided="a simulation takes longer than 60 s")
+    (warning,) = (
+        text for text in make_plan(automatic(), 4, DataFacts(640, None), WEIGHT, reason).warnings if "60 s" in text
+    )
+    assert "by the bytes of the training state alone" in warning
+
+
+class FourRanks:
+    """A rank of four, which gets what the first has."""
+
+    def __init__(self, rank: int, first: list[Any]) -> None:
+        self.rank, self.size, self.machine_ranks, self.first = rank, 4, 4, first
+        self.axis, self.device = self, torch.device("cpu")
+
+    def gather(self, value: Any) -> list[Any]:
+        if self.rank == 0:
+            self.first.append(value)
+            return [value] * 4
+        return [self.first.pop(0)] + [value] * 3
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["decides", "can't"])
+def test_only_the_first_rank_asks_and_all_ranks_get_its_answer(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    asked, config = [], automatic()
+
+    def answered(question: Question) -> Decision:
+        asked.append(question)
+        if fails:
+            raise NoAnswer("a simulation takes longer than 60 s")
+        return Decision("fsdp", 4, "it fits")
+
+    monkeypatch.setattr(deciding, "ask", answered)
+    monkeypatch.setattr(deciding, "rank_memory", lambda *unused: 16 * MIB)
+    facts, first = estimator(config, 4).facts, []
+    source: Any = type("Source", (), {"facts": facts})
+    made = [deciding.machine_of(config, FourRanks(rank, first), NOTHING, source, Purpose.TRAIN) for rank in (0, 1)]
+    assert made[0] == made[1]
+    assert len(asked) == 1
+    assert made[0].decision == (None if fails else Decision("fsdp", 4, "it fits"))
+    assert ("60 s" in made[0].undecided) is fails
+
+
+def test_a_run_that_is_small_beside_the_memory_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deciding, "ask", lambda question: pytest.fail("it was asked"))
+    monkeypatch.setattr(deciding, "rank_memory", lambda *unused: 80 << 30)
+    source: Any = type("Source", (), {"facts": estimator(automatic(), 4).facts})
+    machine = deciding.machine_of(automatic(), FourRanks(0, []), NOTHING, source, Purpose.TRAIN)
+    assert machine.decision is None
+    assert machine.undecided == ""
+
+
+def test_a_process_answers_and_is_not_waited_for_longer_than_it_may_take() -> None:
+    question = Question("explain", decoder(), 1, 80 << 30, NOTHING, on_cpu=True)
+    explained = ask(question, seconds=300)
+    assert explained == answer(question)
+    assert explained.peak > MIB
+    with pytest.raises(NoAnswer, match="takes longer than 0 s"):
+        ask(question, seconds=0.01)
+    with pytest.raises(NoAnswer, match="objects of this run can't be passed"):
+        ask(Question("explain", decoder(), 1, 80 << 30, replace(NOTHING, schedule=lambda *unused: 1.0), on_cpu=True))
+
+
+def test_an_out_of_memory_error_names_prediction_category_and_the_change_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = decoder(batch={"global_size": 8, "micro_size": 8})
+    needed = estimator(config, 1).peak(config).bytes
+    monkeypatch.setattr(predictions, "ask", lambda question, seconds: answer(replace(question, memory=needed // 2)))
+    message = with_prediction(MESSAGE, config, 1, NOTHING)
+    assert message.startswith(MESSAGE[: MESSAGE.index("Set batch")])
+    assert "MiB were predicted, most of it " in message
+    assert message.endswith(": it fits with batch.micro_size: 4.")
+    monkeypatch.setattr(predictions, "ask", lambda question, seconds: answer(replace(question, memory=2 * needed)))
+    assert "which fits: something else holds memory. Set batch.micro_size to 4" in with_prediction(
+        MESSAGE, config, 1, NOTHING
+    )
+
+
+def test_other_messages_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictions, "ask", lambda *unused: pytest.fail("it was asked"))
+    for message in ("", "a rank was killed", MESSAGE.replace("in the backward pass of", "in the save after")):
+        assert with_prediction(message, decoder(), 1, NOTHING) == message
