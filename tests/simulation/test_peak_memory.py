@@ -16,8 +16,9 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.config.schema import Config
 from lockstep.models.build import parameter_facts, sketch_model
-from lockstep.simulation.estimate import Estimator, peak_of_rank, run_updates, under
+from lockstep.simulation.estimate import Estimator, under
 from lockstep.simulation.memory import MemoryLedger, Peak, Watched, resizes_seen
+from lockstep.simulation.updates import peak_of_rank, run_updates
 from lockstep.strategies.registry import find_variant
 from lockstep.training.job import opened
 from lockstep.training.planning import data_facts

@@ -1,7 +1,7 @@
 """The memory of a run before it starts: the product's own updates on the simulated device, as the rank that needs most.
 
     config + ranks  -->  a config for each strategy, with few micro-batches an update
-                    -->  two updates as a rank of the first and of the last pipeline stage
+                    -->  two updates as the first rank, or as the first of each pipeline stage
                     -->  bytes by category at the peak; if it doesn't fit, the smallest change with which it does
 
 Only shapes are computed, so no model is too large. Data that isn't on this machine is not needed.
@@ -9,16 +9,14 @@ Only shapes are computed, so no model is too large. Data that isn't on this mach
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import nn
 
 from lockstep.config.schema import HuggingFaceData, HuggingFaceModel, Parallel, Tokens
 from lockstep.core.errors import ConfigError, Problem
@@ -27,23 +25,19 @@ from lockstep.data.tokens import FORMAT, Header, write_header
 from lockstep.plan.plan import Machine, make_plan
 from lockstep.plan.stated_facts import facts_of_config
 from lockstep.simulation import device
-from lockstep.simulation.memory import MemoryLedger, Peak, resizes_seen
-from lockstep.simulation.ranks import simulated_rank
+from lockstep.simulation.stages import Stages, peaks_of_stages
+from lockstep.simulation.updates import UPDATES, peak_of_rank
 from lockstep.strategies.registry import strategies, written_name
-from lockstep.training.assemble import assemble
-from lockstep.training.components import Purpose
-from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.records import DataFacts, ParameterFacts
     from lockstep.plan.choosing import Decision
     from lockstep.plan.plan import Plan
+    from lockstep.simulation.memory import Peak
     from lockstep.strategies.record import Strategy, Variant
-    from lockstep.training.session import Session
     from lockstep.training.user_objects import UserObjects
 
-_UPDATES = 2  # the first makes the optimizer's state
 _MICRO_BATCHES = 2  # with more, an update takes longer and holds nothing more
 _CAUSAL = (None, LANGUAGE_MODEL, "causal-lm")
 
@@ -134,7 +128,7 @@ class Estimator:
         return StrategyMemory(name, planned, peak, fits, note)
 
     def peak(self, config: Config) -> Peak:
-        """Return the peak of the rank that needs most.
+        """Return the peak of the rank that needs most, from a shortened run.
 
         Raises:
             ConfigError: The run would be refused.
@@ -142,18 +136,26 @@ class Estimator:
         """
         plan = self.planned(config)
         with _shapes_of_data(config, self.facts) as readable:
-            short = _shortened(readable, plan)
-            try:
-                peaks = (self._peak_of(short, rank) for rank in _ends(plan))
-                return max(peaks, key=_bytes)
-            except ConfigError:
-                raise
-            except Exception as error:  # a model, or torch without data, may raise anything
-                reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-                raise Unpredictable(f"can't be simulated: {reason}") from error
+            return self.exactly(_shortened(readable, plan), UPDATES)
 
-    def _peak_of(self, config: Config, rank: int) -> Peak:
-        return peak_of_rank(config, self.ranks, rank, self.given, device_type=self.device_type)
+    def exactly(self, config: Config, updates: int) -> Peak:
+        """Return the peak of the rank that needs most over N updates; raises as `peak` does."""
+        try:
+            return max(self._peaks(config, updates), key=_bytes)
+        except ConfigError:
+            raise
+        except Exception as error:  # a model, or torch without data, may raise anything
+            reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+            raise Unpredictable(f"can't be simulated: {reason}") from error
+
+    def _peaks(self, config: Config, updates: int) -> list[Peak]:
+        """Return the peak of the first rank; in a pipeline, of the first rank of each stage."""
+        mesh = self.planned(config).mesh
+        if mesh.pipeline == 1:
+            return [peak_of_rank(config, self.ranks, 0, self.given, updates, self.device_type)]
+        stage_of = tuple(mesh.coordinates(rank)["pipeline"] for rank in range(self.ranks))
+        first = tuple(stage_of.index(stage) for stage in range(mesh.pipeline))
+        return peaks_of_stages(Stages(config, self.given, first, stage_of, self.device_type, updates))
 
     def remedy(self, config: Config) -> str:
         """Return the first of the changes, each on top of those before, with which the run fits."""
@@ -184,84 +186,15 @@ def under(config: Config, strategy: Strategy, variant: Variant) -> Config:
     return config.model_copy(update={"parallel": Parallel.model_validate(parallel)})
 
 
-def peak_of_rank(
-    config: Config, ranks: int, rank: int, given: UserObjects, updates: int = _UPDATES, device_type: str = device.NAME
-) -> Peak:
-    """Return the peak of a rank over the first updates of a run.
-
-    Args:
-        device_type: `cpu`: as ranks compute on the CPU.
-
-    Raises:
-        ConfigError: The run would be refused.
-    """
-    with simulated_rank(rank, ranks, device_type=device_type) as simulated:
-        ledger = MemoryLedger(device_type)
-        simulated.execution.watchers.append(ledger.see)
-        with resizes_seen(ledger):
-            session = assemble(config, simulated.world, _copied(given), Purpose.RESUME)  # initial values are not drawn
-            try:
-                run_updates(session, ledger, updates)
-            finally:
-                session.close()
-        return ledger.peak()
-
-
-def _copied(given: UserObjects) -> UserObjects:
-    """Return the objects with a copy of the module: a simulated rank replaces its parameters."""
-    return replace(given, model=copy.deepcopy(given.model)) if isinstance(given.model, nn.Module) else given
-
-
-def run_updates(session: Session, ledger: MemoryLedger, updates: int) -> None:
-    """Run updates, and record in the ledger what the session's tensors are."""
-    model, state = components_of(session).sharding.state.model, components_of(session).sharding.state
-
-    def own_state() -> None:
-        tensors = state.live_state().tensors
-        ledger.own("optimizer", (tensor for name, tensor in tensors.items() if not name.startswith("model.")))
-        ledger.own_model(model)
-
-    ledger.vocabulary = _vocabulary(session)
-    own_state()
-    for batch in session.batches():
-        ledger.phase = "activations"
-        session.accumulate(batch)
-        ledger.own("gradients", (parameter.grad for parameter in model.parameters() if parameter.grad is not None))
-        ledger.phase = "optimizer"
-        session.commit()
-        ledger.phase = "other"
-        own_state()
-        if session.progress.steps == updates:
-            break
-
-
-def _vocabulary(session: Session) -> frozenset[int]:
-    """Return the sizes that the last dim of logits may have; a tensor-parallel rank has a part of the vocabulary."""
-    components = components_of(session)
-    size, parts = components.source.facts.vocabulary, components.plan.mesh.tensor
-    return frozenset() if size is None else frozenset({size, -(-size // parts)})
-
-
 def _bytes(peak: Peak) -> int:
     return peak.bytes
-
-
-def _ends(plan: Plan) -> list[int]:
-    """Return a rank of the first and of the last stage: one has most micro-batches under way, the other the logits."""
-    last = plan.mesh.pipeline - 1
-    ends = {
-        stage: rank
-        for rank in reversed(range(plan.ranks))
-        if (stage := plan.mesh.coordinates(rank)["pipeline"]) in (0, last)
-    }
-    return sorted(ends.values())
 
 
 def _shortened(config: Config, plan: Plan) -> Config:
     """Return the config with as many updates and micro-batches as show the peak."""
     micro_batches = min(plan.batch.accumulation, max(_MICRO_BATCHES, plan.mesh.pipeline))
     size = min(config.batch.global_size, plan.batch.micro_size * plan.mesh.shares * micro_batches)
-    length = {"steps": _UPDATES, "samples": None, "tokens": None, "epochs": None}
+    length = {"steps": UPDATES, "samples": None, "tokens": None, "epochs": None}
     return config.model_copy(
         update={
             "batch": config.batch.model_copy(update={"global_size": size, "micro_size": plan.batch.micro_size}),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -231,18 +231,23 @@ _issued: list[Collective] = []
 
 @contextmanager
 def simulated_groups(
-    rank: int, ranks: int, store: Store | None = None, device_type: str = device.NAME
+    rank: int,
+    ranks: int,
+    store: Store | None = None,
+    device_type: str = device.NAME,
+    simulated_by: Callable[[int], int] = int,
 ) -> Iterator[list[Collective]]:
     """Make the process group of one rank of many, for the block; yield the list of the collectives that it issues.
 
     Args:
         store: Connects the processes of all ranks, which exchange objects; None: there is this one.
         device_type: Of the groups' tensors.
+        simulated_by: As of `simulated_rank`.
     """
     _register()
     backend = BACKENDS[device_type]
     _issued.clear()
-    objects = _Objects(store)
+    objects = _Objects(store, simulated_by)
     dist.init_process_group(backend, store=HashStore(), rank=rank, world_size=ranks)
     try:
         with (
@@ -267,8 +272,9 @@ class OtherRankFailed(RuntimeError):
 class _Objects:
     """The objects that ranks exchange: every rank has this one's, or those of the other processes come by a store."""
 
-    def __init__(self, store: Store | None) -> None:
+    def __init__(self, store: Store | None, simulated_by: Callable[[int], int]) -> None:
         self._store: Any = store  # torch types values as strings, and they are bytes
+        self._simulated_by = simulated_by
         self._exchanged: Counter[tuple[int, ...]] = Counter()
 
     def gather(self, objects: list[Any], own: object, group: dist.ProcessGroup | None = None) -> None:
@@ -288,8 +294,9 @@ class _Objects:
         if self._store is None:
             return [own] * len(ranks)
         self._exchanged[ranks] += 1
-        keys = [f"{ranks}/{self._exchanged[ranks]}/{rank}" for rank in ranks]
-        self._store.set(keys[ranks.index(dist.get_rank())], pickle.dumps(own))
+        prefix = f"{ranks}/{self._exchanged[ranks]}"
+        keys = [f"{prefix}/{self._simulated_by(rank)}" for rank in ranks]
+        self._store.set(f"{prefix}/{dist.get_rank()}", pickle.dumps(own))
         self._wait(keys)
         return [pickle.loads(self._store.get(key)) for key in keys]
 

@@ -26,9 +26,11 @@ from lockstep.distributed.memory import memory_if_started
 from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
 from lockstep.launch.local import launch
 from lockstep.models.build import parameter_facts, sketch_model
+from lockstep.simulation import device
 from lockstep.simulation.choosing import decide
-from lockstep.simulation.estimate import Estimator, StrategyMemory, Unpredictable, peak_of_rank, run_updates
+from lockstep.simulation.estimate import Estimator, StrategyMemory, Unpredictable
 from lockstep.simulation.memory import CATEGORIES, Category, MemoryLedger, Peak, Watched, resizes_seen
+from lockstep.simulation.updates import run_updates
 from lockstep.training.api import resolved
 from lockstep.training.deciding import decides
 from lockstep.training.job import imports_ahead, opened
@@ -159,7 +161,8 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
     given = UserObjects(trust_remote_code=trust_remote_code)
     length = {"steps": _MEASURED_UPDATES, "samples": None, "tokens": None, "epochs": None}
     config = loaded.config.model_copy(update={"run": loaded.config.run.model_copy(update=length)})
-    config = _settled(config, estimator_for(loaded, None, trust_remote_code=trust_remote_code))
+    estimator = estimator_for(loaded, None, trust_remote_code=trust_remote_code)
+    config = _settled(config, estimator)
     ranks, on_cpu = choose_ranks(config.launch), config.launch.device == "cpu" or not count_gpus()
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plan-"))
     remove = partial(shutil.rmtree, folder, ignore_errors=True)
@@ -173,12 +176,12 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
             measured = {rank: Peak(**json.loads(file.read_text())) for rank, file in enumerate(files)}
     finally:
         remove()
-    rank = max(measured, key=lambda rank: measured[rank].bytes) if config.parallel.pipeline != 1 else 0
-    places = {} if not on_cpu else {"device_type": "cpu"}
+    worst = max(measured.values(), key=lambda peak: peak.bytes)
+    estimator = replace(estimator, device_type="cpu" if on_cpu else device.NAME)
     try:
-        return peak_of_rank(config, ranks, rank, given, _MEASURED_UPDATES, **places), measured[rank]
-    except (RuntimeError, NotImplementedError) as error:
-        raise RunFailed(f"the run can't be simulated: {str(error).splitlines()[0]}") from error
+        return estimator.exactly(config, _MEASURED_UPDATES), worst
+    except Unpredictable as error:
+        raise RunFailed(f"the run {error}") from error
 
 
 def _settled(config: Config, estimator: Estimator) -> Config:

@@ -76,6 +76,15 @@ def ask(question: Question, seconds: float = SECONDS) -> Any:
     Raises:
         NoAnswer: The run can't be simulated, or not in this time.
     """
+    return ask_process(_MODULE, question, seconds)
+
+
+def ask_process(module: str, question: object, seconds: float) -> Any:
+    """Return what a module, run with a folder that has the question, writes there.
+
+    Raises:
+        NoAnswer: It writes a sentence instead, or nothing, or not in this time.
+    """
     with tempfile.TemporaryDirectory(prefix="lockstep-estimate-") as folder:
         try:
             Path(folder, "question").write_bytes(_pickled(question))
@@ -83,7 +92,7 @@ def ask(question: Question, seconds: float = SECONDS) -> Any:
             raise NoAnswer(f"the objects of this run can't be passed to a simulation: {_line(error)}") from error
         try:
             done = subprocess.run(
-                [sys.executable, "-m", _MODULE, folder],
+                [sys.executable, "-m", module, folder],
                 env=_environment(os.environ),
                 capture_output=True,
                 text=True,
@@ -115,7 +124,7 @@ def _environment(own: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def _pickled(question: Question) -> bytes:
+def _pickled(question: object) -> bytes:
     buffer = _Limited()
     _ShapesOnly(buffer, pickle.HIGHEST_PROTOCOL).dump(question)
     return buffer.getvalue()

@@ -1,0 +1,97 @@
+"""The first updates of a run on the simulated device, as one of its ranks, and what its memory held at the peak."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lockstep.simulation import device
+from lockstep.simulation.memory import MemoryLedger, Peak, resizes_seen
+from lockstep.simulation.ranks import simulated_rank
+from lockstep.training.assemble import assemble
+from lockstep.training.components import Purpose
+from lockstep.training.session import components_of
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from lockstep.config.schema import Config
+    from lockstep.training.session import Session
+    from lockstep.training.user_objects import UserObjects
+
+UPDATES = 2
+"""The first makes the optimizer's state."""
+
+
+def peak_of_rank(
+    config: Config,
+    ranks: int,
+    rank: int,
+    given: UserObjects,
+    updates: int = UPDATES,
+    device_type: str = device.NAME,
+    *,
+    store: Store | None = None,
+    simulated_by: Callable[[int], int] = int,
+) -> Peak:
+    """Return the peak of a rank over the first updates of a run.
+
+    Args:
+        device_type: `cpu`: as ranks compute on the CPU.
+        store, simulated_by: As of `simulated_rank`.
+
+    Raises:
+        ConfigError: The run would be refused.
+    """
+    with simulated_rank(rank, ranks, store=store, device_type=device_type, simulated_by=simulated_by) as simulated:
+        ledger, watchers = MemoryLedger(device_type), simulated.execution.watchers
+        if device_type != "cpu":
+            watchers.append(ledger.see)
+        with resizes_seen(ledger):
+            session = assemble(config, simulated.world, _copied(given), Purpose.RESUME)  # initial values are not drawn
+            if device_type == "cpu":
+                watchers.append(ledger.see)  # later, because a dataset's tensors are the CPU's, too
+            try:
+                run_updates(session, ledger, updates)
+            finally:
+                session.close()
+        return ledger.peak()
+
+
+def _copied(given: UserObjects) -> UserObjects:
+    """Return the objects with a copy of the module: a simulated rank replaces its parameters."""
+    return replace(given, model=copy.deepcopy(given.model)) if isinstance(given.model, nn.Module) else given
+
+
+def run_updates(session: Session, ledger: MemoryLedger, updates: int) -> None:
+    """Run updates, and record in the ledger what the session's tensors are."""
+    model, state = components_of(session).sharding.state.model, components_of(session).sharding.state
+
+    def own_state() -> None:
+        tensors = state.live_state().tensors
+        ledger.own("optimizer", (tensor for name, tensor in tensors.items() if not name.startswith("model.")))
+        ledger.own_model(model)
+
+    ledger.vocabulary = _vocabulary(session)
+    own_state()
+    for batch in session.batches():
+        ledger.phase = "activations"
+        session.accumulate(batch)
+        ledger.own("gradients", (parameter.grad for parameter in model.parameters() if parameter.grad is not None))
+        ledger.phase = "optimizer"
+        session.commit()
+        ledger.phase = "other"
+        own_state()
+        if session.progress.steps == updates:
+            break
+
+
+def _vocabulary(session: Session) -> frozenset[int]:
+    """Return the sizes that the last dim of logits may have; a tensor-parallel rank has a part of the vocabulary."""
+    components = components_of(session)
+    size, parts = components.source.facts.vocabulary, components.plan.mesh.tensor
+    return frozenset() if size is None else frozenset({size, -(-size // parts)})
