@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rounds import about_here, markdown, save
 
 from lockstep.config.loading import validate
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.formatting import size
 from lockstep.simulation.planning import measured_beside_predicted
 
@@ -50,12 +51,27 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "data": {"train": {"kind": "stdlib-text", "length": 128}},
     },
 }
+HERE = Path(__file__).parent
+IMAGES = {"kind": "custom", "target": f"{HERE}/plan_memory_models.py:Images"}
+TEXTS = {"kind": "custom", "target": f"{HERE}/plan_memory_models.py:Texts"}
+OTHERS: Mapping[str, Mapping[str, Any]] = {
+    "convolutions": {"model": {"kind": "custom", "target": f"{HERE}/plan_memory_models.py:Convolutions"}},
+    "recurrent": {"model": {"kind": "custom", "target": f"{HERE}/plan_memory_models.py:Recurrent"}},
+    "tied": {"model": {"kind": "custom", "target": f"{HERE}/plan_memory_models.py:Tied"}},
+}
+"""Each under every layout, in bf16."""
 LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "single": (1, {"strategy": "single"}),
     "ddp": (2, {"strategy": "ddp"}),
     "fsdp": (2, {"strategy": "fsdp"}),
     "fsdp-grad-op": (2, {"strategy": "fsdp", "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}}),
 }
+MORE_LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+    **{f"zero{stage}": (2, {"strategy": "deepspeed", "deepspeed": {"zero_stage": stage}}) for stage in range(4)},
+    "pipeline": (2, {"strategy": "ddp", "pipeline": 2}),
+    "tensor": (2, {"strategy": "ddp", "tensor": 2}),
+}
+"""Each with the decoder, in both precisions."""
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     "fp32": {"precision": {"compute": "fp32"}},
     "bf16": {"precision": {"compute": "bf16"}},
@@ -90,19 +106,26 @@ def main() -> None:
 
 def _configs(device: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for model, of_model in MODELS.items():
-        for layout, (ranks, parallel) in LAYOUTS.items():
-            for feature, sections in FEATURES.items():
-                launch = {"device": device, "ranks": ranks}
-                yield (
-                    f"{model}, {layout}, {feature}",
-                    {
-                        **COMMON,
-                        **of_model,
-                        "parallel": parallel,
-                        "launch": launch,
-                        **sections,
-                    },
-                )
+        for layout in LAYOUTS:
+            for feature in FEATURES:
+                yield _config(device, model, of_model, layout, feature)
+    for layout in MORE_LAYOUTS:
+        for feature in ("fp32", "bf16"):
+            yield _config(device, "decoder", MODELS["decoder"], layout, feature)
+    for model, of_model in OTHERS.items():
+        data = IMAGES if model == "convolutions" else TEXTS
+        sections = {**of_model, "data": {"train": data}, "objective": {"kind": "classification"}}
+        for layout in LAYOUTS:
+            yield _config(device, model, sections, layout, "bf16")
+
+
+def _config(
+    device: str, model: str, of_model: Mapping[str, Any], layout: str, feature: str
+) -> tuple[str, dict[str, Any]]:
+    ranks, parallel = {**LAYOUTS, **MORE_LAYOUTS}[layout]
+    launch = {"device": device, "ranks": ranks}
+    sections = {**COMMON, **of_model, "parallel": parallel, "launch": launch, **FEATURES[feature]}
+    return f"{model}, {layout}, {feature}", sections
 
 
 def _row(config: dict[str, Any]) -> dict[str, Any]:
@@ -110,6 +133,8 @@ def _row(config: dict[str, Any]) -> dict[str, Any]:
         predicted, measured = measured_beside_predicted(validate(config), trust_remote_code=False)
     except ConfigError as refusal:
         return {"refused": str(refusal).splitlines()[0]}
+    except RunFailed as failure:
+        return {"refused": f"failed: {str(failure).splitlines()[0]}"}
     worst = max(abs(predicted.by_category[name] - held) for name, held in measured.by_category.items())
     return {"predicted": predicted.bytes, "measured": measured.bytes, "worst_category_bytes": worst}
 

@@ -99,7 +99,8 @@ def test_plan_eval_and_generate_pass_their_arguments(command: Calls, capsys: pyt
     assert (
         main(["generate", "runs/x", "def ", "--tokens", "5", "--top-k", "3", "--seed", "1", "--temperature", "0"]) == 0
     )
-    (_, loaded, memory, options), evaluated, generated = command
+    (_, loaded, memory, decision, options), evaluated, generated = command
+    assert decision == (None, "")
     assert (loaded.config.launch.ranks, memory, options) == (8, None, {"trust_remote_code": False})
     assert evaluated == ("evaluate", Path("runs/x"), "auto", UNTRUSTED)
     sampling = {"tokens": 5, "temperature": 0.0, "top_k": 3, "seed": 1}

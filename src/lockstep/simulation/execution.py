@@ -46,6 +46,7 @@ _FACTORIES = {
     aten.randn.default,
 }
 _READS = {aten._local_scalar_dense.default, aten.copy_.default, aten._to_copy.default}
+_SIZED_BY_KERNEL = {aten.mkldnn_rnn_layer.default}  # oneDNN's workspace, which torch takes for empty without data
 _HERE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
 _ABSENT = object()  # a slot without a value
@@ -139,7 +140,7 @@ class Execution(TorchDispatchMode):
             result, outputs = repeat.make(args, self.mode)
         else:
             args, kwargs = pytree.tree_map(self._without_data, (args, kwargs))
-            result = None if _is_fused_update(func) else func(*args, **kwargs)
+            result = self._without_kernel(func, args, kwargs)
             outputs = _tensors(result)
             if key is not None:
                 repeats.remember(key, func, args, kwargs, result, _is_small)
@@ -149,6 +150,16 @@ class Execution(TorchDispatchMode):
             self._forget_values(outputs)
         self._show(func, args, kwargs, outputs)
         return result
+
+    def _without_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_fused_update(func):
+            return None
+        if func not in _SIZED_BY_KERNEL:
+            return func(*args, **kwargs)
+        values, named = pytree.tree_map(_zeros_on_host, (args, kwargs))
+        with _disable_current_modes():
+            results = func(*values, **named)
+        return pytree.tree_map(self._without_data, results)
 
     def _show(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
         for watcher in self.watchers:
@@ -216,6 +227,18 @@ class Execution(TorchDispatchMode):
                 with _disable_current_modes():
                     self._values[output].fill_(1)
 
+    def set_data(self, tensor: Tensor, value: Tensor) -> None:
+        """Set the data of a tensor; torch moves it between CPU and GPU so, but not to a device of a Python backend."""
+        if isinstance(tensor, FakeTensor) and not isinstance(value, FakeTensor) and value.device == tensor.device:
+            value = self.mode.from_tensor(value)  # DeepSpeed frees parameters by an empty tensor of the CPU
+        if not isinstance(value, FakeTensor) or tensor.device == value.device:
+            _DATA.__set__(tensor, value)
+            return
+        with torch.no_grad():
+            moved = value.detach()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            _swap(tensor, nn.Parameter(moved, requires_grad=tensor.requires_grad) if is_parameter else moved)
+
     def _on_host(self, leaf: Any) -> Any:
         if isinstance(leaf, FakeTensor):
             return self.value_of(leaf)
@@ -238,7 +261,7 @@ def simulated_execution(place: str = device.NAME) -> Iterator[Execution]:
     with ExitStack() as stack:
         for target, replacement in _replacements():
             stack.enter_context(patch(target, replacement))
-        stack.enter_context(patch.object(Tensor, "data", property(_data, _set_data)))
+        stack.enter_context(patch.object(Tensor, "data", property(_data, execution.set_data)))
         stack.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         stack.enter_context(patch.object(Tensor, "as_subclass", _as_subclass))
         stack.enter_context(
@@ -260,6 +283,13 @@ def simulated_execution(place: str = device.NAME) -> Iterator[Execution]:
         stack.callback(setattr, module, "active", False)
         stack.enter_context(execution.mode)
         yield stack.enter_context(execution)
+
+
+def _zeros_on_host(leaf: Any) -> Any:
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    with _disable_current_modes():
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).zero_()
 
 
 def _is_small(tensor: Tensor) -> bool:
@@ -342,14 +372,3 @@ _DATA: Any = torch._C.TensorBase.data
 
 def _data(tensor: Tensor) -> Tensor:
     return _DATA.__get__(tensor)
-
-
-def _set_data(tensor: Tensor, value: Tensor) -> None:
-    """Set a tensor's data; torch lets it move between the CPU and a GPU, but not to a device of a Python backend."""
-    if not isinstance(value, FakeTensor) or tensor.device == value.device:
-        _DATA.__set__(tensor, value)
-        return
-    with torch.no_grad():
-        moved = value.detach()
-        is_parameter = isinstance(tensor, nn.Parameter)
-        _swap(tensor, nn.Parameter(moved, requires_grad=tensor.requires_grad) if is_parameter else moved)
