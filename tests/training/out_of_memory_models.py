@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import Dataset
 
 PEBIBYTE = 1 << 50
@@ -58,7 +57,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        if not isinstance(gradient, FakeTensor):  # a simulation gets through
+        if "RANK" in os.environ:  # a simulation, which is no rank, gets through
             bytearray(PEBIBYTE)
         return gradient
 
