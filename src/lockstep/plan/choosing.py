@@ -26,7 +26,7 @@ _STATE_PER_PARAMETER, _ACTIVATIONS_PER_INPUT, _ACTIVATIONS_PER_PARAMETER = 8, 2_
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What simulated updates showed `auto` to take.
+    """Strategy and micro-batch of `auto`, found by simulated updates.
 
     Attributes:
         strategy: Its name.
