@@ -26,12 +26,14 @@ settings.register_profile("suite", deadline=None)  # tests run in parallel, on m
 settings.load_profile("suite")
 
 LONGEST_FIRST = (
-    "test_checkpoint_pairs.py", "test_network_recipes.py", "test_proof.py", "test_end_to_end.py", "test_deepspeed.py",
-    "test_zero_import.py", "test_families.py", "test_tensor.py", "test_features.py", "test_transactions.py",
-    "test_resume.py", "test_same_run.py", "test_corruption.py", "test_killed.py", "test_guide.py", "test_pipeline.py",
-    "test_activation_checkpointing.py",
+    "test_cells.py", "test_checkpoint_pairs.py", "test_network_recipes.py", "test_proof.py", "test_end_to_end.py",
+    "test_guide.py", "test_features.py", "test_deepspeed.py", "test_tensor.py", "test_zero_import.py",
+    "test_families.py", "test_pipeline.py", "test_same_run.py", "test_corruption.py", "test_killed.py",
+    "test_local.py", "test_peak_memory.py", "test_transactions.py", "test_resume.py", "test_context.py",
+    "test_divided_models.py", "test_library.py", "test_unused_parameters.py", "test_activation_checkpointing.py",
+    "test_elastic_restarts.py", "test_deferred_values.py",
 )  # fmt: skip
-"""Files that take a minute or more. A file's tests run on one worker, so these must not be the last to begin."""
+"""Files that take twenty seconds or more. A file's tests run on one worker, so these must not be the last to begin."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

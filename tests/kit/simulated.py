@@ -28,7 +28,7 @@ from lockstep.simulation.ranks import SimulatedRank, simulated_rank
 from lockstep.training.assemble import assemble
 from lockstep.training.user_objects import UserObjects
 
-UPDATES = 3
+UPDATES = 3  # in the second, DDP rebuilds its buckets and masks are looked at
 
 
 @dataclass

@@ -27,10 +27,8 @@ LEFT_OUT = {
     2: {name for name in PARTITIONED if "+" in name} | {"single", "dp"},
     4: {"single", "dp"},
 }
-ON_FOUR_RANKS = {
-    "fsdp", "fsdp-hybrid", "fsdp-hybrid-grad-op", "zero3", "pipeline-1f1b+fsdp", "pipeline-1f1b+tensor", "context+fsdp",
-}  # fmt: skip
-"""Strategies that need four ranks, and one of each kind that doesn't; other combinations are in their own files."""
+ON_FOUR_RANKS = {"fsdp-hybrid", "pipeline-1f1b+fsdp", "pipeline-1f1b+tensor", "context+fsdp"}
+"""Of the strategies that need four ranks, one of each kind; the others on four ranks are in test_same_run."""
 
 
 SEVERAL_STAGES_PER_RANK = {"pipeline-interleaved-1f1b", "pipeline-zero-bubble", "pipeline-zbv"}

@@ -42,6 +42,8 @@ def config(layout: str, feature: str, precision: str) -> dict[str, Any]:
     made = asked(layout, "" if feature == "compile" else feature, _ranks(layout))
     if feature == "compile":
         made["model"]["compile"] = True
+    if "pipeline" in layout and "batch" not in ASKS.get(feature, {}):
+        made["batch"] = {"global_size": 12, "micro_size": 3}  # more micro-batches do the same again
     if feature not in PRECISIONS:
         made["precision"] = {"compute": precision}
     return {**made, "launch": {"device": "auto"}, "run": {**made["run"], "allow_untested": True}}
