@@ -11,7 +11,7 @@ Activations, and what torch and its libraries allocate, are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,9 +23,12 @@ from lockstep.strategies.record import Strategy, Traffic, Update, Variant, Volum
 from lockstep.strategies.registry import find_variant, strategies
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import BatchConfig, Optim, Parallel
+    from lockstep.config.schema import BatchConfig, Config, Optim, Parallel
     from lockstep.plan.mesh import Mesh
     from lockstep.strategies.record import RunLayout
+
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +142,40 @@ def traffic(name: str, volume: Volume, ranks: int, *, micro_batches: int = 1, re
     """
     assert ranks % replicas == 0
     return find_variant(name)[1].sends(Update(volume, ranks // replicas, replicas, micro_batches))
+
+
+def volume_of(
+    config: Config,
+    parameters: Sequence[ParameterFacts],
+    lowered: Collection[str] = (),
+    at_root: Collection[str] = (),
+) -> Volume:
+    """Return the bytes of a model that travel, in the types in which the config has them gathered and reduced.
+
+    Args:
+        lowered: Names of those that autocast casts wherever a forward uses them (`lockstep.engine.cast_weights`):
+            fsdp and ZeRO-3 gather those in its type.
+        at_root: Names of the parameters in no block.
+    """
+    parallel, compute = config.parallel, config.precision.compute
+    everything: int | None = None  # bytes of an element of every parameter
+    reduced = _BYTES["fp32"]
+    narrow = _BYTES.get(compute, _BYTES["fp32"])
+    if parallel.strategy == "fsdp":
+        precision = parallel.fsdp.mixed_precision
+        everything = None if precision.param_dtype is None else _BYTES[precision.param_dtype]
+        reduced = _BYTES[precision.reduce_dtype]
+    elif parallel.strategy == "deepspeed":
+        if parallel.deepspeed.bf16_weights:
+            everything = reduced = _BYTES["bf16"]
+        elif parallel.deepspeed.zero_stage < 3:  # what is gathered are updated values
+            everything = _BYTES["fp32"]
+    widths = [
+        everything or (narrow if parameter.name in lowered else parameter.element_bytes) for parameter in parameters
+    ]
+    gathered = {parameter.name: parameter.elements * width for parameter, width in zip(parameters, widths, strict=True)}
+    return Volume(
+        parameters=sum(gathered.values()),
+        gradients=sum(parameter.elements * reduced for parameter in parameters if parameter.trainable),
+        at_root=sum(gathered[name] for name in at_root),
+    )

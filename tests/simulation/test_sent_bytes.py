@@ -1,0 +1,54 @@
+"""The formulas of bytes sent agree with the collectives that a simulated update issues, in bf16 too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from simulation.test_peak_memory import NOTHING, decoder, estimator
+
+from lockstep.plan.placement import traffic, volume_of
+from lockstep.simulation.ranks import simulated_rank
+from lockstep.training.assemble import assemble
+
+RANKS = 4
+MODEL = {"kind": "transformer", "vocabulary": 256, "layers": 4, "heads": 2, "width": 64, "tie_embeddings": False}
+NOTHING_KEPT = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+}
+STAGE_3 = {"zero_stage": 3, "config": {"zero_optimization": {"stage": 3, **NOTHING_KEPT}}}
+PARALLELS: dict[str, dict[str, Any]] = {
+    "fsdp": {"strategy": "fsdp"},
+    "fsdp-grad-op": {"strategy": "fsdp", "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}},
+    "zero3": {"strategy": "deepspeed", "deepspeed": STAGE_3},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "compute", "options"),
+    [
+        *((name, compute, {}) for name in PARALLELS for compute in ("fp32", "bf16")),
+        ("zero3", "bf16", {"bf16_weights": True}),
+    ],
+)
+def test_a_simulated_update_gathers_the_bytes_of_the_formula(name: str, compute: str, options: dict[str, Any]) -> None:
+    precision, parallel = {"compute": compute}, PARALLELS[name]
+    if options:
+        parallel = {**parallel, "deepspeed": {**parallel["deepspeed"], **options}}
+    config = decoder(model=MODEL, parallel=parallel, precision=precision, launch={"device": "auto"})
+    facts = estimator(config, RANKS).parameters
+    with simulated_rank(0, RANKS) as simulated:
+        session = assemble(config, simulated.world, NOTHING)
+        for _, batch in zip(range(3), session.batches(), strict=False):
+            simulated.collectives.clear()
+            session.accumulate(batch)
+            session.commit()
+        issued = [collective for collective in simulated.collectives if collective.ranks == RANKS]
+        session.close()
+    gathered = sum(each.bytes for each in issued if each.name == "all_gather") * (RANKS - 1)
+    lowered = {fact.name for fact in facts if len(fact.shape) == 2 and fact.name != "embedding.weight"}
+    root = {fact.name for fact in facts if not fact.name.startswith("blocks.")}
+    expected = traffic(name, volume_of(config, facts, lowered if compute == "bf16" else (), root), RANKS)
+    assert gathered == pytest.approx(expected.gathered, rel=0.01)
