@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -197,6 +198,10 @@ class Watched(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":  # gloo's threads free what they send when they get to it, streams in order
+            for work in pytree.tree_leaves(result):
+                if isinstance(work, torch.ScriptObject):
+                    work.wait()
         self._ledger.see(func, args, kwargs or {}, _flat(result))
         return result
 
