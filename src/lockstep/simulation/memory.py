@@ -201,7 +201,7 @@ class Watched(TorchDispatchMode):
         if func.namespace == "c10d":  # gloo's threads free what they send when they get to it, streams in order
             for work in pytree.tree_leaves(result):
                 if isinstance(work, torch.ScriptObject):
-                    work.wait()
+                    work.wait()  # type: ignore[attr-defined]
         self._ledger.see(func, args, kwargs or {}, _flat(result))
         return result
 
