@@ -19,16 +19,13 @@ from lockstep.core.records import ParameterFacts
 from lockstep.plan.batch import plan_batch
 from lockstep.plan.optimizers import OPTIMIZERS
 from lockstep.plan.summation import most_held
-from lockstep.strategies.record import Strategy, Traffic, Update, Variant, Volume, resolved
-from lockstep.strategies.registry import find_variant, strategies
+from lockstep.strategies.record import ELEMENT_BYTES, Strategy, Traffic, Update, Variant, Volume, resolved
+from lockstep.strategies.registry import find_strategy, find_variant, strategies
 
 if TYPE_CHECKING:
     from lockstep.config.schema import BatchConfig, Config, Optim, Parallel
     from lockstep.plan.mesh import Mesh
     from lockstep.strategies.record import RunLayout
-
-
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,19 +154,8 @@ def volume_of(
             fsdp and ZeRO-3 gather those in its type.
         at_root: Names of the parameters in no block.
     """
-    parallel, compute = config.parallel, config.precision.compute
-    everything: int | None = None  # bytes of an element of every parameter
-    reduced = _BYTES["fp32"]
-    narrow = _BYTES.get(compute, _BYTES["fp32"])
-    if parallel.strategy == "fsdp":
-        precision = parallel.fsdp.mixed_precision
-        everything = None if precision.param_dtype is None else _BYTES[precision.param_dtype]
-        reduced = _BYTES[precision.reduce_dtype]
-    elif parallel.strategy == "deepspeed":
-        if parallel.deepspeed.bf16_weights:
-            everything = reduced = _BYTES["bf16"]
-        elif parallel.deepspeed.zero_stage < 3:  # what is gathered are updated values
-            everything = _BYTES["fp32"]
+    strategy, narrow = find_strategy(config.parallel.strategy), ELEMENT_BYTES.get(config.precision.compute, 4)
+    everything, reduced = strategy.element_bytes(strategy.options_of(config.parallel))
     widths = [
         everything or (narrow if parameter.name in lowered else parameter.element_bytes) for parameter in parameters
     ]

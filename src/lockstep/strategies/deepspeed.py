@@ -49,6 +49,7 @@ STRATEGY = Strategy(
     build="lockstep.sharding.deepspeed:BUILDER",
     options=DeepSpeed,
     family="DeepSpeed ZeRO",
+    element_bytes=lambda options: (2, 2) if options.bf16_weights else (None if options.zero_stage == 3 else 4, 4),
     offloads=lambda options: options.offload_optimizer != "none" or options.offload_param != "none",
     cells={
         "offload": CPU,

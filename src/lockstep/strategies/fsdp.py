@@ -12,6 +12,7 @@ from typing import Literal
 
 from lockstep.core.errors import Problem
 from lockstep.strategies.record import (
+    ELEMENT_BYTES,
     Cell,
     StateSharding,
     Strategy,
@@ -110,6 +111,10 @@ STRATEGY = Strategy(
     finds_unused=True,
     heeds={"ddp": "find_unused_parameters"},
     offloads=lambda options: options.cpu_offload,
+    element_bytes=lambda options: (
+        ELEMENT_BYTES.get(options.mixed_precision.param_dtype),
+        ELEMENT_BYTES[options.mixed_precision.reduce_dtype],
+    ),
     rounding=("mixed_precision",),
     rounds_to_fp16=lambda options: options.mixed_precision.rounds_to_fp16,
     cells={

@@ -60,6 +60,9 @@ def refused(why: str) -> Cell:
     return Cell("refused", why)
 
 
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
 @dataclass(frozen=True, slots=True)
 class Volume:
     """Bytes of a model that travel between ranks.
@@ -199,6 +202,7 @@ class Strategy:
         finds_unused: It can leave out parameters without gradient (`parallel.ddp.find_unused_parameters`).
         heeds: Options of other strategies that apply to it, such as {"ddp": "find_unused_parameters"}.
         cells: Features that differ from the table's defaults.
+        element_bytes: Bytes of an element of what is gathered (None: in the type that each is used in), and reduced.
         offloads: Whether the options ask for offloading.
         lossy: What the options lose of a gradient, in a sentence; None: nothing.
         remarks: What else the start of a run prints about the options.
@@ -230,6 +234,7 @@ class Strategy:
     heeds: Mapping[str, str] = field(default_factory=dict)
     cells: Mapping[str, Cell] = field(default_factory=dict)
     offloads: Callable[[Any], bool] = lambda options: False
+    element_bytes: Callable[[Any], tuple[int | None, int]] = lambda options: (4, 4)
     lossy: Callable[[Any], str | None] = lambda options: None
     remarks: Callable[[Any], tuple[str, ...]] = lambda options: ()
     unwrapped: str = ""
