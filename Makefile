@@ -1,5 +1,5 @@
 # Lockstep: `make help` lists what there is.
-# With CUDA: make train CONSTRAINTS=constraints-cuda.txt
+# With CUDA: make train CONSTRAINTS=constraints-cuda.txt; likewise make gpu
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 RANKS ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$gpus" -gt 0 ] && echo $$gpus || echo 2)
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check docs drill format clean
+.PHONY: help install train test check docs drill gpu format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,15 @@ drill: .venv/.installed-dev  ## kills runs and saves by the hundred, for an hour
 	$(BIN)/python drills/signal_drill.py --times 25
 	$(BIN)/python drills/versions_drill.py
 	$(BIN)/python drills/peers_drill.py --contestants Lockstep --kills 300
+
+gpu: .venv/.installed-dev  ## on a machine with NVIDIA GPUs: their tests, predicted beside measured memory, steps beside peers
+	@[ "$$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 0 ] || { echo "make gpu: this machine shows no NVIDIA GPU (nvidia-smi -L)"; exit 2; }
+	$(PIP) --editable '.[benchmark]'
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m gpu tests/gpu
+	$(BIN)/python benchmarks/plan_memory.py --device cuda
+	$(BIN)/python benchmarks/gpu_steps.py
+	$(BIN)/python benchmarks/tables.py
+	@echo "benchmarks/results and benchmarks/README.md have this machine's figures: commit them"
 
 format: .venv/.installed-dev  ## formats and fixes what can be fixed
 	$(BIN)/ruff format .

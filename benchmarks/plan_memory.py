@@ -101,7 +101,10 @@ def main() -> None:
     if not arguments.only:
         command = f"python benchmarks/plan_memory.py --device {arguments.device}"
         here = about_here(["torch"])
-        save("plan_memory", {"command": command, "machine": here, "device": arguments.device, "rows": rows})
+        save(
+            "plan_memory" if arguments.device == "cpu" else "plan_memory_gpu",
+            {"command": command, "machine": here, "device": arguments.device, "rows": rows},
+        )
 
 
 def _configs(device: str) -> Iterator[tuple[str, dict[str, Any]]]:

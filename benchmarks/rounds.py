@@ -67,17 +67,21 @@ def interleaved(
     return {name: figures for name, figures in runs.items() if name not in refused}, refused
 
 
-def in_processes(script: str, arguments: Sequence[str], ranks: int, timeout: float = 300) -> dict[str, float]:
+def in_processes(
+    script: str, arguments: Sequence[str], ranks: int, timeout: float = 300, *, gpus: bool = False
+) -> dict[str, float]:
     """Run `script`, under torchrun if there are several ranks, and return the figures that it reports.
 
-    Each rank has one thread and no GPU, so that all contestants compute on the same cores in the same way.
+    Each rank has one thread and, but with `gpus`, no GPU, so that all contestants compute on the same cores in the same
+    way.
 
     Raises:
         DidNotRun: It failed, or reported nothing.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *(torchrun if ranks > 1 else []), script, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    on_cpu = {} if gpus else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **on_cpu}
     code, output, errors = _run(command, environment, timeout)
     reports = [line.removeprefix(PREFIX) for line in output.splitlines() if line.startswith(PREFIX)]
     if code != 0 or not reports:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import bookkeeping
+import gpu_steps
 import invariant
 import pipelines
 import plan_memory
@@ -98,6 +99,8 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "invariant": invariant.table,
     "bookkeeping": bookkeeping.table,
     "plan_memory": plan_memory.table,
+    "plan_memory_gpu": plan_memory.table,
+    "gpu_steps": gpu_steps.table,
 }
 
 

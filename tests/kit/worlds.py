@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 _CONTEXT = mp.get_context("forkserver")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else a library that asks for GPUs forbids forks
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported
 _CONTEXT.set_forkserver_preload(["kit.warm"])
 _TESTS = str(Path(__file__).parents[1])

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from kit import small
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from lockstep.config.schema import Config
 from lockstep.core.records import Batch
@@ -120,7 +119,7 @@ def test_a_host_sync_in_an_update_is_found() -> None:
 
 
 def test_a_tensor_on_another_device_is_found() -> None:
-    with simulated_rank(0, 4) as rank, pytest.raises(FakeTensorDeviceMismatchError):
+    with simulated_rank(0, 4) as rank, pytest.raises(RuntimeError, match="device"):
         update(rank, objective=OnHost())
 
 

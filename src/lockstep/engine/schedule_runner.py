@@ -22,13 +22,17 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining._utils import extract_tensor_metas
+from torch.distributed.pipelining import _utils as pipelining_utils
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _RecvInfo
+
+from lockstep.core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from lockstep.engine.stages import ActivationSpec
     from lockstep.plan.stages import Schedule
+
+_describe: Any = getattr(pipelining_utils, "extract_tensor_metas", None)  # torch 2.13 has it
 
 Compute = Callable[[int, "Tensor | None", int], Any]
 """(stage, activation of the stage before, micro-batch) -> output; the last stage's is the loss, already scaled."""
@@ -47,6 +51,9 @@ class StageOfSchedule(PipelineStage):
     Args:
         specs: The activation specs of a first micro-batch, by stage.
         sync_context: Makes the context of a backward.
+
+    Raises:
+        ConfigError: This torch is too old.
     """
 
     def __init__(
@@ -60,6 +67,10 @@ class StageOfSchedule(PipelineStage):
         specs: Sequence[ActivationSpec],
         sync_context: Callable[[], AbstractContextManager[object]],
     ) -> None:
+        if _describe is None:
+            message = f"pipelines need torch 2.13, and this is {torch.__version__}"
+            raise ConfigError(Problem("", "parallel.pipeline", message))
+
         def example(spec: ActivationSpec) -> Tensor:
             return torch.empty(spec.shape, dtype=spec.dtype, device=device, requires_grad=True)
 
@@ -82,7 +93,7 @@ class StageOfSchedule(PipelineStage):
 
     def _receives(self, spec: ActivationSpec, what: str, source: int, *, grad: bool) -> _RecvInfo:
         buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-        metas = extract_tensor_metas((buffer.detach().requires_grad_(grad),))
+        metas = _describe((buffer.detach().requires_grad_(grad),))
         name = f"{what} from stage {source}"
         return _RecvInfo(name, source=source, buffer=buffer, tensor_meta=cast("Any", metas)[0])
 
