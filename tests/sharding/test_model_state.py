@@ -78,10 +78,10 @@ def test_another_models_state_is_refused() -> None:
 def test_a_zero_shard_is_a_range_of_the_whole_tensor() -> None:
     whole = torch.arange(12.0).view(3, 4)
     shard = ZeroShard(nn.Parameter(whole), FlatShard(torch.zeros(5), 3, whole.shape), 0, 2)
-    assert shard.as_local(whole).tolist() == [3, 4, 5, 6, 7]
+    assert shard.as_local("momentum", whole).tolist() == [3, 4, 5, 6, 7]
     assert shard.section(torch.arange(10.0)).tolist() == [2, 3, 4, 5, 6]
-    assert isinstance(shard.as_shard(torch.ones(5)), FlatShard)
-    assert shard.as_shard(torch.tensor(7.0)) == 7
+    assert isinstance(shard.as_shard("momentum", torch.ones(5)), FlatShard)
+    assert shard.as_shard("momentum", torch.tensor(7.0)) == 7
 
 
 def _shards() -> list[Any]:
@@ -95,15 +95,15 @@ def _shards() -> list[Any]:
         values = torch.arange(10.0).view(5, 2)
         module.weight = nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
         (shard,) = parameter_shards(module)
-        moment = shard.as_shard(torch.ones_like(shard.local))
+        moment = shard.as_shard("momentum", torch.ones_like(shard.local))
         flat: Tensor = full_tensor(FlatShard(torch.full((5,), 1.0 + dist.get_rank()), 5 * dist.get_rank(), (5, 2)))
         return [
-            shard.as_local(values).tolist(),
+            shard.as_local("momentum", values).tolist(),
             shard_of(module.weight, values).tolist(),
             tuple(moment.shape),
-            full_tensor(shard.as_shard(shard.as_local(values))).tolist() == values.tolist(),
+            full_tensor(shard.as_shard("momentum", shard.as_local("momentum", values))).tolist() == values.tolist(),
             flat.flatten().tolist(),
-            float(shard.as_local(torch.tensor(4.0))),
+            float(shard.as_local("momentum", torch.tensor(4.0))),
         ]
 
 

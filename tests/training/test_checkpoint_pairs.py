@@ -68,11 +68,11 @@ def ranks_of(strategy: str, ranks: int) -> int:
 def save_all(strategies: list[str], folder: str) -> dict[str, dict[str, Any]]:
     """Each strategy's run, saved at the cut, with its result."""
     with _grouped():
-        return {strategy: _save(strategy, f"{folder}/{strategy}") for strategy in strategies}
+        return {strategy: _save(asked(strategy), f"{folder}/{strategy}") for strategy in strategies}
 
 
-def _save(strategy: str, folder: str) -> dict[str, Any]:
-    with lockstep.session(asked(strategy)) as session:
+def _save(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    with lockstep.session(config) as session:
         checkpoints = Checkpoints(session, LocalStorage(Path(folder)), {})
         checkpoints.begin(Resume())
         losses: list[float] = []

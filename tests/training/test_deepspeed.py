@@ -476,7 +476,7 @@ def test_optimizers_that_look_at_shapes_are_refused(name: str) -> None:
     said = in_world(2, small.refusal, small.config(optim={"name": name}, parallel=zero(2)))
     assert set(said) == {
         f"optim.name: {name} doesn't go with zero2: it updates whole matrices, and a rank holds a shard; "
-        f"take adamw, or parallel.strategy: ddp"
+        f"take adamw, or parallel.strategy: fsdp"
     }
     expected = recorded(small.config(optim={"name": name}))
     assert differences(recorded(small.config(optim={"name": name}, parallel=zero(0)), ranks=2), expected) == []

@@ -218,6 +218,16 @@ class Axis(Control, Protocol):
             numbers: How many rows each rank sends to this one.
         """
 
+    def start_all_to_all(self, sent: Tensor, given: Sequence[int], taken: Sequence[int]) -> Callable[[], Tensor]:
+        """Start sending a part of `sent` to every rank; return a function that waits for this rank's own.
+
+        The result is on the device of the collectives, also if `sent` is not.
+
+        Args:
+            sent: 1-dim; first the elements for the first rank.
+            given, taken: How many elements go to each rank, and come from it; perhaps 0.
+        """
+
     def concatenate(self, part: Tensor, whole: Tensor) -> None:
         """Write every rank's `part` [n] into `whole` [ranks x n], in the order of ranks."""
 

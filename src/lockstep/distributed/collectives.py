@@ -1,6 +1,6 @@
 """The only raw collectives. An axis of one rank has none: it returns its arguments, so callers need no branch.
 
-    tensors, on the accelerator     nccl     sum  start_sum  exchange  concatenate  copy_first     core `Axis`
+    tensors, on the accelerator     nccl     sum  start_sum  exchange  start_all_to_all  ...      core `Axis`
     objects, on the host            gloo     gather  broadcast  barrier                            core `Control`
     waits that may take hours       store    World.wait_for_all
 
@@ -45,6 +45,9 @@ class LocalGroup:
 
     def exchange(self, rows: Tensor, numbers: Sequence[int]) -> Tensor:
         return rows[0]
+
+    def start_all_to_all(self, sent: Tensor, given: Sequence[int], taken: Sequence[int]) -> Callable[[], Tensor]:
+        return lambda: sent
 
     def concatenate(self, part: Tensor, whole: Tensor) -> None:
         whole.copy_(part)
@@ -95,6 +98,24 @@ class RankGroup:
         given, taken = [rows.shape[1] * width] * self.size, [number * width for number in numbers]
         dist.all_to_all_single(received.view(-1), moved.reshape(-1), taken, given, group=self._group)
         return received.to(rows.device)
+
+    def start_all_to_all(self, sent: Tensor, given: Sequence[int], taken: Sequence[int]) -> Callable[[], Tensor]:
+        size, dtype, moved = sent.itemsize, sent.dtype, self._moved(sent).view(torch.uint8)  # no backend lacks bytes
+        received = moved.new_empty(sum(taken) * size)
+        work = dist.all_to_all_single(
+            received,
+            moved,
+            [number * size for number in taken],
+            [number * size for number in given],
+            group=self._group,
+            async_op=True,
+        )
+
+        def finish() -> Tensor:
+            work.wait()
+            return received.view(dtype)
+
+        return finish
 
     def concatenate(self, part: Tensor, whole: Tensor) -> None:
         moved, everything = self._moved(part), self._moved(whole)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from lockstep.distributed.row_shards import RowShards
+
 
 class AbsentOptimizer:
     """An optimizer without state, which never updates."""
@@ -31,7 +33,9 @@ class NoOptimizer:
 
     is_custom = False
 
-    def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> AbsentOptimizer:
+    def __call__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], shards: RowShards | None = None
+    ) -> AbsentOptimizer:
         return AbsentOptimizer()
 
     def elementwise(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Any:

@@ -1,4 +1,4 @@
-"""Adafactor's step on an accelerator, which decides itself whether the update is kept.
+"""Adafactor's step of sharded parameters, or on an accelerator, which decides itself whether the update is kept.
 
     row, column     means of g^2 over the other dim, moving        variance = row x column / mean(row)
     u = g / sqrt(variance)        p <- p - rate (max(eps, rms(p)) u / max(1, rms(u) / d) + weight_decay p)
@@ -6,11 +6,15 @@
 Shazeer & Stern 2018, arXiv:1804.04235, algorithm 4, with the variations of `torch.optim.Adafactor`, whose `step` makes
 the host read three numbers of each parameter. Here counts and factors stay on the device, and the gradient's memory
 holds what is computed in between.
+
+A rank that has rows of each parameter has their part of `row` and all of `column`. It lacks four sums over rows, which
+ranks add in two calls, for all parameters at once: of g^2 in each column, of `row` and of p^2; and then of u^2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +24,8 @@ from lockstep.optim.chunks import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lockstep.distributed.row_shards import RowShards
 
 
 def make_state(adafactor: torch.optim.Adafactor) -> None:
@@ -37,47 +43,107 @@ def make_state(adafactor: torch.optim.Adafactor) -> None:
 
 
 @torch.no_grad()
-def gated_step(adafactor: torch.optim.Adafactor, found_inf: Tensor) -> None:
+def gated_step(adafactor: torch.optim.Adafactor, shards: RowShards | None, found_inf: Tensor | None) -> None:
     """Make the step of all parameters that have a gradient, but change nothing if `found_inf` (0-dim fp32) is 1.
 
-    The gradients are overwritten.
+    The gradients are overwritten. All ranks together, if parameters are sharded.
     """
+    updates = [
+        _Update(parameter, shards.shapes[name] if shards else parameter.shape, group, adafactor.state[parameter])
+        for group in adafactor.param_groups
+        for name, parameter in zip(group["names"], group["params"], strict=True)
+        if parameter.grad is not None
+    ]
+    sums = _summed([update.count(found_inf) for update in updates], shards)
+    squares = [(update.divide(of_update, found_inf),) for update, of_update in zip(updates, sums, strict=True)]
+    for update, (square,) in zip(updates, _summed(squares, shards), strict=True):
+        update.clip(square)
     for group in adafactor.param_groups:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        for parameter in parameters:
-            state = adafactor.state[parameter]
-            state["step"] += 1.0 - found_inf
-            _replace_gradient(parameter, parameter.grad, group, state, found_inf)
         if parameters and group["lr"]:
             grads: list[Tensor] = [parameter.grad for parameter in parameters]
             kernels.decay_and_step(parameters, grads, 1.0, group["lr"] * group["weight_decay"], found_inf)
 
 
-def _replace_gradient(
-    parameter: Tensor, grad: Tensor, group: dict[str, Any], state: Mapping[str, Tensor], found_inf: Tensor
-) -> None:
-    """Replace the gradient by what is to be subtracted from the parameter, and update the moments."""
-    count = state["step"].clamp(min=1.0)  # 0 if the first update is discarded
-    rate = count.rsqrt().clamp(max=group["lr"])
-    small, least_rms = group["eps"]
-    small = torch.finfo(parameter.dtype).eps if small is None else small
-    alpha = rate * (parameter.norm(2, dtype=torch.float32) / parameter.numel() ** 0.5).clamp(min=least_rms)
-    weight = (count ** group["beta2_decay"]).to(grad.dtype)
-    if grad.dim() > 1:
-        rows, columns = state["row_var"], state["col_var"]
-        _move(rows, torch.norm(grad, dim=-1, keepdim=True).square_().div_(grad.size(-1)), weight, found_inf)
-        _move(columns, torch.norm(grad, dim=-2, keepdim=True).square_().div_(grad.size(-2)), weight, found_inf)
-        mean = rows.mean(dim=-2, keepdim=True).clamp_(min=small)
-        height = max(1, CHUNK_BYTES // max(1, grad.nbytes // grad.size(-2)))
-        for grad_part, row_part in zip(torch.split(grad, height, -2), torch.split(rows, height, -2), strict=True):
-            grad_part.mul_((row_part @ columns).div_(mean).clamp_(min=small * small).rsqrt_())
-    else:
-        _move(state["variance"], grad.square(), weight, found_inf)
-        grad.mul_(state["variance"].clamp(min=small * small).rsqrt_())
-    rms = grad.norm(2, dtype=torch.float32) / grad.numel() ** 0.5
-    grad.mul_((alpha / (rms / group["d"]).clamp(min=1.0)).to(grad.dtype))
+def _summed(values: Sequence[tuple[Tensor, ...]], shards: RowShards | None) -> Sequence[tuple[Tensor, ...]]:
+    """Return these tensors of each parameter, summed over the ranks that hold its rows, in one call."""
+    if shards is None or shards.axis.size == 1 or not values:
+        return values
+    flat = shards.axis.sum(torch.cat([value.reshape(-1) for of_parameter in values for value in of_parameter]))
+    pieces = iter(torch.split(flat, [value.numel() for of_parameter in values for value in of_parameter]))
+    return [tuple(next(pieces).view(value.shape) for value in of_parameter) for of_parameter in values]
 
 
-def _move(moment: Tensor, mean: Tensor, weight: Tensor, found_inf: Tensor) -> None:
+class _Update:
+    """The update of one parameter, of which this rank may have some rows.
+
+    Its gradient is replaced by what is to be subtracted from it, but for the weight decay.
+
+    Args:
+        shape: The shape of the whole parameter.
+    """
+
+    def __init__(
+        self, parameter: Tensor, shape: Sequence[int], group: dict[str, Any], state: Mapping[str, Tensor]
+    ) -> None:
+        assert parameter.grad is not None, "a parameter without a gradient has no update"
+        self._parameter = parameter
+        self._grad = parameter.grad
+        self._shape = shape
+        self._group = group
+        self._state = state
+        small, self._least_rms = group["eps"]
+        self._small = torch.finfo(parameter.dtype).eps if small is None else small
+        self._is_matrix = len(shape) == 2  # of more dims, each matrix is on one rank
+
+    def count(self, found_inf: Tensor | None) -> tuple[Tensor, ...]:
+        """Count the update, and move the moments of rows; return sums over this rank's rows."""
+        state, grad = self._state, self._grad
+        state["step"] += 1.0 if found_inf is None else 1.0 - found_inf
+        self._count = state["step"].clamp(min=1.0)  # 0 if the first update is discarded
+        self._weight = (self._count ** self._group["beta2_decay"]).to(grad.dtype)
+        square = _square_sum(self._parameter)
+        if grad.dim() < 2:
+            return (square,)
+        rows = state["row_var"]
+        _move(rows, torch.norm(grad, dim=-1, keepdim=True).square_().div_(grad.size(-1)), self._weight, found_inf)
+        columns = torch.norm(grad, dim=-2, keepdim=True).square_()
+        if self._is_matrix:
+            return square, columns, rows.sum(dim=-2, keepdim=True)
+        self._own = columns, rows.sum(dim=-2, keepdim=True)
+        return (square,)
+
+    def divide(self, sums: tuple[Tensor, ...], found_inf: Tensor | None) -> Tensor:
+        """Divide the gradient by the root of its variance, given the sums over all rows; return its sum of squares."""
+        state, grad, small = self._state, self._grad, self._small
+        rate = self._count.rsqrt().clamp(max=self._group["lr"])
+        self._alpha = rate * (sums[0].sqrt() / prod(self._shape) ** 0.5).clamp(min=self._least_rms)
+        if grad.dim() < 2:
+            _move(state["variance"], grad.square(), self._weight, found_inf)
+            grad.mul_(state["variance"].clamp(min=small * small).rsqrt_())
+        else:
+            of_columns, of_rows = sums[1:] if self._is_matrix else self._own
+            rows, columns, height = state["row_var"], state["col_var"], self._shape[-2]
+            _move(columns, of_columns.div_(height), self._weight, found_inf)
+            mean = of_rows.div_(height).clamp_(min=small)
+            split = max(1, CHUNK_BYTES // max(1, grad.nbytes // max(1, grad.size(-2))))
+            for grad_part, row_part in zip(torch.split(grad, split, -2), torch.split(rows, split, -2), strict=True):
+                grad_part.mul_((row_part @ columns).div_(mean).clamp_(min=small * small).rsqrt_())
+        return _square_sum(grad)
+
+    def clip(self, square: Tensor) -> None:
+        """Scale the gradient by the rate, given its sum of squares over all rows."""
+        rms = square.sqrt() / prod(self._shape) ** 0.5
+        self._grad.mul_((self._alpha / (rms / self._group["d"]).clamp(min=1.0)).to(self._grad.dtype))
+
+
+def _square_sum(tensor: Tensor) -> Tensor:
+    return tensor.norm(2, dtype=torch.float32).square_()  # type: ignore[no-any-return]
+
+
+def _move(moment: Tensor, mean: Tensor, weight: Tensor, found_inf: Tensor | None) -> None:
     """Move a factor of the moments, which is small, towards the mean, unless the update is discarded."""
-    torch.where(found_inf == 1.0, moment, moment.lerp(mean, weight), out=moment)
+    if found_inf is None:
+        moment.lerp_(mean, weight)
+    else:
+        torch.where(found_inf == 1.0, moment, moment.lerp(mean, weight), out=moment)

@@ -44,7 +44,7 @@ muon_rate: Callable[[float, str | None, torch.Size], float] = _muon._adjust_lr
 
 
 def decay_and_step(
-    parameters: list[Tensor], directions: list[Tensor], rate: float, weight_decay: float, found_inf: Tensor
+    parameters: list[Tensor], directions: list[Tensor], rate: float, weight_decay: float, found_inf: Tensor | None
 ) -> None:
     """Compute p <- p - rate (direction + weight_decay p) in place, unless `found_inf` (0-dim fp32) is 1."""
     fused_sgd(
@@ -63,7 +63,7 @@ def decay_and_step(
     )
 
 
-def move_towards(starts: list[Tensor], ends: list[Tensor], weight: float, found_inf: Tensor) -> None:
+def move_towards(starts: list[Tensor], ends: list[Tensor], weight: float, found_inf: Tensor | None) -> None:
     """Compute start <- start + weight (end - start) in place, unless `found_inf` (0-dim fp32) is 1."""
     fused_sgd(
         starts,

@@ -45,7 +45,7 @@ class Lion(torch.optim.Optimizer):
             torch._foreach_lerp_(moments, grads, 1 - beta2)
 
     @torch.no_grad()
-    def gated_step(self, found_inf: Tensor) -> None:
+    def gated_step(self, found_inf: Tensor | None) -> None:
         """Make the step, but change nothing if `found_inf` (0-dim fp32 on the parameters' device) is 1."""
         for group, columns in self._chunks():
             parameters, grads, moments = columns

@@ -1,21 +1,27 @@
-"""Muon's step on an accelerator, which decides itself whether the update is kept.
+"""Muon's step of sharded matrices, or on an accelerator, which decides itself whether the update is kept.
 
     buffer <- lerp(buffer, g, 1 - momentum)      g <- orthogonalize(lerp(g, buffer, momentum))      p <- p - rate g
 
 Jordan et al. 2024; the same arithmetic as `torch.optim.Muon`. The gradient's memory holds what is computed in between,
-so that no matrix is copied but in the orthogonalization, one at a time.
+so that no matrix is copied but in the orthogonalization, one at a time. Of sharded matrices a rank has its rows of
+parameter, gradient and buffer; only the orthogonalization takes whole ones: see `whole_matrices`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep.optim import kernels
+from lockstep.optim.whole_matrices import replace_by_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lockstep.distributed.row_shards import RowShards
 
 
 def make_state(muon: torch.optim.Muon) -> None:
@@ -26,15 +32,17 @@ def make_state(muon: torch.optim.Muon) -> None:
 
 
 @torch.no_grad()
-def gated_step(muon: torch.optim.Muon, found_inf: Tensor) -> None:
+def gated_step(muon: torch.optim.Muon, shards: RowShards | None, found_inf: Tensor | None) -> None:
     """Make the step of all parameters that have a gradient, but change nothing if `found_inf` (0-dim fp32) is 1.
 
-    The gradients are overwritten.
+    The gradients are overwritten. All ranks together, if matrices are sharded.
     """
     for group in muon.param_groups:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if not parameters:
+        named = zip(group["names"], group["params"], strict=True)
+        present = [(name, parameter) for name, parameter in named if parameter.grad is not None]
+        if not present:
             continue
+        names, parameters = [name for name, _ in present], [parameter for _, parameter in present]
         grads: list[Tensor] = [parameter.grad for parameter in parameters]
         buffers = [muon.state[parameter]["momentum_buffer"] for parameter in parameters]
         kernels.move_towards(buffers, grads, 1 - group["momentum"], found_inf)
@@ -43,13 +51,29 @@ def gated_step(muon: torch.optim.Muon, found_inf: Tensor) -> None:
                 grad.lerp_(buffer, group["momentum"])
             else:
                 grad.copy_(buffer)
-            grad.copy_(kernels.orthogonalize(grad, group["ns_coefficients"], group["ns_steps"], group["eps"]))
-        _step(group, parameters, grads, found_inf)
+        orthogonalize = partial(_orthogonalized, group)
+        if shards is None:
+            for grad in grads:
+                grad.copy_(orthogonalize(grad))
+        else:
+            replace_by_whole(orthogonalize, grads, names, shards)
+        shapes = [parameter.shape for parameter in parameters] if shards is None else [shards.shapes[n] for n in names]
+        _step(group, shapes, parameters, grads, found_inf)
 
 
-def _step(group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor], found_inf: Tensor) -> None:
-    """Make the steps of matrices of the same scale, which depends on the shape, in one call."""
-    scales = [kernels.muon_rate(1.0, group["adjust_lr_fn"], parameter.shape) for parameter in parameters]
+def _orthogonalized(group: dict[str, Any], matrix: Tensor) -> Tensor:
+    return kernels.orthogonalize(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+
+def _step(
+    group: dict[str, Any],
+    shapes: Sequence[tuple[int, ...]],
+    parameters: list[Tensor],
+    grads: list[Tensor],
+    found_inf: Tensor | None,
+) -> None:
+    """Make the steps of matrices of the same scale, which depends on the whole shape, in one call."""
+    scales = [kernels.muon_rate(1.0, group["adjust_lr_fn"], torch.Size(shape)) for shape in shapes]
     for scale in dict.fromkeys(scales):
         chosen = [index for index, own in enumerate(scales) if own == scale]
         kernels.decay_and_step(

@@ -2,8 +2,8 @@
 
 adamw, adam, sgd    fused kernels                                fused.py
 lion                Lockstep's, on torch's foreach operations    lion.py
-muon                torch.optim.Muon for the hidden matrices, AdamW for the rest; on an accelerator muon.py
-adafactor           torch.optim.Adafactor; on an accelerator adafactor.py
+muon                torch.optim.Muon for the hidden matrices, AdamW for the rest; sharded or on an accelerator: muon.py
+adafactor           torch.optim.Adafactor; sharded or on an accelerator: adafactor.py
 a user's            any torch optimizer                          adapt_optimizer
 """
 
@@ -35,16 +35,20 @@ if TYPE_CHECKING:
 
     from lockstep.config.schema import Optim
     from lockstep.core.protocols import Optimizer
+    from lockstep.distributed.row_shards import RowShards
 
 
-def build_optimizer(optim: Optim, groups: Groups) -> Optimizer:
+def build_optimizer(optim: Optim, groups: Groups, shards: RowShards | None = None) -> Optimizer:
     """Return the optimizer that the config names, over groups of `parameter_groups`.
+
+    Args:
+        shards: How ranks hold the parameters, of which the groups have this rank's rows; None: they are whole.
 
     Raises:
         ConfigError: The model has no matrices for muon to update.
     """
     with _without_compiler():
-        return _BUILDERS[optim.name](optim, groups)
+        return _BUILDERS[optim.name](optim, groups, shards)
 
 
 @contextmanager
@@ -155,7 +159,7 @@ class CombinedOptimizer:
             part.load_state_dict({"parameters": named})
 
 
-def _muon(optim: Optim, groups: Groups) -> Optimizer:
+def _muon(optim: Optim, groups: Groups, shards: RowShards | None) -> Optimizer:
     """Return Muon (Jordan et al. 2024) for the hidden matrices and AdamW for the rest.
 
     Muon's steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2), so that one
@@ -168,15 +172,16 @@ def _muon(optim: Optim, groups: Groups) -> Optimizer:
         )
     muon = torch.optim.Muon(hidden, momentum=optim.momentum, nesterov=True, adjust_lr_fn="match_rms_adamw")
     make_muon_state(muon)
-    gated = DeviceGatedOptimizer(muon, partial(gated_muon_step, muon))
-    return CombinedOptimizer(gated, _BUILDERS["adamw"](optim, rest)) if rest else gated
+    gated = DeviceGatedOptimizer(muon, partial(gated_muon_step, muon, shards), steps_itself=shards is None)
+    return CombinedOptimizer(gated, _BUILDERS["adamw"](optim, rest, shards)) if rest else gated
 
 
-def _adafactor(groups: Groups) -> Optimizer:
+def _adafactor(groups: Groups, shards: RowShards | None) -> Optimizer:
     """Return Adafactor (Shazeer & Stern 2018, arXiv:1804.04235)."""
     adafactor = torch.optim.Adafactor(groups)
     make_adafactor_state(adafactor)
-    return DeviceGatedOptimizer(adafactor, partial(gated_adafactor_step, adafactor))
+    gated_step = partial(gated_adafactor_step, adafactor, shards)
+    return DeviceGatedOptimizer(adafactor, gated_step, steps_itself=shards is None)
 
 
 def _lion(optim: Optim, groups: Groups) -> Optimizer:
@@ -198,11 +203,11 @@ def _split(groups: Groups) -> tuple[Groups, Groups]:
     return hidden, rest
 
 
-_BUILDERS: Mapping[str, Callable[[Optim, Groups], Optimizer]] = {
-    "adamw": lambda optim, groups: fused_adam(groups, optim.betas, optim.eps, decoupled=True),
-    "adam": lambda optim, groups: fused_adam(groups, optim.betas, optim.eps, decoupled=False),
-    "sgd": lambda optim, groups: fused_sgd(groups, optim.momentum, nesterov=optim.nesterov),
-    "lion": _lion,
+_BUILDERS: Mapping[str, Callable[[Optim, Groups, RowShards | None], Optimizer]] = {
+    "adamw": lambda optim, groups, shards: fused_adam(groups, optim.betas, optim.eps, decoupled=True),
+    "adam": lambda optim, groups, shards: fused_adam(groups, optim.betas, optim.eps, decoupled=False),
+    "sgd": lambda optim, groups, shards: fused_sgd(groups, optim.momentum, nesterov=optim.nesterov),
+    "lion": lambda optim, groups, shards: _lion(optim, groups),
     "muon": _muon,
-    "adafactor": lambda optim, groups: _adafactor(groups),
+    "adafactor": lambda optim, groups, shards: _adafactor(groups, shards),
 }

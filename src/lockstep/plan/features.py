@@ -1,10 +1,10 @@
 """The table of strategies and features: which ones work together, and the evidence.
 
-                     ddp          fsdp                         each cell
+                     ddp          zero2                        each cell
     fp16             cpu          cpu                          tested on the CPU (and on which GPU, when)
     muon             cpu          refused: whole matrices      the reason of the refusal
-    offload          -            untested                     runs with --allow-untested
-                                                               -: the strategy has no such option
+    act. offload     untested     untested                     runs with --allow-untested
+    offload          -            cpu                          -: the strategy has no such option
 
 A row states the default; strategies and partitions state what differs. A test compares every `cpu` cell with the single
 process, and checks that every other cell is refused.
@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.optimizers import OPTIMIZERS
-from lockstep.strategies.partitions import WHOLE_MATRICES
-from lockstep.strategies.record import CPU, NONE, Cell, RunLayout, Standing, refused
+from lockstep.strategies.record import CPU, NONE, WHOLE_MATRICES, Cell, RunLayout, Standing, refused
 from lockstep.strategies.registry import layouts
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class Feature:
         requested: Whether a run uses it.
         default: Its cell under strategies that state none.
         axis: The mesh axis that it needs.
-        whole_matrices: It needs whole matrices on one rank, so that the state can't be sharded.
+        whole_matrices: It looks at whole matrices, so that a strategy that shards the state must support it.
     """
 
     name: str
@@ -74,7 +73,7 @@ def _checkpointing(name: str, mode: str) -> Feature:
     return Feature(name, key, lambda run: run.config.memory.activation_checkpointing.mode == mode)
 
 
-_WHOLE_MATRICES = refused("it updates whole matrices, and a rank holds a shard; take adamw, or parallel.strategy: ddp")
+_WHOLE_MATRICES = refused("it updates whole matrices, and a rank holds a shard; take adamw, or parallel.strategy: fsdp")
 _REDUCED_FIRST = refused(
     "gradients are reduced, sharded or gathered before they are applied; take single, or write false"
 )
@@ -128,8 +127,9 @@ def cell(layout: RunLayout, feature: str) -> Cell:
     if row.axis and all(partition.axis != row.axis for partition in layout.partitions):
         return NONE
     default = _WHOLE_MATRICES if row.whole_matrices and layout.variant.divides else row.default
-    under_strategy = layout.variant.cells.get(feature) or layout.strategy.cells.get(feature) or default
     key = WHOLE_MATRICES if row.whole_matrices else feature
+    of_layout = {**layout.strategy.cells, **layout.variant.cells}
+    under_strategy = of_layout.get(feature) or of_layout.get(key) or default
     cells = [*(partition.cells.get(key, CPU) for partition in layout.partitions), under_strategy]
     return min(cells, key=lambda each: _WORST_FIRST.index(each.standing))
 

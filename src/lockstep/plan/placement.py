@@ -110,8 +110,9 @@ def _place(strategy: Strategy, variant: Variant, state: State, ranks: int) -> Pl
     trained = [parameter for parameter in state.parameters if parameter.trainable]
     gradients = sum(parameter.bytes for parameter in trained)
     copies = sharding.gradient_copies(options) + (0 if sharding.gradients else state.partial_sums)
-    state_bytes = OPTIMIZERS[state.optim.name].state_bytes
-    optimizer = sum(state_bytes(parameter, state.optim) for parameter in trained)
+    facts = OPTIMIZERS[state.optim.name]
+    unsharded = sum(facts.unsharded_bytes(parameter, state.optim) for parameter in trained)
+    optimizer = sum(facts.state_bytes(parameter, state.optim) for parameter in trained) - unsharded
     masters = gradients if sharding.masters else 0
     kept = 0
     if sharding.kept_whole and ranks > 1:
@@ -121,7 +122,7 @@ def _place(strategy: Strategy, variant: Variant, state: State, ranks: int) -> Pl
         strategy=variant.name,
         parameters=_share(sum(parameter.bytes for parameter in state.parameters), ranks, sharding.parameters) + kept,
         gradients=_share(gradients, ranks, sharding.gradients) * copies,
-        optimizer=_share(optimizer + masters, ranks, sharding.optimizer),
+        optimizer=_share(optimizer + masters, ranks, sharding.optimizer) + unsharded,
         note=sharding.note,
     )
 
@@ -155,6 +156,7 @@ def volume_of(
         at_root: Names of the parameters in no block.
     """
     strategy, narrow = find_strategy(config.parallel.strategy), ELEMENT_BYTES.get(config.precision.compute, 4)
+    facts, trained = OPTIMIZERS[config.optim.name], [parameter for parameter in parameters if parameter.trainable]
     everything, reduced = strategy.element_bytes(strategy.options_of(config.parallel))
     widths = [
         everything or (narrow if parameter.name in lowered else parameter.element_bytes) for parameter in parameters
@@ -162,6 +164,8 @@ def volume_of(
     gathered = {parameter.name: parameter.elements * width for parameter, width in zip(parameters, widths, strict=True)}
     return Volume(
         parameters=sum(gathered.values()),
-        gradients=sum(parameter.elements * reduced for parameter in parameters if parameter.trainable),
+        gradients=sum(parameter.elements * reduced for parameter in trained),
         at_root=sum(gathered[name] for name in at_root),
+        exchanged=sum(facts.exchanged_bytes(parameter, config.optim) for parameter in trained),
+        summed=sum(facts.summed_bytes(parameter, config.optim) for parameter in trained),
     )

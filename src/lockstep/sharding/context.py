@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import GradientStep, Optimizer
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
+    from lockstep.distributed.row_shards import RowShards
     from lockstep.optim.optimizers import Elementwise
     from lockstep.plan.plan import Plan
     from lockstep.sharding.model_state import ModelState
@@ -36,8 +37,13 @@ class OptimizerFactory(Protocol):
     def is_custom(self) -> bool:
         """True for a user's optimizer, which may depend on the shapes of parameters."""
 
-    def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        """Return the optimizer of these parameters."""
+    def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]], shards: RowShards | None = None) -> Optimizer:
+        """Return the optimizer of these parameters.
+
+        Args:
+            shards: How ranks hold them, if these are this rank's rows; None: they are whole, or the optimizer treats
+                each element alone.
+        """
 
     def elementwise(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Elementwise:
         """Return an optimizer that may see the parameters flattened, or raise ConfigError."""

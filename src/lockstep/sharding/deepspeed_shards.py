@@ -36,13 +36,13 @@ class ZeroShard:
         """Return its section of a flat memory that is laid out like its own."""
         return flat.detach().reshape(-1)[self._offset : self._offset + self.flat.memory.numel()]
 
-    def as_shard(self, value: Tensor) -> Any:
+    def as_shard(self, entry: str, value: Tensor) -> Any:
         """Return optimizer state as a shard of the whole tensor's; state that isn't kept for each element unchanged."""
         if not value.ndim:
             return value
         return FlatShard(value, self.flat.start, self.flat.shape, self.flat.device, self.flat.length)
 
-    def as_local(self, value: Tensor) -> Tensor:
+    def as_local(self, entry: str, value: Tensor) -> Tensor:
         """Return its elements of a whole tensor; other tensors unchanged."""
         return self.flat.of(value) if value.shape == self.flat.shape else value
 
@@ -142,7 +142,7 @@ class ZeroOptimizer:
             return
         if self.stage < 3:
             for shard in self.shards.values():
-                shard.flat.memory.copy_(shard.as_local(shard.parameter.detach()))
+                shard.flat.memory.copy_(shard.flat.of(shard.parameter.detach()))
             return
         zero = self._zero
         zero._partition_all_parameters()

@@ -6,7 +6,8 @@
                            gathered    reduced, each its part
 
 The optimizer works on this rank's parts as plain tensors: an elementwise rule makes the same update, with the kernels
-of the single process. Elsewhere parameters and moments are DTensors, which know their place in the whole.
+of the single process, and others know how the rows are sharded. Elsewhere parameters and moments are DTensors, which
+know their place in the whole.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import GradientStep
+from lockstep.distributed.collectives import LocalGroup, RankGroup
+from lockstep.distributed.row_shards import RowShards
+from lockstep.plan.optimizers import OPTIMIZERS
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Builder, Sharding, ShardingContext
 from lockstep.sharding.fsdp_order import NegotiatedOrder, fixed_order
@@ -33,6 +37,8 @@ from lockstep.sharding.single import NO_SYNC, named_gradients, refuse_other_than
 from lockstep.sharding.wrapping import units
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from lockstep.config.schema import FSDP
     from lockstep.core.protocols import Optimizer
     from lockstep.distributed.mesh_position import MeshPosition
@@ -86,9 +92,11 @@ def build(context: ShardingContext) -> Sharding:
     """Return FSDP's sharding of a model that `shard` has sharded."""
     model, custom = context.model, context.optimizer.is_custom
     initialize(model)
-    shards = parameter_shards(model, keeps_dtensors=custom)
+    factors = OPTIMIZERS[context.config.optim.name].factors
+    shards = parameter_shards(model, keeps_dtensors=custom, factors=factors)
     # A user's optimizer may depend on shapes: it gets the DTensors
-    optimizer = context.optimizer((shard.name, shard.whole if custom else shard.local) for shard in shards)
+    named = [(shard.name, shard.whole if custom else shard.local) for shard in shards]
+    optimizer = context.optimizer(named, None if custom else _row_shards(shards))
     buffers = SyncedBuffers(model, context.position.data_parallel_group)
     step = FSDPStep(context, shards, optimizer, buffers)
     state = ModelState(
@@ -263,6 +271,16 @@ def _device_mesh(position: MeshPosition, options: FSDP, device: torch.device) ->
     if position.device_mesh is not None:
         return position.device_mesh[axes]
     return init_device_mesh(device.type, tuple(getattr(mesh, axis) for axis in axes), mesh_dim_names=axes)
+
+
+def _row_shards(shards: Sequence[ParameterShard]) -> RowShards | None:
+    """Return how ranks hold the rows of the trained parameters; None if there are none."""
+    if not shards:
+        return None
+    mesh = cast("DTensor", shards[0].whole).device_mesh  # every unit has the same
+    group = mesh.get_group("shard")
+    axis = RankGroup(group) if group.size() > 1 else LocalGroup()
+    return RowShards(axis, {shard.name: tuple(shard.whole.shape) for shard in shards})
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:

@@ -117,7 +117,7 @@ class ModelState:
             shard = self._shards.get(name)
             for entry, value in of_parameter.items():
                 if isinstance(value, Tensor):
-                    entries[f"{_OPTIMIZER}{entry}.{name}"] = value if shard is None else shard.as_shard(value)
+                    entries[f"{_OPTIMIZER}{entry}.{name}"] = value if shard is None else shard.as_shard(entry, value)
                 else:
                     numbers.setdefault(name, {})[entry] = _plain(f"the optimizer's {entry} of {name}", value)
         groups = [
@@ -144,7 +144,7 @@ class ModelState:
             if key.startswith(_OPTIMIZER):
                 entry, _, name = key.removeprefix(_OPTIMIZER).partition(".")
                 shard = self._shards.get(name)
-                entries.setdefault(name, {})[entry] = value if shard is None else shard.as_local(value)
+                entries.setdefault(name, {})[entry] = value if shard is None else shard.as_local(entry, value)
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 entries.setdefault(name, {})

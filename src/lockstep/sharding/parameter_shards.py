@@ -10,7 +10,7 @@ is held whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -27,18 +27,23 @@ class ParameterShard:
 
     Args:
         keeps_dtensors: Whether the optimizer works on the DTensor itself.
+        factors: Entries of the optimizer's state that have one element along a dim of a matrix: that dim, from the end.
 
     Attributes:
         whole: The model's parameter.
         local: This rank's part of it, a plain parameter on the same memory.
     """
 
-    def __init__(self, name: str, whole: nn.Parameter, keeps_dtensors: bool) -> None:
+    def __init__(
+        self, name: str, whole: nn.Parameter, keeps_dtensors: bool = False, factors: Mapping[str, int] | None = None
+    ) -> None:
         self.name = name
         self.whole = whole
         self.local = nn.Parameter(local_tensor(whole))
         self._keeps_dtensors = keeps_dtensors
         self._placements = cast("DTensor", whole).placements if is_sharded(whole) else None
+        self._factors = {} if factors is None or whole.ndim < 2 else factors
+        self._factors_like: dict[str, Tensor] = {}
 
     @property
     def gradient(self) -> Tensor | None:
@@ -54,19 +59,35 @@ class ParameterShard:
             self.whole.grad = sharded = sharded.redistribute(placements=wanted)
         return sharded.to_local()
 
-    def as_shard(self, value: Tensor) -> Tensor | ShardLike:
+    def as_shard(self, entry: str, value: Tensor) -> Tensor | ShardLike:
         """Return optimizer state of this part as a shard of the whole tensor's."""
-        if not is_sharded(self.whole) or is_sharded(value) or not self._is_elementwise(value):
+        if not is_sharded(self.whole) or is_sharded(value):
             return value
-        return ShardLike(value, self.whole)
+        if entry in self._factors:
+            return ShardLike(value, self._like(entry)) if self._is_sharded_factor(entry) else value
+        return ShardLike(value, self.whole) if self._is_elementwise(value) else value
 
-    def as_local(self, value: Tensor) -> Tensor:
+    def as_local(self, entry: str, value: Tensor) -> Tensor:
         """Return saved optimizer state, of this part or the whole tensor, in the optimizer's form."""
+        if entry in self._factors:
+            if not self._is_sharded_factor(entry) or value.shape == local_tensor(self._like(entry)).shape:
+                return value
+            return shard_of(self._like(entry), value)
         if value.shape == self.whole.shape and not self._is_elementwise(value):
             value = shard_of(self.whole, value)
         if self._keeps_dtensors and self._is_elementwise(value):
             return as_shard_of(self.whole, value.to(self.local.device))
         return value
+
+    def _is_sharded_factor(self, entry: str) -> bool:
+        """Return whether ranks hold parts of a factor; it is whole if its one element is along the sharded dim."""
+        return is_sharded(self.whole) and self.whole.ndim + self._factors[entry] > 0
+
+    def _like(self, entry: str) -> Tensor:
+        """Return a tensor with the shape of a factor, sharded like the parameter."""
+        if entry not in self._factors_like:
+            self._factors_like[entry] = self.whole.detach().narrow(self._factors[entry], 0, 1)
+        return self._factors_like[entry]
 
     def _is_elementwise(self, value: Tensor) -> bool:
         """Return whether `value` has an element for each of this part's."""
@@ -105,10 +126,12 @@ class LocalGradients:
         return self._known
 
 
-def parameter_shards(model: nn.Module, keeps_dtensors: bool = False) -> list[ParameterShard]:
+def parameter_shards(
+    model: nn.Module, keeps_dtensors: bool = False, factors: Mapping[str, int] | None = None
+) -> list[ParameterShard]:
     """Return the shards of the trained parameters in the order of the model, tied ones once."""
     return [
-        ParameterShard(name, parameter, keeps_dtensors)
+        ParameterShard(name, parameter, keeps_dtensors, factors)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]

@@ -12,7 +12,9 @@ from typing import Literal
 
 from lockstep.core.errors import Problem
 from lockstep.strategies.record import (
+    CPU,
     ELEMENT_BYTES,
+    WHOLE_MATRICES,
     Cell,
     StateSharding,
     Strategy,
@@ -118,6 +120,7 @@ STRATEGY = Strategy(
     rounding=("mixed_precision",),
     rounds_to_fp16=lambda options: options.mixed_precision.rounds_to_fp16,
     cells={
+        WHOLE_MATRICES: CPU,  # gathered one at a time, or summed over the shards
         "offload": Cell(
             "untested",
             "FSDP2 offloads only from a GPU, and no GPU was available",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.strategies.record import Cell, Partition, refused
+from lockstep.strategies.record import WHOLE_MATRICES, Cell, Partition, refused
 from lockstep.strategies.section import Auto, Positive, Section
 
 if TYPE_CHECKING:
@@ -51,8 +51,6 @@ _PIPELINE = {
 }
 _CHECKPOINTING = ("activation checkpointing", "selective checkpointing", "adaptive checkpointing")
 _WEIGHTS_APART = {**_PIPELINE, **dict.fromkeys(_CHECKPOINTING, _TWICE)}
-WHOLE_MATRICES = "whole matrices"
-"""The cell of all optimizers that need them."""
 _TENSOR = {
     "compile": refused(
         "torch's compiler (2.13) fails on sharded matrices where shapes change, as texts of different lengths do; "

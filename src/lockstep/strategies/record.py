@@ -56,6 +56,10 @@ class Cell:
 CPU, NONE = Cell("cpu"), Cell("none")
 
 
+WHOLE_MATRICES = "whole matrices"
+"""The cell of all optimizers that look at whole matrices."""
+
+
 def refused(why: str) -> Cell:
     return Cell("refused", why)
 
@@ -71,23 +75,34 @@ class Volume:
         parameters: In the type that they are gathered in.
         gradients: In the type that they are reduced in.
         at_root: Of the parameters, those in no block: gathered once, where those of blocks are gathered twice.
+        exchanged: What an optimizer of whole matrices gathers, each matrix on one rank, and sends back.
+        summed: What it sums over the shards.
     """
 
     parameters: int
     gradients: int
     at_root: int = 0
+    exchanged: int = 0
+    summed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that a rank sends in an update, at most 1 byte off: parameters gathered, gradients reduced."""
+    """Bytes that a rank sends in an update, at most 1 byte off.
+
+    Attributes:
+        gathered: Of parameters.
+        reduced: Of gradients.
+        optimizer: What the optimizer sends itself.
+    """
 
     gathered: float = 0.0
     reduced: float = 0.0
+    optimizer: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.gathered + self.reduced
+        return self.gathered + self.reduced + self.optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +117,7 @@ class Update:
     def traffic(self, gathers: float, reduces: float, at_root: float = 0.0) -> Traffic:
         """Return what a rank sends if the shards gather all parameters and scatter all gradients this many times.
 
-        Replicas then all-reduce each shard's gradients.
+        Replicas then all-reduce each shard's gradients. The optimizer's own exchange is among the shards.
 
         Args:
             at_root: How many times the shards gather the parameters in no block, in addition.
@@ -110,7 +125,8 @@ class Update:
         volume, share = self.volume, (self.shards - 1) / self.shards
         all_reduced = 2 * (self.replicas - 1) / self.replicas * volume.gradients / self.shards
         gathered = share * (gathers * volume.parameters + at_root * volume.at_root)
-        return Traffic(gathered, share * reduces * volume.gradients + all_reduced)
+        optimizer = 2 * share * (volume.exchanged / self.shards + volume.summed)
+        return Traffic(gathered, share * reduces * volume.gradients + all_reduced, optimizer)
 
 
 def nothing_sent(update: Update) -> Traffic:

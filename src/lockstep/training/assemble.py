@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Engine, EvaluatedObjective, Optimizer, Source
     from lockstep.core.records import Inputs
     from lockstep.distributed.process_group import World
+    from lockstep.distributed.row_shards import RowShards
     from lockstep.models.meta_model import MetaModel
     from lockstep.models.model_tensors import ModelTensors
     from lockstep.plan.grouping import Grouping
@@ -325,11 +326,11 @@ class ConfiguredOptimizer:
         self.is_custom = self._make is not None
         self.used = optim
 
-    def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        """Return the optimizer of these parameters."""
+    def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]], shards: RowShards | None = None) -> Optimizer:
+        """Return the optimizer of these parameters; see `OptimizerFactory`."""
         groups = parameter_groups(parameters, self._optim, self._groups)
         if self._make is None:
-            return build_optimizer(self._optim, groups)
+            return build_optimizer(self._optim, groups, shards)
         try:
             made = self._make(user_groups(groups, self._optim))
         except (TypeError, ValueError) as error:
