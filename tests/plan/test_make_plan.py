@@ -7,6 +7,7 @@ import pytest
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import DataFacts, ParameterFacts
+from lockstep.plan.choosing import choose_strategy
 from lockstep.plan.plan import Machine, as_json, describe, make_plan
 
 FACTS = DataFacts(samples=1000, tokens_per_sample=16)
@@ -43,24 +44,28 @@ def test_a_plan_derives_every_number():
 
 
 @pytest.mark.parametrize(
-    ("memory", "optim", "strategy", "why"),
+    ("memory", "sections", "strategy", "why"),
     [
-        (None, "adamw", "ddp", "a rank's memory isn't known here; set it by plan --memory 80GiB"),
-        (2000, "adamw", "ddp", "the training state takes 648 B of the 1.953 KiB that a rank has"),
-        (1000, "adamw", "fsdp", "the training state takes 648 B of the 1000 B that a rank has"),
-        (
-            600,
-            "muon",
-            "ddp",
-            "the training state takes 548 B of the 600 B that a rank has, but muon doesn't go with fsdp: it updates "
-            "whole matrices, and a rank holds a shard; take adamw, or parallel.strategy: ddp",
-        ),
+        (None, {}, "ddp", "a rank's memory isn't known here; set it by plan --memory 80GiB"),
+        (2000, {}, "ddp", "the training state takes 648 B of the 1.953 KiB that a rank has"),
+        (1000, {}, "fsdp", "the training state takes 648 B of the 1000 B that a rank has"),
+        (600, {"optim": {"name": "muon"}}, "fsdp", "the training state takes 548 B of the 600 B that a rank has"),
     ],
 )
-def test_auto_takes_what_fits_and_states_the_reason(memory, optim, strategy, why):
-    planned = make_plan(config(optim={"name": optim}), 2, FACTS, PARAMETERS, Machine(memory=memory))
+def test_auto_takes_what_fits_and_states_the_reason(memory, sections, strategy, why):
+    planned = make_plan(config(**sections), 2, FACTS, PARAMETERS, Machine(memory=memory))
     assert (planned.strategy, planned.why) == (strategy, why)
     assert f"auto took {strategy}: {why}" in describe(planned)
+
+
+def test_auto_leaves_out_what_refuses_the_optimizer():
+    asked = config(optim={"name": "muon"}, parallel={"tensor": 2})
+    choice = choose_strategy(asked, 4, PARAMETERS, memory=300)
+    assert choice.strategy.name == "ddp"
+    assert choice.why == (
+        "the training state takes 274 B of the 300 B that a rank has, but muon doesn't go with fsdp: it updates whole "
+        "matrices, and a rank holds a shard; take adamw, or leave parallel.tensor out"
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +151,8 @@ def test_bytes_per_rank_count_no_state_for_frozen_parameters(optim, state):
         kept_whole = 70 * 4 if stage == 3 else 0  # all are small
         assert row.parameters == 70 * 4 / of_parameters + kept_whole
         assert row.gradients == 30 * 4 / of_gradients
-        assert row.optimizer == (state + masters) / of_state
+        whole = 4 * 4 if optim["name"] == "adafactor" else 0  # the factor of columns
+        assert row.optimizer == (state - whole + masters) / of_state + whole
         assert row.total == row.parameters + row.gradients + row.optimizer
     assert {row.strategy for row in planned.placements} == {
         "single", "dp", "ddp", "fsdp", "fsdp-grad-op", "fsdp-no-shard", "zero0", "zero1", "zero2", "zero3",

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from kit.layouts import STATE_VARIANTS, VARIANTS
 from kit.worlds import in_world
 
-from lockstep.plan.placement import traffic
+from lockstep.config.loading import validate
+from lockstep.core.records import DataFacts
+from lockstep.models.build import describe_model
+from lockstep.plan.placement import traffic, volume_of
 from lockstep.strategies.record import Volume
 from lockstep.training.session import components_of
 
@@ -38,21 +41,21 @@ PARALLELS: dict[str, dict[str, Any]] = {
     "zero3": {"strategy": "deepspeed", "deepspeed": STAGE_3},
 }
 NORMS = 16  # bytes that DeepSpeed's own norms may take, in addition to the formula
-SHARE = {"allreduce_": 2.0, "_allgather_base_": 1.0, "_reduce_scatter_base_": 1.0}
+SHARE = {"allreduce_": 2.0, "_allgather_base_": 1.0, "_reduce_scatter_base_": 1.0, "alltoall_base_": 1.0}
 
 
-def counted(parallels: list[dict[str, Any]]) -> list[tuple[float, int, int]]:
-    """Return, for each strategy: bytes that one rank sends in the third update, of the model, and at its root."""
+def counted(sections: list[dict[str, Any]]) -> list[tuple[float, int, int]]:
+    """Return, for each run: bytes that one rank sends in the third update, of the model, and at its root."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     try:
-        return [_counted(parallel) for parallel in parallels]
+        return [_counted(each) for each in sections]
     finally:
         dist.destroy_process_group()
 
 
-def _counted(parallel: dict[str, Any]) -> tuple[float, int, int]:
+def _counted(sections: dict[str, Any]) -> tuple[float, int, int]:
     import torch.distributed as dist
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -69,7 +72,7 @@ def _counted(parallel: dict[str, Any]) -> tuple[float, int, int]:
                 sent[name] += max(map(_bytes_of, args))
             return function(*args, **(kwargs or {}))
 
-    with lockstep.session({**CONFIG, "parallel": parallel}) as session:
+    with lockstep.session({**CONFIG, **sections}) as session:
         for batch in session.batches():
             with Counting():
                 session.accumulate(batch)
@@ -86,16 +89,27 @@ def _bytes_of(argument: Any) -> int:
     import torch
 
     tensors = argument if isinstance(argument, list | tuple) else [argument]
-    fp32 = [each for each in tensors if isinstance(each, torch.Tensor) and each.dtype == torch.float32]
-    return sum(each.numel() * each.element_size() for each in fp32)
+    return sum(
+        each.nbytes for each in tensors if isinstance(each, torch.Tensor) and each.dtype in (torch.float32, torch.uint8)
+    )
 
 
 def test_each_strategy_sends_the_bytes_of_the_formula() -> None:
-    for counts in in_world(2, counted, list(PARALLELS.values())):
-        for name, (sent, whole, at_root) in zip(PARALLELS, counts, strict=True):
+    runs = [(name, {"parallel": parallel}) for name, parallel in PARALLELS.items()]
+    runs += [("fsdp", {"parallel": VARIANTS["fsdp"], "optim": {"name": name}}) for name in ("muon", "adafactor")]
+    for counts in in_world(2, counted, [sections for _, sections in runs]):
+        for (name, sections), (sent, whole, at_root) in zip(runs, counts, strict=True):
             assert whole > at_root > 0
-            expected = traffic(name, Volume(whole, whole, at_root), 2, micro_batches=MICRO_BATCHES).total
-            assert sent == pytest.approx(expected, abs=NORMS if name.startswith("zero") else 0), name
+            config = validate({**CONFIG, **sections}).config
+            of_optimizer = (
+                volume_of(config, describe_model(config.model, DataFacts(1, None)))
+                if "optim" in sections
+                else Volume(0, 0)
+            )
+            volume = Volume(whole, whole, at_root, of_optimizer.exchanged, of_optimizer.summed)
+            expected = traffic(name, volume, 2, micro_batches=MICRO_BATCHES)
+            assert (expected.optimizer > 0) is ("optim" in sections)
+            assert sent == pytest.approx(expected.total, abs=NORMS if name.startswith("zero") else 0), sections
 
 
 SIZES = st.integers(1, 10**12)

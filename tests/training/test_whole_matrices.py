@@ -115,3 +115,20 @@ def test_a_checkpoint_resumes_under_other_strategies_and_on_other_ranks(tmp_path
     for ranks, sources, target in targets:
         for source, resumed in in_world(ranks, resume_each, sources, target, folder)[0].items():
             assert _difference(saved[source], resumed) == "", f"{source} -> {target} on {ranks}"
+
+
+def test_stages_and_parts_of_sequences_share_the_matrices_of_their_own_ranks() -> None:
+    layouts: list[dict[str, Any]] = [{"pipeline": 2}, {"context": 2}]
+    configs = [
+        {
+            **asked(name, "accumulated, reduced each time, clipped", sharded=True),
+            "parallel": {"strategy": "fsdp", **layout},
+        }
+        for name in NAMES
+        for layout in layouts
+    ]
+    runs = recorded_all(configs, 4, UPDATES)
+    for number, name in enumerate(NAMES):
+        expected = recorded(asked(name, "accumulated, reduced each time, clipped", sharded=False), updates=UPDATES)
+        for run in runs[number * len(layouts) :][: len(layouts)]:
+            assert run.losses == pytest.approx(expected.losses, rel=LOSSES[name])
