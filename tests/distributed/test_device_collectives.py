@@ -18,7 +18,7 @@ from lockstep.core.records import Tally
 from lockstep.distributed import collectives, host_group
 from lockstep.distributed.collectives import RankGroup, own_group
 from lockstep.distributed.consensus import DeviceConsensus
-from lockstep.distributed.device_check import shared_device
+from lockstep.distributed.device_check import device_refusal
 from lockstep.distributed.host_group import pickled
 from lockstep.distributed.process_group import joined
 from lockstep.distributed.shard_boxes import full_tensor
@@ -97,8 +97,7 @@ def test_tensors_in_objects_arrive_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -
 
 def _objects_beside_another_backend() -> list[object]:
     stand_in.register()
-    launch = Launch.model_construct(**{**Launch(timeout=60.0).model_dump(), "backend": stand_in.NAME})
-    with joined(launch, grouped=True) as world:
+    with joined(Launch(timeout=60.0, backend=stand_in.NAME), grouped=True) as world:
         numbers = world.axis.gather((world.rank, torch.arange(world.rank)))
         first = world.axis.broadcast({"large": "x" * 100_000} if world.rank == 0 else None)
         world.axis.barrier()
@@ -169,8 +168,14 @@ def test_other_backends_make_the_same_groups() -> None:
 
 
 def test_two_ranks_on_one_device_are_named() -> None:
-    assert shared_device(["a/0", "a/1", "b/0"]) == ""
-    assert shared_device(["", ""]) == "", "ranks on the CPU share it"
-    assert shared_device(["a/0", "b/0", "a/0"]).startswith(
-        "ranks 0 and 2 have the same GPU, and 3 ranks have 2 of them"
+    assert device_refusal(["cuda a/0", "cuda a/1", "cuda b/0"]) == ""
+    assert device_refusal(["cpu", "cpu"]) == "", "ranks on the CPU share it"
+    assert device_refusal(["cuda a/0", "cuda b/0", "cuda a/0"]).startswith(
+        "ranks 0 and 2 have the same device, and 3 ranks have 2 of cuda; start one rank for each"
     )
+
+
+def test_a_rank_without_an_accelerator_beside_others_with_one_is_named() -> None:
+    """Before, it waited over gloo for ranks that waited over nccl, until `launch.timeout` was over."""
+    assert device_refusal(["cuda a/0", "cuda a/1", "cpu"]).startswith("rank 0 computes on cuda and rank 2 on cpu; let")
+    assert device_refusal(["cpu", "xpu a/0"]).startswith("rank 0 computes on cpu and rank 1 on xpu; let")

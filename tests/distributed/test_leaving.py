@@ -30,8 +30,7 @@ ENDS: dict[str, BaseException] = {
 
 def _join(backend: str) -> Any:
     stand_in.register()
-    launch = Launch.model_construct(**{**Launch(timeout=60.0).model_dump(), "backend": backend})
-    return joined(launch, grouped=True)
+    return joined(Launch(timeout=60.0, backend=backend), grouped=True)
 
 
 def _fail_in_a_collective(backend: str, end: str, left: Path) -> tuple[str, float, list[str], bool]:

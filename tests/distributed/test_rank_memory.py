@@ -77,18 +77,18 @@ def test_the_lowest_limit_of_the_control_groups_counts(
 def test_ranks_that_have_a_core_each_share_the_memory_equally() -> None:
     whole = host_memory()
     assert 0 < whole <= _meminfo()
-    assert memory_if_started(gpus=0, cores=4, ranks=1) == whole
-    assert memory_if_started(gpus=0, cores=4, ranks=3) == whole // 3
-    assert memory_if_started(gpus=0, cores=4, ranks=5) is None
+    assert memory_if_started("cpu", 0, cores=4, ranks=1) == whole
+    assert memory_if_started("cpu", 0, cores=4, ranks=3) == whole // 3
+    assert memory_if_started("cpu", 0, cores=4, ranks=5) is None
 
 
 def test_more_ranks_than_gpus_can_not_start_here() -> None:
-    assert memory_if_started(gpus=2, cores=64, ranks=3) is None
+    assert memory_if_started("cuda", 2, cores=64, ranks=3) is None
 
 
 def test_a_started_rank_has_the_memory_that_was_planned() -> None:
     world = World(LocalGroup(), 0, 1, 0, 2, torch.device("cpu"), "none")
-    assert rank_memory(world.device, world.axis, world.machine_ranks) == memory_if_started(gpus=0, cores=2, ranks=2)
+    assert rank_memory(world.device, world.axis, world.machine_ranks) == memory_if_started("cpu", 0, cores=2, ranks=2)
 
 
 def test_the_peak_includes_what_was_written() -> None:

@@ -587,7 +587,7 @@ def test_keys_of_nanogpt_are_imported_by_their_meaning(tmp_path: Path) -> None:
         assert result.settings[key] == pytest.approx(value) if isinstance(value, float) else value, key
     assert "launch.backend" not in result.settings
     why = {finding.key: finding.answer.why for finding in result.findings}
-    assert why["backend"] == "follows from the device: nccl on GPUs, gloo on the CPU"
+    assert why["backend"] == "follows from the device: nccl on NVIDIA GPUs, gloo on the CPU"
     assert why["lr_decay_iters"] == "the rate falls over the whole run"
     assert statuses(result)["eval_iters"] == "to do"
 

@@ -86,3 +86,4 @@ def register() -> None:
     """Make the backend known in this process."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, StandIn, devices=["cuda"])
+        dist.Backend.backend_capability[NAME] = ["cpu"]  # of the ranks that use it

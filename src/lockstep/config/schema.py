@@ -33,6 +33,7 @@ from lockstep.config.data_sections import (
     StdlibText,
     Tokens,
 )
+from lockstep.config.devices import BackendName, DeviceName
 from lockstep.config.every import Every
 from lockstep.config.model_sections import (
     CustomModel,
@@ -115,11 +116,13 @@ class Launch(Section):
     """Start of the run's processes, and how they connect."""
 
     ranks: Positive | Auto = "auto"
-    """Processes on this machine; auto: one per GPU, or one without a GPU."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU if there is one, otherwise the CPU."""
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """auto: nccl on GPUs, otherwise gloo."""
+    """Processes on this machine; auto: one per accelerator that this process sees, or one without any."""
+    device: DeviceName = "auto"
+    """auto: the accelerator that torch finds, otherwise the CPU. Also valid: the device of any plugin that torch has
+    loaded."""
+    backend: BackendName = "auto"
+    """auto: the one of the device, such as nccl on NVIDIA GPUs and gloo on the CPU. Also valid: any that is registered
+    with `torch.distributed`."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that a collective may take before the run fails."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0

@@ -16,6 +16,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from lockstep.config.devices import Words
 from lockstep.config.every import Every
 from lockstep.config.reading import Leaf, Node, Table
 from lockstep.config.schema import Config, Parallel
@@ -123,6 +124,8 @@ def all_keys(shape: ValueShape | None = None, path: tuple[str, ...] = ()) -> Ite
 
 def _shape(annotation: Any, metadata: Iterable[object] = ()) -> ValueShape:
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if words := next((item for item in metadata if isinstance(item, Words)), None):
+        return ValueShape(choices=words.listed)
     if origin is Annotated:
         inner = [item for each in arguments[1:] for item in (each.metadata if isinstance(each, FieldInfo) else [each])]
         return _shape(arguments[0], [*inner, *metadata])

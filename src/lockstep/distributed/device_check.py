@@ -1,4 +1,4 @@
-"""The check that no two ranks compute on one accelerator.
+"""The check that ranks compute on devices of one type, and no two on one accelerator.
 
     torchrun          each rank sees all GPUs of its machine        rank 3 takes number 3
     Slurm's           each sees its own (--gpus-per-task,           rank 3 takes number 0, which is its own
@@ -26,7 +26,7 @@ _SETTLE = 5.0  # seconds for all ranks to read a refusal
 
 
 def refuse_shared_devices(store: Store, rank: int, size: int, device: torch.device, limit: float) -> None:
-    """Raise ConfigError if two ranks have the same accelerator. All ranks together.
+    """Raise ConfigError if two ranks have the same accelerator, or some have none. All ranks together.
 
     Args:
         store: Keys of this round of ranks.
@@ -37,12 +37,12 @@ def refuse_shared_devices(store: Store, rank: int, size: int, device: torch.devi
     """
     if size == 1:
         return
-    store.set(f"device/{rank}", "" if device.type == "cpu" else device_identity(device))
+    store.set(f"device/{rank}", device_identity(device))
     if rank == 0:
         keys = [f"device/{other}" for other in range(size)]
         if not poll(lambda: store.check(keys), time.monotonic() + limit):
             raise RoundTimeout("not all other ranks have a device")
-        store.set("devices", shared_device([value.decode() for value in store.multi_get(keys)]))
+        store.set("devices", device_refusal([value.decode() for value in store.multi_get(keys)]))
     elif not poll(lambda: store.check(["devices"]), time.monotonic() + limit):
         raise RoundTimeout("rank 0 did not answer")
     if refusal := store.get("devices").decode():
@@ -52,21 +52,30 @@ def refuse_shared_devices(store: Store, rank: int, size: int, device: torch.devi
         raise ConfigError(Problem("", "launch.ranks", refusal))
 
 
-def shared_device(identities: list[str]) -> str:
-    """Return which ranks have the same device, as a refusal; empty: none. A rank on the CPU has no identity."""
+def device_refusal(identities: list[str]) -> str:
+    """Return which ranks can't compute together on devices of these identities, and why; empty: all can."""
+    types = [identity.partition(" ")[0] for identity in identities]
+    if other := next((rank for rank, name in enumerate(types) if name != types[0]), None):
+        return (
+            f"rank 0 computes on {types[0]} and rank {other} on {types[other]}; let every rank see an accelerator "
+            "(CUDA_VISIBLE_DEVICES, drivers of all nodes), or write launch.device: cpu"
+        )
     owners: dict[str, int] = {}
     for rank, identity in enumerate(identities):
-        if identity and (owner := owners.setdefault(identity, rank)) != rank:
-            devices = len(set(identities) - {""})
+        if (owner := owners.setdefault(identity, rank)) != rank and types[0] != "cpu":
+            number = len(set(identities))
             return (
-                f"ranks {owner} and {rank} have the same GPU, and {len(identities)} ranks have {devices} of them; "
-                "start one rank for each GPU, or let each see its own (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task)"
+                f"ranks {owner} and {rank} have the same device, and {len(identities)} ranks have {number} of "
+                f"{types[0]}; start one rank for each, or let each see its own (CUDA_VISIBLE_DEVICES, Slurm's "
+                "--gpus-per-task)"
             )
     return ""
 
 
 def device_identity(device: torch.device) -> str:
-    """Return a name of the device that no other device has, on this machine and others."""
+    """Return the device's type and, after a space, a name that no other accelerator has, on this machine and others."""
+    if device.type == "cpu":
+        return device.type
     properties: Any = torch.get_device_module(device).get_device_properties(device)
-    index = torch.accelerator.current_device_index() if device.index is None else device.index
-    return str(getattr(properties, "uuid", None) or f"{socket.gethostname()}/{device.type}:{index}")
+    name = getattr(properties, "uuid", None) or f"{socket.gethostname()}/{device.index}"
+    return f"{device.type} {name}"

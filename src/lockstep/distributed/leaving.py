@@ -73,7 +73,7 @@ def _abort(device: torch.device, exchange: StoreExchange | None) -> None:
         dist.destroy_process_group()
         return
     if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)  # a thread begins with the first one
+        torch.get_device_module(device).set_device(device)  # a thread begins with the first one
     try:
         # torch's public API aborts a single group; this one aborts all, in the order that NCCL needs
         dist.distributed_c10d._abort_process_group()

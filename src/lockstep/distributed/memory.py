@@ -42,15 +42,15 @@ def rank_memory(device: torch.device, axis: Axis, machine_ranks: int | None = No
     return min(cast("list[int]", axis.gather(own)))
 
 
-def memory_if_started(gpus: int, cores: int, ranks: int) -> int | None:
-    """Return what `rank_memory` would be for N ranks on this machine; None if it has too few GPUs or cores for them.
+def memory_if_started(device_type: str, devices: int, cores: int, ranks: int) -> int | None:
+    """Return what `rank_memory` would be for N ranks on this machine; None if it has too few devices or cores for them.
 
     Args:
-        gpus: GPUs that ranks may use here; 0: they compute on the CPU.
+        devices: Accelerators of the type that ranks may use here; 0: they compute on the CPU.
         cores: Cores that they may use then.
     """
-    if gpus:
-        return _accelerator_memory(torch.device("cuda", 0)) if ranks <= gpus else None
+    if devices:
+        return _accelerator_memory(torch.device(device_type, 0)) if ranks <= devices else None
     return host_memory() // ranks if ranks <= cores else None
 
 

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed has them untyped
 
-from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.core.errors import RunFailed
 from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed import user_collectives
+from lockstep.distributed.accelerators import choose_backend, choose_device
 from lockstep.distributed.collectives import LocalGroup, RankGroup
 from lockstep.distributed.device_check import refuse_shared_devices
 from lockstep.distributed.host_group import forget_host_groups
@@ -85,27 +86,25 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
         grouped: Whether to make a process group even for one rank (DDP on one rank needs it).
 
     Raises:
-        ConfigError: This machine doesn't have the backend or device.
+        ConfigError: This machine or torch doesn't have the backend or device, or ranks have the same device.
         RunFailed: The other ranks can't be reached within `launch.timeout`.
         CollectiveTimeout: They don't join a collective within it, while the block runs.
     """
     environment = RankEnvironment.read(os.environ)
-    device = _device(launch, environment.local_rank)
+    device = choose_device(launch.device, environment.local_rank)
+    if device.type == "cpu":
+        keep_freed_memory()
     if environment.world_size == 1 and not grouped:
         with user_collectives.current_group(LocalGroup()):
             yield World(LocalGroup(), 0, 1, 0, 1, device, "none")
         return
-    if launch.backend == "nccl" and device.type != "cuda":
-        message = "nccl was asked for, and it needs GPUs; this rank computes on the CPU, where gloo works"
-        raise ConfigError(Problem("", "launch.backend", message))
     refuse_unfinished_abort()
     if dist.is_initialized():  # the user's program made the group, and ends it
         world = _world(environment, device, dist.get_backend(), launch.timeout, wakes=False)
         with user_collectives.current_group(world.axis), _failure_posted(world), _host_groups():
             yield world
         return
-    automatic = dist.get_default_backend_for_device(device)
-    backend = automatic if launch.backend == "auto" else launch.backend
+    backend = choose_backend(launch.backend, device)
     with _within_this_machine(environment):
         _make_group(environment, backend, device, launch.timeout)
         world = _world(environment, device, backend, launch.timeout, wakes=backend == "gloo")
@@ -191,18 +190,6 @@ def _world(environment: RankEnvironment, device: torch.device, backend: str, tim
     return World(
         axis, rank, size, environment.local_rank, environment.local_world_size, device, backend, exchange, kept
     )
-
-
-def _device(launch: Launch, local_rank: int) -> torch.device:
-    available = torch.cuda.device_count() if launch.device != "cpu" else 0
-    if launch.device == "cuda" and not available:
-        raise ConfigError(Problem("", "launch.device", "cuda was asked for, and this machine shows no GPU; cpu works"))
-    if not available:
-        keep_freed_memory()
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % available)  # each rank may see its own alone, as its number 0
-    torch.cuda.set_device(device)
-    return device
 
 
 def _make_group(environment: RankEnvironment, backend: str, device: torch.device, timeout: float) -> None:

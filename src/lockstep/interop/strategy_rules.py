@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from lockstep.config.devices import DEVICES
 from lockstep.interop import deepspeed, rules
 from lockstep.interop.foreign import ForeignFile, ForeignKey, is_off, plain, read_foreign
 from lockstep.interop.keys import (
@@ -132,8 +133,8 @@ def strategy(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
             return taken(row.target, prefix)
     if name in ("dp", "auto", "single", "single_device"):
         return taken(row.target, name.removesuffix("_device"))
-    if name in ("cpu", "gpu", "cuda"):
-        return taken("launch.device", "cpu" if name == "cpu" else "cuda")
+    if name in ("gpu", *DEVICES):
+        return taken("launch.device", "cuda" if name == "gpu" else name)
     return not_there(
         strategy_hint(name) or f"{key.value} is not a strategy; choose auto, single, dp, ddp, fsdp or deepspeed"
     )

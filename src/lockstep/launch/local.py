@@ -4,9 +4,9 @@
                 about 0.95 s            milliseconds             0 done, 1 failed, 2 config, 130 stopped
 
 A rank forked from a process that has imported torch (and other modules that all ranks need), and has not used it, need
-not import it again. Where forking isn't safe (threads are running, CUDA is in use, no Linux), or `launch.environment`
-sets a variable that a process reads as it starts (LD_PRELOAD), ranks start as fresh interpreters. A single rank needs
-no process: it runs in this one, with the same environment, log and exit codes.
+not import it again. Where forking isn't safe (threads are running, an accelerator is in use, no Linux), or
+`launch.environment` sets a variable that a process reads as it starts (LD_PRELOAD), ranks start as fresh interpreters.
+A single rank needs no process: it runs in this one, with the same environment, log and exit codes.
 
 Why not torch's own `torch.distributed.elastic.multiprocessing.start_processes`? It is as fast when it forks, and
 `elastic_launch` nearly so. But when one of two ranks in an all-reduce was killed by SIGKILL, it reported the other's
@@ -29,7 +29,6 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +43,7 @@ from lockstep.core.stopping import blocked_signals, handled_signals
 from lockstep.launch import streams
 from lockstep.launch.devices import check_ranks, threads_per_rank
 from lockstep.launch.ends import End, EndKind, describe, first_cause
+from lockstep.launch.forking import may_fork
 from lockstep.launch.group import RankProcess, SignalRequests, watch
 from lockstep.launch.other_launchers import read_at_start, refuse_unsettable, set_environment, set_threads
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
@@ -119,25 +119,6 @@ def launch(
             gc.enable()
     forks = not fresh and may_fork()
     return _run_ranks(_Launch(entry, ranks, launch, logs, forks), remedy, last=not own_process)
-
-
-def may_fork() -> bool:
-    """Return whether a forked copy of this process can compute: it has no other threads, and CUDA is not in use.
-
-    OpenBLAS (numpy) has threads that it ends in a fork handler and starts again when it needs them. libgomp's threads
-    (torch's, after its first parallel loop) do not survive a fork, and a child that computes waits for them forever. A
-    child that does nothing ends the former and reveals the latter.
-    """
-    torch = sys.modules.get("torch")
-    uses_cuda = torch is not None and bool(torch.cuda.is_initialized())
-    if sys.platform != "linux" or threading.active_count() > 1 or uses_cuda:
-        return False
-    if _native_threads() > 1:
-        child = os.fork()
-        if child == 0:
-            os._exit(0)
-        os.waitpid(child, 0)
-    return _native_threads() == 1
 
 
 def refuse_import_of_script() -> None:
@@ -247,11 +228,7 @@ def _pickling_explained() -> Iterator[None]:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"what the ranks need can't be sent to them: {str(error)[:_MAX_REASON_LENGTH]}. This process has threads "
-            "or CUDA, or launch.environment has a variable that is read when a process starts, so its ranks are fresh "
-            "interpreters. Define functions and classes at the top of a module (no lambda), or start the ranks before "
-            "the first computation"
+            "or uses an accelerator, or launch.environment has a variable that is read when a process starts, so its "
+            "ranks are fresh interpreters. Define functions and classes at the top of a module (no lambda), or start "
+            "the ranks before the first computation"
         ) from error
-
-
-def _native_threads() -> int:
-    return len(os.listdir("/proc/self/task"))

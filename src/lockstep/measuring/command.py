@@ -20,7 +20,7 @@ from lockstep.core.errors import ConfigError, OutOfMemory, Paused, RunFailed, St
 from lockstep.core.formatting import size
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import echo
-from lockstep.launch.devices import choose_ranks, count_gpus
+from lockstep.launch.devices import choose_ranks, count_accelerators
 from lockstep.launch.local import launch
 from lockstep.measuring.modes import configs
 from lockstep.training.job import imports_ahead
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _WARM_UP = 2  # the second forward is the first for which a budget chooses blocks
 _METHOD = {
     "cpu": "peak memory of torch's allocator in an update, and processor time of the fastest update",
-    "cuda": "peak memory that torch allocated in an update, and time of the fastest update",
+    "accelerator": "peak memory that torch allocated in an update, and time of the fastest update",
 }
 _HEAD = "| mode | peak of an update | of none's | ms an update | of none's |\n| --- | ---: | ---: | ---: | ---: |"
 
@@ -73,8 +73,9 @@ def measure_modes(
     chosen = configs(config, modes)
     given = UserObjects(trust_remote_code=trust_remote_code)
     ranks = choose_ranks(config.launch)
-    device = "cpu" if config.launch.device == "cpu" or not count_gpus() else "cuda"
-    echo(f"{recipe} on {device}, {ranks} rank{'s' * (ranks != 1)}: {_METHOD[device]}\n\n{_HEAD}", flush=True)
+    device, count = count_accelerators(config.launch)
+    method = _METHOD["accelerator" if count else "cpu"]
+    echo(f"{recipe} on {device}, {ranks} rank{'s' * (ranks != 1)}: {method}\n\n{_HEAD}", flush=True)
     rows: list[ModeMeasurement] = []
     folder = Path(tempfile.mkdtemp(prefix="lockstep-memory-"))
     remove = partial(shutil.rmtree, folder, ignore_errors=True)

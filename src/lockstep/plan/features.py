@@ -138,7 +138,7 @@ def check_features(run: FeatureRequest, device: str | None = None) -> None:
     """Refuse features that don't work together.
 
     Args:
-        device: Where ranks compute, cpu or cuda; None: the config's `launch.device`.
+        device: Where ranks compute, such as cpu or cuda; None: the config's `launch.device`.
 
     Raises:
         ConfigError: A feature is refused, or untested without `run.allow_untested`; lists all of them.

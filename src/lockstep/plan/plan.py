@@ -82,7 +82,7 @@ class Machine:
     Attributes:
         ranks: Ranks on one machine; None: all.
         memory: Bytes for each rank; None: unknown, and assumed to suffice.
-        device: Where ranks compute, cpu or cuda; None: unknown, unless the config states it.
+        device: Where ranks compute, such as cpu or cuda; None: unknown, unless the config states it.
         decision: What `auto` takes, where a simulation has shown it.
         undecided: Why a simulation that was tried has not shown it; empty: none was needed.
     """

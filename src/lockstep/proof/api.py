@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.ranks import names_a_rank
-from lockstep.launch.devices import count_gpus
+from lockstep.launch.devices import count_accelerators
 from lockstep.launch.local import refuse_import_of_script
 from lockstep.proof.cases import VerificationPlan, plan_verification, selected_layouts
 from lockstep.proof.rows import Row
@@ -55,7 +55,7 @@ def verify(
     """Run `config` under each strategy on each number of ranks, and compare with one process on the same samples.
 
     Ranks are separate processes, so your objects stay unchanged. They are forked; where this process has threads or
-    uses CUDA, they receive the objects by pickling: then define these at the top level of a module.
+    uses an accelerator, they receive the objects by pickling: then define these at the top level of a module.
 
     Args:
         config: As in `lockstep.train`.
@@ -106,7 +106,7 @@ def compare_strategies(
         )
     if steps < 1 or not ranks or min(ranks) < 1:
         raise ConfigError(f"{steps} steps on {list(ranks)} ranks can't be compared; use whole numbers above 0")
-    gpus = 0 if config.launch.device == "cpu" else count_gpus()
+    _, gpus = count_accelerators(config.launch)
     if config.parallel.strategy != AUTO:
         find_strategy(config.parallel.strategy)  # registers a user's own
     plan = plan_verification(config, selected_layouts(strategies), ranks, precision, gpus)

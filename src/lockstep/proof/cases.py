@@ -103,7 +103,7 @@ def plan_verification(
     """Return the runs that compare a config under the named layouts with a single process.
 
     Args:
-        gpus: Number of GPUs that one process can use.
+        gpus: Number of accelerators that one process can use.
     """
     base, notes = _comparable(config, precision)
     linear, known = _with_sgd(base), layouts()
@@ -201,6 +201,8 @@ def _reason_to_leave_out(layout: RunLayout, ranks: int, gpus: int) -> str | None
     if strategy.one_process and not strategy.reference and (ranks > 1 or gpus < 2):
         available = f", {gpus} available" if gpus < 2 else ""
         return f"{strategy.name} is one process with two or more GPUs{available}"
+    if 0 < gpus < ranks:
+        return f"each rank needs an accelerator of its own, {gpus} available; --launch.device cpu needs none"
     if layout.variant.mesh == "hybrid" and ranks % 2:
         return "two sharded replicas need an even number of ranks"
     if layout.partitions and ranks % 2:

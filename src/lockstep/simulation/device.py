@@ -125,13 +125,13 @@ class _Device(ModuleType):
         return self.active
 
     def is_initialized(self) -> bool:
-        return True
+        return self.active
 
     def is_bf16_supported(self) -> bool:
         return True
 
     def device_count(self) -> int:
-        return 1
+        return 1 if self.active else 0
 
     def current_device(self) -> int:
         return 0

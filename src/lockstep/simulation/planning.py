@@ -22,8 +22,7 @@ from lockstep.core.errors import RunFailed
 from lockstep.core.formatting import size
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import muted_stderr
-from lockstep.distributed.memory import memory_if_started
-from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
+from lockstep.launch.devices import choose_ranks, count_accelerators
 from lockstep.launch.local import launch
 from lockstep.models.build import parameter_facts, sketch_model
 from lockstep.simulation import device
@@ -34,7 +33,7 @@ from lockstep.simulation.updates import run_updates
 from lockstep.training.api import resolved
 from lockstep.training.deciding import decides
 from lockstep.training.job import imports_ahead, opened
-from lockstep.training.planning import data_facts
+from lockstep.training.planning import data_facts, memory_here
 from lockstep.training.session import components_of
 from lockstep.training.user_objects import Objects, UserObjects, user_objects
 
@@ -79,8 +78,7 @@ def estimator_for(loaded: LoadedConfig, memory: int | None, *, trust_remote_code
     """
     config, given = loaded.config, UserObjects(trust_remote_code=trust_remote_code)
     ranks = choose_ranks(config.launch)
-    gpus = 0 if config.launch.device == "cpu" else count_gpus()
-    return estimator_of(config, ranks, memory or memory_if_started(gpus, count_cores(), ranks), given)
+    return estimator_of(config, ranks, memory or memory_here(config, ranks), given)
 
 
 def decision_of(estimator: Estimator) -> tuple[Decision | None, str]:
@@ -163,7 +161,7 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
     config = loaded.config.model_copy(update={"run": loaded.config.run.model_copy(update=length)})
     estimator = estimator_for(loaded, None, trust_remote_code=trust_remote_code)
     config = _settled(config, estimator)
-    ranks, on_cpu = choose_ranks(config.launch), config.launch.device == "cpu" or not count_gpus()
+    ranks, on_cpu = choose_ranks(config.launch), not count_accelerators(config.launch)[1]
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plan-"))
     remove = partial(shutil.rmtree, folder, ignore_errors=True)
     try:

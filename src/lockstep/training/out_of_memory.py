@@ -95,11 +95,11 @@ def with_prediction(message: str, config: Config, ranks: int, given: UserObjects
         return message
     from lockstep.core.control_groups import tightest_limit
     from lockstep.distributed.memory import memory_if_started
-    from lockstep.launch.devices import count_cores, count_gpus
+    from lockstep.launch.devices import count_accelerators, count_cores
     from lockstep.training.predictions import Explanation, NoAnswer, Question, ask
 
-    gpus = 0 if config.launch.device == "cpu" else count_gpus()
-    memory = memory_if_started(gpus, count_cores(), ranks) if gpus else None
+    device_type, devices = count_accelerators(config.launch)
+    memory = memory_if_started(device_type, devices, count_cores(), ranks) if devices else None
     if memory is None:
         memory = tightest_limit().total // ranks
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.terminal import echo
 from lockstep.distributed.memory import memory_if_started
-from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
+from lockstep.launch.devices import choose_ranks, count_accelerators, count_cores
 from lockstep.plan.stated_facts import NOT_READ, facts_of_config
 from lockstep.training.parallelize import check_model
 from lockstep.training.sources import open_sources
@@ -45,12 +45,16 @@ def plan_run(
     facts, notes = data_facts(config, UserObjects(trust_remote_code=trust_remote_code))
     model = sketch_model(config.model, facts, trust_remote_code=trust_remote_code)
     ranks = choose_ranks(config.launch)
-    gpus = 0 if config.launch.device == "cpu" else count_gpus()
-    limit, (decided, undecided) = memory or memory_if_started(gpus, count_cores(), ranks), decision
+    limit, (decided, undecided) = memory or memory_here(config, ranks), decision
     machine = Machine(memory=limit, decision=decided, undecided=undecided)
     plan = make_plan(config, ranks, facts, parameter_facts(model), machine)
     check_model(model, config, plan)
     return replace(plan, warnings=(*plan.warnings, *notes))
+
+
+def memory_here(config: Config, ranks: int) -> int | None:
+    """Return the bytes that each of N ranks would have on this machine; None if it has too few devices or cores."""
+    return memory_if_started(*count_accelerators(config.launch), count_cores(), ranks)
 
 
 def data_facts(config: Config, given: UserObjects) -> tuple[DataFacts, list[str]]:
