@@ -96,8 +96,7 @@ def test_tensors_in_objects_arrive_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -
 
 
 def _objects_beside_another_backend() -> list[object]:
-    stand_in.register()
-    with joined(Launch(timeout=60.0, backend=stand_in.NAME), grouped=True) as world:
+    with stand_in.joined() as world:
         numbers = world.axis.gather((world.rank, torch.arange(world.rank)))
         first = world.axis.broadcast({"large": "x" * 100_000} if world.rank == 0 else None)
         world.axis.barrier()

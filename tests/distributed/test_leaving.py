@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,11 +12,9 @@ import torch.distributed as dist
 from kit import stand_in
 from kit.worlds import in_world
 
-from lockstep.config.schema import Launch
 from lockstep.core.errors import Paused, RunFailed
 from lockstep.core.failing import reports_failures
 from lockstep.distributed import leaving
-from lockstep.distributed.process_group import joined
 
 ENDS: dict[str, BaseException] = {
     "an error": ValueError("boom"),
@@ -28,18 +25,13 @@ ENDS: dict[str, BaseException] = {
 }
 
 
-def _join(backend: str) -> Any:
-    stand_in.register()
-    return joined(Launch(timeout=60.0, backend=backend), grouped=True)
-
-
 def _fail_in_a_collective(backend: str, end: str, left: Path) -> tuple[str, float, list[str], bool]:
     """Rank 0 raises while rank 1 never joins a sum; return the exception, seconds, reports, and what is left."""
     reports: list[str] = []
     began = time.monotonic()
     raised = ""
     try:
-        with reports_failures(lambda error: reports.append(repr(error))), _join(backend) as world:
+        with reports_failures(lambda error: reports.append(repr(error))), stand_in.joined(backend) as world:
             dist.barrier() if backend == "gloo" else world.axis.barrier()
             began = time.monotonic()
             if world.rank == 0:
@@ -69,7 +61,7 @@ def _orderly(end: str) -> tuple[list[bool], int, bool]:
     """All ranks leave together, by an exception or at the end of the block."""
     reports: list[str] = []
     try:
-        with reports_failures(lambda error: reports.append(repr(error))), _join(stand_in.NAME) as world:
+        with reports_failures(lambda error: reports.append(repr(error))), stand_in.joined() as world:
             world.axis.barrier()
             if end == "paused":
                 raise Paused("stopped at step 3")
@@ -92,13 +84,13 @@ def _abort_hangs() -> tuple[list[str], float, list[str]]:
     logging.getLogger("lockstep").addHandler(_Lines(messages))
     began = time.monotonic()
     try:
-        with reports_failures(lambda error: order.append("reported")), _join(stand_in.NAME):
+        with reports_failures(lambda error: order.append("reported")), stand_in.joined():
             raise ValueError("boom")
     except ValueError:
         order.append("raised")
     seconds = time.monotonic() - began
     try:
-        with _join(stand_in.NAME):
+        with stand_in.joined():
             pass
     except RunFailed as error:
         order.append(str(error))

@@ -7,11 +7,18 @@ calls, waits for pending ones; `abort` doesn't.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+
+from lockstep.config.schema import Launch
+from lockstep.distributed import process_group
+from lockstep.distributed.process_group import World
 
 NAME = "standin"
 
@@ -82,8 +89,11 @@ class _Work(dist.Work):
         return self._future
 
 
-def register() -> None:
-    """Make the backend known in this process."""
+@contextmanager
+def joined(backend: str = NAME) -> Iterator[World]:
+    """Join the other ranks, which compute on the CPU, over the backend that takes no tensors of it."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, StandIn, devices=["cuda"])
-        dist.Backend.backend_capability[NAME] = ["cpu"]  # of the ranks that use it
+    chosen = patch.object(process_group, "choose_backend", lambda requested, device: requested)
+    with chosen, process_group.joined(Launch(timeout=60.0, backend=backend), grouped=True) as world:
+        yield world

@@ -13,6 +13,7 @@ from kit import small
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.config.schema import Config
 from lockstep.config.writing import plain_yaml, to_public
+from lockstep.core.errors import ConfigError
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.distributed.process_group import World
 from lockstep.monitor.folder import RunFolder
@@ -97,3 +98,16 @@ def test_a_run_that_starts_over_does_so_once() -> None:
     assert resumed(fresh, world) == Resume(accept_changes=True)
     assert resumed(fork, world) == Resume()
     assert resumed(fork, _world(None)) == fork
+
+
+def test_a_restart_of_a_fork_finds_the_folder_that_the_fork_has_made() -> None:
+    """Before, rank 0 of a restart refused its own folder: `--fork begins a new run, and fork holds a run already`."""
+    job = Job(_config(folder="fork"), "toy", resume=Resume(origin=LocalStorage(Path("other"))))
+    store = dist.HashStore()
+    with _run_folder(job, _world(store)) as folder:
+        RunFolder(folder).write_config(plain_yaml(to_public(job.config)))
+    with _run_folder(job, _world(store)) as again:
+        assert again == folder
+    refused = pytest.raises(ConfigError, match=r"--fork begins a new run, and .*fork holds a run already")
+    with refused, _run_folder(job, _world(dist.HashStore())):
+        pass

@@ -234,7 +234,7 @@ def _run_folder(job: Job, world: World) -> Iterator[Path]:
     failure: Failure | None = None
     if world.rank == 0:
         try:
-            path = kept_folder(world) or run_folder_for(job.config, job.recipe, fresh=job.resume.fresh)
+            path = kept_folder(world) or run_folder_for(job.config, job.recipe, job.resume)
             folder = RunFolder.create(path, job.recipe, again=True)
             keep_folder(world, folder.path)
         except Failure as error:

@@ -25,16 +25,17 @@ from lockstep.config.known_runs import CONFIG, id_of_run
 from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.progress import Progress
-from lockstep.monitor.folder import is_finished
+from lockstep.monitor.folder import is_finished, is_run
 from lockstep.monitor.jsonl import finite
 from lockstep.plan.schedule import is_finished as is_at_its_end
 from lockstep.training.launch_folder import folder_of_launch
-from lockstep.training.locations import checkpoint_folder
+from lockstep.training.locations import checkpoint_folder, storage_of
+from lockstep.training.resuming import Resume
 from lockstep.training.saved_state import epoch_samples_in
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
-    from lockstep.config.schema import Config
+    from lockstep.config.schema import Checkpoint, Config
 
 LENGTHS = ("steps", "samples", "tokens", "epochs")
 _NOT_OF_THE_RUN = ("description", "launch", "monitor")  # sections that may differ between two starts of one command
@@ -57,28 +58,27 @@ class _Occupant:
         return Path(self.owner.folder)
 
 
-def run_folder_for(config: Config, recipe: str, *, fresh: bool = False) -> Path | None:
+def run_folder_for(config: Config, recipe: str, resume: Resume) -> Path | None:
     """Return the folder of the config, or of the run that owns `checkpoint.folder` and that this config continues.
 
     An elastic launch has a folder where its config names none: see `launch_folder`.
-
-    Args:
-        fresh: the run starts over.
 
     Returns:
         None: the run needs a new folder.
 
     Raises:
-        ConfigError: checkpoint.folder belongs to another run.
+        ConfigError: checkpoint.folder belongs to another run, or a fork would overwrite another run's files.
     """
     folder = Path(config.run.folder).absolute() if config.run.folder is not None else folder_of_launch(config, recipe)
+    if resume.origin is not None and folder is not None:
+        _refuse_taken_fork(config.checkpoint, folder)
     if config.checkpoint.folder is None:
         return folder
     storage = LocalStorage(checkpoint_folder(config.checkpoint.folder, Path()))
     occupant = _occupant(storage)
     if occupant is None or (folder is not None and _belongs_to(folder, occupant.owner)):
         return folder
-    if config.run.folder is None and _is_continued(config, occupant, fresh=fresh):
+    if config.run.folder is None and _is_continued(config, occupant, fresh=resume.fresh):
         return occupant.folder
     subfolder = _free_subfolder(config.checkpoint.folder, recipe)
     remedy = f"set checkpoint.folder: {subfolder}, or leave it out: a run keeps its checkpoints in run.folder then"
@@ -118,6 +118,18 @@ def other_settings(config: Config, earlier: Config) -> list[str]:
             if key not in _OF_OPTIMIZER or key.removeprefix("optim.") in config.optim.model_fields_set
         ]
     return [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
+
+
+def _refuse_taken_fork(checkpoint: Checkpoint, folder: Path) -> None:
+    """Raise ConfigError if a fork would overwrite another run's files."""
+    if folder.is_dir() and any(folder.iterdir()):
+        resume = f", or resume that run: lockstep train {folder}" if is_run(folder) else ""
+        content = "a run already" if is_run(folder) else "something else"
+        raise ConfigError(f"--fork begins a new run, and {folder} holds {content}; name a new folder{resume}")
+    storage = storage_of(checkpoint, folder)
+    if names_by_step(storage.names()):
+        why = f"{storage.place} holds checkpoints already, and a fork begins with a new one; name another folder"
+        raise ConfigError(Problem("", "checkpoint.folder", why))
 
 
 def _occupant(storage: Storage) -> _Occupant | None:

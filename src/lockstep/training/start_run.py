@@ -24,7 +24,7 @@ from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.local import launch
 from lockstep.launch.outcome import LaunchResult
-from lockstep.monitor.folder import CONFIG, RunFolder, is_finished, is_run, recipe_of
+from lockstep.monitor.folder import CONFIG, RunFolder, is_finished, recipe_of
 from lockstep.plan.schedule import used_of_budget
 from lockstep.training.finished_run import run_config
 from lockstep.training.job import Job, imports_ahead, run_job
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
     from lockstep.checkpoint.storage import Storage
     from lockstep.config.loading import LoadedConfig
-    from lockstep.config.schema import Checkpoint, Config, Run
+    from lockstep.config.schema import Config, Run
     from lockstep.core.protocols import ObjectStore
 
 _UNTRAINED_CODES = (ConfigError.exit_code, Stopped.exit_code)  # unless the folder holds the run's config
@@ -62,9 +62,7 @@ def train(loaded: LoadedConfig, recipe: str, resume: Resume, *, trust_remote_cod
     # Among several ranks, the first may have created the folder and started this run there already: only it checks.
     is_first = os.environ.get("RANK", "0") == "0"
     _check_start(config, resume)
-    if resume.origin is not None and folder is not None and is_first:
-        _refuse_taken_fork(config.checkpoint, folder)
-    if folder is not None and not resume.fresh and resume.step is None:
+    if folder is not None and not resume.fresh and resume.step is None and resume.origin is None:
         if is_first and (folder / CONFIG).is_file() and recipe_of(folder) != recipe:
             _refuse_other_settings(config, folder)
         if has_nothing_to_train(config, folder):
@@ -100,18 +98,6 @@ def _check_start(config: Config, resume: Resume) -> None:
             f"the checkpoint of step {start.step:,} is {length} already: nothing would be trained; give a longer "
             f"run.{length.key}, or an earlier checkpoint: --from STEP"
         )
-
-
-def _refuse_taken_fork(checkpoint: Checkpoint, folder: Path) -> None:
-    """Raise ConfigError if a fork would overwrite another run's files."""
-    if folder.is_dir() and any(folder.iterdir()):
-        resume = f", or resume that run: lockstep train {folder}" if is_run(folder) else ""
-        content = "a run already" if is_run(folder) else "something else"
-        raise ConfigError(f"--fork begins a new run, and {folder} holds {content}; name a new folder{resume}")
-    storage = storage_of(checkpoint, folder)
-    if names_by_step(storage.names()):
-        why = f"{storage.place} holds checkpoints already, and a fork begins with a new one; name another folder"
-        raise ConfigError(Problem("", "checkpoint.folder", why))
 
 
 def _refuse_other_settings(config: Config, folder: Path) -> None:
@@ -217,7 +203,7 @@ def _length(run: Run, manifest: Manifest) -> _Length:
 def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, LaunchResult]:
     """Create the run's folder and run the job on N ranks of this machine; return the folder and how the ranks ended."""
     number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
-    path = run_folder_for(job.config, job.recipe, fresh=job.resume.fresh)
+    path = run_folder_for(job.config, job.recipe, job.resume)
     existed = path is not None and path.exists()
     result = LaunchResult(ConfigError.exit_code)  # stays if `launch` raises
 
