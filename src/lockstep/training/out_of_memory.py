@@ -104,7 +104,7 @@ def with_prediction(message: str, config: Config, ranks: int, given: UserObjects
         memory = tightest_limit().total // ranks
     try:
         usable = int(_USABLE * memory)
-        answer = ask(Question("explain", config, ranks, usable, given, on_cpu=not gpus), _PREDICTION_SECONDS)
+        answer = ask(Question("explain", config, ranks, usable, given, on_cpu=not devices), _PREDICTION_SECONDS)
     except NoAnswer as reason:
         return f"{message} The peak can't be predicted: {reason}."
     assert isinstance(answer, Explanation), "an explanation was asked for"
