@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lockstep.core.errors import ConfigError, Problem
 
 _USED = ("Stream", "Event", "current_stream", "set_device", "default_generators", "get_device_properties")
-"""What a run uses of torch's module of a device. Apple's GPUs (torch.mps) have almost none of it."""
+"""Members of torch's module of a device that a run uses. That of Apple's GPUs (torch.mps) has almost none of them."""
 
 
 def visible_devices(requested: str) -> tuple[str, int]:
@@ -42,8 +42,8 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     if not count:
-        found, _ = visible_devices("auto")
-        why = f"{requested} was asked for, and torch finds no such device on this machine; {found} works"
+        other, _ = visible_devices("auto")
+        why = f"{requested} was asked for, and torch finds no such device on this machine; {other} works"
         raise ConfigError(Problem("", "launch.device", why))
     module: Any = torch.get_device_module(device_type)
     if missing := [name for name in _USED if getattr(module, name, None) is None]:

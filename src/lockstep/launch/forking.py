@@ -1,4 +1,4 @@
-"""Whether this process may fork others, and work that must not start a driver in it."""
+"""Forks of this process: whether there may be any, and work in one that must not start a driver here."""
 
 from __future__ import annotations
 
