@@ -33,6 +33,7 @@ COLUMNS = {
     "logits": "logits",
     "casts": "casts",
     "communication": "comm.",
+    "other": "other",
 }
 
 
@@ -171,21 +172,21 @@ def _config(size: Size, mode: str, parallel: Mapping[str, Any]) -> dict[str, Any
         "precision": {"compute": "bf16"},
         "parallel": parallel,
         "memory": {"activation_checkpointing": {"mode": mode}},
-        "run": {"steps": 100},
+        "run": {"steps": 100, "allow_untested": True},
     }
 
 
 def _row(size: Size, config: dict[str, Any]) -> dict[str, Any]:
     from lockstep.config.loading import validate
     from lockstep.core.errors import ConfigError
-    from lockstep.simulation.planning import _estimator
+    from lockstep.simulation.planning import estimator_of
     from lockstep.training.user_objects import UserObjects
 
     began = time.perf_counter()
     try:
         with muted_stderr():
             checked = validate(config).config
-            estimator = _estimator(checked, size.ranks, None, UserObjects())
+            estimator = estimator_of(checked, size.ranks, None, UserObjects())
             peak = estimator.peak(checked)
     except (ConfigError, RuntimeError, NotImplementedError) as error:
         return {"why": str(error).splitlines()[0]}

@@ -192,10 +192,11 @@ def cells(*, every: bool) -> dict[int, list[Cell]]:
     return by_ranks
 
 
-def known(layout: str, feature: str) -> str | None:
+def known(layout: str, feature: str, precision: str) -> str | None:
     """The beginning of a cell's outcome, if known_cells.toml has it."""
     for row in KNOWN:
-        if layout in row.get("layouts", [layout]) and feature in row.get("features", [feature]):
+        named = {"layouts": layout, "features": feature, "precisions": precision}
+        if all(value in row.get(key, [value]) for key, value in named.items()):
             return str(row["outcome"])
     return None
 
@@ -207,8 +208,8 @@ def allowed(feature: str) -> set[str]:
 
 def fault(row: Cell, rank: int, run: Simulated) -> str | None:
     """What a rank did that it should not have done; None: nothing."""
-    layout, feature, _ = row
-    expected = known(layout, feature)
+    layout, feature, precision = row
+    expected = known(layout, feature, precision)
     refused = cell(LAYOUTS[layout], feature) if feature and feature not in OPTIONS else None
     where = f"{'/'.join(row)} on rank {rank}"
     if expected is not None:

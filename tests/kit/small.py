@@ -229,6 +229,17 @@ class Experts(Net):
         return super().forward(points + mixed)
 
 
+class FewRows(Net):
+    """Has a large parameter whose first dim is smaller than most numbers of ranks, as that of all experts is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(2, 256, 256) / 16)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return super().forward(points + points @ self.experts.mean(0)[:4, :4])
+
+
 class Step(nn.Module):
     """A layer and what it is added to."""
 

@@ -141,29 +141,6 @@ def test_a_session_of_a_users_own_model() -> None:
         assert "all_reduce" in {collective.name for collective in rank.collectives}
 
 
-class ManyShifts(small.Net):
-    """Points are shifted by more parameters than a tensor with values has elements otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shifts = nn.ParameterList(torch.zeros(4) for _ in range(260))
-
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        return super().forward(points + torch.stack(list(self.shifts)).sum(0))
-
-
-def test_ddp_sends_the_order_of_many_parameters() -> None:
-    """Its C++ reads them from a tensor of integers that it has sent, and fails in a backward if they are wrong."""
-    parallel = {"strategy": "ddp", "ddp": {"bucket_mb": 0.001}}
-    config = small.config(launch={"device": "auto"}, run={"steps": 2}, parallel=parallel)
-    del config["model"]
-    with simulated_session(config, ranks=2, model=ManyShifts()) as (session, _):
-        for batch in session.batches():
-            session.accumulate(batch)
-            session.commit()
-        assert session.progress.steps == 2
-
-
 def test_tensors_of_subclasses_have_no_data_either() -> None:
     class Named(torch.Tensor):
         """A tensor of a user's class."""

@@ -38,6 +38,20 @@ def test_options_leave_the_run_as_it_is(ranks: int) -> None:
         assert differences(run, oracle(13)) == [], name
 
 
+def test_a_parameter_of_fewer_rows_than_ranks_is_sharded_along_another_dim() -> None:
+    """Its first dim would be padded: of 8 experts, each of 64 ranks would gather 64."""
+    sgd = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+    asked = small.config("FewRows", optim=sgd, parallel=fsdp())
+    assert differences(recorded(asked, 4, 3), recorded(small.config("FewRows", optim=sgd), updates=3)) == []
+    assert in_world(4, _shape_of_experts, asked) == [(2, 64, 256)] * 4
+
+
+def _shape_of_experts(asked: dict[str, Any]) -> tuple[int, ...]:
+    with lockstep.session(asked) as session:
+        parameters = dict(components_of(session).sharding.state.model.named_parameters())
+        return tuple(_local(parameters["experts"]).shape)
+
+
 # --- memory -------------------------------------------------------------------------------------------------------
 
 

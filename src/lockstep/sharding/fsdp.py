@@ -13,20 +13,24 @@ know their place in the whole.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import GradientStep
 from lockstep.distributed.collectives import LocalGroup, RankGroup
 from lockstep.distributed.row_shards import RowShards
 from lockstep.plan.optimizers import OPTIMIZERS
+from lockstep.distributed.shard_boxes import local_tensor
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Builder, Sharding, ShardingContext
 from lockstep.sharding.fsdp_order import NegotiatedOrder, fixed_order
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from lockstep.plan.mesh import Mesh
     from lockstep.sharding.collective_order import CollectiveOrder
 
+_PADDED = 1 << 16  # elements of padding from which a parameter is sharded along another dim
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -63,8 +68,11 @@ def shard(context: ShardingContext) -> None:
     refuse_other_than_fp32(model.named_parameters(), "parallel.strategy", "fsdp keeps parameters")
     names = units(model, options, context.blocks)
     _refuse_selective_around(context.selective, names, options)
+    mesh = _device_mesh(context.position, options, context.world.device)
+    by_rows = OPTIMIZERS[context.config.optim.name].whole_matrices  # it exchanges rows
     arguments: dict[str, Any] = {
-        "mesh": _device_mesh(context.position, options, context.world.device),
+        "mesh": mesh,
+        "shard_placement_fn": None if by_rows else partial(_shard_placement, mesh["shard"].size()),
         "reshard_after_forward": options.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=_DTYPES[precision.param_dtype],
@@ -123,7 +131,6 @@ class FSDPStep(GradientStep):
         self.module = model
         self._root = cast("FSDPModule", model)
         self._world = context.world.axis
-        self._device = context.world.device
         self._replicas = _mesh(context.position, options).data
         self._partition = context.partition
         self._is_shared = context.partition.sums_gradients
@@ -167,7 +174,7 @@ class FSDPStep(GradientStep):
             return
         self._order.end()
         if self._is_last and isinstance(self._order, NegotiatedOrder):
-            self._order.clear_unused(self._shards, self._device)
+            self._order.clear_unused(self._shards)
 
     def parameters_without_gradient(self) -> list[str]:
         return without_gradient(self.module)
@@ -281,6 +288,19 @@ def _row_shards(shards: Sequence[ParameterShard]) -> RowShards | None:
     group = mesh.get_group("shard")
     axis = RankGroup(group) if group.size() > 1 else LocalGroup()
     return RowShards(axis, {shard.name: tuple(shard.whole.shape) for shard in shards})
+
+
+def _shard_placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """Return the dim along which a parameter is sharded; None: the first.
+
+    FSDP2 pads the first dim to a multiple of the ranks: of 8 experts in one tensor, 64 ranks would gather 64.
+    """
+    shape = local_tensor(parameter).shape
+    padding = -shape[0] % ranks * math.prod(shape[1:])
+    if padding < _PADDED:
+        return None
+    fitting = [dim for dim in range(1, len(shape)) if shape[dim] % ranks == 0]
+    return Shard(max(fitting, key=lambda dim: shape[dim])) if fitting else None
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:

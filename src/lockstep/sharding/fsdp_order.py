@@ -16,7 +16,7 @@ message each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -90,8 +90,7 @@ class NegotiatedOrder:
         refuse_without_zeros()
         units = units_of(model)
         self._by_number = {unit.number: unit for unit in units}
-        self._group = group_or_all(group)
-        self._ranks = self._group.host()
+        self._ranks = group_or_all(group).host()
         self._backward = False
         self._used: set[int] = set()
         for unit, module in units.items():
@@ -113,18 +112,14 @@ class NegotiatedOrder:
         self._join_until(END)
         self._backward = False
 
-    def clear_unused(self, shards: Sequence[ParameterShard], device: torch.device) -> None:
-        """Clear the gradient of parameters that no rank has used in this update. All ranks together.
-
-        Args:
-            device: The device of collectives.
-        """
+    def clear_unused(self, shards: Sequence[ParameterShard]) -> None:
+        """Clear the gradient of parameters that no rank has used in this update. All ranks together."""
         if not shards:
             return
-        used = torch.tensor([float(id(shard.whole) in self._used) for shard in shards], device=device)
-        self._group.sum(used)
-        for shard, ranks_that_used in zip(shards, used.tolist(), strict=True):
-            if not ranks_that_used:
+        own = bytes(id(shard.whole) in self._used for shard in shards)
+        used = map(any, zip(*cast("list[bytes]", self._ranks.gather(own)), strict=True))
+        for shard, is_used in zip(shards, used, strict=True):
+            if not is_used:
                 shard.whole.grad = None
         self._used.clear()
 

@@ -40,6 +40,7 @@ other           what is made between updates, and belongs to none of these
 """
 
 _COMMUNICATION = ("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat")
+_FLAT = 1 << 20  # elements of a tensor of one dim from which it is a bucket
 aten = torch.ops.aten
 
 
@@ -114,11 +115,20 @@ class MemoryLedger:
                     block = self._made(storage, local)
                 self._owned[block] = category
 
-    def own_model(self, model: nn.Module) -> None:
-        """Record parameters and buffers."""
+    def own_model(self, model: nn.Module, parts: int = 1) -> None:
+        """Record parameters and buffers.
+
+        Args:
+            parts: Tensor-parallel ranks, each of which computes with a part of a matrix.
+        """
         self.own("buffers", model.buffers())
         self.own("parameters", model.parameters())
-        self._parameter_shapes.update(tuple(parameter.shape) for parameter in model.parameters() if parameter.dim() > 1)
+        shapes = {tuple(parameter.shape) for parameter in model.parameters() if parameter.dim() > 1}
+        for shape in shapes:
+            self._parameter_shapes.update(
+                (*shape[:dim], size // parts, *shape[dim + 1 :]) for dim, size in enumerate(shape)
+            )
+        self._parameter_shapes |= shapes
 
     def peak(self) -> Peak:
         """Return the peak since the last `restart`."""
@@ -149,6 +159,8 @@ class MemoryLedger:
             return "casts"
         if block.shape and block.shape[-1] in self.vocabulary and block.shape not in self._parameter_shapes:
             return "logits"
+        if len(block.shape) == 1 and block.shape[0] >= _FLAT and block.category == "activations":
+            return "communication"
         if block.in_backward and (block.shape in self._parameter_shapes or block.shape[::-1] in self._parameter_shapes):
             return "gradients"
         return block.category
@@ -163,6 +175,7 @@ class MemoryLedger:
 
     def _resized(self, storage: Any) -> None:
         if (block := self._blocks.get(storage)) is not None:
+            block.category = "communication"  # FSDP allocates and frees what it gathers so
             self._set_bytes(block, storage.nbytes())
 
     def _set_bytes(self, block: StorageRecord, size: int) -> None:

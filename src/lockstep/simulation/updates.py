@@ -53,6 +53,7 @@ def peak_of_rank(
             watchers.append(ledger.see)
         with resizes_seen(ledger):
             session = assemble(config, simulated.world, _copied(given), Purpose.RESUME)  # initial values are not drawn
+            ledger.restart()  # a session is assembled with the help of shapes, which the device never holds
             if device_type == "cpu":
                 watchers.append(ledger.see)  # later, because a dataset's tensors are the CPU's, too
             try:
@@ -74,7 +75,7 @@ def run_updates(session: Session, ledger: MemoryLedger, updates: int) -> None:
     def own_state() -> None:
         tensors = state.live_state().tensors
         ledger.own("optimizer", (tensor for name, tensor in tensors.items() if not name.startswith("model.")))
-        ledger.own_model(model)
+        ledger.own_model(model, components_of(session).plan.mesh.tensor)
 
     ledger.vocabulary = _vocabulary(session)
     own_state()

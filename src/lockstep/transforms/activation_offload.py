@@ -133,7 +133,10 @@ class ActivationsOnHost(saved_tensors_hooks):
         wrapper: Any = tensor
         if is_traceable_wrapper_subclass(wrapper):
             names, context = wrapper.__tensor_flatten__()
-            parts = {name: self._pack_activation(getattr(wrapper, name)) for name in names}
+            inner = {name: getattr(wrapper, name) for name in names}
+            parts = {
+                name: self._pack_activation(part) if isinstance(part, Tensor) else part for name, part in inner.items()
+            }  # torch 2.13 also names a DTensor's mesh
             return _Wrapped(type(tensor), parts, context, tensor.size(), tensor.stride())
         storage = tensor.untyped_storage()
         size = storage.nbytes()
