@@ -33,7 +33,7 @@ from lockstep.simulation import attention, autocast, device, repeats
 aten, prim = torch.ops.aten, torch.ops.prim
 
 _SMALL = 256  # elements up to which a tensor on the device has values
-_SMALL_INTEGERS = 1 << 16  # the same of integers: DDP and DeepSpeed send orders and sizes through the device
+_SMALL_INT32 = 1 << 16  # the same of an int32: DDP's C++ sends the order of its buckets through the device
 _LARGE = 1 << 20  # elements from which a new tensor on the CPU has none
 _SMALL_ON_CPU = 17  # the same where the CPU is what is simulated; scales and counters have values
 _FACTORIES = {
@@ -293,7 +293,7 @@ def _zeros_on_host(leaf: Any) -> Any:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    return tensor.numel() <= (_SMALL if tensor.is_floating_point() else _SMALL_INTEGERS)
+    return tensor.numel() <= (_SMALL_INT32 if tensor.dtype is torch.int32 else _SMALL)
 
 
 def _tensors(result: Any) -> list[Tensor]:
