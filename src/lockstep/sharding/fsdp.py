@@ -29,8 +29,8 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import GradientStep
 from lockstep.distributed.collectives import LocalGroup, RankGroup
 from lockstep.distributed.row_shards import RowShards
-from lockstep.plan.optimizers import OPTIMIZERS
 from lockstep.distributed.shard_boxes import local_tensor
+from lockstep.plan.optimizers import OPTIMIZERS
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Builder, Sharding, ShardingContext
 from lockstep.sharding.fsdp_order import NegotiatedOrder, fixed_order
