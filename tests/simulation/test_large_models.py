@@ -1,6 +1,6 @@
 """Models of 7B to 405B parameters at their full width, of two layers, on 8 to 1,024 simulated ranks.
 
-What a rank holds is what arithmetic says: 16 bytes for each of its parameters, and one block at a time of all others.
+A rank holds 16 bytes for each of its parameters, and one block at a time of all others.
 """
 
 from __future__ import annotations
