@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,3 +81,4 @@ def test_an_update_waits_only_where_it_must(cell: str, precision: str) -> None:
     linear = nn.functional.linear
     assert sorted(set(waits_of_an_update(options, precision))) == sorted(expected)
     assert nn.functional.linear is linear, "DeepSpeed's replacement ends with the simulation"
+    assert "LOCAL_RANK" not in os.environ, "what follows is no rank"

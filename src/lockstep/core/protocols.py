@@ -225,7 +225,8 @@ class Axis(Control, Protocol):
 
         Args:
             sent: 1-dim; first the elements for the first rank.
-            given, taken: How many elements go to each rank, and come from it; perhaps 0.
+            given: How many elements go to each rank; perhaps 0.
+            taken: How many come from it.
         """
 
     def concatenate(self, part: Tensor, whole: Tensor) -> None:

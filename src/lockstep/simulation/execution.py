@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copyreg
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -259,6 +260,7 @@ def simulated_execution(place: str = device.NAME) -> Iterator[Execution]:
     attention.register()
     execution = Execution(place, FakeTensorMode(allow_non_fake_inputs=True))
     with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ))  # DeepSpeed sets LOCAL_RANK, by which others recognize a rank
         for target, replacement in _replacements():
             stack.enter_context(patch(target, replacement))
         stack.enter_context(patch.object(Tensor, "data", property(_data, execution.set_data)))
