@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from step_loops import Rows, WithLoss
 from step_work import CLIP_NORM, WEIGHT_DECAY, loss_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 @dataclass(frozen=True)
@@ -225,31 +226,6 @@ def hugging_face(task: Task) -> None:
     )
     model = WithLoss(task.model).cuda()
     Trainer(model, arguments, train_dataset=Rows(*task.data), optimizers=(adamw(model), None)).train()
-
-
-class WithLoss(nn.Module):
-    """The model in the form that Trainer expects: it returns a loss if it gets labels."""
-
-    def __init__(self, model: Timed) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.model(tokens)
-        return {"loss": loss_of(logits, labels), "logits": logits}
-
-
-class Rows(Dataset[dict[str, Tensor]]):
-    """Samples in the form that Trainer expects: by name."""
-
-    def __init__(self, tokens: Tensor, targets: Tensor) -> None:
-        self.tokens, self.targets = tokens, targets
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"tokens": self.tokens[index], "labels": self.targets[index]}
 
 
 REFERENCE = "plain loop"

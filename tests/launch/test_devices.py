@@ -177,3 +177,9 @@ def test_a_device_that_a_plugin_registered_runs_under_its_own_backend() -> None:
         assert devices.count_accelerators(Launch()) == ("simulated", 1)
         assert not may_fork(), "the device is in use"
         assert torch.ones(2, device=world.device).sum().item() == 2
+
+
+def test_what_fails_in_a_copy_of_this_process_fails_here() -> None:
+    assert in_fork(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        in_fork(lambda: 1 // 0)

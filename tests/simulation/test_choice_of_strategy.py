@@ -10,10 +10,10 @@ import torch
 from simulation.test_peak_memory import NOTHING, decoder, estimator
 
 from lockstep.core.records import DataFacts, ParameterFacts
-from lockstep.plan.choosing import Decision
+from lockstep.plan.choosing import USABLE, Decision
 from lockstep.plan.plan import Machine, make_plan
 from lockstep.simulation.answering import answer
-from lockstep.simulation.choosing import USABLE, decide
+from lockstep.simulation.choosing import decide
 from lockstep.simulation.estimate import under
 from lockstep.strategies.registry import find_variant
 from lockstep.training import deciding, predictions

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from plan.test_traffic import STAGE_3
 from simulation.test_peak_memory import NOTHING, decoder, estimator
 
 from lockstep.plan.placement import traffic, volume_of
@@ -13,12 +14,6 @@ from lockstep.training.assemble import assemble
 
 RANKS = 4
 MODEL = {"kind": "transformer", "vocabulary": 256, "layers": 4, "heads": 2, "width": 64, "tie_embeddings": False}
-NOTHING_KEPT = {
-    "stage3_param_persistence_threshold": 0,
-    "stage3_max_live_parameters": 0,
-    "stage3_max_reuse_distance": 0,
-}
-STAGE_3 = {"zero_stage": 3, "config": {"zero_optimization": {"stage": 3, **NOTHING_KEPT}}}
 PARALLELS: dict[str, dict[str, Any]] = {
     "fsdp": {"strategy": "fsdp"},
     "fsdp-grad-op": {"strategy": "fsdp", "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from kit.worlds import in_world
 from training.test_same_run import config, oracle
 
 import lockstep
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.resuming import Resume
 from lockstep.training.session import components_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -44,6 +48,30 @@ def test_a_parameter_of_fewer_rows_than_ranks_is_sharded_along_another_dim() -> 
     asked = small.config("FewRows", optim=sgd, parallel=fsdp())
     assert differences(recorded(asked, 4, 3), recorded(small.config("FewRows", optim=sgd), updates=3)) == []
     assert in_world(4, _shape_of_experts, asked) == [(2, 64, 256)] * 4
+
+
+def test_such_a_parameter_is_resumed_on_other_ranks(tmp_path: Path) -> None:
+    """Sharded along its first dim, or whole: the losses that follow are those of the run that wasn't cut."""
+    sgd = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+    cut = small.config("FewRows", optim=sgd, parallel=fsdp())
+    uncut, *_ = in_world(4, _losses, cut, str(tmp_path), None)
+    for ranks, parallel in ((4, fsdp()), (3, fsdp()), (1, {"strategy": "single"})):
+        resumed, *_ = in_world(ranks, _losses, {**cut, "parallel": parallel}, str(tmp_path), 2)
+        assert resumed == pytest.approx(uncut[2:], rel=1e-6), (ranks, parallel)
+
+
+def _losses(asked: dict[str, Any], folder: str, step: int | None) -> list[float]:
+    """From the checkpoint of a step; without one from the beginning, saving after two updates."""
+    with lockstep.session(asked) as session:
+        checkpoints = Checkpoints(session, LocalStorage(Path(folder)), {})
+        checkpoints.begin(Resume(step=step))
+        losses = []
+        for report in session:
+            losses.append(report.loss)
+            if step is None and report.step == 2:
+                checkpoints.save()
+        assert all(ended.failure is None for ended in checkpoints.finish())
+        return losses
 
 
 def _shape_of_experts(asked: dict[str, Any]) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ Row = tuple[str, str, tuple[int, ...], int]
 
 @dataclass(frozen=True, slots=True)
 class MeshSharding:
-    """How a tensor is sharded over a mesh of ranks.
+    """The sharding of a tensor over a mesh of ranks.
 
     Attributes:
         mesh: The index of the mesh among those of the rank; `_ALL_RANKS`: all ranks, in a row.

@@ -94,7 +94,7 @@ class EvaluatedObjective(Objective, Protocol):
 
 
 class GradientStep(Protocol):
-    """How accumulated gradients are reduced over ranks and applied to the parameters.
+    """Reduces accumulated gradients over ranks, and applies them to the parameters.
 
     Attributes:
         module: The module that a training forward calls.
@@ -140,7 +140,7 @@ class GradientStep(Protocol):
 
 
 class Engine(Protocol):
-    """How a batch becomes a gradient."""
+    """Turns a batch into a gradient."""
 
     def accumulate(self, batch: GlobalBatch, seed_scale: float | Tensor, announce: Callable[[Tensor], None]) -> None:
         """Accumulate the gradient of `seed_scale` x the sum of losses.

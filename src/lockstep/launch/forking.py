@@ -30,7 +30,10 @@ def may_fork() -> bool:
 
 
 def in_fork(function: Callable[[], T]) -> T:
-    """Return the result of a function that runs in a forked copy of this process: what it starts ends with it."""
+    """Return the result of a function that runs in a forked copy of this process: what it starts ends with it.
+
+    If it fails there, it runs here, so that its error is this process's.
+    """
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
@@ -42,7 +45,7 @@ def in_fork(function: Callable[[], T]) -> T:
     with os.fdopen(receiving, "rb") as results:
         result = results.read()
     os.waitpid(child, 0)
-    return pickle.loads(result)  # type: ignore[no-any-return]
+    return pickle.loads(result) if result else function()
 
 
 def _uses_accelerator() -> bool:

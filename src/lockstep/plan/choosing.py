@@ -17,7 +17,8 @@ from lockstep.strategies.registry import AUTO, REFERENCE, find_strategy, layout_
 ONE_RANK = "there is one rank"
 SHARE_OF_STATE = 0.6
 """The fraction of a rank's memory that the training state may take; the rest is left to activations."""
-
+USABLE = 0.9
+"""The fraction that tensors may take; an allocator keeps some, and leaves gaps."""
 
 _PLENTY = 0.5
 _STATE_PER_PARAMETER, _ACTIVATIONS_PER_INPUT, _ACTIVATIONS_PER_PARAMETER = 8, 2_000, 10  # bytes per byte, at most

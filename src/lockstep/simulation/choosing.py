@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.formatting import size
-from lockstep.plan.choosing import Decision
-from lockstep.simulation.estimate import Estimator, Unpredictable, under
+from lockstep.plan.choosing import USABLE, Decision
+from lockstep.simulation.estimate import Estimator, under
 from lockstep.strategies.registry import AUTO, REFERENCE, strategies
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-
-USABLE = 0.9
-"""The fraction of a rank's memory that tensors may take; an allocator keeps some, and leaves gaps."""
 
 
 def decide(estimator: Estimator) -> Decision:
@@ -94,6 +91,3 @@ def _even(share: int, samples: int) -> int:
     """Return a size of at most N samples with which all micro-batches of a share are about as large."""
     samples = min(samples, share)
     return -(-share // -(-share // samples))
-
-
-__all__ = ["USABLE", "Unpredictable", "decide"]

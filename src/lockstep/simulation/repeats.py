@@ -29,7 +29,7 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """How an output is made.
+    """The way in which an output is made.
 
     Attributes:
         same: Index of the argument that it is; None: it is a new tensor.

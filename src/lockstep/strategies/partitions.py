@@ -14,7 +14,7 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "
 
 
 class PipelineParallel(Section):
-    """How a model is partitioned into stages, and the order in which micro-batches pass through them."""
+    """The partition of a model into stages, and the order in which micro-batches pass through them."""
 
     schedule: PipelineSchedule = "1f1b"
     """1f1b keeps the activations of as many micro-batches as there are stages, gpipe those of all; interleaved-1f1b
@@ -27,7 +27,7 @@ class PipelineParallel(Section):
 
 
 class TensorParallelOptions(Section):
-    """How the matrices of a model are sharded over the ranks of `parallel.tensor`."""
+    """The sharding of a model's matrices over the ranks of `parallel.tensor`."""
 
     plan: Literal["auto"] | dict[str, str] = "auto"
     """auto: the plan of Lockstep's transformer, or the one in a Hugging Face config; or the style of each module by a

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from lockstep.training.user_objects import UserObjects
 
 
-_USABLE = 0.9  # of a rank's memory, by tensors
 _PREDICTION_SECONDS = 45.0
 _PEAK = re.compile(r"this rank's peak was [\d.,]+ \w+\. ")
 _TOO_LARGE = "One sample alone would need"
@@ -96,6 +95,7 @@ def with_prediction(message: str, config: Config, ranks: int, given: UserObjects
     from lockstep.core.control_groups import tightest_limit
     from lockstep.distributed.memory import memory_if_started
     from lockstep.launch.devices import count_accelerators, count_cores
+    from lockstep.plan.choosing import USABLE
     from lockstep.training.predictions import Explanation, NoAnswer, Question, ask
 
     device_type, devices = count_accelerators(config.launch)
@@ -103,7 +103,7 @@ def with_prediction(message: str, config: Config, ranks: int, given: UserObjects
     if memory is None:
         memory = tightest_limit().total // ranks
     try:
-        usable = int(_USABLE * memory)
+        usable = int(USABLE * memory)
         answer = ask(Question("explain", config, ranks, usable, given, on_cpu=not devices), _PREDICTION_SECONDS)
     except NoAnswer as reason:
         return f"{message} The peak can't be predicted: {reason}."
