@@ -101,6 +101,16 @@ def test_what_does_not_fit_names_the_smallest_change() -> None:
     assert next(iter(estimator(config, 1, needed).estimates())).fits is True
 
 
+def test_gradients_that_wait_whole_for_the_last_micro_batch_are_the_first_change() -> None:
+    """Under fsdp, an update of several micro-batches holds all gradients unless each micro-batch reduces them."""
+    wide = {"kind": "transformer", "vocabulary": 256, "layers": 4, "heads": 4, "width": 256}
+    config = decoder(model=wide, batch={"global_size": 16, "micro_size": 2}, parallel={"strategy": "fsdp"})
+    needed = estimator(config, 4).peak(config)
+    limit = needed.bytes - needed.by_category["gradients"] // 2
+    row = next(iter(estimator(config, 4, limit).estimates()))
+    assert row.note == "it fits with parallel.fsdp.reduce_every: micro-batch"
+
+
 def test_a_module_of_the_user_is_left_as_it_is() -> None:
     model = small.Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -27,7 +27,7 @@ from lockstep.plan.stated_facts import facts_of_config
 from lockstep.simulation import device
 from lockstep.simulation.stages import Stages, peaks_of_stages
 from lockstep.simulation.updates import UPDATES, peak_of_rank
-from lockstep.strategies.registry import strategies, written_name
+from lockstep.strategies.registry import find_strategy, strategies, written_name
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -208,6 +208,10 @@ def _shortened(config: Config, plan: Plan) -> Config:
 def _changes(config: Config, plan: Plan) -> Iterator[tuple[str, str, Config]]:
     """Yield changes that save memory, each on top of those before, as key, value and config: the cheapest first."""
     size = plan.batch.micro_size
+    if size > 1 or plan.batch.accumulation > 1:
+        for key, value, changed in _options_that_save(config, find_strategy(plan.strategy)):
+            config = changed
+            yield key, value, config
     while size > 1:
         size //= 2
         config = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": size})})
@@ -220,7 +224,19 @@ def _changes(config: Config, plan: Plan) -> Iterator[tuple[str, str, Config]]:
         yield "memory.activation_checkpointing.mode", "full", config
     last = [strategy for strategy in strategies() if strategy.automatic][-1]
     if plan.ranks > 1 and plan.strategy != last.name:
-        yield "parallel.strategy", last.name, under(config, last, last.variants[0])
+        config = under(config, last, last.variants[0])
+        yield "parallel.strategy", last.name, config
+        yield from _options_that_save(config, last)
+
+
+def _options_that_save(config: Config, strategy: Strategy) -> Iterator[tuple[str, str, Config]]:
+    """Yield the strategy's own changes, as `_changes` does."""
+    for name, value in strategy.saves_memory.items():
+        options = strategy.options_of(config.parallel)
+        if getattr(options, name) != value:
+            changed = {strategy.section: options.model_copy(update={name: value})}
+            config = config.model_copy(update={"parallel": config.parallel.model_copy(update=changed)})
+            yield f"parallel.{strategy.section}.{name}", value, config
 
 
 @contextmanager

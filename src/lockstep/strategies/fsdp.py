@@ -113,6 +113,7 @@ STRATEGY = Strategy(
     finds_unused=True,
     heeds={"ddp": "find_unused_parameters"},
     offloads=lambda options: options.cpu_offload,
+    saves_memory={"reduce_every": "micro-batch"},
     element_bytes=lambda options: (
         ELEMENT_BYTES.get(options.mixed_precision.param_dtype),
         ELEMENT_BYTES[options.mixed_precision.reduce_dtype],

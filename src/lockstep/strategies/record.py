@@ -220,6 +220,8 @@ class Strategy:
         cells: Features that differ from the table's defaults.
         element_bytes: Bytes of an element of what is gathered (None: in the type that each is used in), and reduced.
         offloads: Whether the options ask for offloading.
+        saves_memory: Options with which an update of several micro-batches holds less: name -> value. They are the
+            first change that `plan` names where a run doesn't fit.
         lossy: What the options lose of a gradient, in a sentence; None: nothing.
         remarks: What else the start of a run prints about the options.
         unwrapped: What it prints if the strategy has left the model as it was.
@@ -250,6 +252,7 @@ class Strategy:
     heeds: Mapping[str, str] = field(default_factory=dict)
     cells: Mapping[str, Cell] = field(default_factory=dict)
     offloads: Callable[[Any], bool] = lambda options: False
+    saves_memory: Mapping[str, str] = field(default_factory=dict)
     element_bytes: Callable[[Any], tuple[int | None, int]] = lambda options: (4, 4)
     lossy: Callable[[Any], str | None] = lambda options: None
     remarks: Callable[[Any], tuple[str, ...]] = lambda options: ()
