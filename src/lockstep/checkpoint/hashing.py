@@ -8,8 +8,6 @@ runs at memory speed and misses an accidental change once in 2^128; it does not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import xxhash
 
 BLOCK_BYTES = 16 * 2**20
@@ -22,16 +20,12 @@ class BlockHasher:
     def __init__(self, run: str, step: int, file: str) -> None:
         self._prefix = f"{run}/{step}/{file}/"
 
-    def hash_block(self, name: str, offset: int, data: memoryview) -> str:
-        """Return the hash of the bytes of tensor `name` that begin at byte `offset`."""
-        state = xxhash.xxh3_128(f"{self._prefix}{name}/{offset}/{len(data)}/".encode())
-        state.update(data)
+    def hash_block(self, name: str, offset: int, *pieces: memoryview) -> str:
+        """Return the hash of the bytes of tensor `name` that begin at byte `offset`, piece by piece."""
+        state = xxhash.xxh3_128(f"{self._prefix}{name}/{offset}/{sum(map(len, pieces))}/".encode())
+        for piece in pieces:
+            state.update(piece)
         return state.hexdigest()
-
-    def hash_blocks(self, name: str, data: memoryview) -> Iterator[str]:
-        """Yield the hashes of all blocks of tensor `name`, in order."""
-        for start in range(0, len(data), BLOCK_BYTES):
-            yield self.hash_block(name, start, data[start : start + BLOCK_BYTES])
 
 
 def hash_bytes(data: bytes | memoryview) -> str:

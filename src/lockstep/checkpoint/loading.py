@@ -130,6 +130,7 @@ def _load(
     held = gather_inventories(inventory(live.tensors), axis)
     shared = SharedReading(WritePlan(held, manifests.ELEMENT_BYTES), manifest, axis)
     state = _read(storage, name, manifest, live, shared) if mismatch is None else None
+    axis.barrier()  # some ranks may read more, or from a slower disk
     faults = axis.gather(state if isinstance(state, str) else None)
     if mismatch is not None:  # another model's, so not broken: it stays where it is
         raise RunFailed(f"{storage.place}/{name} doesn't fit this run: {mismatch}")

@@ -196,8 +196,8 @@ class LocalDraft:
         self._draft = draft
         self._target = target
 
-    def write(self, file: str, data: memoryview) -> None:
-        _write_durably(self._draft / file, data)
+    def write(self, file: str, *pieces: memoryview) -> None:
+        _write_durably(self._draft / file, *pieces)
 
     def read(self, file: str) -> bytes:
         return (self._draft / file).read_bytes()
@@ -240,13 +240,14 @@ class LocalFile:
         _close_quietly(self._handle)
 
 
-def _write_durably(path: Path, data: memoryview) -> None:
-    """Write a file and flush it; an earlier one is overwritten."""
+def _write_durably(path: Path, *pieces: memoryview) -> None:
+    """Write a file of these pieces and flush it; an earlier one is overwritten."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
     try:
-        written = 0
-        while written < len(data):
-            written += os.write(handle, data[written : written + _CHUNK_BYTES])
+        for piece in pieces:
+            written = 0
+            while written < len(piece):
+                written += os.write(handle, piece[written : written + _CHUNK_BYTES])
         os.fsync(handle)
     finally:
         os.close(handle)

@@ -141,7 +141,8 @@ class ObjectDraft:
         self._store = store
         self._name = name
 
-    def write(self, file: str, data: memoryview) -> None:
+    def write(self, file: str, *pieces: memoryview) -> None:
+        data = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))  # a user's store takes an object whole
         self._store.write(f"{self._name}/{file}", data)
 
     def read(self, file: str) -> bytes:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint import hashing, manifest
 from lockstep.checkpoint.file_layout import FileLayout, file_layout
-from lockstep.checkpoint.hashing import BlockHasher
+from lockstep.checkpoint.hashing import BLOCK_BYTES, BlockHasher
 from lockstep.checkpoint.inventory import Inventory, gather_inventories, inventory
 from lockstep.checkpoint.manifest import ELEMENT_BYTES, FileEntry, GridEntry, Manifest, TensorEntry, shard_file
 from lockstep.checkpoint.snapshot import Snapshot, snapshot_on
@@ -36,6 +36,7 @@ from lockstep.distributed.shard_boxes import ShardLike
 if TYPE_CHECKING:
     import torch
 
+    from lockstep.checkpoint.file_image import FileImage
     from lockstep.checkpoint.storage import Draft, Storage
     from lockstep.core.protocols import Axis
     from lockstep.core.records import TrainingState
@@ -183,8 +184,10 @@ class Saver:
         waiting = time.perf_counter()
         save.join()
         if not save.agreed:
+            self._axis.barrier()  # another rank's disk may be slower
             self._agree(save, float(sum(cast("list[int]", self._axis.gather(self._failures)))))
         save.join()
+        self._axis.barrier()  # the first rank publishes it, and deletes older ones
         save.lost += time.perf_counter() - waiting
         self._save = None
 
@@ -266,7 +269,7 @@ class Saver:
         save.record = _complete_header(
             layout, image, BlockHasher(self.run_metadata.run, save.metadata.step, layout.file)
         )
-        draft.write(layout.file, image)
+        draft.write(layout.file, *image.pieces())
         if self._axis.rank != 0:
             text = save.record.model_dump_json().encode()
             data = hashing.hash_bytes(text).encode() + b"\n" + text
@@ -353,14 +356,16 @@ def _is_disk_full(failure: str | None) -> bool:
 # --- records of what each rank has written ------------------------------------------------------------------------
 
 
-def _complete_header(layout: FileLayout, image: memoryview, hasher: BlockHasher) -> FileEntry:
+def _complete_header(layout: FileLayout, image: FileImage, hasher: BlockHasher) -> FileEntry:
     """Write the hashes of all blocks into the header; return the record of the file."""
     hashes = "".join(
-        block for span in layout.items for block in hasher.hash_blocks(span.item.name, image[span.start : span.end])
-    ).encode()
-    image[layout.hashes_at : layout.hashes_at + len(hashes)] = hashes
+        hasher.hash_block(span.item.name, at - span.start, *image.pieces(at, min(at + BLOCK_BYTES, span.end)))
+        for span in layout.items
+        for at in range(span.start, span.end, BLOCK_BYTES)
+    )
+    image.write(layout.hashes_at, hashes.encode())
     header = len(layout.header)
-    return FileEntry(size=layout.size, header=header, header_hash=hasher.hash_block("", 0, image[:header]))
+    return FileEntry(size=layout.size, header=header, header_hash=hasher.hash_block("", 0, *image.pieces(0, header)))
 
 
 def _memory(tensor: Any) -> Any:

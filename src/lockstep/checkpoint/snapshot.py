@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from lockstep.checkpoint.file_image import FileImage
 from lockstep.distributed.shard_boxes import shard_view
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lockstep.checkpoint.file_image import Copy
     from lockstep.checkpoint.file_layout import FileLayout
+
+CHUNK_BYTES = 2**26  # of page-locked memory
 
 
 class HostSnapshot:
@@ -33,23 +37,24 @@ class HostSnapshot:
 
     def __init__(self, layout: FileLayout) -> None:
         self.layout = layout
-        self.image, self._copies = _image(layout, pinned=False)
-        self._remaining: _Pairs = []
+        self.image = FileImage(layout, layout.size, _pageable)
+        self.image.allocate()
+        self._remaining: dict[int, Tensor] = {}
         self._done = threading.Event()
         self._done.set()
 
     def begin(self, tensors: Mapping[str, Tensor], changing: Collection[str]) -> None:
         """Begin the copy, on the main thread, between two updates. `changing`: names of what a forward may change."""
-        now, self._remaining = _split(self.layout, self._copies, tensors, changing)
+        now, self._remaining = _sources(self.layout, tensors, changing)
         self._done.clear()
-        _copy(now)
+        copy(self.image.copies(now))
 
     def complete(self) -> None:
         """Finish the copy; on any thread."""
         try:
-            _copy(self._remaining)
+            copy(self.image.copies(self._remaining))
         finally:
-            self._remaining = []
+            self._remaining = {}
             self._done.set()
 
     def before_update(self) -> None:
@@ -58,34 +63,56 @@ class HostSnapshot:
 
 
 class DeviceSnapshot:
-    """The same of tensors on a GPU, copied to page-locked memory on a stream of its own.
+    """The same of tensors on an accelerator, copied to page-locked memory on a stream of its own.
 
-    An update's kernels wait for the copy; the host doesn't.
+    An update's kernels wait for the copy; the host doesn't. Two things are left to `complete`, for which the host may
+    have to wait before an update: the first time all copies, since it allocates their memory, and always those of
+    tensors that are on the host (offloaded).
     """
 
     def __init__(self, layout: FileLayout, device: torch.device) -> None:
         self.layout = layout
-        self.image, self._copies = _image(layout, pinned=True)
+        self.image = FileImage(layout, CHUNK_BYTES, page_locked)
         self._device = device
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
+        self._remaining: dict[int, Tensor] = {}
+        self._started = threading.Event()
+        self._started.set()
         self._copied: torch.Event | None = None
 
     def begin(self, tensors: Mapping[str, Tensor], changing: Collection[str]) -> None:
-        now, later = _split(self.layout, self._copies, tensors, changing)
+        now, later = _sources(self.layout, tensors, changing)
         current = self._module.current_stream(self._device)
         self._stream.wait_stream(current)
         with self._module.stream(self._stream):
-            _copy(now)
-            current.wait_event(self._stream.record_event())
-            _copy(later)
+            if self.image.is_allocated:
+                copy(self.image.copies(now))
+                current.wait_event(self._stream.record_event())
+                self._remaining = {index: source for index, source in later.items() if source.device.type == "cpu"}
+                copy(self.image.copies({index: later[index] for index in later.keys() - self._remaining.keys()}))
+            else:
+                self._remaining = {index: source.clone() for index, source in now.items()} | later
+                current.wait_event(self._stream.record_event())
             self._copied = self._stream.record_event()
+        if self._remaining:
+            self._started.clear()
 
     def complete(self) -> None:
+        try:
+            if self._remaining:
+                self.image.allocate()
+                with self._module.stream(self._stream):
+                    copy(self.image.copies(self._remaining))
+                    self._copied = self._stream.record_event()
+        finally:
+            self._remaining = {}
+            self._started.set()
         assert self._copied is not None, "a snapshot is begun before it is completed"
         self._copied.synchronize()
 
     def before_update(self) -> None:
+        self._started.wait()
         if self._copied is not None:
             self._module.current_stream(self._device).wait_event(self._copied)
 
@@ -97,33 +124,30 @@ def snapshot_on(device: torch.device, layout: FileLayout) -> Snapshot:
     return HostSnapshot(layout) if device.type == "cpu" else DeviceSnapshot(layout, device)
 
 
-_Pairs = list[tuple["Tensor", "Tensor"]]
+def page_locked(size: int) -> Tensor:
+    """Return memory of the host that an accelerator copies to by itself."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
-def _split(
-    layout: FileLayout, copies: Sequence[Tensor], tensors: Mapping[str, Tensor], changing: Collection[str]
-) -> tuple[_Pairs, _Pairs]:
-    """Return (copy, source) pairs: those that a forward may change, and the others."""
-    now: _Pairs = []
-    later: _Pairs = []
-    for span, copy in zip(layout.items, copies, strict=True):
-        source = shard_view(tensors[span.item.name], span.item.box)
-        (now if span.item.name in changing else later).append((copy, source))
+def _pageable(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _sources(
+    layout: FileLayout, tensors: Mapping[str, Tensor], changing: Collection[str]
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Return what is copied, by index in the layout: what a forward may change, and the rest."""
+    now: dict[int, Tensor] = {}
+    later: dict[int, Tensor] = {}
+    for index, span in enumerate(layout.items):
+        name = span.item.name
+        (now if name in changing else later)[index] = shard_view(tensors[name], span.item.box)
     return now, later
 
 
 @torch.no_grad()
-def _copy(pairs: _Pairs) -> None:
-    if pairs:
-        torch._foreach_copy_([copy for copy, _ in pairs], [source for _, source in pairs], non_blocking=True)
-
-
-def _image(layout: FileLayout, *, pinned: bool) -> tuple[memoryview, list[Tensor]]:
-    """Allocate the file's image, its header filled in, and return it with its tensors as views."""
-    memory = torch.empty(layout.size, dtype=torch.uint8, pin_memory=pinned)
-    image = memoryview(cast("Any", memory.numpy()))
-    image[: len(layout.header)] = layout.header
-    return image, [
-        memory[span.start : span.end].view(getattr(torch, span.item.info.dtype)).view(span.item.box.sizes)
-        for span in layout.items
-    ]
+def copy(copies: Sequence[Copy]) -> None:
+    """Copy to an image, without waiting for an accelerator."""
+    if copies:
+        sources = [source if where is None else source[where] for _, source, where in copies]
+        torch._foreach_copy_([target for target, _, _ in copies], sources, non_blocking=True)

@@ -23,8 +23,8 @@ MOVED_ASIDE = re.compile(r"[a-z]+-step-[0-9]+(-[0-9]+)?")
 class Draft(Protocol):
     """A checkpoint that all ranks are writing, each its own files. Readers don't see it."""
 
-    def write(self, file: str, data: memoryview) -> None:
-        """Write a file, durably. Raises OSError."""
+    def write(self, file: str, *pieces: memoryview) -> None:
+        """Write a file of these pieces, one after the other, durably. Raises OSError."""
 
     def read(self, file: str) -> bytes:
         """Return a file that some rank has written. Raises OSError."""

@@ -124,8 +124,12 @@ def message_of(failure: BaseException) -> str:
 
 
 def blames_a_peer(error: BaseException | None) -> bool:
-    """Return whether the error, or one it was raised from, is about the other side of a connection."""
-    return any(isinstance(link, RuntimeError | OSError) and _PEER_WENT_AWAY.search(str(link)) for link in causes(error))
+    """Return whether the error, or one it was raised from, is about another rank, or the other side of a connection."""
+    return any(
+        isinstance(link, PeerFailed)
+        or (isinstance(link, RuntimeError | OSError) and _PEER_WENT_AWAY.search(str(link)) is not None)
+        for link in causes(error)
+    )
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

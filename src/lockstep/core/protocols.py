@@ -179,7 +179,9 @@ class Optimizer(Protocol):
 class Control(Protocol):
     """The ranks along an axis of the mesh, and their exchange of objects, which are on the host.
 
-    It never waits for an accelerator. A rank waits for the others as long as `launch.timeout` allows.
+    It never waits for an accelerator. A rank waits for the others as long as `launch.timeout` allows, and in a barrier
+    without a limit. So one comes before an exchange where some ranks may have been busy for long: with a disk, a
+    download, the tokens of a dataset.
     """
 
     @property
@@ -194,7 +196,8 @@ class Control(Protocol):
     def broadcast(self, value: object) -> object:
         """Return the first rank's value; tensors on the CPU."""
 
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        """Wait for all ranks of the axis, however long they take. Raises PeerFailed: one has failed."""
 
 
 class Axis(Control, Protocol):

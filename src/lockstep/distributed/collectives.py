@@ -1,8 +1,8 @@
 """The only raw collectives. An axis of one rank has none: it returns its arguments, so callers need no branch.
 
     tensors, on the accelerator     nccl     sum  start_sum  exchange  start_all_to_all  ...      core `Axis`
-    objects, on the host            gloo     gather  broadcast  barrier                            core `Control`
-    waits that may take hours       store    World.wait_for_all
+    objects, on the host            gloo     gather  broadcast                                     core `Control`
+    waits that may take hours       store    barrier
 
     LocalGroup  sum(x) = x        gather(v) = [v]           broadcast(v) = v     exchange(x) = x_0
     RankGroup   sum(x) = sum_r x  gather(v) = [v_0, v_1..]  broadcast(v) = v_0   exchange(x) = each rank's for this rank
@@ -160,10 +160,10 @@ class RankGroup:
         return self.host().broadcast(value)
 
     def barrier(self) -> None:
-        if _exchange is not None:
-            self._gather_over(_exchange, None)
-        else:
-            self.host().barrier()
+        if _waits is not None:
+            _waits.barrier(dist.get_process_group_ranks(self._group))
+        else:  # outside of a run
+            self.gather(None)
 
     def close(self) -> None:
         """Release the group, which a user's variable may hold beyond its end."""
@@ -189,13 +189,28 @@ process at once, also those that torch or a `DeviceMesh` made and that no sessio
 
 @contextmanager
 def over_store(exchange: StoreExchange) -> Iterator[None]:
-    """Have `gather`, `broadcast`, `barrier` and `copy_first` use the store; no other collective works in the block."""
+    """Have `gather`, `broadcast` and `copy_first` use the store, too; no other collective works in the block."""
     global _exchange
     _exchange = exchange
     try:
         yield
     finally:
         _exchange = None
+
+
+_waits: StoreExchange | None = None
+"""The exchange over whose store all groups wait. Process-wide, since groups are made by torch and DeviceMesh, too."""
+
+
+@contextmanager
+def waiting_over(exchange: StoreExchange | None) -> Iterator[None]:
+    """Have `barrier` use the store of a run's ranks while the block runs."""
+    global _waits
+    outer, _waits = _waits, exchange
+    try:
+        yield
+    finally:
+        _waits = outer
 
 
 def group_or_all(group: dist.ProcessGroup | None) -> RankGroup:

@@ -35,8 +35,6 @@ class HostGroup(Protocol):
     def broadcast(self, value: object) -> object:
         """Return the first rank's value."""
 
-    def barrier(self) -> None: ...
-
     def numbers(self, own: int) -> list[int]:
         """Return every rank's number: a `gather` without pickling."""
 
@@ -61,9 +59,6 @@ class GlooGroup:
         size = self._broadcast(torch.tensor([len(data)]))
         data = self._broadcast(data if self._rank == 0 else torch.empty(int(size), dtype=torch.uint8))
         return value if self._rank == 0 else _value(data)
-
-    def barrier(self) -> None:
-        self._gathered(torch.zeros(1))
 
     def numbers(self, own: int) -> list[int]:
         return cast("list[int]", torch.cat(self._gathered(torch.tensor([own]))).tolist())

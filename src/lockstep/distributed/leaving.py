@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lockstep.core.errors import CollectiveTimeout, Paused, PeerFailed, RunFailed, Stopped, blames_a_peer, message_of
+from lockstep.core.errors import CollectiveTimeout, Paused, RunFailed, Stopped, blames_a_peer, message_of
 from lockstep.core.failing import report_failure
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def abort_groups(error: BaseException, rank: int, device: torch.device, exchange
         reason = message_of(error).strip() or "no message"
         _log.error("rank %d fails, and aborts its collectives: %s: %s", rank, type(error).__name__, reason)
     global _aborting
-    by_others = isinstance(error, PeerFailed | CollectiveTimeout | Stopped) or blames_a_peer(error)
+    by_others = isinstance(error, CollectiveTimeout | Stopped) or blames_a_peer(error)
     reached = None if by_others else exchange  # they know, and rank 0, which keeps the store, may have ended
     _aborting = _in_background(lambda: _abort(device, reached))
     if not _aborting.wait(_ABORT_LIMIT):

@@ -23,7 +23,7 @@ from lockstep.core.errors import RunFailed
 from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed import user_collectives
 from lockstep.distributed.accelerators import choose_backend, choose_device
-from lockstep.distributed.collectives import LocalGroup, RankGroup
+from lockstep.distributed.collectives import LocalGroup, RankGroup, waiting_over
 from lockstep.distributed.device_check import refuse_shared_devices
 from lockstep.distributed.host_group import forget_host_groups
 from lockstep.distributed.leaving import abort_groups, is_aborting, is_orderly, refuse_unfinished_abort
@@ -62,21 +62,6 @@ class World:
     exchange: StoreExchange | None = None
     launcher_store: Store | None = None
 
-    def wait_for_all(self, limit: float | None = None) -> None:
-        """Wait until all ranks have called this; not over a collective, so `launch.timeout` doesn't apply.
-
-        For work that some ranks wait for and that may take long, such as writing weights. It ends when a rank fails.
-
-        Args:
-            limit: Seconds; None: no limit.
-
-        Raises:
-            CollectiveTimeout: The limit is over.
-            PeerFailed: A rank has failed.
-        """
-        if self.exchange is not None:
-            self.exchange.wait_for_all(limit)
-
 
 @contextmanager
 def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
@@ -101,7 +86,12 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
     refuse_unfinished_abort()
     if dist.is_initialized():  # the user's program made the group, and ends it
         world = _world(environment, device, dist.get_backend(), launch.timeout, wakes=False)
-        with user_collectives.current_group(world.axis), _failure_posted(world), _host_groups():
+        with (
+            waiting_over(world.exchange),
+            user_collectives.current_group(world.axis),
+            _failure_posted(world),
+            _host_groups(),
+        ):
             yield world
         return
     backend = choose_backend(launch.backend, device)
@@ -112,6 +102,7 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
             _left_at_the_end(world),
             collective_timeout(launch.timeout, world.rank),
             _host_groups(),
+            waiting_over(world.exchange),
             user_collectives.current_group(world.axis),
         ):
             if isinstance(world.axis, RankGroup):

@@ -26,7 +26,7 @@ from typing import Any, cast
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from lockstep.core.errors import CollectiveTimeout, PeerFailed, RunFailed, timeout_message
+from lockstep.core.errors import PeerFailed, RunFailed
 from lockstep.distributed.rounds import poll
 
 _WOKEN_S = 30.0  # seconds to wait for other ranks, which may be busy between two collectives
@@ -51,8 +51,8 @@ class StoreExchange:
         self._wakes = wakes
         self._timeout = timeout
         self._meeting_timeout = min(timeout, _WOKEN_S if wakes else _NOT_WOKEN_S)
-        self._has_posted = False
-        self._waits = 0
+        self._has_posted = self._has_met = False
+        self._barriers: Counter[tuple[int, ...]] = Counter()
         self._rounds: Counter[tuple[int, ...]] = Counter()
 
     def listen(self) -> None:
@@ -78,35 +78,31 @@ class StoreExchange:
             self._store.set("failed", str(self._rank))
             self._disconnect()
 
-    def wait_for_all(self, limit: float | None) -> None:
-        """Wait until all ranks have called this as often as this one has.
-
-        Args:
-            limit: Seconds; None: as long as none of them has failed.
+    def barrier(self, ranks: Sequence[int]) -> None:
+        """Wait until all of `ranks` have called this as often as this one has, as long as no rank has failed.
 
         Raises:
-            CollectiveTimeout: The limit is over.
             PeerFailed: A rank has failed, or has ended.
         """
-        self._waits += 1
-        name, size = f"wait/{self._waits}", len(self._all)
+        key = tuple(ranks)
+        self._barriers[key] += 1
+        members = "all" if len(key) == len(self._all) else "-".join(map(str, key))
+        name, size = f"barrier/{self._has_met}/{members}/{self._barriers[key]}", len(key)
+        failures = ["failed"] if self._has_met else ["failed", "call"]
 
         def is_over() -> bool:
             if self._store.check([f"{name}/all"]):
                 return True
-            if self._store.check(["failed"]):
-                raise PeerFailed(
-                    f"rank {self._store.get('failed').decode()} has failed, while the others waited for it"
-                )
+            for failure in failures:
+                if self._store.check([failure]):
+                    rank = self._store.get(failure).decode()
+                    raise PeerFailed(f"rank {rank} has failed, while the others waited for it")
             return False
 
         try:
             if self._store.add(name, 1) == size:
                 self._store.set(f"{name}/all", "")
-            if not poll(is_over, math.inf if limit is None else time.monotonic() + limit):
-                missing = size - self._store.add(name, 0)
-                who = f"{missing} rank{'s' if missing > 1 else ''}"
-                raise CollectiveTimeout(timeout_message(who, f"rank {self._rank}", cast("float", limit)))
+            poll(is_over, math.inf)
             if self._store.add(f"{name}/left", 1) < size and self._rank == 0:  # the store may end with it
                 poll(lambda: self._store.add(f"{name}/left", 0) == size, time.monotonic() + self._meeting_timeout)
         except RuntimeError as error:
@@ -129,6 +125,8 @@ class StoreExchange:
         Raises:
             RunFailed: A rank doesn't answer, or has left the session.
         """
+        self._has_met = True
+        self._barriers.clear()  # some ranks may have left one
         self._post(status)
         statuses = self._read("status", self._all, self._meeting_timeout)
         if left := [str(rank) for rank, status in enumerate(statuses) if status == _LEFT]:

@@ -9,6 +9,7 @@ takes it here; what runs on it is decided by `lockstep.simulation.execution`.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -54,12 +55,12 @@ class Stream:
         note_wait("Stream.synchronize")
 
     def __enter__(self) -> Stream:
-        self._outer = _device().current
-        _device().current = self
+        self._outer = _device().current_stream()
+        _device().set_stream(self)
         return self
 
     def __exit__(self, *unused: object) -> None:
-        _device().current = self._outer
+        _device().set_stream(self._outer)
 
 
 class Event:
@@ -117,7 +118,7 @@ class _Device(ModuleType):
         self.active = False
         self.on_wait: Callable[[str], None] | None = None
         self.default = Stream()
-        self.current = self.default
+        self._thread = threading.local()
         self.default_generators = (Generator(),)
         self.allocated = self.peak = 0
 
@@ -143,13 +144,13 @@ class _Device(ModuleType):
         return contextlib.nullcontext()
 
     def current_stream(self, device: Any = None) -> Stream:
-        return self.current
+        return getattr(self._thread, "current", self.default)
 
     def default_stream(self, device: Any = None) -> Stream:
         return self.default
 
     def set_stream(self, stream: Stream) -> None:
-        self.current = stream
+        self._thread.current = stream
 
     @contextlib.contextmanager
     def stream(self, stream: Stream | None) -> Iterator[None]:

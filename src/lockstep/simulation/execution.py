@@ -14,7 +14,8 @@ import copyreg
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -79,6 +80,7 @@ class Execution(TorchDispatchMode):
     Attributes:
         mode: Computes shapes.
         syncs: The host's waits, in order.
+        page_locked: The page-locked memory that saves have allocated: bytes, and the thread.
         watchers: Called after each operation that has a tensor without data.
     """
 
@@ -88,12 +90,25 @@ class Execution(TorchDispatchMode):
         self.mode = mode
         self._large = _SMALL_ON_CPU if place == "cpu" else _LARGE
         self.syncs: list[HostSync] = []
+        self.page_locked: list[tuple[int, str]] = []
         self.watchers: list[Watcher] = []
         self._values: Any = WeakIdKeyDictionary()
 
     def note_sync(self, operation: str) -> None:
         """Record that the host waits here."""
         self.syncs.append(HostSync(operation, _location()))
+
+    def lock_pages(self, size: int) -> Tensor:
+        """Return memory of the host that counts as page-locked; in any thread."""
+        self.page_locked.append((size, threading.current_thread().name))
+        with _disable_current_modes():
+            return torch.empty(size, dtype=torch.uint8)
+
+    def copy(self, copies: Iterable[Any]) -> None:
+        """Copy to the image of a file; in any thread, which may not have this mode."""
+        with _disable_current_modes(), torch.no_grad():
+            for target, source, where in copies:
+                target.copy_(self.value_of(source)[() if where is None else where])
 
     def value_of(self, tensor: Tensor) -> Tensor:
         """Return the value of a small tensor; ones for another."""
@@ -261,7 +276,7 @@ def simulated_execution(place: str = device.NAME) -> Iterator[Execution]:
     execution = Execution(place, FakeTensorMode(allow_non_fake_inputs=True))
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ))  # DeepSpeed sets LOCAL_RANK, by which others recognize a rank
-        for target, replacement in _replacements():
+        for target, replacement in _replacements(execution):
             stack.enter_context(patch(target, replacement))
         stack.enter_context(patch.object(Tensor, "data", property(_data, execution.set_data)))
         stack.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
@@ -302,7 +317,7 @@ def _tensors(result: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def _replacements() -> list[tuple[str, Any]]:
+def _replacements(execution: Execution) -> list[tuple[str, Any]]:
     """Return what torch does otherwise with a device of C++: the name of each function, and what replaces it."""
     clear = torch.clear_autocast_cache
 
@@ -312,6 +327,8 @@ def _replacements() -> list[tuple[str, Any]]:
 
     return [
         ("torch.clear_autocast_cache", clear_both),
+        ("lockstep.checkpoint.snapshot.page_locked", execution.lock_pages),
+        ("lockstep.checkpoint.snapshot.copy", execution.copy),
         ("torch.utils.swap_tensors", _swap),  # torch's refuses tensors with weak references, which these have
         # compares shapes over ranks by reading memory in C++
         ("torch.nn.parallel.distributed._verify_param_shape_across_processes", lambda *unused: None),

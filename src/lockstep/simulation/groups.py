@@ -207,9 +207,6 @@ class SimulatedHostGroup:
     def broadcast(self, value: object) -> object:
         return self.gather(value)[0]
 
-    def barrier(self) -> None:
-        self.gather(None)
-
     def numbers(self, own: int) -> list[int]:
         return cast("list[int]", self.gather(own))
 

@@ -162,6 +162,7 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
     """Return data, model, plan and objective. Raises ConfigError without a collective if the config can't be run."""
     own = users_model(config, given)
     source, evaluation = open_sources(config, given, own)
+    world.axis.barrier()  # another rank may have downloaded or tokenized them
     machine = machine_of(config, world, given, source, purpose)
     meta = _meta_model(config, source.facts, given, world, machine, purpose)
     if own is not None:
@@ -198,6 +199,7 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
     checked = plan.mesh.tensor * plan.mesh.context > 1  # by forwards, before the first update
     deferred = meta is not None and purpose is not Purpose.TRAIN and not checked
     whole = WholeModel(model, list(tensors.shapes), meta, pretrained, tensor_plan, sample, deferred)
+    world.axis.barrier()  # another rank may have downloaded or read weights
     return _Prepared(whole, plan, source, evaluation, objective, computed, tensors, coupled, flops, masks)
 
 

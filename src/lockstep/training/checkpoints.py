@@ -190,6 +190,7 @@ class Checkpoints(VoteParticipant):
     def _set_back(self, step: int, broken: Mapping[str, str], notes: list[str]) -> None:
         if self._axis.rank == 0:
             notes += [f"renamed to {path}" for path in move_newer_aside(self._storage, step, broken)]
+        self._axis.barrier()  # an object store copies them
 
     def _write_owner(self) -> None:
         """Record whose folder this is; a session without a folder keeps what a run has recorded there."""

@@ -46,6 +46,7 @@ def machine_of(config: Config, world: World, given: UserObjects, source: Source,
     if purpose is Purpose.EVALUATE or not has_choice:
         return machine
     answer = _decision(config, world, given, source, memory) if world.rank == 0 else None
+    world.axis.barrier()
     decision, note = cast("tuple[Decision | None, str]", world.axis.gather(answer or (None, ""))[0])
     return replace(machine, decision=decision, undecided=note)
 

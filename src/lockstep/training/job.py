@@ -340,7 +340,7 @@ def _publish_results(
             _write_report(checked_folder())
         except RunFailed as error:
             unwritten = RunFailed(f"{error}; {saved}")
-    world.wait_for_all()
+    world.axis.barrier()
     unwritten = cast("RunFailed | None", world.axis.broadcast(unwritten))
     if unwritten is not None:
         raise unwritten

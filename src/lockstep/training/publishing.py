@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.core.protocols import Axis
-    from lockstep.distributed.process_group import World
     from lockstep.models.model_tensors import ModelTensors
     from lockstep.sharding.partition import Spec
     from lockstep.training.session import Session
@@ -124,6 +123,7 @@ def _begin(axis: Axis, folder: Callable[[], Path]) -> tuple[Path, Path]:
             result = target, partial
         except Failure as error:
             result = error
+    axis.barrier()
     result = cast("tuple[Path, Path] | Failure", axis.broadcast(result))
     if isinstance(result, Failure):
         raise result
@@ -215,7 +215,7 @@ def _write_files(session: Session, files: Sequence[_File], partial: Path, target
         except RunFailed as failure:
             result = failure
     tensors.clear()
-    results = _all_results(components.world, result)
+    results = _all_results(components.world.axis, result)
     return {file.name: cast("str", results[file.rank]) for file in files}
 
 
@@ -253,7 +253,7 @@ def _finish(session: Session, hashes: Mapping[str, str], size: int, partial: Pat
                 replace_folder(target, partial)
         except RunFailed as error:
             failure = error
-    _all_results(components.world, failure)
+    _all_results(components.world.axis, failure)
 
 
 def _complete(session: Session, hashes: Mapping[str, str], size: int, partial: Path, target: Path) -> None:
@@ -291,10 +291,10 @@ def _as_run_failed(target: Path) -> Iterator[None]:
         raise RunFailed(f"{target}: the trained weights could not be written: {error}") from error
 
 
-def _all_results(world: World, result: object) -> list[object]:
+def _all_results(axis: Axis, result: object) -> list[object]:
     """Return each rank's result, however long its disk takes; raise the first failure among them on all ranks."""
-    world.wait_for_all()
-    results = world.axis.gather(result)
+    axis.barrier()
+    results = axis.gather(result)
     failure = next((result for result in results if isinstance(result, RunFailed)), None)
     if failure is not None:
         raise failure
