@@ -124,7 +124,7 @@ class Launch(Section):
     """auto: the one of the device, such as nccl on NVIDIA GPUs and gloo on the CPU. Also valid: any that is registered
     with `torch.distributed`."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that a collective may take before the run fails. Ranks wait for data, weights and disks without a limit."""
+    """Seconds that a collective may take before the run fails. Ranks wait for data and disks without a limit."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the rendezvous store; 0: any free one."""
     environment: dict[str, str] = {}
