@@ -19,6 +19,7 @@ import tempfile
 import tokenize
 import tomllib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def sentences(text: str) -> Iterator[tuple[int, str]]:
         position = block.end() if block else end
 
 
+@cache
 def prose(file: Path) -> str:
     """Return the file's text with everything that isn't prose replaced by spaces, so that lines keep their numbers."""
     text = file.read_text(encoding="utf-8")

@@ -369,8 +369,8 @@ def _renamed(name: str) -> Act:
     return edit_manifest(lambda manifest: manifest["tensors"].update({name: manifest["tensors"].pop(WEIGHT)}))
 
 
-def _with_a_million_keys(manifest: dict[str, Any]) -> None:
-    manifest.update(dict.fromkeys(map(str, range(10**6)), 0))
+def _with_many_keys(manifest: dict[str, Any]) -> None:
+    manifest.update(dict.fromkeys(map(str, range(200_000)), 0))
 
 
 def _many(place: str, value: Any, number: int) -> Act:
@@ -483,7 +483,7 @@ MANIFESTS: dict[str, tuple[Act, str]] = {
     "half of a pair": (_instead('"run":"', '"run":"\\ud800'), _INVALID),
     "a state a thousand lists deep": (_nested(1000), f"is not a manifest: RecursionError|{_INVALID}|{_NOT_WHOLE}"),
     "a state a hundred thousand lists deep": (_nested(100_000), "is not a manifest: RecursionError"),
-    "a million keys too many": (edit_manifest(_with_a_million_keys), _INVALID),
+    "200,000 keys too many": (edit_manifest(_with_many_keys), _INVALID),
     "200,000 tensors": (_many("tensors", {}, 200_000), _INVALID),
     "200,000 files": (_many("files", 0, 200_000), _INVALID),
     "200,000 metrics": (_many("metrics", "x", 200_000), _INVALID),

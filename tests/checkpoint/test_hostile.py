@@ -187,7 +187,7 @@ GREEDY = [
     "a header of 2^62 bytes",
     "a tensor of a TiB, and space for it",
     "a state a hundred thousand lists deep",
-    "a million keys too many",
+    "200,000 keys too many",
     "200,000 tensors",
     "200,000 files",
     "200,000 metrics",

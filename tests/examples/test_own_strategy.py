@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from kit import small
 from kit.runs import differences, recorded
+from kit.worlds import in_process
 
 import lockstep
 from lockstep.config.loading import validate
@@ -63,22 +64,32 @@ def test_a_name_that_is_taken_is_refused() -> None:
         lockstep.register_strategy(lockstep.Strategy(name="ddp", build="mine:BUILDER", variants=flat.variants))
 
 
+def _verified(config: dict[str, Any]) -> list[Any]:
+    return lockstep.verify(config, strategies="flat", ranks=2, steps=3)
+
+
 def test_verify_runs_it() -> None:
-    rows = lockstep.verify(small.config(parallel={"strategy": TARGET}), strategies="flat", ranks=2, steps=3)
+    rows = in_process(_verified, small.config(parallel={"strategy": TARGET}))
     assert [(row.strategy, row.passed) for row in rows] == [("flat", True)] * 3, rows
+
+
+def _last_losses(folder: Path, runs: list[tuple[str, str, int]]) -> list[float]:
+    """The last loss of each run: name, strategy, steps."""
+    losses = []
+    for name, strategy, steps in runs:
+        run = {"steps": steps, "folder": str(folder / name)}
+        sections = small.config(run=run, parallel={"strategy": strategy}, schedule={"kind": "constant"})
+        lockstep.train(sections, ranks=2 if strategy != "single" else None)
+        lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines if "loss" in line][-1])
+    return losses
 
 
 @pytest.mark.parametrize(("first", "then"), [(TARGET, "ddp"), ("ddp", TARGET)])
 def test_its_checkpoint_resumes_under_ddp_and_the_reverse(first: str, then: str, tmp_path: Path) -> None:
-    def trained(folder: str, strategy: str, steps: int) -> float:
-        run = {"steps": steps, "folder": str(tmp_path / folder)}
-        sections = small.config(run=run, parallel={"strategy": strategy}, schedule={"kind": "constant"})
-        lockstep.train(sections, ranks=2 if strategy != "single" else None)
-        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines if "loss" in line][-1]
-
-    trained("run", first, 3)
-    assert trained("run", then, 6) == pytest.approx(trained("single", "single", 6), rel=1e-6)
+    runs = [("run", first, 3), ("run", then, 6), ("single", "single", 6)]
+    _, resumed, alone = in_process(_last_losses, tmp_path, runs)
+    assert resumed == pytest.approx(alone, rel=1e-6)
 
 
 def test_a_record_with_another_mesh_or_traffic_is_refused() -> None:

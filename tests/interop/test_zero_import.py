@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kit import small
+from kit.commands import run_lockstep
 from kit.worlds import in_world
 from safetensors.torch import load_file, save_file
 from zero_saves import TAG, Save, save_all
@@ -86,8 +85,13 @@ def test_weights_are_bitwise_identical_to_the_engine_s(saves: Path, ranks: int, 
 
 
 def config_for(save: Save, **sections: Any) -> dict[str, Any]:
-    model = {"kind": "custom", "target": "zero_saves:Net", "arguments": {"width": save.width}, "freeze": ["still.*"]}
-    data = {"train": {"kind": "custom", "target": "zero_saves:Sentences"}}
+    model = {
+        "kind": "custom",
+        "target": "interop.zero_saves:Net",
+        "arguments": {"width": save.width},
+        "freeze": ["still.*"],
+    }
+    data = {"train": {"kind": "custom", "target": "interop.zero_saves:Sentences"}}
     return {**small.config(), "model": model, "data": data, "batch": {"global_size": 4}, **sections}
 
 
@@ -125,11 +129,9 @@ def test_a_run_starts_with_the_moments_and_steps(saves: Path, ranks: int, save: 
 def test_an_imported_run_can_be_trained(saves: Path, tmp_path: Path, strategy: str) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(json.dumps(config_for(ON_TWO_RANKS[0], run={"steps": 3}, parallel={"strategy": strategy})))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "DS_ACCELERATOR": "cpu"}
 
     def lockstep_output(*words: object) -> str:
-        command = [sys.executable, "-m", "lockstep", *map(str, words)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        done = run_lockstep(*words, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

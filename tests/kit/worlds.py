@@ -11,7 +11,7 @@ import multiprocessing as mp
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -24,6 +24,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is importe
 _CONTEXT.set_forkserver_preload(["kit.warm"])
 _TESTS = str(Path(__file__).parents[1])
 _PATIENCE_S = 120.0
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
 _FIRST_PORT, _PORTS = 12_000, 18_000
 _numbers = itertools.count(os.getpid() * 211)  # test runs side by side begin far apart
 
@@ -50,6 +51,17 @@ def in_world(ranks: int, function: Callable[..., Any], *arguments: Any, patience
         for process in processes:
             process.kill()
             process.join()
+
+
+def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function(*arguments)` returned in a new process, which is no rank: it may start ranks, and quickly."""
+    return in_world(1, _as_no_rank, function, arguments)[0]
+
+
+def _as_no_rank(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    for name in _PLACE:
+        del os.environ[name]
+    return function(*arguments)
 
 
 def served() -> ForkServerContext:
@@ -95,8 +107,8 @@ def _rank(rank: int, ranks: int, port: int, pipe: Connection, function: Callable
     torch.set_num_threads(1)
     cast("Any", mp.current_process())._config["daemon"] = False  # data workers are its children
     mp.set_start_method("fork", force=True)  # as of ranks that a launcher starts
-    place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    place = (rank, ranks, rank, ranks, port, "127.0.0.1")
+    os.environ.update(zip(_PLACE, map(str, place), strict=True))
     try:
         pipe.send((True, function(*arguments)))
     except BaseException:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from kit import small
 from kit.layouts import HYBRID, VARIANTS, is_partitioned
 from kit.proofs import proved, text
-from kit.worlds import in_world
+from kit.worlds import in_process
 
 import lockstep
 from lockstep.proof.rows import Row, explanation
@@ -55,9 +54,6 @@ def test_every_strategy_matches_the_single_process_on_ragged_text(ranks: int, la
 
 
 def _verify_and_compare_weights(config: dict[str, Any]) -> tuple[list[Row], bool]:
-    for name in list(os.environ):
-        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            del os.environ[name]
     model = small.Net()
     before = small.weights(model)
     objects = {"model": model, "train_dataset": small.points(), "objective": small.CrossEntropy()}
@@ -68,7 +64,7 @@ def _verify_and_compare_weights(config: dict[str, Any]) -> tuple[list[Row], bool
 
 def test_a_model_object_is_verified_and_stays_unchanged() -> None:
     config = {"batch": {"global_size": 13}, "launch": {"device": "cpu"}, "run": {"steps": 8}}
-    rows, unchanged = in_world(1, _verify_and_compare_weights, config)[0]
+    rows, unchanged = in_process(_verify_and_compare_weights, config)
     assert _failures(rows) == []
     assert {row.strategy for row in rows} == {"ddp", "fsdp"}
     assert unchanged

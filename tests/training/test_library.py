@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,8 @@ import plain_script
 import pytest
 import torch
 from kit import small
-from kit.worlds import in_world
+from kit.commands import run_script
+from kit.worlds import in_process, in_world
 from torch import nn
 
 import lockstep
@@ -75,6 +74,10 @@ def test_a_finished_run_is_reported_and_left_as_it_is(tmp_path: Path, capsys: py
 
 @pytest.mark.parametrize("ranks", [None, 1, 2])
 def test_a_finished_run_trains_again_if_it_is_made_longer_or_fresh(tmp_path: Path, ranks: int | None) -> None:
+    in_process(_trains_again, tmp_path, ranks)
+
+
+def _trains_again(tmp_path: Path, ranks: int | None) -> None:
     config = small.config(run={"steps": 3, "folder": str(tmp_path / "run")})
     first = lockstep.train(config, ranks=ranks)
     assert lockstep.train(config, ranks=ranks) == first
@@ -107,8 +110,7 @@ def test_a_plain_script_starts_its_ranks(tmp_path: Path) -> None:
     losses = []
     for workers in (0, 1):
         folder = tmp_path / f"run-{workers}"
-        command = [sys.executable, str(SCRIPT), str(folder), str(workers)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = run_script(SCRIPT, folder, workers, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         summary = json.loads(done.stdout.splitlines()[-1])
         assert (summary["folder"], summary["ranks"], summary["samples"]) == (str(folder), 2, 60)
