@@ -201,11 +201,9 @@ def test_an_inserted_local_rank(own: Path) -> None:
     """`python -m torch.distributed.launch` and `deepspeed` insert the flag before the verb."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for flag in ("--local-rank=0", "--local_rank=0"):
-        words = [*LOCKSTEP, flag, "train", "own.json", "--json", "--run.folder", flag.strip("-=0")]
-        done = subprocess.run(words, cwd=own, env=_environment(**place), capture_output=True, text=True, timeout=180)
-        assert output_of(done)["ranks"] == 1
-    wrong = [*LOCKSTEP, "--local-rank=1", "train", "own.json"]
-    done = subprocess.run(wrong, cwd=own, env=_environment(**place), capture_output=True, text=True, timeout=180)
+        words = [flag, "train", "own.json", "--json", "--run.folder", flag.strip("-=0")]
+        assert output_of(run_lockstep(*words, cwd=own, **place))["ranks"] == 1
+    done = run_lockstep("--local-rank=1", "train", "own.json", cwd=own, **place)
     assert done.returncode == 2
     assert "--local-rank=1 contradicts LOCAL_RANK=0" in done.stderr
 

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 LAUNCHERS = {
     "itself": [sys.executable, str(PROGRAM)],
-    "torchrun -m": [*TORCHRUN, "-m", "rank_program"],
     "torch.distributed.launch": [
         sys.executable,
         "-m",
