@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint import hashing, manifest
 from lockstep.checkpoint.file_layout import FileLayout, file_layout
-from lockstep.checkpoint.hashing import BLOCK_BYTES, BlockHasher
+from lockstep.checkpoint.hashing import BlockHasher
 from lockstep.checkpoint.inventory import Inventory, gather_inventories, inventory
 from lockstep.checkpoint.manifest import ELEMENT_BYTES, FileEntry, GridEntry, Manifest, TensorEntry, shard_file
 from lockstep.checkpoint.snapshot import Snapshot, snapshot_on
@@ -359,9 +359,9 @@ def _is_disk_full(failure: str | None) -> bool:
 def _complete_header(layout: FileLayout, image: FileImage, hasher: BlockHasher) -> FileEntry:
     """Write the hashes of all blocks into the header; return the record of the file."""
     hashes = "".join(
-        hasher.hash_block(span.item.name, at - span.start, *image.pieces(at, min(at + BLOCK_BYTES, span.end)))
+        hasher.hash_block(span.item.name, at - span.start, *image.pieces(at, min(at + hashing.BLOCK_BYTES, span.end)))
         for span in layout.items
-        for at in range(span.start, span.end, BLOCK_BYTES)
+        for at in range(span.start, span.end, hashing.BLOCK_BYTES)
     )
     image.write(layout.hashes_at, hashes.encode())
     header = len(layout.header)
