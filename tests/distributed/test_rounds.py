@@ -50,7 +50,7 @@ def test_a_rank_0_that_ended_after_it_had_answered() -> None:
     """Its name is known to the others, and is never the round's."""
     store = dist.HashStore()
     first = meet(store, [0, 1], 3, limit=0.2)
-    assert first == {0: "rank 1, 2 did not come", 1: "rank 0 did not answer"}
+    assert first == {0: "ranks 1 and 2 did not come", 1: "rank 0 did not answer"}
     names = meet(store, [0, 1, 2], 3)
     assert len(set(names.values())) == 1
 
@@ -69,4 +69,4 @@ def test_a_rank_that_an_ended_rank_0_has_answered_asks_again(monkeypatch: pytest
 
 
 def test_who_is_missing_is_named() -> None:
-    assert meet(dist.HashStore(), [0], 12, limit=0.05) == {0: "rank 1, 2, 3, 4, 5, 6, 7, 8, ... did not come"}
+    assert meet(dist.HashStore(), [0], 12, limit=0.05) == {0: "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more did not come"}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from lockstep.core.terminal import plain, plain_line
 
+_MOST_NAMED = 8  # ranks in a sentence
 # Messages of gloo, NCCL and torch's store about the other side of a connection.
 _PEER_WENT_AWAY = re.compile(
     r"gloo/transport/|Connection (closed|reset) by|Broken pipe|Socket closed|recvValue failed|sendBytes failed"
@@ -100,6 +101,15 @@ class ConfigError(Failure):
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks in words, the first of many: `ranks 1, 2 and 5`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > _MOST_NAMED:
+        return f"ranks {', '.join(map(str, ranks[:_MOST_NAMED]))} and {len(ranks) - _MOST_NAMED} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def timeout_message(missing: str, waiting: str, seconds: float) -> str:

@@ -18,12 +18,13 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from lockstep.core.errors import named_ranks
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _SHORTEST, _LONGEST = 0.001, 0.2  # seconds between two looks into the store
 _ASK_AGAIN = 10.0  # seconds after which a rank that was answered, perhaps by a rank 0 that has ended, asks again
-_MOST_NAMED = 8
 
 
 class RoundTimeout(RuntimeError):
@@ -74,9 +75,8 @@ def _hand_out(store: Store, others: Sequence[int], deadline: float) -> str:
             return bool(store.check(joined))
 
         if not poll(all_have_joined, deadline):
-            missing = [str(rank) for rank, key in zip(others, joined, strict=True) if not store.check([key])]
-            named = ", ".join(missing[:_MOST_NAMED]) + (", ..." if len(missing) > _MOST_NAMED else "")
-            raise RoundTimeout(f"rank {named} did not come")
+            missing = [rank for rank, key in zip(others, joined, strict=True) if not store.check([key])]
+            raise RoundTimeout(f"{named_ranks(missing)} did not come")
     store.set(f"open/{name}", "")
     return name
 

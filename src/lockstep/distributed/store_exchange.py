@@ -14,7 +14,7 @@ import base64
 import contextlib
 import itertools
 import json
-import math
+import logging
 import os
 import pickle
 import socket
@@ -26,12 +26,13 @@ from typing import Any, cast
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from lockstep.core.errors import PeerFailed, RunFailed
+from lockstep.core.errors import PeerFailed, RunFailed, named_ranks
 from lockstep.distributed.rounds import poll
 
 _WOKEN_S = 30.0  # seconds to wait for other ranks, which may be busy between two collectives
 _NOT_WOKEN_S = 10.0  # the same where nothing interrupts a collective: for ranks that fail by themselves
 _LEFT = "left"
+_log = logging.getLogger("lockstep")
 _numbers = itertools.count()  # process-wide: the exchanges of all sessions share the store
 
 
@@ -81,6 +82,8 @@ class StoreExchange:
     def barrier(self, ranks: Sequence[int]) -> None:
         """Wait until all of `ranks` have called this as often as this one has, as long as no rank has failed.
 
+        Once in a timeout, one of those that wait logs which ranks it waits for.
+
         Raises:
             PeerFailed: A rank has failed, or has ended.
         """
@@ -100,13 +103,27 @@ class StoreExchange:
             return False
 
         try:
+            self._store.set(f"waits/{self._rank}", name)
             if self._store.add(name, 1) == size:
                 self._store.set(f"{name}/all", "")
-            poll(is_over, math.inf)
+            began = time.monotonic()
+            while not poll(is_over, time.monotonic() + self._timeout):
+                self._log_missing(name, ranks, time.monotonic() - began)
             if self._store.add(f"{name}/left", 1) < size and self._rank == 0:  # the store may end with it
                 poll(lambda: self._store.add(f"{name}/left", 0) == size, time.monotonic() + self._meeting_timeout)
         except RuntimeError as error:
             raise PeerFailed("rank 0, which keeps the ranks' store, has ended") from error
+
+    def _log_missing(self, name: str, ranks: Sequence[int], seconds: float) -> None:
+        """Log the ranks that haven't come to a barrier, if this rank is the first of those that have."""
+        keys = {rank: f"waits/{rank}" for rank in ranks}
+        came = [
+            rank for rank, key in keys.items() if self._store.check([key]) and self._store.get(key).decode() == name
+        ]
+        if came[0] == self._rank:
+            missing = named_ranks([rank for rank in ranks if rank not in came])
+            wait = "waits" if len(came) == 1 else "wait"
+            _log.warning("%s waited %.2g s for %s, and %s on", named_ranks(came), seconds, missing, wait)
 
     def _disconnect(self) -> None:
         """Close the connections to peers, if collectives shall fail thereby."""
@@ -129,8 +146,8 @@ class StoreExchange:
         self._barriers.clear()  # some ranks may have left one
         self._post(status)
         statuses = self._read("status", self._all, self._meeting_timeout)
-        if left := [str(rank) for rank, status in enumerate(statuses) if status == _LEFT]:
-            raise RunFailed(f"rank {', '.join(left)} has left the run")
+        if left := [rank for rank, status in enumerate(statuses) if status == _LEFT]:
+            raise RunFailed(f"{named_ranks(left)} left the run")
         return statuses
 
     def leave(self) -> None:
@@ -170,11 +187,10 @@ class StoreExchange:
             self._store.wait(keys, timedelta(seconds=seconds))
         except RuntimeError as error:  # torch's DistStoreError, or the store has ended
             try:
-                missing = [key.rpartition("/")[2] for key in keys if not self._store.check([key])]
+                missing = [int(key.rpartition("/")[2]) for key in keys if not self._store.check([key])]
             except RuntimeError:
-                missing = ["0"]
-            ranks = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-            raise RunFailed(f"rank {ranks} did not answer within {seconds:g} s") from error
+                missing = [0]
+            raise RunFailed(f"{named_ranks(missing)} did not answer within {seconds:g} s") from error
 
 
 # --- this process's connections -----------------------------------------------------------------------------------

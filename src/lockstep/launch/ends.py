@@ -32,6 +32,7 @@ from lockstep.core.errors import (
     Stopped,
     blames_a_peer,
     message_of,
+    named_ranks,
     timeout_message,
 )
 from lockstep.core.stopping import STOP_SIGNALS
@@ -59,7 +60,6 @@ _WEIGHT = {EndKind.PAUSED: 1, EndKind.TIMED_OUT: 2, EndKind.PEER_FAILED: 3, EndK
 
 _LATE = 2.0  # seconds after the first timeout: a rank that then finds the group broken was not waiting
 _NOTICE_DELAY = 0.5  # seconds by which a rank's death by a signal may be noticed after its consequences
-_MOST_NAMED = 8  # ranks in a sentence
 _MOST_CHARACTERS = 12_000  # of a report, so that it reaches the launcher in one piece
 
 
@@ -183,16 +183,10 @@ def _timeout(ends: Sequence[End | None], since: float, timeout: float) -> str:
     ]
     if missing:
         waiting = [rank for rank, _ in reported if rank not in missing]
-        return timeout_message(_named(missing), _named(waiting) if len(waiting) == 1 else "the others", timeout)
+        return timeout_message(
+            named_ranks(missing), named_ranks(waiting) if len(waiting) == 1 else "the others", timeout
+        )
     return (
         f"no rank hangs, and yet a collective took longer than {timeout:g} s (launch.timeout). Either not all ranks "
         "call the same ones in the same order, or one is slow: then raise launch.timeout"
     )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > _MOST_NAMED:
-        return f"ranks {', '.join(map(str, ranks[:_MOST_NAMED]))} and {len(ranks) - _MOST_NAMED} more"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
