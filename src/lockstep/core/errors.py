@@ -104,7 +104,7 @@ class ConfigError(Failure):
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks in words, the first of many: `ranks 1, 2 and 5`."""
+    """Return ranks as text, the first of many: `ranks 1, 2 and 5`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > _MOST_NAMED:
