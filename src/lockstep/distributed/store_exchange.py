@@ -115,7 +115,7 @@ class StoreExchange:
             raise PeerFailed("rank 0, which keeps the ranks' store, has ended") from error
 
     def _log_missing(self, name: str, ranks: Sequence[int], seconds: float) -> None:
-        """Log the ranks that haven't come to a barrier, if this rank is the first of those that have."""
+        """Log the ranks that are not in a barrier yet, if this rank is the first of those that are."""
         keys = {rank: f"waits/{rank}" for rank in ranks}
         came = [
             rank for rank, key in keys.items() if self._store.check([key]) and self._store.get(key).decode() == name
