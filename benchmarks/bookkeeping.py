@@ -22,12 +22,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 from rounds import about_here, in_processes, markdown, report, save
 
 RANKS, TENSORS = (64, 256, 1024), 10_000
 _ENTRIES = 4  # tensors of a parameter: itself, two moments, a step count
+_SAVES = 11
 _Result = TypeVar("_Result")
 
 
@@ -57,7 +59,7 @@ def _before() -> dict[str, Any]:
     """Return what was measured before the present form of checkpoints, which this script can't measure again."""
     path = Path(__file__).parent / "results" / "bookkeeping.json"
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return {"before": kept["before"]} if "before" in kept else {}
+    return {"before": kept.get("before", {})}
 
 
 # --- one number of ranks ------------------------------------------------------------------------------------------
@@ -84,29 +86,43 @@ def measured(ranks: int, tensors: int) -> dict[str, float]:
 
 
 def _save(folder: Path, ranks: int, rank: int, tensors: int, name: str) -> dict[str, float]:
-    """Save twice as one rank: the plan is made in the first."""
+    """Save as one rank, several times: the plan is made in the first."""
     import torch
 
     from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
+    from lockstep.core.collection import paused_collection
 
     _join(ranks, rank)
-    figures: dict[str, float] = {}
+    figures: dict[str, list[float]] = {}
     live = _live_state(ranks, tensors)
     saver = Saver(_storage(folder), _Axis(ranks, rank), torch.device("cpu"), RunMetadata("run", {}, {}))
-    for when, step in (("first", 1), ("later", 2)):
+    for step in range(1, _SAVES + 1):
         before = _peak_from_here()
         metadata = StepMetadata(step, 1, 1, {})
-        state, figures[f"{name}: {when} save, state"] = _timed(live)
-        _, figures[f"{name}: {when} save, plan and copy"] = _timed(partial(saver.start, state, metadata))
-        _, figures[f"{name}: {when} save, background"] = _timed(saver._save.join, time.process_time)
+        with paused_collection():  # as the run does
+            state, took = _timed(live)
+        figures.setdefault("state", []).append(took)
+        _, started = _timed(partial(saver.start, state, metadata))
+        del state
+        _, collected = _timed(partial(_make_objects, 1000))  # a garbage collection that a save has made due
+        figures.setdefault("plan and copy", []).append(round(started + collected, 4))
+        figures.setdefault("main thread", []).append(round(took + started + collected, 4))
+        figures.setdefault("background", []).append(_timed(saver._save.join, time.process_time)[1])
         if rank == 0:
-            _, figures[f"{name}: {when} save, publishing"] = _timed(saver.finish, time.process_time)
+            figures.setdefault("publishing", []).append(_timed(saver.finish, time.process_time)[1])
             assert [outcome.failure for outcome in saver.outcomes()] == [None]
         saver._save = None  # the others don't vote
-        figures[f"{name}: {when} save, GiB"] = round(_peak() - before, 3)
+        figures.setdefault("GiB", []).append(round(_peak() - before, 3))
+    named = {f"{name}: first save, {what}": values[0] for what, values in figures.items()}
+    named |= {f"{name}: later save, {what}": median(values[1:]) for what, values in figures.items()}
+    named[f"{name}: longest of {_SAVES - 1} later saves, main thread"] = max(figures["main thread"][1:])
     if rank == 0:
-        figures["manifest bytes"] = (folder / "step-00000001" / "manifest.json").stat().st_size
-    return figures
+        named["manifest bytes"] = (folder / "step-00000001" / "manifest.json").stat().st_size
+    return named
+
+
+def _make_objects(number: int) -> list[list[None]]:
+    return [[] for _ in range(number)]
 
 
 def _resume(folder: Path, ranks: int, rank: int, tensors: int, name: str) -> dict[str, float]:
@@ -225,13 +241,18 @@ def _peak() -> float:
 
 def table(results: Mapping[str, Any]) -> str:
     """Return the table in Markdown, from what `main` wrote to results/bookkeeping.json."""
-    after: Mapping[str, Mapping[str, float]] = results["after"]
-    names = [name for name in next(iter(after.values())) if name != "manifest bytes"]
-    rows = [
-        [f"{name}, s" if "GiB" not in name else name, *(f"{of[name]:,.3f}" for of in after.values())] for name in names
-    ]
-    rows.append(["manifest, MB", *(f"{of['manifest bytes'] / 1e6:,.2f}" for of in after.values())])
-    return markdown([f"{results['tensors']:,} tensors", *(f"{ranks} ranks" for ranks in after)], rows)
+    columns: dict[str, Mapping[str, float]] = {}
+    for ranks, figures in results["after"].items():
+        if ranks in results["before"]:
+            columns[f"{ranks} ranks, version 1"] = results["before"][ranks]
+        columns[f"{ranks} ranks"] = figures
+    rows = []
+    for name in next(iter(results["after"].values())):
+        label, unit = (
+            (name, 1.0) if "GiB" in name else ("manifest, MB", 1e6) if "bytes" in name else (f"{name}, s", 1.0)
+        )
+        rows.append([label, *(f"{of[name] / unit:,.3f}" if name in of else "" for of in columns.values())])
+    return markdown([f"{results['tensors']:,} tensors", *columns], rows)
 
 
 if __name__ == "__main__":

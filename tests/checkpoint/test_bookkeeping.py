@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import pickle
 from itertools import product
@@ -22,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint import write_plan
-from lockstep.checkpoint.file_layout import WriteItem
+from lockstep.checkpoint.file_layout import WriteItem, file_layout
 from lockstep.checkpoint.inventory import (
     WHOLE,
     Inventories,
@@ -38,11 +39,13 @@ from lockstep.checkpoint.manifest import ELEMENT_BYTES
 from lockstep.checkpoint.reading import Reader
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.checkpoint.shard_grid import Grid
+from lockstep.checkpoint.snapshot import HostSnapshot
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.write_plan import WritePlan
+from lockstep.core.collection import paused_collection
 from lockstep.core.records import TrainingState
 from lockstep.distributed.collectives import group_or_all
-from lockstep.distributed.shard_boxes import Box, FlatShard, local_tensor
+from lockstep.distributed.shard_boxes import Box, FlatShard, local_shards, local_tensor
 
 # --- grids --------------------------------------------------------------------------------------------------------
 
@@ -316,6 +319,21 @@ def test_a_later_save_of_the_same_tensors_describes_nothing_again(
     saver.finish()
     assert len(described) == 2
     assert [outcome.failure for outcome in saver.outcomes()] == [None] * 4
+
+
+def test_a_copy_makes_no_object_for_a_tensor_that_it_copies_whole() -> None:
+    """Before, it made two for each: three saves of many tensors started a collection of all garbage, for 0.3 s."""
+    tensors = {f"model.{number}": torch.nn.Parameter(torch.ones(3)) for number in range(500)}
+    kind = local_shards(tensors["model.0"]).kind
+    snapshot = HostSnapshot(file_layout(0, [WriteItem(name, kind, kind.whole) for name in tensors]))
+    gc.collect()
+    with paused_collection():
+        before = len(gc.get_objects())
+        snapshot.begin(tensors, frozenset())
+        made = len(gc.get_objects()) - before
+    snapshot.complete()
+    assert made < 50
+    assert b"".join(snapshot.image.pieces()).endswith(torch.ones(1500).numpy().tobytes())
 
 
 def _save_and_load(folder: str) -> tuple[list[bool], int]:

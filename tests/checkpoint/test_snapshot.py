@@ -154,7 +154,7 @@ def test_chunks_hold_the_bytes_of_one_block(chunk: int) -> None:
     for size in (layout.size, chunk):
         image = FileImage(layout, size, lambda size: torch.full((size,), 7, dtype=torch.uint8))
         image.allocate()
-        sources = {index: tensors[span.item.name] for index, span in enumerate(layout.items)}
+        sources = {index: tensors[item.name] for index, item in enumerate(layout.items)}
         snapshot.copy(image.copies(sources))
         images.append(b"".join(image.pieces()))
     assert images[0] == images[1]

@@ -18,7 +18,7 @@ from lockstep.distributed.shard_boxes import Box, flat_boxes
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.checkpoint.file_layout import FileItem, FileLayout
+    from lockstep.checkpoint.file_layout import FileLayout, WriteItem
 
 
 class Copy(NamedTuple):
@@ -43,27 +43,35 @@ class FileImage:
         self._new_chunk = new_chunk
         self._chunks: list[Tensor] = []
         self._views: list[memoryview] = []
-        self._parts: list[list[tuple[Tensor, tuple[slice, ...] | None]]] | None = None
+        self._whole: list[Tensor | None] | None = None  # by index in the layout; None: in several parts
+        self._parts: dict[int, list[tuple[Tensor, tuple[slice, ...]]]] = {}
 
     @property
     def is_allocated(self) -> bool:
-        return self._parts is not None
+        return self._whole is not None
 
     def allocate(self) -> None:
         """Get the memory that is missing, and write the header; on any thread. Raises RuntimeError: there is none."""
-        if self._parts is not None:
+        if self._whole is not None:
             return
         for start in range(len(self._chunks) * self._chunk_bytes, self._layout.size, self._chunk_bytes):
             chunk = self._new_chunk(min(self._chunk_bytes, self._layout.size - start))
             self._chunks.append(chunk)
             self._views.append(memoryview(cast("Any", chunk.numpy())))
         self.write(0, self._layout.header)
-        self._parts = [list(self._parts_of(item)) for item in self._layout.items]
+        whole = [self._place(index, *span) for index, span in enumerate(self._layout.spans())]
+        self._whole = whole
 
-    def copies(self, sources: Mapping[int, Tensor]) -> list[Copy]:
-        """Return the copies that fill the image, of tensors by their index in the layout."""
-        assert self._parts is not None, "an image is allocated before it is filled"
-        return [Copy(part, source, where) for index, source in sources.items() for part, where in self._parts[index]]
+    def copies(self, sources: Mapping[int, Tensor]) -> Iterator[Copy]:
+        """Yield the copies that fill the image, of tensors by their index in the layout."""
+        assert self._whole is not None, "an image is allocated before it is filled"
+        for index, source in sources.items():
+            target = self._whole[index]
+            if target is not None:
+                yield Copy(target, source, None)
+                continue
+            for part, where in self._parts[index]:
+                yield Copy(part, source, where)
 
     def pieces(self, start: int = 0, end: int | None = None) -> list[memoryview]:
         """Return the bytes of the file from `start` up to `end`."""
@@ -83,16 +91,17 @@ class FileImage:
         for index in range(start // size, -(-end // size)):
             yield index, max(start - index * size, 0), min(end - index * size, size)
 
-    def _parts_of(self, item: FileItem) -> Iterator[tuple[Tensor, tuple[slice, ...] | None]]:
-        """Yield the memory of a tensor's parts, and their places in it; None: that is all of it."""
-        sizes, dtype = item.item.box.sizes, getattr(torch, item.item.info.dtype)
-        whole, element = Box((0,) * len(sizes), sizes), 0
-        for index, low, high in self._within_chunks(item.start, item.end):
-            memory = self._chunks[index][low:high].view(dtype)
-            if high - low == item.end - item.start:
-                yield memory.view(sizes), None
-                return
+    def _place(self, index: int, item: WriteItem, start: int, end: int) -> Tensor | None:
+        """Return the memory of a tensor; None: it is in several chunks, whose parts are noted."""
+        sizes, dtype = item.box.sizes, getattr(torch, item.info.dtype)
+        whole, element, parts = Box((0,) * len(sizes), sizes), 0, []
+        for chunk, low, high in self._within_chunks(start, end):
+            memory = self._chunks[chunk][low:high].view(dtype)
+            if high - low == end - start:
+                return memory.view(sizes)
             for box in flat_boxes(sizes, element, element + len(memory)):
                 part, memory = memory[: box.elements], memory[box.elements :]
                 element += box.elements
-                yield part.view(box.sizes), box.within(whole)
+                parts.append((part.view(box.sizes), box.within(whole)))
+        self._parts[index] = parts
+        return None

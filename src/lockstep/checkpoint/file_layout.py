@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -45,15 +45,6 @@ class WriteItem:
 
 
 @dataclass(frozen=True, slots=True)
-class FileItem:
-    """A write item and its bytes in the file: from `start` up to `end`."""
-
-    item: WriteItem
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
 class FileLayout:
     """The layout of a rank's file.
 
@@ -61,25 +52,32 @@ class FileLayout:
         header: All bytes before the first tensor, with zeros where the hashes will be.
         hashes_at: Where the hashes begin in it.
         items: In the order of the file.
+        starts: Where each item begins in the file.
         size: Bytes of the file.
     """
 
     file: str
     header: bytes
     hashes_at: int
-    items: tuple[FileItem, ...]
+    items: tuple[WriteItem, ...]
+    starts: tuple[int, ...]
     size: int
+
+    def spans(self) -> Iterator[tuple[WriteItem, int, int]]:
+        """Yield each item and its bytes in the file: from a start up to an end."""
+        return zip(self.items, self.starts, (*self.starts, self.size)[1:], strict=True)
 
 
 def file_layout(rank: int, items: Iterable[WriteItem]) -> FileLayout:
     """Lay out a rank's file. Raises RunFailed if it holds more parts than a header may list."""
-    spans: list[FileItem] = []
+    ordered = sorted(items, key=lambda item: -ELEMENT_BYTES[item.info.dtype])
+    starts: list[int] = []
     header: dict[str, Any] = {_METADATA: {_HASHES: ""}}
     end = num_blocks = 0
-    for item in sorted(items, key=lambda item: -ELEMENT_BYTES[item.info.dtype]):
+    for item in ordered:
         start, end = end, end + item.box.elements * ELEMENT_BYTES[item.info.dtype]
         num_blocks += -(-(end - start) // hashing.BLOCK_BYTES)
-        spans.append(FileItem(item, start, end))
+        starts.append(start)
         key = part_key(item.name, item.info, item.box)
         if key in header:
             raise RunFailed(f"two tensors would be saved as {key}: rename one of them")
@@ -91,12 +89,12 @@ def file_layout(rank: int, items: Iterable[WriteItem]) -> FileLayout:
     before = len(text).to_bytes(8, "little") + text
     if len(before) > MAX_HEADER:
         raise RunFailed(
-            f"rank {rank} holds {len(spans):,} parts, whose list takes {len(before):,} bytes; a safetensors file "
+            f"rank {rank} holds {len(ordered):,} parts, whose list takes {len(before):,} bytes; a safetensors file "
             f"may have {MAX_HEADER:,}: train on more ranks, or with fewer and larger parameters"
         )
     hashes_at = 8 + len(f'{{"{_METADATA}":{{"{_HASHES}":"')
-    shifted = tuple(FileItem(span.item, len(before) + span.start, len(before) + span.end) for span in spans)
-    return FileLayout(shard_file(rank), before, hashes_at, shifted, len(before) + end)
+    shifted = tuple(len(before) + start for start in starts)
+    return FileLayout(shard_file(rank), before, hashes_at, tuple(ordered), shifted, len(before) + end)
 
 
 def part_key(name: str, info: TensorInfo, box: Box) -> str:

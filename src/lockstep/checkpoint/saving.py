@@ -212,16 +212,16 @@ class Saver:
 
     def _planned_layout(self, state: TrainingState) -> FileLayout:
         """Return what this rank writes: planned by all ranks once, and again when a tensor was added or removed."""
-        local = self._inventory
-        if local is None or not self._has_seen(state.tensors):
-            local = inventory(state.tensors)
+        known = self._inventory if self._has_seen(state.tensors) else None
+        local = known or inventory(state.tensors)
         unchanged = self._layout is not None and local == self._inventory
         if not all(self._axis.gather(unchanged)) or self._layout is None:
             self._plan = WritePlan(gather_inventories(local, self._axis), ELEMENT_BYTES)
             rank = self._axis.rank
             self._layout = file_layout(rank, self._plan.items(rank, state.tensors))
             self._inventory = local
-        self._seen = {name: weakref.ref(_memory(tensor)) for name, tensor in state.tensors.items()}
+        if known is None:
+            self._seen = {name: weakref.ref(_memory(tensor)) for name, tensor in state.tensors.items()}
         return self._layout
 
     def _has_seen(self, tensors: Mapping[str, Any]) -> bool:
@@ -359,9 +359,9 @@ def _is_disk_full(failure: str | None) -> bool:
 def _complete_header(layout: FileLayout, image: FileImage, hasher: BlockHasher) -> FileEntry:
     """Write the hashes of all blocks into the header; return the record of the file."""
     hashes = "".join(
-        hasher.hash_block(span.item.name, at - span.start, *image.pieces(at, min(at + hashing.BLOCK_BYTES, span.end)))
-        for span in layout.items
-        for at in range(span.start, span.end, hashing.BLOCK_BYTES)
+        hasher.hash_block(item.name, at - start, *image.pieces(at, min(at + hashing.BLOCK_BYTES, end)))
+        for item, start, end in layout.spans()
+        for at in range(start, end, hashing.BLOCK_BYTES)
     )
     image.write(layout.hashes_at, hashes.encode())
     header = len(layout.header)

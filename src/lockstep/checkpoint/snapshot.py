@@ -11,13 +11,13 @@ memory is reused by the next save: allocating it takes ten times as long as the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from lockstep.checkpoint.file_image import FileImage
-from lockstep.distributed.shard_boxes import shard_view
+from lockstep.distributed.shard_boxes import live_part, shard_view
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,18 +136,26 @@ def _pageable(size: int) -> Tensor:
 def _sources(
     layout: FileLayout, tensors: Mapping[str, Tensor], changing: Collection[str]
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Return what is copied, by index in the layout: what a forward may change, and the rest."""
+    """Return what is copied, by index in the layout: what a forward may change, and the rest.
+
+    Makes no object for a tensor that is copied whole, so that saves start no garbage collections.
+    """
     now: dict[int, Tensor] = {}
     later: dict[int, Tensor] = {}
-    for index, span in enumerate(layout.items):
-        name = span.item.name
-        (now if name in changing else later)[index] = shard_view(tensors[name], span.item.box)
+    for index, item in enumerate(layout.items):
+        tensor = tensors[item.name]
+        source = live_part(tensor)
+        whole = source if source.shape == item.box.sizes else shard_view(tensor, item.box)
+        (now if item.name in changing else later)[index] = whole
     return now, later
 
 
 @torch.no_grad()
-def copy(copies: Sequence[Copy]) -> None:
+def copy(copies: Iterable[Copy]) -> None:
     """Copy to an image, without waiting for an accelerator."""
-    if copies:
-        sources = [source if where is None else source[where] for _, source, where in copies]
-        torch._foreach_copy_([target for target, _, _ in copies], sources, non_blocking=True)
+    targets, sources = [], []
+    for target, source, where in copies:
+        targets.append(target)
+        sources.append(source if where is None else source[where])
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)

@@ -158,6 +158,8 @@ class ShardLike:
         like: The DTensor.
     """
 
+    __slots__ = ("like", "memory")
+
     def __init__(self, memory: Tensor, like: Any) -> None:
         self.memory = memory
         self.like = like
@@ -265,12 +267,16 @@ def box_view(memory: Tensor, boxes: Sequence[Box], box: Box) -> Tensor:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return the live memory that this rank holds of a tensor."""
+    return live_part(tensor).detach()
+
+
+def live_part(tensor: Any) -> Tensor:
+    """Return the tensor that a rank holds of another, itself and no view of it, which perhaps requires a gradient."""
     if not is_sharded(tensor):
-        return tensor.detach()
-    shard = cast("Any", tensor)
+        return cast("Tensor", tensor)
     if dtensor_of(tensor) is tensor:  # its to_local is a function of autograd, and takes 8 us
-        return cast("Tensor", shard._local_tensor).detach()
-    return cast("Tensor", shard.to_local()).detach()
+        return cast("Tensor", tensor._local_tensor)
+    return cast("Tensor", tensor.to_local())
 
 
 def as_shard_of(whole: Tensor, value: Tensor) -> Tensor:
