@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from lockstep.config import schema, shape
 from lockstep.config.loading import load
 from lockstep.config.shape import Range, ValueShape
-from lockstep.config.writing import to_yaml
+from lockstep.config.writing import plain_yaml, to_plain
 
 NASTY = st.sampled_from(
     ["no", "1e5", "0x1f", "", "null", "~", " a", "a: b", "#", "'", '"', "*", "1_000", "é\n", "true"]
@@ -113,7 +113,7 @@ def test_a_written_config_loads_equal(data: st.DataObject) -> None:
         reject()  # two sections contradict each other
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.yaml")
-        path.write_text(to_yaml(config), encoding="utf-8")
+        path.write_text(plain_yaml(to_plain(config)), encoding="utf-8")
         assert load([path], environ={}).config == config
 
 

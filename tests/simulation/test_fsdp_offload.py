@@ -15,7 +15,7 @@ from lockstep.training.user_objects import UserObjects
 
 
 def run(*, offload: bool) -> dict[str, Any]:
-    """Make two clipped updates as the second of three ranks, whose shards are padded."""
+    """Make two clipped updates as the last of three ranks, whose shards are padded."""
     sections = {
         "launch": {"device": "auto"},
         "batch": {"global_size": 12, "micro_size": 2},
@@ -23,7 +23,7 @@ def run(*, offload: bool) -> dict[str, Any]:
         "parallel": {"strategy": "fsdp", "fsdp": {"cpu_offload": offload}},
         "run": {"steps": 8, "allow_untested": True},
     }
-    with simulated_rank(1, 3) as rank:
+    with simulated_rank(2, 3) as rank:
         session = assemble(Config.model_validate(small.config(**sections)), rank.world, UserObjects())
         state = components_of(session).sharding.state
         before = {name: local(value).clone() for name, value in state.model.named_parameters()}

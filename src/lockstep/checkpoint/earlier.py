@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import FailFast, Field
+from pydantic import FailFast
 
 from lockstep.checkpoint import hashing
 from lockstep.checkpoint.manifest import (
     ELEMENT_BYTES,
     FORMAT_VERSION,
+    CheckpointRecord,
     Count,
     Dims,
-    FileEntry,
     FileName,
     FromList,
     Hash,
@@ -61,22 +61,11 @@ class _Tensor(Record):
     parts: Annotated[tuple[Annotated[PartEntry, StopAtFirst], ...], FromList]
 
 
-class EarlierManifest(Record):
+class EarlierManifest(CheckpointRecord):
     """The contents of a checkpoint, as version 1 wrote them."""
 
     format_version: Literal[1]
-    run: Name
-    step: Count
-    samples: Count
-    tokens: Count
-    ranks: Annotated[int, Field(ge=1)]
-    written: str
-    files: dict[Annotated[FileName, StopAtFirst], Annotated[FileEntry, StopAtFirst]]
     tensors: dict[Annotated[Name, StopAtFirst], Annotated[_Tensor, StopAtFirst]]
-    state: dict[str, Any]
-    metrics: dict[str, Annotated[float | None, StopAtFirst]]
-    config: dict[str, Any]
-    environment: dict[str, Any]
 
 
 def converted(earlier: EarlierManifest) -> Manifest:

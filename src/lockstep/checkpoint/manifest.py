@@ -140,8 +140,8 @@ class FileEntry(Record):
     header_hash: Hash
 
 
-class Manifest(Record):
-    """The contents of a checkpoint.
+class CheckpointRecord(Record):
+    """The contents of a checkpoint, but for its tensors, which each format version states in a way of its own.
 
     Attributes:
         run: Id of the run.
@@ -153,7 +153,6 @@ class Manifest(Record):
         environment: Versions, and the state of the user's code.
     """
 
-    format_version: Literal[2]
     run: Name
     step: Count
     samples: Count
@@ -161,12 +160,18 @@ class Manifest(Record):
     ranks: Annotated[int, Field(ge=1)]
     written: str
     files: dict[Annotated[FileName, StopAtFirst], Annotated[FileEntry, StopAtFirst]]
-    grids: Annotated[tuple[Annotated[GridEntry, StopAtFirst], ...], FromList]
-    tensors: dict[Annotated[Name, StopAtFirst], Annotated[TensorEntry, StopAtFirst]]
     state: dict[str, Any]
     metrics: dict[str, Annotated[float | None, StopAtFirst]]
     config: dict[str, Any]
     environment: dict[str, Any]
+
+
+class Manifest(CheckpointRecord):
+    """The contents of a checkpoint."""
+
+    format_version: Literal[2]
+    grids: Annotated[tuple[Annotated[GridEntry, StopAtFirst], ...], FromList]
+    tensors: dict[Annotated[Name, StopAtFirst], Annotated[TensorEntry, StopAtFirst]]
     _parts: dict[str, tuple[Any, ...]] | None = None
 
     @property

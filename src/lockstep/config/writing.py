@@ -1,7 +1,7 @@
 """Writes a config as a YAML file that loads equal; for the run folder, without secrets.
 
-    Config  ->  to_plain   ->  {"optim": {"lr": 0.001, ...}}  ->  to_yaml  ->  text
-            ->  to_public  ->  the same, with secrets hidden
+    Config  ->  to_plain   ->  {"optim": {"lr": 0.001, ...}}   ->  plain_yaml  ->  text
+            ->  to_public  ->  the same, with secrets hidden   ->
 
 Text is quoted wherever `reading` (YAML 1.2) would read another type.
 """
@@ -19,7 +19,7 @@ from lockstep.core.secrets import HIDDEN, hidden_setting, is_harmless_variable, 
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """Return the config as mappings, lists, numbers and text, as JSON has them."""
+    """Return the config, defaults too, as mappings, lists, numbers and text, as JSON has them."""
     return config.model_dump(mode="json")
 
 
@@ -59,11 +59,6 @@ def _shown(text: str, path: tuple[str, ...]) -> str:
         return without_secrets(text) if is_harmless_variable(path[2]) else HIDDEN
     name = next((key for key in reversed(path) if not key.isdecimal()), "")
     return hidden_setting(name, text)
-
-
-def to_yaml(config: Config) -> str:
-    """Return every value of the config, defaults too, in the order of the schema."""
-    return plain_yaml(to_plain(config))
 
 
 def plain_yaml(values: Mapping[str, Any]) -> str:

@@ -44,9 +44,19 @@ muon_rate: Callable[[float, str | None, torch.Size], float] = _muon._adjust_lr
 
 
 def decay_and_step(
-    parameters: list[Tensor], directions: list[Tensor], rate: float, weight_decay: float, found_inf: Tensor | None
+    parameters: list[Tensor],
+    directions: list[Tensor],
+    rate: float,
+    weight_decay: float,
+    found_inf: Tensor | None,
+    *,
+    ascend: bool = False,
 ) -> None:
-    """Compute p <- p - rate (direction + weight_decay p) in place, unless `found_inf` (0-dim fp32) is 1."""
+    """Compute p <- p - rate (direction + weight_decay p) in place, unless `found_inf` (0-dim fp32) is 1.
+
+    Args:
+        ascend: Take the directions with the opposite sign.
+    """
     fused_sgd(
         parameters,
         directions,
@@ -56,7 +66,7 @@ def decay_and_step(
         weight_decay=weight_decay,
         nesterov=False,
         dampening=0.0,
-        maximize=False,
+        maximize=ascend,
         is_first_step=False,
         grad_scale=None,
         found_inf=found_inf,
@@ -65,17 +75,4 @@ def decay_and_step(
 
 def move_towards(starts: list[Tensor], ends: list[Tensor], weight: float, found_inf: Tensor | None) -> None:
     """Compute start <- start + weight (end - start) in place, unless `found_inf` (0-dim fp32) is 1."""
-    fused_sgd(
-        starts,
-        ends,
-        [],
-        lr=weight,
-        momentum=0.0,
-        weight_decay=1.0,
-        nesterov=False,
-        dampening=0.0,
-        maximize=True,
-        is_first_step=False,
-        grad_scale=None,
-        found_inf=found_inf,
-    )
+    decay_and_step(starts, ends, weight, 1.0, found_inf, ascend=True)
