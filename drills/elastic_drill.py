@@ -6,7 +6,7 @@
 
 Each plan launches an agent of torchrun for each node, on this machine, and fails something once the run has saved. The
 agents must end with exit code 0 within `--limit` seconds. The last checkpoint must be of as many ranks as the plan
-leaves, and the history have every update once, with the undisturbed run's loss to the bit (`determinism: invariant`).
+leaves, and the history have every update once, with the loss of the undisturbed run (`determinism: invariant`).
 
 Prints a table, writes results/elastic_drill.json, and fails (exit code 1) if a plan failed.
 """

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import elastic_drill
 import kill_drill
 import peers_drill
 import signal_drill
@@ -16,6 +17,7 @@ TABLES = {
     "kill_drill_runs": lambda results: _as_code(kill_drill.runs_table(results)),
     "kill_drill_saves": lambda results: _as_code(kill_drill.saves_table(results)),
     "signal_drill": signal_drill.table,
+    "elastic_drill": elastic_drill.table,
     "versions": versions_drill.table,
     "peers_drill": peers_drill.table,
 }
