@@ -6,15 +6,18 @@ in_world(3, function, argument) --> [function(argument) on rank 0, on rank 1, on
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import multiprocessing as mp
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,32 +28,45 @@ _CONTEXT.set_forkserver_preload(["kit.warm"])
 _TESTS = str(Path(__file__).parents[1])
 _PATIENCE_S = 120.0
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+_DEATH_S = 10.0  # from the end of a rank's pipe until its exit status is known
 _FIRST_PORT, _PORTS = 12_000, 18_000
 _numbers = itertools.count(os.getpid() * 211)  # test runs side by side begin far apart
 
 
 def in_world(ranks: int, function: Callable[..., Any], *arguments: Any, patience: float = _PATIENCE_S) -> list[Any]:
-    """What `function(*arguments)` returned on each rank; a rank that raises fails the test with its traceback.
+    """What `function(*arguments)` returned on each rank; a rank that raises fails the test with its traceback, and
+    one that a signal ends with the signal and the stacks of its threads.
 
     Args:
         patience: seconds until ranks that are still running count as hanging.
     """
     context = served()
     port = free_port()
-    pipes, processes = [], []
+    started = []
     for rank in range(ranks):
-        mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(rank, ranks, port, theirs, function, arguments), daemon=True)
+        result, theirs = context.Pipe(duplex=False)
+        stacks, of_faults = context.Pipe(duplex=False)
+        place = (rank, ranks, port)
+        process = context.Process(target=_rank, args=(*place, theirs, of_faults, function, arguments), daemon=True)
         process.start()
         theirs.close()
-        pipes.append(mine)
-        processes.append(process)
+        of_faults.close()
+        started.append(_Started(process, result, stacks))
     try:
-        return _results(pipes, patience)
+        return _results(started, patience)
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        for rank in started:
+            rank.process.kill()
+            rank.process.join()
+
+
+@dataclass
+class _Started:
+    """A rank: its process, what it returns or raises, and where it writes its stacks if a signal ends it."""
+
+    process: ForkServerProcess
+    result: Connection
+    stacks: Connection
 
 
 def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -79,40 +95,63 @@ def served() -> ForkServerContext:
     return _CONTEXT
 
 
-def _results(pipes: list[Connection], patience: float) -> list[Any]:
-    found: dict[int, Any] = {}
-    while len(found) < len(pipes):
-        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in found], timeout=patience)
+def _results(started: list[_Started], patience: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(started):
+        ready = wait([rank.result for number, rank in enumerate(started) if number not in results], timeout=patience)
         if not ready:
-            raise AssertionError(f"ranks {sorted(set(range(len(pipes))) - set(found))} hang")
-        for rank, pipe in enumerate(pipes):
-            if pipe in ready:
-                found[rank] = _received(pipe, rank)
-    return [found[rank] for rank in range(len(pipes))]
+            raise AssertionError(f"ranks {sorted(set(range(len(started))) - set(results))} hang")
+        for number, rank in enumerate(started):
+            if rank.result in ready:
+                results[number] = _received(rank, number)
+    return [results[number] for number in range(len(started))]
 
 
-def _received(pipe: Connection, rank: int) -> Any:
+def _received(rank: _Started, number: int) -> Any:
     try:
-        fine, value = pipe.recv()
+        fine, value = rank.result.recv()
     except EOFError:
-        raise AssertionError(f"rank {rank} died silently") from None
+        raise AssertionError(f"rank {number} {_death(rank)}") from None
     if not fine:
-        raise AssertionError(f"rank {rank} raised\n{value}")
+        raise AssertionError(f"rank {number} raised\n{value}")
     return value
 
 
-def _rank(rank: int, ranks: int, port: int, pipe: Connection, function: Callable[..., Any], arguments: Any) -> None:
+def _death(rank: _Started) -> str:
+    """How a rank has ended that returned nothing."""
+    rank.process.join(_DEATH_S)
+    code = rank.process.exitcode
+    if code is None or code >= 0:
+        return f"returned nothing (exit code {code})"
+    os.set_blocking(rank.stacks.fileno(), False)
+    try:
+        stacks = os.read(rank.stacks.fileno(), 1 << 16).decode(errors="replace")
+    except BlockingIOError:  # its children still have the other end
+        stacks = ""
+    return f"was ended by {signal.Signals(-code).name}\n{stacks or 'without a stack'}"
+
+
+def _rank(
+    rank: int,
+    ranks: int,
+    port: int,
+    result: Connection,
+    of_faults: Connection,
+    function: Callable[..., Any],
+    arguments: Any,
+) -> None:
     import torch
 
+    faulthandler.enable(file=of_faults.fileno())
     torch.set_num_threads(1)
     cast("Any", mp.current_process())._config["daemon"] = False  # data workers are its children
     mp.set_start_method("fork", force=True)  # as of ranks that a launcher starts
     place = (rank, ranks, rank, ranks, port, "127.0.0.1")
     os.environ.update(zip(_PLACE, map(str, place), strict=True))
     try:
-        pipe.send((True, function(*arguments)))
+        result.send((True, function(*arguments)))
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        result.send((False, traceback.format_exc()))
 
 
 def free_port() -> int:

@@ -32,7 +32,7 @@ def test_every_feature_runs_as_on_an_accelerator(ranks: int) -> None:
 
 def test_a_fault_in_a_cell_is_found() -> None:
     """Of each kind: a failure, a wait, a missing refusal, a missing checkpoint."""
-    row, wait = ("fsdp", "", "bf16"), allowed("").pop()
+    row, wait = ("fsdp", "", "bf16"), allowed("fsdp", "").pop()
     saved = ["manifest.json"]
     assert fault(row, 0, Simulated(syncs=[wait], files=saved)) is None
     assert "no checkpoint" in str(fault(row, 0, Simulated(syncs=[wait])))

@@ -49,6 +49,48 @@ def test_small_tensors_have_values_and_large_ones_shapes() -> None:
         assert torch.empty(4, device="cpu").fill_(3).sum() == 12
 
 
+def _raise(*unused: object) -> torch.Tensor:
+    raise LookupError("in a hook")
+
+
+def test_an_error_in_a_backward_is_raised() -> None:
+    """It would end the process: torch asks Python for the device while the error is pending."""
+    with simulated_rank(0, 1):
+        weight = torch.ones(8, 8, device=DEVICE, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, _raise):
+            loss = weight.exp().sum()
+        for _ in range(2):
+            with pytest.raises(LookupError, match="in a hook"):
+                loss.backward()
+        doubled = weight * 2
+        doubled.register_hook(lambda gradient: gradient + torch.ones(8, 8))
+        with pytest.raises(RuntimeError, match="same device"):
+            doubled.sum().backward()
+        weight.sum().backward()
+        assert weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_have_the_shapes_and_dtypes_of_the_cpu(dtype: torch.dtype) -> None:
+    def products(place: str) -> list[torch.Tensor]:
+        rows, matrices = torch.ones(8, 16, dtype=dtype, device=place), torch.ones(2, 16, 32, dtype=dtype, device=place)
+        rows.requires_grad_(), matrices.requires_grad_()
+        ends = torch.tensor([3, 8], dtype=torch.int32, device=place)
+        with torch.autocast(torch.device(place).type, dtype=torch.bfloat16):
+            product = torch._grouped_mm(rows, matrices, ends)
+        product.square().sum().backward()
+        assert rows.grad is not None
+        assert matrices.grad is not None
+        return [product, rows.grad, matrices.grad]
+
+    on_cpu = products("cpu")
+    with simulated_rank(0, 1):
+        simulated = products(DEVICE)
+        assert [(each.shape, each.dtype) for each in simulated] == [(each.shape, each.dtype) for each in on_cpu]
+        with pytest.raises(RuntimeError, match="16 bytes"):
+            torch._grouped_mm(*(torch.ones(*shape, device=DEVICE) for shape in ((8, 5), (2, 5, 7))))
+
+
 def test_autocast_casts_as_on_a_gpu() -> None:
     with simulated_rank(0, 1):
         layer, points = nn.Linear(64, 64, device=DEVICE), torch.ones(8, 64, device=DEVICE)

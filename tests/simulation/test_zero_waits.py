@@ -74,8 +74,9 @@ def waits_of_an_update(options: dict[str, Any], precision: str) -> Iterator[str]
         yield next((name for name, frames in WAITS.items() if wait.startswith(frames)), wait)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(  # only stage 3 gathers in bf16
+    ("cell", "precision"), [(cell, "fp32") for cell in CELLS] + [(cell, "bf16") for cell in CELLS if "zero3" in cell]
+)
 def test_an_update_waits_only_where_it_must(cell: str, precision: str) -> None:
     options, expected = CELLS[cell]
     linear = nn.functional.linear

@@ -23,7 +23,7 @@ import lockstep.sharding.deepspeed
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.core.records import Verdict
 from lockstep.distributed.shard_boxes import local_tensor
-from lockstep.sharding.deepspeed import ZeroStep, initialize_engine
+from lockstep.sharding.deepspeed import ZeroStep, import_for
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.resuming import Resume
 from lockstep.training.session import components_of
@@ -200,6 +200,37 @@ def test_weights_in_bf16_are_refused_for_frozen_parameters() -> None:
     frozen["model"] = {**frozen["model"], "freeze": ["embedding.*"]}
     message = "parallel.deepspeed.bf16_weights: true would round embedding.weight for good"
     assert all(text.startswith(message) for text in in_world(2, small.refusal, frozen))
+
+
+# --- the start ----------------------------------------------------------------------------------------------------
+
+
+STARTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "parameters offloaded": {"offload_param": "cpu", "offload_optimizer": "cpu"},
+    "nothing held whole": {"config": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}},
+    "weights in bf16": {"bf16_weights": True},
+}
+
+
+def _starts() -> tuple[list[str], bool]:
+    """Starts of stage 3 whose parameters are other than ddp's; and whether torch's linear function is restored."""
+    linear, different = torch.nn.functional.linear, []
+    with small.in_group():
+        with lockstep.session(config(13, 4, parallel={"strategy": "ddp"}, **BF16)) as session:
+            expected = {name: value.clone() for name, value in components_of(session).sharding.state.weights()}
+        for name, options in STARTS.items():
+            with lockstep.session(config(13, 4, parallel=zero(3, **options), **BF16)) as session:
+                weights = dict(components_of(session).sharding.state.weights())
+                if not all(torch.equal(weights[key], value) for key, value in expected.items()):
+                    different.append(name)
+                if torch.nn.functional.linear is linear:
+                    different.append(f"{name}: linear isn't replaced")
+    return different, torch.nn.functional.linear is linear
+
+
+def test_stage_3_starts_from_the_values_of_other_strategies_to_the_bit_and_leaves_torch_as_it_was() -> None:
+    assert in_world(2, _starts) == [([], True)] * 2
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -486,10 +517,10 @@ def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     net = small.Net()
     with pytest.raises(lockstep.ConfigError, match=r"is not installed .*; pip install 'lockstep-torch\[deepspeed\]'"):
-        initialize_engine(net, torch.optim.SGD(net.parameters()), {}, torch.device("cpu"))
+        import_for(net, torch.device("cpu"))
 
 
 def test_parameters_in_half_precision_are_refused() -> None:
     net = small.Net().bfloat16()
     with pytest.raises(lockstep.ConfigError, match=r"inner\.weight is bfloat16; convert the model with \.float\(\)"):
-        initialize_engine(net, torch.optim.SGD(net.parameters()), {}, torch.device("cpu"))
+        import_for(net, torch.device("cpu"))

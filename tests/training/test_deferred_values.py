@@ -57,9 +57,14 @@ def _weights(session: Any) -> dict[str, np.ndarray]:
 
 
 def _drawn_later(name: str) -> list[str]:
-    """Return the strategies under which values that were drawn after all, or their first update, differ."""
+    """Return the strategies under which values that were drawn after all, or their first update, differ.
+
+    And those whose initial values are others than ddp's.
+    """
     different = []
     with in_group():
+        with opened(Config.model_validate(_config(name, strategy="ddp"), strict=False), UserObjects()) as session:
+            expected = _weights(session)
         for strategy, parallel in STRATEGIES.items():
             config = Config.model_validate(_config(name, steps=1, **parallel), strict=False)
             results = []
@@ -69,6 +74,8 @@ def _drawn_later(name: str) -> list[str]:
                     before = _weights(session)
                     assert len(list(session)) == 1
                     results.append((before, _weights(session)))
+            if not all(np.array_equal(results[0][0][key], expected[key]) for key in expected):
+                different.append(f"{strategy}: initial values")
             for when, first, second in zip(("drawn", "updated"), *results, strict=True):
                 if not all(np.array_equal(first[key], second[key]) for key in first):
                     different.append(f"{strategy}: {when}")

@@ -9,7 +9,7 @@ The values are bitwise those of `build_model`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -43,6 +43,10 @@ class MetaModel:
         """
         _allocate(self.model, torch.device("cpu") if offloaded else device, device)
 
+    def move_buffers(self, device: torch.device) -> None:
+        """Move the buffers, which have values, to a device; the parameters stay without memory."""
+        _set_buffers(_buffers(self.model), device)
+
     def draw(self, overwritten: Collection[str] = (), shards: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         """Set this rank's parameters to their values.
 
@@ -61,14 +65,22 @@ class MetaModel:
 def _allocate(model: nn.Module, device: torch.device, of_buffers: torch.device) -> None:
     """Give parameters memory. They stay the same objects: two modules may share one, and FSDP keeps references."""
     swaps = torch.__future__.get_swap_module_params_on_conversion()
-    buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    buffers = _buffers(model)
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model.to_empty(device=device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
-    for module, name, buffer in buffers:  # they have values already
-        module._buffers[name] = None if buffer is None else buffer.to(of_buffers)
+    _set_buffers(buffers, of_buffers)  # they have values already
+
+
+def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor | None]]:
+    return [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+
+
+def _set_buffers(buffers: Iterable[tuple[nn.Module, str, Tensor | None]], device: torch.device) -> None:
+    for module, name, buffer in buffers:
+        module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 @contextmanager

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion over torch's parameter groups, with `lr` and `weight_decay`; its moments are made at the start."""
+    """Lion over torch's parameter groups, with `lr` and `weight_decay`; `make_moments` comes before the first step."""
 
     def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float]) -> None:
         super().__init__(groups, {"lr": 1e-4, "weight_decay": 0.0, "betas": betas})
+
+    def make_moments(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)

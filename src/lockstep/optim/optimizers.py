@@ -186,6 +186,7 @@ def _adafactor(groups: Groups, shards: RowShards | None) -> Optimizer:
 
 def _lion(optim: Optim, groups: Groups) -> Optimizer:
     lion = Lion(groups, optim.betas)
+    lion.make_moments()
     return DeviceGatedOptimizer(lion, lion.gated_step)
 
 

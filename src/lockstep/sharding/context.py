@@ -55,7 +55,7 @@ class ShardingContext:
 
     Attributes:
         model: This rank's part of the model. For `shard` it may be on the meta device; for `build` it has its values,
-            and is on `world.device`.
+            and is on `world.device`, unless `Builder.shards_in_build`.
         blocks: Names of the repeated layers that this rank holds.
         selective: Names of the modules that selective activation checkpointing computes again.
         partition: Which rank holds which parts of the model.
@@ -113,7 +113,10 @@ class Builder:
     Attributes:
         build: Returns the strategy in use.
         shard: Shards the parameters in place before they have memory; None: they are whole when they get it.
+        shards_in_build: Whether `build` shards parameters that are on the meta device. Their values are set afterwards,
+            in `ModelState.flat`.
     """
 
     build: Callable[[ShardingContext], Sharding]
     shard: Callable[[ShardingContext], None] | None = None
+    shards_in_build: Callable[[Config], bool] = lambda config: False

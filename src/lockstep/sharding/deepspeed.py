@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Builder, Sharding, ShardingContext
 from lockstep.sharding.deepspeed_accelerator import use_accelerator
 from lockstep.sharding.deepspeed_gather import gather_in
+from lockstep.sharding.deepspeed_meta import partition, restore_functions
 from lockstep.sharding.deepspeed_order import deepspeed_order
 from lockstep.sharding.deepspeed_shards import ReachedParameters, ZeroOptimizer
 from lockstep.sharding.model_state import ModelState
@@ -58,28 +60,52 @@ def build(context: ShardingContext) -> Sharding:
     """
     model, device = context.model, context.world.device
     config = engine_config(context.config, derived_of(context.plan))
+    deepspeed = import_for(model, device)
+    variables = {"LOCAL_RANK", *(os.environ.keys() & {"OMPI_COMM_WORLD_LOCAL_RANK"})}
+    index = str(device.index or 0)  # not the launcher's number, if each rank sees one GPU alone
+    with patch.dict(os.environ, dict.fromkeys(variables, index)):  # the index of DeepSpeed's device
+        try:
+            return _build(context, deepspeed, config)
+        except BaseException:
+            restore_functions()
+            raise
+
+
+def _build(context: ShardingContext, deepspeed: Any, config: Mapping[str, Any]) -> Sharding:
+    model = context.model
     buffers = SyncedBuffers(model)
     if context.config.parallel.deepspeed.zero_stage == 0:
         optimizer = context.optimizer(model.named_parameters())
         unused = torch.optim.SGD(trainable_parameters(model))  # DeepSpeed requires one
-        engine = initialize_engine(model, unused, config, device)
+        engine = _initialize(deepspeed, model, unused, config)
         step = DeepSpeedReplicaStep(context, engine, optimizer, buffers)
         return Sharding(step, ModelState(model, optimizer, buffers=buffers))
-    elementwise = context.optimizer.elementwise(model.named_parameters())
     in_bf16 = context.config.parallel.deepspeed.bf16_weights
     fp32_values = _fp32_values(model) if in_bf16 else {}
-    engine = initialize_engine(model, elementwise.optimizer, config, device)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        fp32_values = {}  # they come later
+        partition(model, config, context.world.device)
+    elementwise = context.optimizer.elementwise(model.named_parameters())
+    engine = _initialize(deepspeed, model, elementwise.optimizer, config)
     zero = ZeroOptimizer(engine, model, elementwise.entries, counts=elementwise.counts, in_bf16=in_bf16)
     for name, values in fp32_values.items():  # DeepSpeed's are rounded
         zero.shards[name].flat.memory.copy_(zero.shards[name].flat.of(values))
     if zero.stage == 3 and context.compute is not None and not in_bf16:
         gather_in(context.compute, context.cast_weights, model, engine.optimizer)
     flat = {name: shard.flat for name, shard in zero.shards.items()} if zero.stage == 3 or in_bf16 else None
-    state = ModelState(model, zero, buffers=buffers, shards=zero.shards, flat=flat, after_restore=zero.copy_parameters)
+    state = ModelState(
+        model,
+        zero,
+        buffers=buffers,
+        shards=zero.shards,
+        flat=flat,
+        after_restore=zero.copy_parameters,
+        held=zero.held,
+    )
     return Sharding(ZeroStep(context, engine, zero, buffers), state)
 
 
-BUILDER = Builder(build)
+BUILDER = Builder(build, shards_in_build=lambda config: config.parallel.deepspeed.zero_stage == 3)
 
 
 def _fp32_values(model: nn.Module) -> dict[str, Tensor]:
@@ -95,16 +121,11 @@ def _fp32_values(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def initialize_engine(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any], device: torch.device
-) -> Any:
-    """Return DeepSpeed's engine around the model, which is sharded in place.
-
-    Args:
-        config: The `config` argument of `deepspeed.initialize`.
+def import_for(model: nn.Module, device: torch.device) -> Any:
+    """Return DeepSpeed, which will work on the device.
 
     Raises:
-        ConfigError: DeepSpeed is not installed, or refuses the model or the config.
+        ConfigError: It is not installed, or can't train parameters such as the model's.
     """
     deepspeed = _import(device)
     refuse_other_than_fp32(model.named_parameters(), "parallel.strategy", "deepspeed keeps parameters")
@@ -112,8 +133,19 @@ def initialize_engine(
         if parameter.dim() == 0:  # parameters are sent as bytes, and torch can't view a 0-dim tensor as bytes
             why = f"deepspeed can't send a parameter of shape [] to other ranks, and {name} is one"
             raise ConfigError(Problem("", "parallel.strategy", f"{why}; give it the shape [1], or take fsdp or ddp"))
+    return deepspeed
+
+
+def _initialize(deepspeed: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
+    """Return DeepSpeed's engine around the model, which is sharded in place.
+
+    Args:
+        config: The `config` argument of `deepspeed.initialize`.
+
+    Raises:
+        ConfigError: DeepSpeed refuses the model or the config.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # DeepSpeed requires it
     refusals = (AssertionError, ValueError, NotImplementedError, deepspeed.runtime.zero.utils.ZeRORuntimeException)
     try:
         with warnings.catch_warnings():
@@ -311,10 +343,11 @@ def _leave_out_norm(zero: Any, stage: int) -> None:
 
 
 def _release(engine: Any) -> None:
-    """Release the process groups that DeepSpeed keeps process-wide; the next session has others."""
+    """Release what DeepSpeed keeps process-wide: functions and process groups, since the next session has others."""
     import deepspeed.comm.comm
     from deepspeed.utils import groups
 
     engine.destroy()
+    restore_functions()
     groups._release_process_group_references()
     deepspeed.comm.comm.cdb = None

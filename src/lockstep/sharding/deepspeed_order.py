@@ -6,16 +6,20 @@
 DeepSpeed concatenates the gradients that a rank has, and sends them: with one missing, lengths differ, or gradients of
 one parameter are added to those of another. See `collective_order` for when ranks compare.
 
-The names of DeepSpeed that are used here are private to it: where a bucket of gradients is, and what sends it.
+The names of DeepSpeed that are used here are private to it: where a bucket of gradients is, and what sends it. So are
+torch's modes of selective checkpointing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from lockstep.sharding.collective_order import CollectiveOrder, NumberExchange, allow_unused
 
@@ -88,16 +92,43 @@ def _watch_reductions_of_stage_3(zero: Any, see_sent: Callable[[Iterable[Any]], 
 
 
 def _watch_gathers(coordinator: Any, model: nn.Module, order: CollectiveOrder) -> None:
-    """Compare each module's gather: DeepSpeed decides by them what it prefetches."""
+    """Compare each module's gather: DeepSpeed decides by them what it prefetches.
+
+    DeepSpeed compares them too, once all have been issued; a rank that is alone in one waits forever by then.
+    """
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
     module_index = {id(module): index for index, module in enumerate(model.modules())}
-    original = coordinator.fetch_sub_module
+    fetch, release = coordinator.fetch_sub_module, coordinator.release_sub_module
 
     def fetch_sub_module(current_submodule: nn.Module, forward: bool) -> None:
-        index = module_index.get(id(current_submodule))
-        if index is not None:
-            order.see(3 * index + (2 if forward else 3))
-        original(current_submodule, forward)
+        with _unseen_by_checkpointing():
+            index = module_index.get(id(current_submodule))
+            if index is not None:
+                order.see(3 * index + (2 if forward else 3))
+            fetch(current_submodule, forward)
 
-    coordinator.fetch_sub_module = fetch_sub_module
+    def release_sub_module(submodule: nn.Module, forward: bool = False) -> None:
+        with _unseen_by_checkpointing():
+            release(submodule, forward)
+
+    coordinator.fetch_sub_module, coordinator.release_sub_module = fetch_sub_module, release_sub_module
     model.register_forward_pre_hook(lambda *_: order.begin_forward(), prepend=True)  # before the gather
     model.register_forward_hook(lambda *_: order.end_forward())
+
+
+@contextmanager
+def _unseen_by_checkpointing() -> Iterator[None]:
+    """Run operations that selective activation checkpointing doesn't see.
+
+    It expects those of the forward again, but a parameter that was gathered before a block may be gathered in it later.
+    """
+    hidden: list[Any] = []
+    while isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode | _CachedTorchDispatchMode):
+        hidden.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(hidden):
+            _push_mode(mode)

@@ -151,11 +151,20 @@ class ZeroOptimizer:
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
+    def held(self) -> dict[str, list[Tensor]]:
+        """Return what DeepSpeed holds between updates beside the state, by the categories of `lockstep plan`."""
+        if self.stage < 3:
+            return {"optimizer": self.flats}
+        zero = self._zero
+        return {
+            "optimizer": self.flats,
+            "parameters": [cast("Any", shard.parameter).ds_tensor for shard in self.shards.values()],
+            "gradients": [zero.grad_partitions_flat_buffer],
+            "communication": [bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None],
+        }
+
     def _make_state(self) -> None:
         """Make the state at once, so that it can be restored before a first update, and saved."""
-        flats = {id(flat) for flat in self.flats}
-        for whole in [parameter for parameter in self._torch.state if id(parameter) not in flats]:
-            del self._torch.state[whole]  # made by an optimizer for the parameters before they were sharded
         for flat in self.flats:
             state = self._torch.state[flat]
             for entry in self._entries:

@@ -44,6 +44,7 @@ class ModelState:
         flat: Parameters that are sharded element by element, by name.
         before_read: Called before parameters are read.
         after_restore: Called after parameters and optimizer state have been restored.
+        held: Returns tensors that the rank holds for its state and that have no names, by category.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ModelState:
         flat: Mapping[str, Any] | None = None,
         before_read: Callable[[], None] | None = None,
         after_restore: Callable[[], None] | None = None,
+        held: Callable[[], Mapping[str, Sequence[Tensor]]] = dict,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -66,6 +68,7 @@ class ModelState:
         self.flat = flat or {}
         self._before_read = before_read
         self._after_restore = after_restore
+        self.held = held
 
     def synchronize(self) -> None:
         """Copy the first rank's buffers (running means) to all ranks. All ranks together."""

@@ -25,7 +25,7 @@ from lockstep.simulation.device import NAME
 _LOWER = """
     conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu addmm addmv addr
     matmul einsum mm mv linalg_vecdot linalg_multi_dot linear addbmm baddbmm bmm chain_matmul
-    scaled_dot_product_attention _grouped_mm
+    scaled_dot_product_attention
 """
 _FP32 = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from lockstep.simulation import python_errors
+
 NAME = "simulated"
 _STATE_BYTES = 16  # of a generator
 
@@ -240,5 +242,7 @@ def register() -> Any:
         def is_built(self) -> bool:
             return True
 
-    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=module, hook=Hooks())
+    backend_registration._setup_privateuseone_for_python_backend(
+        NAME, backend_module=module, hook=Hooks(), device_guard=python_errors.guard()
+    )
     return module

@@ -30,7 +30,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass_type
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.simulation import attention, autocast, device, repeats
+from lockstep.simulation import attention, autocast, device, python_errors, repeats
+from lockstep.simulation.grouped_products import grouped_product
 
 aten, prim = torch.ops.aten, torch.ops.prim
 
@@ -170,6 +171,8 @@ class Execution(TorchDispatchMode):
     def _without_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _is_fused_update(func):
             return None
+        if func is aten._grouped_mm.default:
+            return grouped_product(*args, **kwargs)
         if func not in _SIZED_BY_KERNEL:
             return func(*args, **kwargs)
         values, named = pytree.tree_map(_zeros_on_host, (args, kwargs))
@@ -281,9 +284,7 @@ def simulated_execution(place: str = device.NAME) -> Iterator[Execution]:
         stack.enter_context(patch.object(Tensor, "data", property(_data, execution.set_data)))
         stack.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         stack.enter_context(patch.object(Tensor, "as_subclass", _as_subclass))
-        stack.enter_context(
-            patch.object(nn.functional, "linear", nn.functional.linear)
-        )  # DeepSpeed replaces it for good
+        stack.enter_context(patch.object(torch.autograd.Variable, "_execution_engine", python_errors.Engine()))
         numpy = Tensor.numpy
         stack.enter_context(
             patch.object(Tensor, "numpy", lambda tensor, **named: numpy(execution.value_of(tensor), **named))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any, Literal, get_args
 from unittest.mock import patch
 
@@ -84,6 +85,7 @@ class MemoryLedger:
         self._changes: list[tuple[StorageRecord, int]] = []
         self._owned: dict[StorageRecord, Category] = {}
         self._parameter_shapes: set[tuple[int, ...]] = set()
+        self._gathered_sizes: set[int] = set()
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> None:
         """Record the blocks that an operation has made."""
@@ -115,15 +117,18 @@ class MemoryLedger:
                     block = self._made(storage, local)
                 self._owned[block] = category
 
-    def own_model(self, model: nn.Module, parts: int = 1) -> None:
+    def own_model(self, model: nn.Module, parts: int = 1, gathered: Iterable[tuple[int, ...]] = ()) -> None:
         """Record parameters and buffers.
 
         Args:
             parts: Tensor-parallel ranks, each of which computes with a part of a matrix.
+            gathered: The shapes of parameters that are elsewhere, and flat until they have been gathered.
         """
         self.own("buffers", model.buffers())
         self.own("parameters", model.parameters())
-        shapes = {tuple(parameter.shape) for parameter in model.parameters() if parameter.dim() > 1}
+        self._gathered_sizes = {prod(shape) for shape in gathered}
+        shapes = {tuple(parameter.shape) for parameter in model.parameters()} | set(gathered)
+        shapes = {shape for shape in shapes if len(shape) > 1}
         for shape in shapes:
             self._parameter_shapes.update(
                 (*shape[:dim], size // parts, *shape[dim + 1 :]) for dim, size in enumerate(shape)
@@ -159,7 +164,8 @@ class MemoryLedger:
             return "casts"
         if block.shape and block.shape[-1] in self.vocabulary and block.shape not in self._parameter_shapes:
             return "logits"
-        if len(block.shape) == 1 and block.shape[0] >= _FLAT and block.category == "activations":
+        is_flat = len(block.shape) == 1 and (block.shape[0] >= _FLAT or block.shape[0] in self._gathered_sizes)
+        if is_flat and block.category == "activations":
             return "communication"
         if block.in_backward and (block.shape in self._parameter_shapes or block.shape[::-1] in self._parameter_shapes):
             return "gradients"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from lockstep.config.schema import Config
+    from lockstep.simulation.memory import Category
     from lockstep.training.session import Session
     from lockstep.training.user_objects import UserObjects
 
@@ -75,7 +76,10 @@ def run_updates(session: Session, ledger: MemoryLedger, updates: int) -> None:
     def own_state() -> None:
         tensors = state.live_state().tensors
         ledger.own("optimizer", (tensor for name, tensor in tensors.items() if not name.startswith("model.")))
-        ledger.own_model(model, components_of(session).plan.mesh.tensor)
+        shapes = [tuple(shard.shape) for shard in state.flat.values()]
+        ledger.own_model(model, components_of(session).plan.mesh.tensor, shapes)
+        for category, held in state.held().items():
+            ledger.own(cast("Category", category), held)
 
     ledger.vocabulary = _vocabulary(session)
     own_state()

@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from lockstep.models.model_tensors import ModelTensors
     from lockstep.plan.grouping import Grouping
     from lockstep.plan.plan import Machine, Plan
-    from lockstep.sharding.context import Sharding
     from lockstep.training.parallelize import Parallelized
     from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 
@@ -115,7 +114,7 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
         coupled=prepared.coupled,
         flops_per_token=prepared.flops,
         watch=_memory_watch(config.memory.activation_checkpointing, made.recomputed, world),
-        draw=partial(_draw, whole, made.sharding) if whole.deferred else _nothing,
+        draw=partial(whole.draw_sharded, made.sharding) if whole.deferred else _nothing,
     )
     return Session(components)
 
@@ -131,11 +130,6 @@ def _evaluator(engine: Engine, made: Parallelized, prepared: _Prepared, config: 
         made.position,
         world,
     )
-
-
-def _draw(whole: WholeModel, sharding: Sharding) -> None:
-    whole.draw(sharding.state.model, sharding.state.flat)
-    sharding.state.values_changed()
 
 
 def _nothing() -> None:
@@ -235,7 +229,8 @@ def _meta_model(
         facts_of_sketch = parameter_facts(sketch)
         choice = choose_strategy(config, world.size, facts_of_sketch, machine.memory, machine.decision)
         strategy = choice.strategy.name
-    if not partitioned and (strategy == "auto" or load_builder(strategy).shard is None):
+    builder = None if strategy == "auto" else load_builder(strategy)
+    if not partitioned and (builder is None or (builder.shard is None and not builder.shards_in_build(config))):
         return None
     return build_meta_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
 

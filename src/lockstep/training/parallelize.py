@@ -92,6 +92,11 @@ class WholeModel:
         if self.pretrained is not None:
             self.pretrained.put({**model.state_dict(keep_vars=True), **(shards or {})})
 
+    def draw_sharded(self, sharding: Sharding) -> None:
+        """Set the parameters of a strategy in use, which have no values yet, to their initial ones."""
+        self.draw(sharding.state.model, sharding.state.flat)
+        sharding.state.values_changed()
+
 
 @dataclass(frozen=True, slots=True)
 class Parallelized:
@@ -169,10 +174,8 @@ def parallelize(
     )
     if builder.shard is not None:
         builder.shard(sharding_context)
-    strategy = find_strategy(plan.strategy)
-    offloaded = builder.shard is not None and strategy.offloads(strategy.options_of(config.parallel))
-    materialize(model, whole, device, move=builder.shard is None, offloaded=offloaded)
-    return Parallelized(position(), stages, tensor, context, recomputed, builder.build(sharding_context))
+    sharding = _materialized(builder, sharding_context, whole)
+    return Parallelized(position(), stages, tensor, context, recomputed, sharding)
 
 
 def check_model(model: nn.Module, config: Config, plan: Plan) -> None:
@@ -295,6 +298,21 @@ def partition_of(
 
 
 # --- values -------------------------------------------------------------------------------------------------------
+
+
+def _materialized(builder: Builder, context: ShardingContext, whole: WholeModel) -> Sharding:
+    """Return the strategy in use, its parameters with memory and, unless that is deferred, values."""
+    config, device = context.config, context.world.device
+    if whole.meta is not None and builder.shards_in_build(config):
+        whole.meta.move_buffers(device)
+        sharding = builder.build(context)
+        if not whole.deferred:
+            whole.draw_sharded(sharding)
+        return sharding
+    strategy = find_strategy(context.plan.strategy)
+    offloaded = builder.shard is not None and strategy.offloads(strategy.options_of(config.parallel))
+    materialize(context.model, whole, device, move=builder.shard is None, offloaded=offloaded)
+    return builder.build(context)
 
 
 def materialize(

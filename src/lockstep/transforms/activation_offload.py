@@ -137,7 +137,7 @@ class ActivationsOnHost(saved_tensors_hooks):
             parts = {
                 name: self._pack_activation(part) if isinstance(part, Tensor) else part for name, part in inner.items()
             }  # torch 2.13 also names a DTensor's mesh
-            return _Wrapped(type(tensor), parts, context, tensor.size(), tensor.stride())
+            return _Wrapped(type(tensor), parts, context, tensor.size(), tensor.stride(), _spec_of(wrapper))
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         if tensor.layout is not torch.strided or not self._least_bytes <= size <= _LARGEST_SHARE * tensor.nbytes:
@@ -187,11 +187,24 @@ class _Wrapped(NamedTuple):
     context: object
     size: torch.Size
     stride: tuple[int, ...]
+    spec: Any = None
+
+
+def _spec_of(wrapper: Any) -> Any:
+    """Return a DTensor's spec; None for others.
+
+    torch's own `__tensor_unflatten__` raises for a view that flattens a sharded sequence with its batch.
+    """
+    from torch.distributed.tensor import DTensor
+
+    return wrapper._spec if isinstance(wrapper, DTensor) else None
 
 
 def _unpack(kept: Any) -> Tensor:
     if isinstance(kept, _Wrapped):
         parts = {name: _unpack(part) for name, part in kept.parts.items()}
+        if kept.spec is not None:
+            return cast("Tensor", cast("Any", kept.kind)(parts["_local_tensor"], kept.spec, requires_grad=False))
         return cast("Tensor", cast("Any", kept.kind).__tensor_unflatten__(parts, kept.context, kept.size, kept.stride))
     if not isinstance(kept, _View):
         return cast("Tensor", kept)
