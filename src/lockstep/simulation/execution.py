@@ -284,7 +284,7 @@ def simulated_execution(place: str = device.NAME) -> Iterator[Execution]:
         stack.enter_context(patch.object(Tensor, "data", property(_data, execution.set_data)))
         stack.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         stack.enter_context(patch.object(Tensor, "as_subclass", _as_subclass))
-        stack.enter_context(patch.object(torch.autograd.Variable, "_execution_engine", python_errors.Engine()))
+        stack.enter_context(patch.object(torch.autograd.Variable, "_execution_engine", python_errors.RaisingEngine()))
         numpy = Tensor.numpy
         stack.enter_context(
             patch.object(Tensor, "numpy", lambda tensor, **named: numpy(execution.value_of(tensor), **named))

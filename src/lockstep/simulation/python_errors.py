@@ -47,7 +47,7 @@ def _keep() -> None:
 _EngineBase: Any = type(torch.autograd.Variable._execution_engine)
 
 
-class Engine(_EngineBase):  # type: ignore[misc]
+class RaisingEngine(_EngineBase):  # type: ignore[misc]
     """The engine of backwards, which raises errors that were taken away."""
 
     def run_backward(self, *arguments: Any, **named: Any) -> Any:
