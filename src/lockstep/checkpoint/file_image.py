@@ -9,7 +9,7 @@ pages, an update's kernels may not start.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -21,11 +21,15 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.file_layout import FileLayout, WriteItem
 
 
+Source: TypeAlias = "Tensor | Callable[[], Tensor]"
+"""A tensor, or what reads it when it is copied."""
+
+
 class Copy(NamedTuple):
     """A copy to the image: of the part `where` of a tensor; None: of all of it."""
 
     target: Tensor
-    source: Tensor
+    source: Source
     where: tuple[slice, ...] | None
 
 
@@ -62,7 +66,7 @@ class FileImage:
         whole = [self._place(index, *span) for index, span in enumerate(self._layout.spans())]
         self._whole = whole
 
-    def copies(self, sources: Mapping[int, Tensor]) -> Iterator[Copy]:
+    def copies(self, sources: Mapping[int, Source]) -> Iterator[Copy]:
         """Yield the copies that fill the image, of tensors by their index in the layout."""
         assert self._whole is not None, "an image is allocated before it is filled"
         for index, source in sources.items():

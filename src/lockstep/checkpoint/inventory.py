@@ -150,7 +150,7 @@ def inventory(tensors: Mapping[str, Any]) -> Inventory:
             sharding = MeshSharding(_ALL_RANKS, (), (), (), tensor.length)
             rows.append((name, dtype, shape, shardings.setdefault(sharding, len(shardings))))
         elif boxes := local_shards(tensor).boxes:
-            elements = (tensor.start, tensor.memory.numel()) if isinstance(tensor, FlatShard) else None
+            elements = (tensor.start, tensor.elements) if isinstance(tensor, FlatShard) else None
             own[name] = OwnTensor(TensorInfo(dtype, shape), boxes, elements)
     return Inventory(InventoryTable(tuple(rows), tuple(shardings)), tuple(ranks for _, ranks in meshes.values()), own)
 

@@ -26,7 +26,7 @@ from lockstep.checkpoint.storage import names_by_step
 from lockstep.checkpoint.write_plan import WritePlan
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
-from lockstep.distributed.shard_boxes import TensorInfo, box_view, dtype_name, local_shards, local_tensor
+from lockstep.distributed.shard_boxes import TensorInfo, box_view, dtype_name, local_shape, local_shards
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,7 +165,7 @@ def _read(
     for key, entry in manifest.tensors.items():
         like = live.tensors.get(like_of(key, entry.shape, live.tensors) or key)
         boxes = (entry.info.whole,) if like is None else local_shards(like).boxes
-        shape = entry.shape if like is None else local_tensor(like).shape
+        shape = entry.shape if like is None else local_shape(like)
         try:
             memory = torch.empty(shape, dtype=getattr(torch, entry.dtype))
         except RuntimeError:

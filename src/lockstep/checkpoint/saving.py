@@ -25,7 +25,7 @@ from lockstep.checkpoint.file_layout import FileLayout, file_layout
 from lockstep.checkpoint.hashing import BlockHasher
 from lockstep.checkpoint.inventory import Inventory, gather_inventories, inventory
 from lockstep.checkpoint.manifest import ELEMENT_BYTES, FileEntry, GridEntry, Manifest, TensorEntry, shard_file
-from lockstep.checkpoint.snapshot import Snapshot, snapshot_on
+from lockstep.checkpoint.snapshot import Snapshot, snapshot_of
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
 from lockstep.checkpoint.write_plan import WritePlan
 from lockstep.core.collection import paused_collection
@@ -149,7 +149,7 @@ class Saver:
             layout = self._planned_layout(state)
             if self._snapshot is None or self._snapshot.layout != layout:
                 self._snapshot = None  # frees its memory before more is allocated
-                self._snapshot = snapshot_on(self._device, layout)
+                self._snapshot = snapshot_of(state.tensors, self._device, layout)
             snapshot = self._snapshot
             snapshot.begin(state.tensors, state.changes_in_forward)
         self._started += 1

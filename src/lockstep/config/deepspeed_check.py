@@ -113,10 +113,11 @@ def _section_problems(parallel: Parallel) -> list[Problem]:
     if parallel.ddp.find_unused_parameters:
         why = "DeepSpeed gives a parameter that isn't used a gradient of zero; write false, or take ddp"
         problems.append(("ddp.find_unused_parameters", why))
-    for key in ("offload_optimizer", "offload_param"):
-        if getattr(section, key) == "nvme":
-            why = "nvme is not supported: DeepSpeed moves that state between files, where no checkpoint can read it"
-            problems.append((f"deepspeed.{key}", f"{why}; take cpu"))
+    if section.offload_optimizer == "nvme" and section.nvme_path is None:
+        problems.append(("deepspeed.nvme_path", "null, but offload_optimizer is nvme; name a folder on a local disk"))
+    if section.offload_optimizer == "nvme" and section.zero_stage in (1, 2):
+        why = f"nvme requires zero_stage 3, and it is {section.zero_stage}; write `zero_stage: 3`, or take cpu"
+        problems.append(("deepspeed.offload_optimizer", why))
     if section.offload_param != "none" and section.zero_stage != 3:
         why = f"{section.offload_param} requires zero_stage 3, and it is {section.zero_stage}"
         problems.append(("deepspeed.offload_param", why))
@@ -164,6 +165,7 @@ def _expected_values(config: Config, derived: Derived) -> dict[str, Any]:
         "zero_optimization.stage": zero.zero_stage,
         "zero_optimization.offload_optimizer.device": zero.offload_optimizer,
         "zero_optimization.offload_optimizer.pin_memory": zero.pin_memory,
+        "zero_optimization.offload_optimizer.nvme_path": zero.nvme_path,
         "zero_optimization.offload_param.device": zero.offload_param,
         "zero_optimization.offload_param.pin_memory": zero.pin_memory,
     }
@@ -182,7 +184,9 @@ class _Comparison:
         """Compare the keys under `path`."""
         fp16 = values.get("enabled", False)
         enabled = path != "fp16" or fp16 is True or (fp16 == AUTO and self._config.precision.compute == "fp16")
-        offloads = values.get("device", "none") != "none"
+        device = values.get("device", "none")
+        offloads = device != "none"
+        unused = {"pin_memory", "nvme_path"} if not offloads else {"nvme_path"} if device != "nvme" else set[str]()
         if path == "zero_optimization" and "stage" not in values:
             self._agrees(deepspeed_keys()[f"{path}.stage"], 0)
         if path in ("fp16", "bf16", "bfloat16") and "enabled" not in values:
@@ -196,10 +200,10 @@ class _Comparison:
                 self._add(key, f"DeepSpeed has no such key; {meant}")
             elif row.rule == "section":
                 self._section(key, value)
-            elif value != AUTO and (enabled or name == "enabled") and (offloads or name != "pin_memory"):
+            elif value != AUTO and (enabled or name == "enabled") and name not in unused:
                 self._value(row, name, value, values)
-            if row is not None and row.rule == "nvme" and offloads and value not in (False, None):
-                self._add(key, "NVMe is not supported; leave it out")
+            if row is not None and row.rule == "nvme" and device == "nvme" and value not in (False, None):
+                self._add(key, f"{row.note}; leave it out")
 
     def _section(self, key: str, value: Any) -> None:
         absent = not value if key.endswith(".params") else value is None and ".offload_" in key

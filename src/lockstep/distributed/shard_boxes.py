@@ -21,6 +21,7 @@ these share them: a model of 10,000 tensors has a few dozen.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -108,18 +109,31 @@ class FlatShard:
         self.length = length
 
     @property
+    def elements(self) -> int:
+        """Number of this rank's elements."""
+        return self.memory.numel()
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.memory.dtype
 
     def to_local(self) -> Tensor:
         return self.memory
 
+    def write(self, values: Tensor) -> None:
+        """Set this rank's elements."""
+        self.memory.copy_(values)
+
+    def in_memory(self) -> AbstractContextManager[FlatShard]:
+        """Return a block in which this rank's elements are in memory, and can be set there."""
+        return nullcontext(self)
+
     def __create_chunk_list__(self) -> list[Box]:  # a DTensor's method
-        return list(flat_boxes(self.shape, self.start, self.start + self.memory.numel()))
+        return list(flat_boxes(self.shape, self.start, self.start + self.elements))
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the same elements of a whole tensor."""
-        return whole.reshape(-1)[self.start : self.start + self.memory.numel()]
+        return whole.reshape(-1)[self.start : self.start + self.elements]
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
@@ -279,6 +293,11 @@ def live_part(tensor: Any) -> Tensor:
     return cast("Tensor", tensor.to_local())
 
 
+def local_shape(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of the memory that this rank holds of a tensor."""
+    return (tensor.elements,) if isinstance(tensor, FlatShard) else tuple(local_tensor(tensor).shape)
+
+
 def as_shard_of(whole: Tensor, value: Tensor) -> Tensor:
     """Return `value`, which belongs to this rank's part of `whole`, as a tensor that is sharded like `whole`."""
     if not is_sharded(whole):
@@ -309,11 +328,13 @@ def full_tensor(tensor: Any) -> Tensor:
     A tensor that is sharded along two axes of a mesh is summed from shards in zeros: to redistribute it along both is
     wrong for shards of unequal sizes (torch 2.13: some ranks wait for others).
     """
+    import torch
+
     from lockstep.distributed.collectives import group_or_all
 
     if isinstance(tensor, FlatShard):
-        flat = tensor.memory.new_zeros(prod(tensor.shape), device=tensor.device)
-        tensor.of(flat).copy_(tensor.memory)
+        flat = torch.zeros(prod(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        tensor.of(flat).copy_(tensor.to_local())
         group_or_all(None).sum(bits(flat))
         return flat.view(tensor.shape)
     if isinstance(tensor, ShardLike):
@@ -357,5 +378,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 def copy_from_full(tensor: Tensor, whole: Tensor) -> None:
     """Copy the values of `whole` into a tensor; into a sharded one those of this rank's part."""
     everything = local_shards(whole).kind.whole
-    for box in local_shards(tensor).boxes:
-        shard_view(tensor, box).copy_(whole.detach()[box.within(everything)])  # `shard_view` is no part of a graph
+    with set_in_memory(tensor) as held:
+        for box in local_shards(held).boxes:
+            shard_view(held, box).copy_(whole.detach()[box.within(everything)])  # `shard_view` is no part of a graph
+
+
+def set_in_memory(tensor: Any) -> AbstractContextManager[Any]:
+    """Return a block in which a tensor's parts can be set: its own, or for one in a file a copy that is written then."""
+    return tensor.in_memory() if isinstance(tensor, FlatShard) else nullcontext(tensor)

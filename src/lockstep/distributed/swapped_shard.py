@@ -7,7 +7,8 @@ write    goes to the file
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,12 @@ class SwappedShard(FlatShard):
 
     def to_local(self) -> Tensor:
         return torch.from_numpy(np.fromfile(self.file, np.float32, self._elements, offset=_FP32_BYTES * self.first))
+
+    @contextmanager
+    def in_memory(self) -> Iterator[FlatShard]:
+        held = FlatShard(self.to_local(), self.start, self.shape, self.device, self.length)
+        yield held
+        self.write(held.memory)
 
     def write(self, values: Tensor) -> None:
         data = values.detach().to("cpu", torch.float32).expand(self._elements).contiguous().numpy().data

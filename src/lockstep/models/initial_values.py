@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from lockstep.distributed.shard_boxes import copy_from_full, local_shards, shard_view
+from lockstep.distributed.shard_boxes import copy_from_full, local_shards, set_in_memory, shard_view
 from lockstep.models.random_slices import BLOCK, normal_slice
 
 if TYPE_CHECKING:
@@ -109,6 +109,11 @@ def put(tensor: Tensor, value: InitialValue) -> None:
     if isinstance(value, Known):
         copy_from_full(tensor, value.tensor)
         return
+    with set_in_memory(tensor) as held:
+        _put(held, value)
+
+
+def _put(tensor: Tensor, value: InitialValue) -> None:
     whole: Tensor | None = None
     for box in local_shards(tensor).boxes:
         target, start = shard_view(tensor, box), _first_element(box, value.shape)

@@ -21,7 +21,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 import torch
@@ -39,6 +39,7 @@ from lockstep.sharding.deepspeed_gather import gather_in
 from lockstep.sharding.deepspeed_meta import partition, restore_functions
 from lockstep.sharding.deepspeed_order import deepspeed_order
 from lockstep.sharding.deepspeed_shards import ReachedParameters, ZeroOptimizer
+from lockstep.sharding.deepspeed_swap import swap_folder
 from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.single import (
     NO_SYNC,
@@ -61,6 +62,10 @@ def build(context: ShardingContext) -> Sharding:
     model, device = context.model, context.world.device
     config = engine_config(context.config, derived_of(context.plan))
     deepspeed = import_for(model, device)
+    section = context.config.parallel.deepspeed
+    if section.offload_optimizer == "nvme":
+        config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(swap_folder(cast("str", section.nvme_path)))
+        context.world.axis.barrier()  # another rank may have compiled
     variables = {"LOCAL_RANK", *(os.environ.keys() & {"OMPI_COMM_WORLD_LOCAL_RANK"})}
     index = str(device.index or 0)  # not the launcher's number, if each rank sees one GPU alone
     with patch.dict(os.environ, dict.fromkeys(variables, index)):  # the index of DeepSpeed's device
@@ -89,7 +94,7 @@ def _build(context: ShardingContext, deepspeed: Any, config: Mapping[str, Any]) 
     engine = _initialize(deepspeed, model, elementwise.optimizer, config)
     zero = ZeroOptimizer(engine, model, elementwise.entries, counts=elementwise.counts, in_bf16=in_bf16)
     for name, values in fp32_values.items():  # DeepSpeed's are rounded
-        zero.shards[name].flat.memory.copy_(zero.shards[name].flat.of(values))
+        zero.shards[name].flat.write(zero.shards[name].flat.of(values))
     if zero.stage == 3 and context.compute is not None and not in_bf16:
         gather_in(context.compute, context.cast_weights, model, engine.optimizer)
     flat = {name: shard.flat for name, shard in zero.shards.items()} if zero.stage == 3 or in_bf16 else None
@@ -319,6 +324,8 @@ class ZeroStep(GradientStep):
     def close(self) -> None:
         _release(self._engine)
         self._engine = self._zero = None
+        if self._optimizer.swapped is not None:
+            self._optimizer.swapped.delete()
 
 
 def _backward(engine: Any, loss: Tensor, seed: Tensor) -> None:

@@ -15,6 +15,7 @@ import os
 import shutil
 import socket
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ def _load_async_io() -> None:
     reason = "libaio is missing (on Debian: apt-get install libaio-dev)"
     try:
         if builder.is_compatible():
-            with contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 builder.load()
             return
     except Exception as error:  # of a compiler, of ninja

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
-from lockstep.distributed.shard_boxes import full_tensor, is_sharded, local_tensor, shard_of
+from lockstep.distributed.shard_boxes import FlatShard, full_tensor, is_sharded, local_shape, local_tensor, shard_of
 from lockstep.sharding.partition import specs_of
 
 if TYPE_CHECKING:
@@ -118,9 +118,10 @@ class ModelState:
         numbers: dict[str, dict[str, Any]] = {}
         for name, of_parameter in saved["parameters"].items():
             shard = self._shards.get(name)
-            for entry, value in of_parameter.items():
-                if isinstance(value, Tensor):
-                    entries[f"{_OPTIMIZER}{entry}.{name}"] = value if shard is None else shard.as_shard(entry, value)
+            for entry, value in cast("dict[str, Any]", of_parameter).items():
+                if isinstance(value, Tensor | FlatShard):
+                    held: Any = value
+                    entries[f"{_OPTIMIZER}{entry}.{name}"] = held if shard is None else shard.as_shard(entry, held)
                 else:
                     numbers.setdefault(name, {})[entry] = _plain(f"the optimizer's {entry} of {name}", value)
         groups = [
@@ -139,7 +140,11 @@ class ModelState:
         if self._partition is not None:
             state = self._partition.own_state(state)
         for name, tensor in self._tensors()[0].items():
-            local_tensor(tensor).copy_(_saved(state, name, tensor))
+            saved = _saved(state, name, tensor)
+            if isinstance(tensor, FlatShard):
+                tensor.write(saved)
+            else:
+                local_tensor(tensor).copy_(saved)
         entries: dict[str, dict[str, Any]] = {
             name: dict(numbers) for name, numbers in state.values["optimizer"].items()
         }
@@ -191,7 +196,7 @@ def _saved(state: TrainingState, name: str, tensor: Tensor) -> Tensor:
     if f"{_MODEL}{name}" not in state.tensors:
         raise RunFailed(f"the saved state has no {name}")
     value = cast("Tensor", state.tensors[f"{_MODEL}{name}"])
-    if value.shape == local_tensor(tensor).shape:
+    if value.shape == local_shape(tensor):
         return value
     if value.shape != torch.Size(tensor.shape):
         raise RunFailed(f"{name} is {list(tensor.shape)} here, but {list(value.shape)} in the saved state")

@@ -141,8 +141,8 @@ class Estimator:
     def exactly(self, config: Config, updates: int) -> Peak:
         """Return the peak of the rank that needs most over N updates; raises as `peak` does."""
         try:
-            return max(self._peaks(config, updates), key=_bytes)
-        except ConfigError:
+            return max(self._peaks(_without_files(config, self.device_type), updates), key=_bytes)
+        except (ConfigError, Unpredictable):
             raise
         except Exception as error:  # a model, or torch without data, may raise anything
             reason = (str(error).splitlines() or [""])[0] or type(error).__name__
@@ -184,6 +184,21 @@ def under(config: Config, strategy: Strategy, variant: Variant) -> Config:
         **({strategy.section: options} if options else {}),
     }
     return config.model_copy(update={"parallel": Parallel.model_validate(parallel)})
+
+
+def _without_files(config: Config, device_type: str) -> Config:
+    """Return the config with state on the host instead of in files: an accelerator holds the same.
+
+    Raises:
+        Unpredictable: The host itself is what is simulated.
+    """
+    parallel = config.parallel
+    if parallel.strategy != "deepspeed" or parallel.deepspeed.offload_optimizer != "nvme":
+        return config
+    if device_type == "cpu":
+        raise Unpredictable("state in files is simulated for accelerators alone")
+    section = parallel.deepspeed.model_copy(update={"offload_optimizer": "cpu", "nvme_path": None})
+    return config.model_copy(update={"parallel": parallel.model_copy(update={"deepspeed": section})})
 
 
 def _bytes(peak: Peak) -> int:

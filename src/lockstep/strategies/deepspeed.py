@@ -31,8 +31,10 @@ class DeepSpeed(Section):
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
     """ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     offload_optimizer: Offload = "none"
-    """Device of optimizer state and updates; nvme is refused: its state can't be saved in Lockstep's format."""
-    offload_param: Offload = "none"
+    """Device of optimizer state, whose updates the host computes; nvme, for stage 3: in files in nvme_path."""
+    nvme_path: PathText | None = None
+    """Folder on a local NVMe disk for what is offloaded there."""
+    offload_param: Literal["none", "cpu"] = "none"
     """Device of parameters between uses, for stage 3."""
     pin_memory: bool = False
     """Page-locked memory for what is offloaded to the host."""
@@ -102,6 +104,7 @@ STRATEGY = Strategy(
                 optimizer=True,
                 masters=True,
                 kept_whole="lockstep.config.deepspeed:kept_whole",
+                held="lockstep.config.deepspeed:held_of_files",
             ),
             sends=lambda update: update.traffic(gathers=2 * update.micro_batches, reduces=update.micro_batches),
             cells={"checkpointed segments": refused("its hooks replace the outputs of a block; take mode: full")},

@@ -148,6 +148,7 @@ class StateSharding:
         masters: Each rank holds a second copy of the values that it updates, with its optimizer state.
         gradient_copies: How many copies of gradients a rank holds, given the options.
         kept_whole: `module:function`: (options, elements of each parameter) -> which ones are also whole on each rank.
+        held: `module:function`: (options, bytes of a rank's optimizer state) -> bytes of it that are in memory.
     """
 
     note: str
@@ -157,6 +158,7 @@ class StateSharding:
     masters: bool = False
     gradient_copies: Callable[[Any], int] = lambda options: 1
     kept_whole: str = ""
+    held: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
