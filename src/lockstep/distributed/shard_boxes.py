@@ -384,5 +384,5 @@ def copy_from_full(tensor: Tensor, whole: Tensor) -> None:
 
 
 def set_in_memory(tensor: Any) -> AbstractContextManager[Any]:
-    """Return a block in which a tensor's parts can be set: its own, or for one in a file a copy that is written then."""
+    """Return a block in which parts of a tensor can be set: its own; or those of a copy, if it is in a file."""
     return tensor.in_memory() if isinstance(tensor, FlatShard) else nullcontext(tensor)
