@@ -141,12 +141,28 @@ class Estimator:
     def exactly(self, config: Config, updates: int) -> Peak:
         """Return the peak of the rank that needs most over N updates; raises as `peak` does."""
         try:
-            return max(self._peaks(_without_files(config, self.device_type), updates), key=_bytes)
+            return max(self._peaks(self._without_files(config), updates), key=_bytes)
         except (ConfigError, Unpredictable):
             raise
         except Exception as error:  # a model, or torch without data, may raise anything
             reason = (str(error).splitlines() or [""])[0] or type(error).__name__
             raise Unpredictable(f"can't be simulated: {reason}") from error
+
+    def _without_files(self, config: Config) -> Config:
+        """Return the config with state on the host instead of in files: an accelerator holds the same.
+
+        Raises:
+            Unpredictable: The host itself is what is simulated.
+        """
+        parallel = config.parallel
+        section = parallel.deepspeed
+        strategy = find_strategy(self.planned(config).strategy)
+        if section.offload_optimizer != "nvme" or strategy.options_of(parallel) is not section:
+            return config
+        if self.device_type == "cpu":
+            raise Unpredictable("state in files is simulated for accelerators alone")
+        moved = section.model_copy(update={"offload_optimizer": "cpu", "nvme_path": None})
+        return config.model_copy(update={"parallel": parallel.model_copy(update={"deepspeed": moved})})
 
     def _peaks(self, config: Config, updates: int) -> list[Peak]:
         """Return the peak of the first rank; in a pipeline, of the first rank of each stage."""
@@ -184,21 +200,6 @@ def under(config: Config, strategy: Strategy, variant: Variant) -> Config:
         **({strategy.section: options} if options else {}),
     }
     return config.model_copy(update={"parallel": Parallel.model_validate(parallel)})
-
-
-def _without_files(config: Config, device_type: str) -> Config:
-    """Return the config with state on the host instead of in files: an accelerator holds the same.
-
-    Raises:
-        Unpredictable: The host itself is what is simulated.
-    """
-    parallel = config.parallel
-    if parallel.strategy != "deepspeed" or parallel.deepspeed.offload_optimizer != "nvme":
-        return config
-    if device_type == "cpu":
-        raise Unpredictable("state in files is simulated for accelerators alone")
-    section = parallel.deepspeed.model_copy(update={"offload_optimizer": "cpu", "nvme_path": None})
-    return config.model_copy(update={"parallel": parallel.model_copy(update={"deepspeed": section})})
 
 
 def _bytes(peak: Peak) -> int:
