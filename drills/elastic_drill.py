@@ -62,7 +62,7 @@ class Launch:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         self._meeting = {
-            "c10d": ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=5"],
+            "c10d": ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"],
             "static": ["--master-addr=127.0.0.1", f"--master-port={port}"],
         }[plan.rendezvous]
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
@@ -73,6 +73,7 @@ class Launch:
             words = [
                 f"--nnodes={self._number}", f"--node-rank={node}", f"--nproc-per-node={self.nodes[node]}",
                 "--max-restarts=6", "--monitor-interval=0.5", "--rdzv-id=4711", *self._meeting,
+                f"--rdzv-conf=last_call_timeout=5,is_host={int(node == 0)}",  # else any: all are on one host
             ]  # fmt: skip
             command = [sys.executable, "-m", "torch.distributed.run", *words, "-m", *_TRAIN]
             with (self.folder / f"node-{node}.log").open("a") as log:

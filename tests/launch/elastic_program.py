@@ -1,6 +1,6 @@
 """A rank under an elastic launcher that fails where a plan has it, and sums over all ranks where it doesn't.
 
-elastic_program.py FOLDER PLAN      PLAN: for each attempt, the ranks' ends: `ok`, `raise` or `kill`, as "ok,kill ok,ok"
+elastic_program.py FOLDER PLAN      PLAN: for each attempt, the ranks' ends: `ok`, `raise`, `kill` or `idle`, as "idle,kill ok,ok"
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -33,6 +34,8 @@ def main(folder: Path, plan: str) -> None:
                 raise ValueError(f"planned, in attempt {attempt}")
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "idle":
+                time.sleep(120.0)  # until the agent ends it for the others
         world.axis.barrier()
         count = os.environ["TORCHELASTIC_RESTART_COUNT"]
         kept_attempts = kept.get("attempts").decode() if kept is not None else "-"

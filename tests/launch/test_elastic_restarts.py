@@ -42,6 +42,6 @@ def run_nodes(folder: Path, plan: str, rendezvous: str) -> list[list[str]]:
 
 def test_nodes_that_count_restarts_differently_meet(tmp_path: Path) -> None:
     """Before, a rank named its round by its own node's count, and waited for others where they never came."""
-    first, second = run_nodes(tmp_path, "ok,kill ok,ok", "c10d")
-    assert [first[:2], second[:2]] == [["1", "2"]] * 2
+    first, second = run_nodes(tmp_path, "idle,kill ok,ok", "c10d")
+    assert [first[:3], second[:3]] == [["1", "2", "0"], ["1", "2", "1"]], "a node counts the failures of its own ranks"
     assert first[3] == "01", "the launcher's store outlives the ranks"
