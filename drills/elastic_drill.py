@@ -335,10 +335,7 @@ def main() -> None:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    lines = [
-        "| what fails | rendezvous | ranks of each node | result | difference | seconds |",
-        "|---|---|---|---|--:|--:|",
-    ]
+    lines = ["| what fails | rendezvous | ranks of each node | result | seconds |", "|---|---|---|---|--:|"]
     for row in results["rows"]:
         result = row["fault"] or "all met again, the same losses"
         lines.append(f"| {row['plan']} | {row['rendezvous']} | {row['ranks']} | {result} | {row['seconds']:.0f} |")

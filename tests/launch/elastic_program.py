@@ -1,6 +1,6 @@
 """A rank under an elastic launcher that fails where a plan has it, and sums over all ranks where it doesn't.
 
-elastic_program.py FOLDER PLAN      PLAN: for each attempt, the ranks' ends: `ok`, `raise`, `kill` or `idle`, as "idle,kill ok,ok"
+elastic_program.py FOLDER PLAN      PLAN: for each attempt, the ranks' ends, ok, raise, kill or idle: "idle,kill ok,ok"
 """
 
 from __future__ import annotations

@@ -7,8 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from kit.runs import record
+from kit.small import in_group
 from kit.worlds import in_world
 from training.test_same_run import config
+
+import lockstep
+from lockstep.training.session import components_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "each block": {},
@@ -96,9 +100,6 @@ def _measured(configs: list[dict[str, Any]]) -> list[dict[str, int]]:
 def _measure(asked: dict[str, Any]) -> dict[str, int]:
     from kit.tensors import Tracked
 
-    import lockstep
-    from lockstep.training.session import components_of
-
     with lockstep.session(asked) as session:
         for batch in session.batches():
             with Tracked() as update:
@@ -119,6 +120,35 @@ def _measure(asked: dict[str, Any]) -> dict[str, int]:
         }
 
 
+@pytest.mark.parametrize(
+    ("strategy", "checkpointing", "kept"),
+    [("single", "none", [True, False]), ("single", "full", [False, False]), ("fsdp", "none", [False, False])],
+)
+def test_autocast_keeps_casts_only_of_whole_weights_that_a_backward_follows(
+    strategy: str, checkpointing: str, kept: list[bool]
+) -> None:
+    """Before, it kept those of the whole model until the forward ended, also in evaluations."""
+    asked = fsdp("bf16", None, {}, memory={"activation_checkpointing": {"mode": checkpointing}})
+    assert in_world(1, _kept, {**asked, "parallel": {"strategy": strategy}}) == [[{each} for each in kept]]
+
+
+def _kept(asked: dict[str, Any]) -> list[set[bool]]:
+    """Return whether autocast keeps casts in the forwards of an update, and in those of an evaluation."""
+    from torch import is_autocast_cache_enabled, nn
+
+    with in_group(), lockstep.session(asked) as session:
+        components, seen = components_of(session), set()
+        layer = next(part for part in components.sharding.state.model.modules() if isinstance(part, nn.Linear))
+        layer.register_forward_pre_hook(lambda *_: seen.add(is_autocast_cache_enabled()))
+        batch = next(session.batches())
+        session.accumulate(batch)
+        session.commit()
+        updated = seen.copy()
+        seen.clear()
+        components.engine.evaluate(batch.micro_batches[:1])
+    return [updated, seen]
+
+
 # --- forwards outside of autocast ---------------------------------------------------------------------------------
 
 
@@ -133,9 +163,7 @@ def test_a_forward_outside_of_autocast_is_in_fp32() -> None:
 def _outside(asked: dict[str, Any]) -> tuple[Any, str]:
     import torch
 
-    import lockstep
     from lockstep.core.errors import RunFailed
-    from lockstep.training.session import components_of
 
     with lockstep.session(asked) as session:
         batch = next(session.batches())
