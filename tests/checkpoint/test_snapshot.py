@@ -120,6 +120,16 @@ def test_an_update_waits_until_its_memory_is_allocated(monkeypatch: Any) -> None
     assert data.endswith(torch.arange(9.0).numpy().tobytes())
 
 
+def test_a_rank_without_tensors_has_an_image() -> None:
+    """Each save of a replica failed on an accelerator: the others wait for its file."""
+    with simulated_rank(1, 2):
+        taken = DeviceSnapshot(file_layout(1, []), torch.device(DEVICE))
+        for _ in range(2):
+            taken.begin({}, ())
+            taken.complete()
+    assert b"".join(taken.image.pieces()) == taken.layout.header
+
+
 def test_memory_that_is_missing_costs_a_save_and_is_asked_for_again(tmp_path: Path, monkeypatch: Any) -> None:
     """Before, the run ended."""
     with simulated_rank(0, 1):

@@ -49,6 +49,13 @@ def test_small_tensors_have_values_and_large_ones_shapes() -> None:
         assert torch.empty(4, device="cpu").fill_(3).sum() == 12
 
 
+def test_torchs_current_stream_waits_for_events_of_the_device() -> None:
+    """FSDP waits so for a gather that no block has used, as in a stage of several blocks."""
+    with simulated_rank(0, 1):
+        event = torch.get_device_module("simulated").Stream().record_event()
+        torch.accelerator.current_stream().wait_event(event)
+
+
 def _raise(*unused: object) -> torch.Tensor:
     raise LookupError("in a hook")
 

@@ -109,8 +109,8 @@ class DeviceSnapshot:
 
     def complete(self) -> None:
         try:
+            self.image.allocate()  # also of a rank that has no tensor to write
             if self._remaining:
-                self.image.allocate()
                 with self._module.stream(self._stream):
                     copy(self.image.copies(self._remaining))
                     self._copied = self._stream.record_event()

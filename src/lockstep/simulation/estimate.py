@@ -25,7 +25,7 @@ from lockstep.data.tokens import FORMAT, Header, write_header
 from lockstep.plan.plan import Machine, make_plan
 from lockstep.plan.stated_facts import facts_of_config
 from lockstep.simulation import device
-from lockstep.simulation.stages import Stages, peaks_of_stages
+from lockstep.simulation.stages import Stages, peaks_of_stages, reason_of
 from lockstep.simulation.updates import UPDATES, peak_of_rank
 from lockstep.strategies.registry import find_strategy, strategies, written_name
 
@@ -145,8 +145,7 @@ class Estimator:
         except (ConfigError, Unpredictable):
             raise
         except Exception as error:  # a model, or torch without data, may raise anything
-            reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-            raise Unpredictable(f"can't be simulated: {reason}") from error
+            raise Unpredictable(f"can't be simulated: {reason_of(error)}") from error
 
     def _without_files(self, config: Config) -> Config:
         """Return the config with state on the host instead of in files: an accelerator holds the same.

@@ -328,6 +328,7 @@ def _replacements(execution: Execution) -> list[tuple[str, Any]]:
 
     return [
         ("torch.clear_autocast_cache", clear_both),
+        ("torch.accelerator.current_stream", device.register().current_stream),  # torch's is one of C++
         ("lockstep.checkpoint.snapshot.page_locked", execution.lock_pages),
         ("lockstep.checkpoint.snapshot.copy", execution.copy),
         ("torch.utils.swap_tensors", _swap),  # torch's refuses tensors with weak references, which these have

@@ -65,6 +65,13 @@ def peaks_of_stages(stages: Stages) -> list[Peak]:
     return list(made)
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the first line of the error behind an error: torch's pipelines wrap what a stage raises."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def _simulate(stages: Stages, rank: int, folder: Path) -> Peak | ConfigError | str | None:
     torch.set_num_threads(1)
     store = FileStore(str(folder / "store"), len(stages.first))
@@ -86,7 +93,7 @@ def _simulate(stages: Stages, rank: int, folder: Path) -> Peak | ConfigError | s
         return None
     except Exception as error:
         traceback.print_exc()
-        return (str(error).splitlines() or [""])[0] or type(error).__name__
+        return reason_of(error)
 
 
 def main() -> None:
