@@ -17,6 +17,7 @@ from typing import Any
 import bookkeeping
 import gpu_steps
 import invariant
+import optimizers
 import pipelines
 import plan_memory
 import resume
@@ -97,6 +98,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "saving": saving.table,
     "resume": resume.table,
     "invariant": invariant.table,
+    "optimizers": optimizers.table,
     "bookkeeping": bookkeeping.table,
     "plan_memory": plan_memory.table,
     "plan_memory_gpu": plan_memory.table,

@@ -5,6 +5,7 @@ DeepSpeed compiles an extension for it, which takes minutes: these tests are ski
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -130,6 +131,21 @@ def test_what_is_on_nvme_is_not_in_memory(tmp_path: Path) -> None:
         assert min(flats) == 0 < max(flats), "biases stay"
         assert files >= 2 * 4 * elements // 2, "values and momentum"
         assert names == 6
+
+
+def test_what_is_used_of_deepspeed_is_there() -> None:
+    """Where the extension isn't built, the tests above don't show it."""
+    from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import PartitionedOptimizerSwapper
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    methods = {
+        "_swappable_optimizer_subgroup", "_swap_out_offload_fp32_gradients", "unscale_and_clip_grads",
+        "_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out", "_release_swap_buffers",
+    }  # fmt: skip
+    assert methods <= vars(DeepSpeedZeroOptimizer_Stage3).keys()
+    source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3)
+    assert all(f"self.{name}" in source for name in ("swap_optimizer", "fp16_groups", "__param_id_to_grad_partition"))
+    assert "self.swap_folder" in inspect.getsource(PartitionedOptimizerSwapper.__base__)
 
 
 def test_a_machine_without_libaio_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ class _Peak:
 
     Attributes:
         name: Pattern of the driver's whole name, without the vendor's prefixes.
+        source: The vendor's document that has the figures.
     """
 
     name: str
@@ -116,42 +117,39 @@ class _Peak:
     tf32: float | None
     bf16: float | None
     fp16: float | None
+    source: str
 
 
-# From NVIDIA's data sheets and architecture white papers; where those give figures with sparsity, half of them:
-# Tesla V100 and T4 data sheets; A100, A30, A40, A10, RTX A6000 data sheets and the GA102 white paper (appendix A);
-# L4, L40, L40S, RTX 6000 Ada data sheets and the Ada white paper (appendix A); H100 and H200 data sheets and the
-# Hopper white paper; HGX B200 data sheet; RTX Blackwell white paper (appendix A).
-# From AMD's data sheets of the Instinct MI250, MI250X (half of the figures, since a device is one of its two dies; fp32
-# by matrix units) and MI300X.
+# Where a data sheet gives figures with sparsity, half of them. A device of the Instinct MI250 and MI250X is one of two
+# dies, so half of these, too; their fp32 is that of the matrix units.
 _PEAKS = (
-    _Peak(r"V100-SXM\d.*|V100-DGXS.*", 15.7, None, None, 125.0),
-    _Peak(r"V100-PCIE.*", 14.0, None, None, 112.0),
-    _Peak(r"V100S-PCIE.*", 16.4, None, None, 130.0),
-    _Peak(r"T4", 8.1, None, None, 65.0),
-    _Peak(r"A100[- ](SXM|PCIE|PG|80GB).*", 19.5, 156.0, 312.0, 312.0),
-    _Peak(r"A30", 10.3, 82.0, 165.0, 165.0),
-    _Peak(r"A40", 37.4, 74.8, 149.7, 149.7),
-    _Peak(r"A10", 31.2, 62.5, 125.0, 125.0),
-    _Peak(r"A10G", 31.5, 35.0, 70.0, 70.0),
-    _Peak(r"RTX A6000", 38.7, 77.4, 154.8, 154.8),
-    _Peak(r"L4", 30.3, 60.0, 121.0, 121.0),
-    _Peak(r"L40", 90.5, 90.5, 181.05, 181.05),
-    _Peak(r"L40S", 91.6, 183.0, 362.05, 362.05),
-    _Peak(r"RTX 6000 Ada Generation", 91.1, 182.1, 364.2, 364.2),
-    _Peak(r"H100 NVL", 60.0, 417.5, 835.5, 835.5),
-    _Peak(r"H100 PCIe", 51.0, 378.0, 756.0, 756.0),
-    _Peak(r"H100( \d+GB HBM\d.*)?|GH200 .*", 67.0, 494.5, 989.5, 989.5),
-    _Peak(r"H200 NVL", 60.0, 417.5, 835.5, 835.5),
-    _Peak(r"H200", 67.0, 494.5, 989.5, 989.5),
-    _Peak(r"B200", 75.0, 1100.0, 2250.0, 2250.0),
-    _Peak(r"RTX 3090", 35.6, 35.6, 71.0, 71.0),
-    _Peak(r"RTX 4080", 48.7, 48.7, 97.5, 97.5),
-    _Peak(r"RTX 4090", 82.6, 82.6, 165.2, 165.2),
-    _Peak(r"RTX 5090", 104.8, 104.8, 209.5, 209.5),
-    _Peak(r"Instinct MI250", 45.3, None, 181.0, 181.0),
-    _Peak(r"Instinct MI250X", 47.9, None, 191.5, 191.5),
-    _Peak(r"Instinct MI300X", 163.4, 653.7, 1307.4, 1307.4),
+    _Peak(r"V100-SXM\d.*|V100-DGXS.*", 15.7, None, None, 125.0, "Tesla V100 data sheet"),
+    _Peak(r"V100-PCIE.*", 14.0, None, None, 112.0, "Tesla V100 data sheet"),
+    _Peak(r"V100S-PCIE.*", 16.4, None, None, 130.0, "Tesla V100 data sheet"),
+    _Peak(r"T4", 8.1, None, None, 65.0, "T4 data sheet"),
+    _Peak(r"A100[- ](SXM|PCIE|PG|80GB).*", 19.5, 156.0, 312.0, 312.0, "A100 data sheet"),
+    _Peak(r"A30", 10.3, 82.0, 165.0, 165.0, "A30 data sheet"),
+    _Peak(r"A40", 37.4, 74.8, 149.7, 149.7, "A40 data sheet"),
+    _Peak(r"A10", 31.2, 62.5, 125.0, 125.0, "A10 data sheet"),
+    _Peak(r"A10G", 31.5, 35.0, 70.0, 70.0, "A10G data sheet"),
+    _Peak(r"RTX A6000", 38.7, 77.4, 154.8, 154.8, "GA102 white paper, appendix A"),
+    _Peak(r"L4", 30.3, 60.0, 121.0, 121.0, "L4 data sheet"),
+    _Peak(r"L40", 90.5, 90.5, 181.05, 181.05, "L40 data sheet"),
+    _Peak(r"L40S", 91.6, 183.0, 362.05, 362.05, "L40S data sheet"),
+    _Peak(r"RTX 6000 Ada Generation", 91.1, 182.1, 364.2, 364.2, "Ada white paper, appendix A"),
+    _Peak(r"H100 NVL", 60.0, 417.5, 835.5, 835.5, "H100 data sheet"),
+    _Peak(r"H100 PCIe", 51.0, 378.0, 756.0, 756.0, "H100 data sheet"),
+    _Peak(r"H100( \d+GB HBM\d.*)?|GH200 .*", 67.0, 494.5, 989.5, 989.5, "H100 data sheet"),
+    _Peak(r"H200 NVL", 60.0, 417.5, 835.5, 835.5, "H200 data sheet"),
+    _Peak(r"H200", 67.0, 494.5, 989.5, 989.5, "H200 data sheet"),
+    _Peak(r"B200", 75.0, 1100.0, 2250.0, 2250.0, "HGX B200 data sheet"),
+    _Peak(r"RTX 3090", 35.6, 35.6, 71.0, 71.0, "GA102 white paper, appendix A"),
+    _Peak(r"RTX 4080", 48.7, 48.7, 97.5, 97.5, "Ada white paper, appendix A"),
+    _Peak(r"RTX 4090", 82.6, 82.6, 165.2, 165.2, "Ada white paper, appendix A"),
+    _Peak(r"RTX 5090", 104.8, 104.8, 209.5, 209.5, "RTX Blackwell white paper, appendix A"),
+    _Peak(r"Instinct MI250", 45.3, None, 181.0, 181.0, "Instinct MI250 data sheet"),
+    _Peak(r"Instinct MI250X", 47.9, None, 191.5, 191.5, "Instinct MI250X data sheet"),
+    _Peak(r"Instinct MI300X", 163.4, 653.7, 1307.4, 1307.4, "Instinct MI300X data sheet"),
 )
 _PREFIX = re.compile(r"(NVIDIA|AMD|Tesla|GeForce|Quadro)\s+", re.IGNORECASE)
 
