@@ -10,8 +10,11 @@ machine with GPUs, `--device cuda` predicts for them and measures there.
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import statistics
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from rounds import about_here, markdown, save
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.formatting import size
+from lockstep.launch.forking import in_fork
 from lockstep.simulation.planning import measured_beside_predicted
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -52,12 +56,37 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 HERE = Path(__file__).parent
-IMAGES = {"kind": "custom", "target": f"{HERE}/plan_memory_models.py:Images"}
-TEXTS = {"kind": "custom", "target": f"{HERE}/plan_memory_models.py:Texts"}
+
+
+def _custom(name: str) -> dict[str, Any]:
+    return {"kind": "custom", "target": f"{HERE}/plan_memory_models.py:{name}"}
+
+
+CLASSES: Mapping[str, Any] = {"data": {"train": _custom("Texts")}, "objective": {"kind": "classification"}}
 OTHERS: Mapping[str, Mapping[str, Any]] = {
-    "convolutions": {"model": {"kind": "custom", "target": f"{HERE}/plan_memory_models.py:Convolutions"}},
-    "recurrent": {"model": {"kind": "custom", "target": f"{HERE}/plan_memory_models.py:Recurrent"}},
-    "tied": {"model": {"kind": "custom", "target": f"{HERE}/plan_memory_models.py:Tied"}},
+    "convolutions": {"model": _custom("Convolutions"), **CLASSES, "data": {"train": _custom("Images")}},
+    "recurrent": {"model": _custom("Recurrent"), **CLASSES},
+    "tied": {"model": _custom("Tied"), **CLASSES},
+    "low-rank adapters": {
+        "model": _custom("adapted"),
+        "data": {"train": {"kind": "stdlib-text", "length": 128}},
+    },
+    "encoder-decoder": {
+        "model": {
+            "kind": "huggingface",
+            "task": "seq2seq",
+            "architecture": {
+                "model_type": "t5",
+                "d_model": 128,
+                "d_ff": 352,
+                "d_kv": 32,
+                "num_layers": 2,
+                "num_heads": 4,
+                "vocab_size": 512,
+            },
+        },
+        "data": {"train": _custom("Pairs")},
+    },
 }
 """Each under every layout, in bf16."""
 LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
@@ -94,9 +123,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     arguments = parser.parse_args()
     rows = {}
+    os.environ["OMP_NUM_THREADS"] = "1"  # threads change no bytes
+    for module in ("torch._dynamo", "transformers.modeling_utils"):
+        importlib.import_module(module)  # once; each row's processes are forks of this one
     for name, config in _configs(arguments.device):
         if arguments.only in name:
-            rows[name] = _row(config)
+            rows[name] = in_fork(partial(_row, config))
             print(name, rows[name], flush=True)
     if not arguments.only:
         command = f"python benchmarks/plan_memory.py --device {arguments.device}"
@@ -116,10 +148,8 @@ def _configs(device: str) -> Iterator[tuple[str, dict[str, Any]]]:
         for feature in ("fp32", "bf16"):
             yield _config(device, "decoder", MODELS["decoder"], layout, feature)
     for model, of_model in OTHERS.items():
-        data = IMAGES if model == "convolutions" else TEXTS
-        sections = {**of_model, "data": {"train": data}, "objective": {"kind": "classification"}}
         for layout in LAYOUTS:
-            yield _config(device, model, sections, layout, "bf16")
+            yield _config(device, model, of_model, layout, "bf16")
 
 
 def _config(
@@ -139,7 +169,13 @@ def _row(config: dict[str, Any]) -> dict[str, Any]:
     except RunFailed as failure:
         return {"refused": f"failed: {str(failure).splitlines()[0]}"}
     worst = max(abs(predicted.by_category[name] - held) for name, held in measured.by_category.items())
-    return {"predicted": predicted.bytes, "measured": measured.bytes, "worst_category_bytes": worst}
+    categories = {name: [predicted.by_category[name], held] for name, held in measured.by_category.items() if held}
+    return {
+        "predicted": predicted.bytes,
+        "measured": measured.bytes,
+        "worst_category_bytes": worst,
+        "categories": categories,
+    }
 
 
 def table(results: Mapping[str, Any]) -> str:

@@ -63,6 +63,48 @@ class Tied(nn.Module):
         return self.head(x).mean(1)
 
 
+class LowRank(nn.Module):
+    """A frozen linear layer with a trained product of two thin matrices beside it (LoRA, arXiv:2106.09685)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 8) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted() -> nn.Module:
+    """Return a frozen decoder of the transformers library, in which adapters alone are trained."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=512, use_cache=False))
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        for name in ("q_proj", "v_proj"):
+            setattr(layer.self_attn, name, LowRank(getattr(layer.self_attn, name)))
+    return model
+
+
+class Pairs(Dataset[Any]):
+    """Texts to translate: a target is shorter than its source."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(2, TOKENS, (LENGTH + LENGTH // 2,), generator=generator)
+        return {
+            "input_ids": ids[:LENGTH],
+            "attention_mask": torch.ones(LENGTH, dtype=torch.int64),
+            "labels": ids[LENGTH:],
+        }
+
+
 class Images(Dataset[Any]):
     def __len__(self) -> int:
         return 256

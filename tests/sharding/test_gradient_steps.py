@@ -46,7 +46,7 @@ def ddp_update(micro_batches: int, divisor: float) -> dict[str, Any]:
         model = nn.Linear(1, 1, bias=False)
         optimizer: Any = Dividing(model.weight)
         world = World(RankGroup(dist.group.WORLD), rank, ranks, rank, ranks, torch.device("cpu"), "gloo")
-        step = DDPStep(model, optimizer, squared_norm, DDP(), world, sync_buffers=False)
+        step = DDPStep(model, optimizer, squared_norm, DDP(), world, False, accumulates=micro_batches > 1)
         for index in range(micro_batches):
             with step.sync_context(index == micro_batches - 1):
                 step.backward(step.module(torch.tensor([[10.0 * rank + index + 1]])).sum(), ONE)
@@ -63,13 +63,58 @@ def test_ddp_s_mean_over_ranks_becomes_a_sum_in_gradients_norm_and_update(micro_
         assert update == {"gradients": {"weight": [total]}, "norm": total**2, "divided": [[total / 4]]}
 
 
+def places_of_gradients(options: DDP) -> list[set[tuple[int, ...]]]:
+    """Return, for each update, where the gradients have been after each of its micro-batches."""
+    with in_group():
+        rank = dist.get_rank()
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        optimizer = NoOptimizer(model)
+        world = World(RankGroup(dist.group.WORLD), rank, 2, rank, 2, torch.device("cpu"), "gloo")
+        step = DDPStep(model, optimizer, squared_norm, options, world, False, accumulates=True)  # type: ignore[arg-type]
+        places = []
+        for _ in range(3):
+            place = set()
+            for index in range(3):
+                with step.sync_context(index == 2):
+                    step.backward(step.module(torch.ones(2, 4)).sum(), ONE)
+                place.add(
+                    tuple(parameter.grad.data_ptr() for parameter in model.parameters() if parameter.grad is not None)
+                )
+            places.append(place)
+            step.update(0.1, 1.0, True)
+        step.close()
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())  # type: ignore[attr-defined]
+        return places
+
+
+class NoOptimizer:
+    """Clears gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("options", [DDP(), DDP(find_unused_parameters=True), DDP(static_graph=True)])
+def test_ddp_accumulates_gradients_where_it_reduces_them(options: DDP) -> None:
+    for places in in_world(2, places_of_gradients, options):
+        first, *later = places
+        assert options.static_graph or len(first) == 1
+        assert all(len(place) == 1 for place in later)
+
+
 def leaving_a_layer_out() -> str:
     with in_group():
         rank = dist.get_rank()
         model = nn.ModuleList(nn.Linear(1, 1) for _ in range(2))
         world = World(RankGroup(dist.group.WORLD), rank, 2, rank, 2, torch.device("cpu"), "gloo")
         model.forward = lambda layers: sum(model[layer](torch.ones(1, 1)) for layer in layers)  # type: ignore[method-assign]
-        step = DDPStep(model, Dividing(model[0].weight), squared_norm, DDP(), world, sync_buffers=False)  # type: ignore[arg-type]
+        step = DDPStep(
+            model, Dividing(model[0].weight), squared_norm, DDP(), world, sync_buffers=False, accumulates=True
+        )  # type: ignore[arg-type]
         with pytest.raises(ConfigError) as refusal, step.sync_context(True):
             step.backward(step.module([0]).sum(), ONE)
         return str(refusal.value)

@@ -9,7 +9,9 @@ import pytest
 import torch
 from simulation.test_peak_memory import NOTHING, decoder, estimator
 
+from lockstep.core.out_of_memory import Phase, note_location
 from lockstep.core.records import DataFacts, ParameterFacts
+from lockstep.launch.ends import end_of_exception
 from lockstep.plan.choosing import USABLE, Decision
 from lockstep.plan.plan import Machine, make_plan
 from lockstep.simulation.answering import answer
@@ -18,15 +20,15 @@ from lockstep.simulation.estimate import under
 from lockstep.strategies.registry import find_variant
 from lockstep.training import deciding, predictions
 from lockstep.training.components import Purpose
-from lockstep.training.out_of_memory import with_prediction
+from lockstep.training.out_of_memory import explain, memory_factors, with_prediction
 from lockstep.training.predictions import NoAnswer, Question, ask
 
 MIB = 1 << 20
 WEIGHT = [ParameterFacts("weight", (4, 4), 4, True)]
-MESSAGE = (
-    "rank 1: out of memory in the backward pass of micro-batch 1 of 1, update 3: 2.00 GiB were requested, and 1.21 GiB "
-    "of 8.00 GiB were free (cuda:1's limit); this rank's peak was 6.80 GiB. Set batch.micro_size to 4 (it is 8)."
-)
+FACTS = "rank 1: out of memory in the backward pass of micro-batch 1 of 1, update 3; this rank's peak was 6.80 GiB."
+ADVICE = "Set batch.micro_size to 4 (it is 8)."
+SAVED = "update 2 was saved"
+MESSAGE = f"{FACTS} {ADVICE}\n{SAVED}"
 
 
 def automatic(**sections: Any) -> Any:
@@ -131,17 +133,45 @@ def test_an_out_of_memory_error_names_prediction_category_and_the_change_that_fi
     config = decoder(batch={"global_size": 8, "micro_size": 8})
     needed = estimator(config, 1).peak(config).bytes
     monkeypatch.setattr(predictions, "ask", lambda question, seconds: answer(replace(question, memory=needed // 2)))
-    message = with_prediction(MESSAGE, config, 1, NOTHING)
-    assert message.startswith(MESSAGE[: MESSAGE.index("Set batch")])
+    message, saved = with_prediction(MESSAGE, ADVICE, config, 1, NOTHING).splitlines()
+    assert message.startswith(FACTS)
     assert "MiB were predicted, most of it " in message
     assert message.endswith((": it fits with batch.micro_size: 4.", ": it fits with batch.micro_size: 2."))
+    assert saved == SAVED
     monkeypatch.setattr(predictions, "ask", lambda question, seconds: answer(replace(question, memory=2 * needed)))
-    assert "which fits: something else holds memory. Set batch.micro_size to 4" in with_prediction(
-        MESSAGE, config, 1, NOTHING
-    )
+    message = with_prediction(MESSAGE, ADVICE, config, 1, NOTHING)
+    assert message.endswith(f"which fits: something else holds memory. {ADVICE}\n{SAVED}")
 
 
-def test_other_messages_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictions, "ask", lambda *unused: pytest.fail("it was asked"))
-    for message in ("", "a rank was killed", MESSAGE.replace("in the backward pass of", "in the save after")):
-        assert with_prediction(message, decoder(), 1, NOTHING) == message
+@pytest.mark.parametrize(
+    ("place", "is_replaced"),
+    [
+        (("backward", "in the backward pass of micro-batch 1 of 1, update 1"), True),
+        (("update", "in the optimizer's step of update 1"), True),
+        (None, True),
+        (("evaluation", "in the evaluation on held-out"), False),
+        (("checkpoint", "in the save after update 3"), False),
+    ],
+)
+def test_a_prediction_replaces_the_advice_of_an_update_alone(
+    place: tuple[Phase, str] | None, is_replaced: bool
+) -> None:
+    error = MemoryError()
+    if place is not None:
+        note_location(error, *place)
+    failure = explain(error, memory_factors(decoder(), 1), torch.device("cpu"))
+    assert failure is not None
+    end = end_of_exception(failure, 0.0, None)
+    assert end.advice == failure.advice
+    assert bool(end.advice) is is_replaced
+    assert str(failure).endswith(end.advice)
+    assert "; this rank's peak was " in end.text
+
+
+def test_one_sample_that_is_too_large_needs_no_prediction() -> None:
+    error = MemoryError("unable to allocate 1024 TiB")
+    note_location(error, "forward", "in the forward pass of micro-batch 1 of 1, update 1")
+    failure = explain(error, memory_factors(decoder(), 1), torch.device("cpu"))
+    assert failure is not None
+    assert "make the samples or the model smaller" in str(failure)
+    assert failure.advice == ""

@@ -12,7 +12,7 @@ from kit.cells import allowed
 
 from lockstep.config.schema import Config
 from lockstep.plan.stated_facts import facts_of_config
-from lockstep.simulation.estimate import _shapes_of_data
+from lockstep.simulation.estimate import readable
 from lockstep.simulation.memory import MemoryLedger, resizes_seen
 from lockstep.simulation.sessions import simulated_session
 from lockstep.simulation.updates import run_updates
@@ -56,10 +56,7 @@ def test_a_rank_holds_its_share_and_waits_for_nothing(size: str) -> None:
     asked = config(architecture, ranks)
     facts = facts_of_config(asked)
     assert facts is not None
-    with (
-        _shapes_of_data(asked, facts) as readable,
-        simulated_session(readable, rank=ranks - 1, ranks=ranks) as (session, simulated),
-    ):
+    with simulated_session(readable(asked, facts), rank=ranks - 1, ranks=ranks) as (session, simulated):
         ledger = MemoryLedger("simulated")
         simulated.execution.watchers.append(ledger.see)
         with resizes_seen(ledger):

@@ -15,8 +15,9 @@ from kit import small
 import lockstep
 from lockstep.cli.main import main
 from lockstep.config.schema import Config
+from lockstep.core.errors import ConfigError
 from lockstep.models.build import parameter_facts, sketch_model
-from lockstep.simulation.estimate import Estimator, under
+from lockstep.simulation.estimate import Estimator, Unpredictable, under
 from lockstep.simulation.memory import MemoryLedger, Peak, Watched, resizes_seen
 from lockstep.simulation.updates import peak_of_rank, run_updates
 from lockstep.strategies.registry import find_variant
@@ -85,6 +86,15 @@ def test_shards_and_replicas_hold_what_they_should() -> None:
     assert sharded.by_category["optimizer"] == pytest.approx(2 * elements, rel=0.02)
 
 
+def test_ddp_holds_the_gradients_of_several_micro_batches_once() -> None:
+    """torch's DDP alone holds them twice until the last micro-batch: in its buckets and as they are accumulated."""
+    wide = {"kind": "transformer", "vocabulary": 256, "layers": 4, "heads": 4, "width": 256}
+    config = decoder(model=wide, batch={"global_size": 16, "micro_size": 2}, parallel={"strategy": "ddp"})
+    elements = sum(fact.elements for fact in estimator(config, 4).parameters)
+    held = estimator(config, 4).peak(config).by_category["gradients"]
+    assert 4 * elements <= held < 5 * elements
+
+
 def test_fsdp_keeps_no_casts_of_weights() -> None:
     """Casts of weights, which autograd keeps until the backward, hold two bytes for each parameter on every rank."""
     config = decoder(parallel={"strategy": "fsdp"}, launch={"device": "auto"}, precision={"compute": "bf16"})
@@ -109,6 +119,21 @@ def test_gradients_that_wait_whole_for_the_last_micro_batch_are_the_first_change
     limit = needed.bytes - needed.by_category["gradients"] // 2
     row = next(iter(estimator(config, 4, limit).estimates()))
     assert row.note == "it fits with parallel.fsdp.reduce_every: micro-batch"
+
+
+@pytest.mark.parametrize("refusal", [ConfigError("refused"), Unpredictable("can't be simulated")])
+def test_a_change_that_is_refused_is_not_part_of_those_after_it(
+    refusal: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def peak(estimator: Estimator, config: Config) -> Peak:
+        if config.memory.activation_checkpointing.mode == "full":
+            raise refusal
+        return Peak(50 if config.parallel.strategy == "fsdp" else 100, {})
+
+    monkeypatch.setattr(Estimator, "peak", peak)
+    config = decoder(launch={"device": "auto"}, parallel={"strategy": "ddp"}, batch={"global_size": 4})
+    note = estimator(config, 4, 60).remedy(config)
+    assert note == "it fits with parallel.strategy: fsdp"
 
 
 def test_a_module_of_the_user_is_left_as_it_is() -> None:

@@ -39,7 +39,15 @@ class RunFailed(Failure):
 
 
 class OutOfMemory(RunFailed):
-    """Memory ran out, on a rank's device or on its machine."""
+    """Memory ran out, on a rank's device or on its machine.
+
+    Attributes:
+        advice: The end of the message that a simulated update replaces by a better one; empty if none can.
+    """
+
+    def __init__(self, message: str, advice: str = "") -> None:
+        super().__init__(f"{message} {advice}" if advice else message)
+        self.advice = advice
 
 
 class CollectiveTimeout(RunFailed):

@@ -77,12 +77,13 @@ class DataFacts:
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """The size of a parameter, without its tensor."""
+    """The size of a parameter, without its tensor. `dtype` is torch's name of it, such as `float32`."""
 
     name: str
     shape: tuple[int, ...]
     element_bytes: int
     trainable: bool
+    dtype: str = "float32"
 
     @property
     def elements(self) -> int:

@@ -42,14 +42,8 @@ def open_source(section: DataSource, *, task: str | None, tokenizer: str | None)
     Raises:
         ConfigError: The data isn't on this machine, or doesn't suit the task.
     """
+    check_task(section, task)
     aligned = task not in (None, LANGUAGE_MODEL)
-    tasks = _TASKS.get(section.kind)
-    if aligned and tasks is not None and task not in tasks:
-        purpose = f"for {', '.join(tasks)}" if tasks else "for no model of the transformers library"
-        raise ConfigError(
-            f"data of kind {section.kind} has batches {purpose}, but this model is made for {task}; take a custom "
-            "dataset (kind: custom), whose items have the keys that the model's forward takes"
-        )
     match section:  # the modules of a kind of data are imported only for that kind
         case StdlibText():
             from lockstep.data.stdlib import open_stdlib_text
@@ -76,6 +70,18 @@ def open_source(section: DataSource, *, task: str | None, tokenizer: str | None)
 
             return open_custom(section)
     raise AssertionError(f"{section.kind}: a dataset from the Python API is adapted, not opened")
+
+
+def check_task(section: DataSource, task: str | None) -> None:
+    """Raise ConfigError if a kind of data has no batches for a task, as of `open_source`."""
+    tasks = _TASKS.get(section.kind)
+    if task in (None, LANGUAGE_MODEL) or tasks is None or task in tasks:
+        return
+    purpose = f"for {', '.join(tasks)}" if tasks else "for no model of the transformers library"
+    raise ConfigError(
+        f"data of kind {section.kind} has batches {purpose}, but this model is made for {task}; take a custom "
+        "dataset (kind: custom), whose items have the keys that the model's forward takes"
+    )
 
 
 class PreparedSource:

@@ -26,6 +26,7 @@ from lockstep.core.errors import (
     CollectiveTimeout,
     ConfigError,
     Failure,
+    OutOfMemory,
     Paused,
     PeerFailed,
     Problem,
@@ -73,6 +74,7 @@ class End:
         time: When the rank raised, returned or was found dead, in seconds (CLOCK_MONOTONIC, the same in all processes).
         detail: A traceback for the rank's log; empty if `text` has it, or if there is none.
         problems: The problems of a ConfigError.
+        advice: That of an OutOfMemory, which `text` contains.
     """
 
     kind: EndKind
@@ -81,6 +83,7 @@ class End:
     time: float
     detail: str = ""
     problems: tuple[Problem, ...] = ()
+    advice: str = ""
 
 
 def end_of_return(code: int, time: float) -> End:
@@ -106,7 +109,8 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
             cause = error.__cause__
             detail = "" if cause is None else "".join(traceback.format_exception(cause)).rstrip()
             problems = error.problems if isinstance(error, ConfigError) else ()
-            return End(EndKind.MESSAGE, error.exit_code, message_of(error), time, detail, problems)
+            advice = error.advice if isinstance(error, OutOfMemory) else ""
+            return End(EndKind.MESSAGE, error.exit_code, message_of(error), time, detail, problems, advice)
         case SystemExit(code=int() | None):
             called = traceback.extract_tb(error.__traceback__)
             where = f" in {called[-1].filename}:{called[-1].lineno}" if called else ""

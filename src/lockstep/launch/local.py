@@ -183,7 +183,8 @@ def _result(ends: list[End], timeout: float, requests: SignalRequests | None, si
         return LaunchResult(Stopped.exit_code, f"stopped {at_once}{requests.last_stop.name}")
     text = describe(cause, ends, timeout, sigkill)
     is_traceback = end.kind in (EndKind.TRACEBACK, EndKind.PEER_FAILED) and "\n" in text
-    return LaunchResult(end.code or 1, text, is_traceback, end.problems if text == end.text else ())
+    problems = end.problems if text == end.text else ()
+    return LaunchResult(end.code or 1, text, is_traceback, problems, advice=end.advice)
 
 
 def _start(job: _Launch, listener: socket.socket, members: list[RankProcess]) -> None:

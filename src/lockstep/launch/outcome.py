@@ -37,6 +37,7 @@ class LaunchResult:
         text: Why it isn't done: a message, or a traceback after the name of its rank.
         problems: The problems of a ConfigError that all ranks have raised.
         logs: The folder of each rank's output, if that helps.
+        advice: That of an OutOfMemory, which `text` contains.
     """
 
     code: int
@@ -44,6 +45,7 @@ class LaunchResult:
     is_traceback: bool = False
     problems: tuple[Problem, ...] = ()
     logs: Path | None = None
+    advice: str = ""
 
     def show(self) -> int:
         """Print on stderr why the run isn't done; return the exit code."""

@@ -24,6 +24,7 @@ from lockstep.config.schema import (
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.extensions import construct
 from lockstep.core.records import DataFacts, ParameterFacts
+from lockstep.distributed.shard_boxes import dtype_name
 from lockstep.models import classifiers, transformer
 from lockstep.models.huggingface import build_huggingface, build_meta_huggingface, sketch_huggingface
 from lockstep.models.initial_values import InitialValue
@@ -158,8 +159,8 @@ def _size(key: str, what: str, configured: int | None, in_data: int | None) -> i
 def parameter_facts(module: nn.Module) -> list[ParameterFacts]:
     """Return the facts of every parameter once; of a tied one under its first name."""
     return [
-        ParameterFacts(name, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad)
-        for name, parameter in module.named_parameters()
+        ParameterFacts(name, tuple(each.shape), each.element_size(), each.requires_grad, dtype_name(each.dtype))
+        for name, each in module.named_parameters()
     ]
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import ParameterFacts
+from lockstep.distributed.shard_boxes import dtype_name
 from lockstep.plan.grouping import group_parameters
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ def parameter_groups(
 
 def facts_of(name: str, parameter: nn.Parameter) -> ParameterFacts:
     """Return what planning needs to know about a parameter."""
-    return ParameterFacts(name, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad)
+    dtype = dtype_name(parameter.dtype)
+    return ParameterFacts(name, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad, dtype)
 
 
 def user_groups(groups: list[dict[str, Any]], optim: Optim) -> list[dict[str, Any]]:

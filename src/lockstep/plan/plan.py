@@ -19,6 +19,7 @@ from lockstep.plan.choosing import ONE_RANK, SHARE_OF_STATE, Decision, choose_st
 from lockstep.plan.features import FeatureRequest, check_features
 from lockstep.plan.grouping import Grouping, group_parameters
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
+from lockstep.plan.modules import ModuleParameters, describe_modules, parameters_by_module
 from lockstep.plan.placement import Placement, placements
 from lockstep.plan.refusals import changed_options, refuse_for_partitions, refuse_variable
 from lockstep.plan.schedule import epoch_length, horizon
@@ -45,6 +46,7 @@ class Plan:
         epoch_samples: Samples that an epoch trains on.
         epoch_steps: Updates in an epoch.
         parameters, trainable, frozen: Numbers of elements.
+        modules: The parameters by module.
         groups: The trainable parameters by optimizer settings.
         placements: Bytes per rank under each strategy.
         warnings: Probable mistakes, a sentence each.
@@ -65,6 +67,7 @@ class Plan:
     parameters: int
     trainable: int
     frozen: int
+    modules: tuple[ModuleParameters, ...]
     groups: tuple[Grouping, ...]
     placements: tuple[Placement, ...]
     warnings: tuple[str, ...]
@@ -137,6 +140,7 @@ def make_plan(
         parameters=total,
         trainable=trainable,
         frozen=total - trainable,
+        modules=parameters_by_module(parameters),
         groups=group_parameters(parameters, config.optim),
         placements=placements(state_of(config, ranks, parameters), ranks, layout, mesh),
         warnings=(
@@ -297,6 +301,7 @@ def describe(plan: Plan) -> str:
         ("parameters", f"{plan.parameters:,} ({plan.trainable:,} trained, {plan.frozen:,} frozen)"),
     ]
     text = [f"{name:<14}{value}" for name, value in lines]
+    text += ["", describe_modules(plan.modules)]
     columns = ("parameters", "gradients", "optimizer", "total")
     text += ["", f"{'bytes per rank':<14}" + "".join(f"{column:>14}" for column in columns)]
     for row in plan.placements:

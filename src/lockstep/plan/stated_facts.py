@@ -28,13 +28,10 @@ NOT_READ = "data.train was not read: the plan assumes one epoch, and the vocabul
 
 def facts_of_config(config: Config) -> DataFacts | None:
     """Return the facts that planning needs; None if the dataset itself has to be read."""
-    data, run = config.data.train, config.run
-    if _is_local(data) or not _model_states_sizes(config.model):
+    sizes, run = sizes_of_config(config), config.run
+    if sizes is None:
         return None
-    per_sample = None
-    match data:
-        case HuggingFaceData(packed=True, max_length=length) | Tokens(length=length):
-            per_sample = length
+    per_sample = sizes.tokens_per_sample
     if run.steps is not None:
         return DataFacts(run.steps * config.batch.global_size, per_sample)
     if run.samples is not None:
@@ -42,6 +39,17 @@ def facts_of_config(config: Config) -> DataFacts | None:
     if run.tokens is not None and per_sample is not None:
         return DataFacts(-(-run.tokens // per_sample), per_sample)
     return None
+
+
+def sizes_of_config(config: Config) -> DataFacts | None:
+    """Return facts that suffice for the sizes of an update, as if an epoch were one; None if data has to be read."""
+    data = config.data.train
+    if _is_local(data) or not _model_states_sizes(config.model):
+        return None
+    match data:
+        case HuggingFaceData(packed=True, max_length=length) | Tokens(length=length):
+            return DataFacts(config.batch.global_size, length)
+    return DataFacts(config.batch.global_size, None)
 
 
 def _is_local(data: DataSource) -> bool:

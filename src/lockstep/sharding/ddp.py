@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -53,17 +54,20 @@ class DDPStep(GradientStep):
         options: DDP,
         world: World,
         sync_buffers: bool,
+        accumulates: bool = False,
     ) -> None:
         self._model = model
         self._ranks = world.axis.size
         self._optimizer = optimizer
         self._parameters = trainable_parameters(model)
         self._squared_norm = squared_norm
+        self._in_buckets = _InBuckets(self._parameters) if accumulates and options.gradient_as_bucket_view else None
         arguments = inspect.signature(DistributedDataParallel.__init__).parameters
         sync = (
             "forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers"
         )  # until torch 2.12
-        self._ddp = DistributedDataParallel(
+        make = partial(
+            DistributedDataParallel,
             model,
             device_ids=None if world.device.type == "cpu" else [world.device.index],
             find_unused_parameters=options.find_unused_parameters,
@@ -72,6 +76,7 @@ class DDPStep(GradientStep):
             bucket_cap_mb=options.bucket_mb,
             **{sync: sync_buffers},  # type: ignore[arg-type]
         )
+        self._ddp = make() if self._in_buckets is None else self._in_buckets.make(make)
         self.module = self._ddp
         self._after_discard = _compress(self._ddp, options, world.backend)
         self._learns_graph = options.static_graph
@@ -80,12 +85,12 @@ class DDPStep(GradientStep):
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
         self._reduces = last
-        if last or self._learns_graph:
-            # A static graph is learned in the first backward, which must reduce (torch 2.13 asserts it). Gradients
-            # that are reduced already are the same on all ranks, so their mean in the last backward changes nothing.
-            self._learns_graph = False
-            return NO_SYNC
-        return self._ddp.no_sync()
+        # A static graph is learned in the first backward, which must reduce (torch 2.13 asserts it). Gradients that are
+        # reduced already are the same on all ranks, so their mean in the last backward changes nothing.
+        sync, self._learns_graph = last or self._learns_graph, False
+        if self._in_buckets is not None:
+            self._in_buckets.active = not sync
+        return NO_SYNC if sync else self._ddp.no_sync()
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         loss.backward(seed)  # type: ignore[no-untyped-call]
@@ -116,13 +121,68 @@ class DDPStep(GradientStep):
         return named_gradients(self._model, self._ranks)
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
+        if self._in_buckets is not None:
+            self._in_buckets.follow(self._ddp)
         self._optimizer.update(rate, divisor / self._ranks, keep)
         if self._after_discard is not None and not keep:
             self._after_discard()
 
     def close(self) -> None:
+        if self._in_buckets is not None:
+            self._in_buckets.close()
         # A DDP module that outlives its group keeps the group: see `RankGroup.close`
         self._ddp = self.module = cast("DistributedDataParallel", None)
+
+
+class _InBuckets:
+    """Accumulates the gradients of micro-batches in DDP's buckets.
+
+        first micro-batch   a parameter's gradient --> its view of a bucket; the original is freed
+        others              added there
+        last                reduced there
+
+    DDP alone moves gradients there in the last micro-batch, until which two copies of all exist.
+
+    Attributes:
+        active: Whether the next backward is of a micro-batch before the last one.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.active = self._ordered = False
+        self._parameters = parameters
+        self._views: dict[Tensor, Tensor] = {}
+        tensors: Any = parameters  # torch has no types for their hooks
+        self._hooks = [each.register_post_accumulate_grad_hook(self._move) for each in tensors]
+
+    def make(self, ddp: Callable[[], DistributedDataParallel]) -> DistributedDataParallel:
+        """Return what `ddp` makes of parameters with gradients, which DDP replaces by views of its buckets."""
+        zeros = [each.detach().new_zeros(()).expand_as(each) for each in self._parameters]
+        for parameter, zero in zip(self._parameters, zeros, strict=True):
+            parameter.grad = zero
+        made = ddp()
+        for parameter, zero in zip(self._parameters, zeros, strict=True):
+            if parameter.grad is not None and parameter.grad is not zero:  # those of sparse gradients have no view
+                self._views[parameter] = parameter.grad
+            parameter.grad = None
+        return made
+
+    def follow(self, ddp: DistributedDataParallel) -> None:
+        """Let DDP order its buckets as the first backward has shown, which moves the gradients; do nothing later."""
+        if not self._ordered:
+            ddp.reducer._rebuild_buckets()
+            self._views = {each: each.grad for each in self._views if each.grad is not None}
+            self._ordered = True
+
+    def _move(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if self.active and gradient is not None and (view := self._views.get(parameter, gradient)) is not gradient:
+            view.copy_(gradient)
+            parameter.grad = view
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._views = {}
 
 
 def build(context: ShardingContext) -> Sharding:
@@ -133,7 +193,8 @@ def build(context: ShardingContext) -> Sharding:
         return replicas.build(context)
     model, options = context.model, context.config.parallel.ddp
     optimizer, buffers = context.optimizer(model.named_parameters()), SyncedBuffers(model)
-    step = DDPStep(model, optimizer, context.squared_norm, options, context.world, bool(buffers))
+    accumulates = context.plan.batch.accumulation > 1
+    step = DDPStep(model, optimizer, context.squared_norm, options, context.world, bool(buffers), accumulates)
     return Sharding(step, ModelState(model, optimizer, buffers=buffers))
 
 

@@ -9,22 +9,16 @@ Only shapes are computed, so no model is too large. Data that isn't on this mach
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from lockstep.config.schema import HuggingFaceData, HuggingFaceModel, Parallel, Tokens
-from lockstep.core.errors import ConfigError, Problem
-from lockstep.data.sources import LANGUAGE_MODEL
-from lockstep.data.tokens import FORMAT, Header, write_header
+from lockstep.config.schema import Parallel
+from lockstep.core.errors import ConfigError
 from lockstep.plan.plan import Machine, make_plan
-from lockstep.plan.stated_facts import facts_of_config
+from lockstep.plan.stated_facts import sizes_of_config
 from lockstep.simulation import device
+from lockstep.simulation.made_up import made_up_data
 from lockstep.simulation.stages import Stages, peaks_of_stages, reason_of
 from lockstep.simulation.updates import UPDATES, peak_of_rank
 from lockstep.strategies.registry import find_strategy, strategies, written_name
@@ -33,13 +27,14 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.records import DataFacts, ParameterFacts
     from lockstep.plan.choosing import Decision
+    from lockstep.plan.modules import ModuleParameters
     from lockstep.plan.plan import Plan
     from lockstep.simulation.memory import Peak
     from lockstep.strategies.record import Strategy, Variant
     from lockstep.training.user_objects import UserObjects
 
 _MICRO_BATCHES = 2  # with more, an update takes longer and holds nothing more
-_CAUSAL = (None, LANGUAGE_MODEL, "causal-lm")
+_STRATEGY = "parallel.strategy"
 
 
 class Unpredictable(RuntimeError):
@@ -56,6 +51,7 @@ class StrategyMemory:
         peak: None if it can't be simulated.
         fits: Whether the peak fits into a rank's memory; None if either is unknown.
         note: The change with which it fits, or why it can't be simulated; may be empty.
+        modules: The whole model's parameters by module and dtype, the same under each strategy.
     """
 
     name: str
@@ -63,6 +59,7 @@ class StrategyMemory:
     peak: Peak | None
     fits: bool | None
     note: str = ""
+    modules: tuple[ModuleParameters, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return it for programs: only plain values."""
@@ -101,11 +98,12 @@ class Estimator:
     def estimates(self) -> Iterator[StrategyMemory]:
         """Yield the memory under the config's own strategy, then under the others that its ranks can have."""
         planned = self.planned(self.config)
-        yield self._estimate(planned.variant, self.config, planned=True)
+        yield replace(self._estimate(planned.variant, self.config, planned=True), modules=planned.modules)
         for strategy in strategies():
             for variant in strategy.variants:
                 if variant.name != planned.variant and variant.mesh != "hybrid" and self._suits(strategy, variant):
-                    yield self._estimate(variant.name, under(self.config, strategy, variant), planned=False)
+                    row = self._estimate(variant.name, under(self.config, strategy, variant), planned=False)
+                    yield replace(row, modules=planned.modules)
 
     def _suits(self, strategy: Strategy, variant: Variant) -> bool:
         return self.ranks == 1 if strategy.one_process else self.ranks > 1
@@ -135,8 +133,7 @@ class Estimator:
             Unpredictable: It can't be simulated.
         """
         plan = self.planned(config)
-        with _shapes_of_data(config, self.facts) as readable:
-            return self.exactly(_shortened(readable, plan), UPDATES)
+        return self.exactly(_shortened(readable(config, self.facts), plan), UPDATES)
 
     def exactly(self, config: Config, updates: int) -> Peak:
         """Return the peak of the rank that needs most over N updates; raises as `peak` does."""
@@ -175,15 +172,17 @@ class Estimator:
     def remedy(self, config: Config) -> str:
         """Return the first of the changes, each on top of those before, with which the run fits."""
         assert self.memory is not None, "what has no limit fits"
-        changes: dict[str, str] = {}
-        for key, value, changed in _changes(config, self.planned(config)):
+        taken: dict[str, object] = {}
+        for change in _changes(config, self.planned(config)):
+            changed = _with(config, change)
             try:
                 peak = self.peak(changed)
-            except ConfigError:
+            except (ConfigError, Unpredictable):
                 continue
-            changes[key] = value
+            config = changed
+            taken |= change
             if peak.bytes <= self.memory:
-                return f"it fits with {' and '.join(f'{name}: {new}' for name, new in changes.items())}"
+                return f"it fits with {' and '.join(f'{key}: {value}' for key, value in taken.items())}"
         return "no change of micro-batch, activation checkpointing or strategy makes it fit; start more ranks"
 
 
@@ -220,79 +219,52 @@ def _shortened(config: Config, plan: Plan) -> Config:
     )
 
 
-def _changes(config: Config, plan: Plan) -> Iterator[tuple[str, str, Config]]:
-    """Yield changes that save memory, each on top of those before, as key, value and config: the cheapest first."""
+def _changes(config: Config, plan: Plan) -> Iterator[dict[str, object]]:
+    """Yield changes that save memory, each as values by keys: the cheapest first."""
     size = plan.batch.micro_size
     if size > 1 or plan.batch.accumulation > 1:
-        for key, value, changed in _options_that_save(config, find_strategy(plan.strategy)):
-            config = changed
-            yield key, value, config
+        yield from _options_that_save(config, find_strategy(plan.strategy))
     while size > 1:
         size //= 2
-        config = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": size})})
-        yield "batch.micro_size", str(size), config
+        yield {"batch.micro_size": size}
     if config.memory.activation_checkpointing.mode == "none":
-        full = config.memory.activation_checkpointing.model_copy(update={"mode": "full"})
-        config = config.model_copy(
-            update={"memory": config.memory.model_copy(update={"activation_checkpointing": full})}
-        )
-        yield "memory.activation_checkpointing.mode", "full", config
+        yield {"memory.activation_checkpointing.mode": "full"}
     last = [strategy for strategy in strategies() if strategy.automatic][-1]
     if plan.ranks > 1 and plan.strategy != last.name:
-        config = under(config, last, last.variants[0])
-        yield "parallel.strategy", last.name, config
-        yield from _options_that_save(config, last)
+        yield {_STRATEGY: last.name}
+        for option in _options_that_save(config, last):
+            yield {_STRATEGY: last.name, **option}
 
 
-def _options_that_save(config: Config, strategy: Strategy) -> Iterator[tuple[str, str, Config]]:
-    """Yield the strategy's own changes, as `_changes` does."""
+def _options_that_save(config: Config, strategy: Strategy) -> Iterator[dict[str, object]]:
+    options = strategy.options_of(config.parallel)
     for name, value in strategy.saves_memory.items():
-        options = strategy.options_of(config.parallel)
         if getattr(options, name) != value:
-            changed = {strategy.section: options.model_copy(update={name: value})}
-            config = config.model_copy(update={"parallel": config.parallel.model_copy(update=changed)})
-            yield f"parallel.{strategy.section}.{name}", value, config
+            yield {f"parallel.{strategy.section}.{name}": value}
 
 
-@contextmanager
-def _shapes_of_data(config: Config, facts: DataFacts) -> Iterator[Config]:
-    """Yield the config with data that can be read: its own, or tokens of its shapes if it isn't on this machine."""
-    train = config.data.train
-    if facts_of_config(config) is None:
-        yield config
-        return
-    task = config.model.task if isinstance(config.model, HuggingFaceModel) else LANGUAGE_MODEL
-    if task not in _CAUSAL or not isinstance(train, Tokens | HuggingFaceData):
-        why = "is not on this machine, and its batches are not known in advance; fetch it first (lockstep data fetch)"
-        raise ConfigError(Problem("", "data.train", why))
-    length = train.length if isinstance(train, Tokens) else train.max_length
-    with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
-        tokens = length * facts.samples + 1
-        vocabulary = _stated_vocabulary(config) or facts.vocabulary or 256
-        write_header(Path(folder), "train", _header(tokens, vocabulary))
-        with open(Path(folder) / "train.tokens", "wb") as file:
-            file.truncate(tokens * np.dtype(np.uint32).itemsize)  # a hole: it takes no space
-        source = Tokens(kind="tokens", folder=folder, length=length)
-        yield config.model_copy(update={"data": config.data.model_copy(update={"train": source})})
+def _with(config: Config, change: Mapping[str, object]) -> Config:
+    """Return the config with other values under some keys."""
+    for key, value in change.items():
+        if key == _STRATEGY:
+            strategy = find_strategy(str(value))
+            config = under(config, strategy, strategy.variants[0])
+        else:
+            config = _replaced(config, key.split("."), value)
+    return config
 
 
-def _stated_vocabulary(config: Config) -> int | None:
-    model: Any = config.model
-    if isinstance(model, HuggingFaceModel):
-        size = (model.architecture or {}).get("vocab_size")
-        return size if isinstance(size, int) else None
-    return getattr(model, "vocabulary", None)
+def _replaced(section: Any, path: Sequence[str], value: object) -> Any:
+    name, *rest = path
+    return section.model_copy(update={name: _replaced(getattr(section, name), rest, value) if rest else value})
 
 
-def _header(tokens: int, vocabulary: int) -> Header:
-    return Header(
-        format=FORMAT,
-        dtype="uint32",
-        tokens=tokens,
-        documents=1,
-        vocabulary=vocabulary,
-        tokenizer="bytes",
-        end=0,
-        bytes_per_token=1.0,
-        fingerprint="shapes alone",
-    )
+def readable(config: Config, facts: DataFacts) -> Config:
+    """Return the config with data that can be read: its own, or made-up batches if it need not be on this machine.
+
+    Raises:
+        ConfigError: The batches of `data.train` aren't known in advance.
+    """
+    if sizes_of_config(config) is None:
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"train": made_up_data(config, facts)})})

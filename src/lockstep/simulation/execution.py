@@ -30,8 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass_type
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.simulation import attention, autocast, device, python_errors, repeats
-from lockstep.simulation.grouped_products import grouped_product
+from lockstep.simulation import attention, autocast, device, kernels, python_errors, repeats
 
 aten, prim = torch.ops.aten, torch.ops.prim
 
@@ -49,7 +48,6 @@ _FACTORIES = {
     aten.randn.default,
 }
 _READS = {aten._local_scalar_dense.default, aten.copy_.default, aten._to_copy.default}
-_SIZED_BY_KERNEL = {aten.mkldnn_rnn_layer.default}  # oneDNN's workspace, which torch takes for empty without data
 _HERE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
 _ABSENT = object()  # a slot without a value
@@ -157,7 +155,7 @@ class Execution(TorchDispatchMode):
             result, outputs = repeat.make(args, self.mode)
         else:
             args, kwargs = pytree.tree_map(self._without_data, (args, kwargs))
-            result = self._without_kernel(func, args, kwargs)
+            result = kernels.run(func, args, kwargs, self._without_data)
             outputs = _tensors(result)
             if key is not None:
                 repeats.remember(key, func, args, kwargs, result, _is_small)
@@ -168,18 +166,6 @@ class Execution(TorchDispatchMode):
         self._show(func, args, kwargs, outputs)
         return result
 
-    def _without_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _is_fused_update(func):
-            return None
-        if func is aten._grouped_mm.default:
-            return grouped_product(*args, **kwargs)
-        if func not in _SIZED_BY_KERNEL:
-            return func(*args, **kwargs)
-        values, named = pytree.tree_map(_zeros_on_host, (args, kwargs))
-        with _disable_current_modes():
-            results = func(*values, **named)
-        return pytree.tree_map(self._without_data, results)
-
     def _show(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
         for watcher in self.watchers:
             watcher(func, args, kwargs, outputs)
@@ -189,7 +175,8 @@ class Execution(TorchDispatchMode):
         place = torch.device(kwargs.get("device") or "cpu").type
         if place == device.NAME:
             return True
-        if self._place == "cpu" and not (kwargs.get("dtype") or torch.get_default_dtype()).is_floating_point:
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        if self._place == "cpu" and not (dtype.is_floating_point or dtype is torch.uint8):  # FSDP's buffer of bytes
             return False  # indices, which DDP's C++ reads
         return func in _FACTORIES and place == "cpu" and math.prod(args[0]) >= self._large
 
@@ -303,13 +290,6 @@ def simulated_execution(place: str = device.NAME) -> Iterator[Execution]:
         yield stack.enter_context(execution)
 
 
-def _zeros_on_host(leaf: Any) -> Any:
-    if not isinstance(leaf, FakeTensor):
-        return leaf
-    with _disable_current_modes():
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).zero_()
-
-
 def _is_small(tensor: Tensor) -> bool:
     return tensor.numel() <= (_SMALL_INT32 if tensor.dtype is torch.int32 else _SMALL)
 
@@ -335,11 +315,6 @@ def _replacements(execution: Execution) -> list[tuple[str, Any]]:
         # compares shapes over ranks by reading memory in C++
         ("torch.nn.parallel.distributed._verify_param_shape_across_processes", lambda *unused: None),
     ]
-
-
-def _is_fused_update(func: Any) -> bool:
-    """Return whether it is a fused kernel of an optimizer, of which torch has none that computes shapes alone."""
-    return func._schema.name.startswith("aten::_fused_") and not func._schema.returns
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

@@ -120,6 +120,8 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, options: Any = None) -> Any:
         self._issue("reduce_scatter", [whole], [output])
+        if self.device_type == "cpu":
+            whole = whole.clone()  # gloo sums a copy of everything
         output.view(-1).copy_(whole.reshape(self._size, -1)[self.rank()])
         self._sum(output, options)
         return _done(output)

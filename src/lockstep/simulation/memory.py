@@ -171,9 +171,18 @@ class MemoryLedger:
             return "gradients"
         return block.category
 
+    @contextmanager
+    def temporary(self) -> Iterator[None]:
+        """Count what is made within the block as freed at its end."""
+        first = len(self._changes)
+        yield
+        for block in {block for block, _ in self._changes[first:]}:
+            self._set_bytes(block, 0)
+
     def _made(self, storage: Any, tensor: Tensor) -> StorageRecord:
         in_backward = torch._C._current_graph_task_id() != -1
-        block = StorageRecord(self.phase, tuple(tensor.shape), in_backward=in_backward)
+        flat = (storage.nbytes() // tensor.element_size(),)  # of a part of a bucket, the whole
+        block = StorageRecord(self.phase, flat if tensor.dim() == 1 else tuple(tensor.shape), in_backward=in_backward)
         self._blocks[storage] = block
         self._set_bytes(block, storage.nbytes())
         weakref.finalize(storage, self._set_bytes, block, 0).atexit = False
@@ -217,12 +226,22 @@ class Watched(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":  # gloo's threads free what they send when they get to it, streams in order
+        if func.namespace == "c10d" and not _is_point_to_point(func):  # both sides of which may send first
+            self._finish(result)
+        self._ledger.see(func, args, kwargs or {}, _flat(result))
+        return result
+
+    def _finish(self, result: Any) -> None:
+        """Wait for a collective: gloo's threads free what they send when they get to it, streams in order."""
+        with self, self._ledger.temporary():  # gloo's copies are seen as it waits
             for work in pytree.tree_leaves(result):
                 if isinstance(work, torch.ScriptObject):
                     work.wait()  # type: ignore[attr-defined]
-        self._ledger.see(func, args, kwargs or {}, _flat(result))
-        return result
+
+
+@cache
+def _is_point_to_point(func: Any) -> bool:
+    return func.name().partition("::")[2].startswith(("send", "recv"))
 
 
 @cache

@@ -25,6 +25,7 @@ from lockstep.core.terminal import muted_stderr
 from lockstep.launch.devices import choose_ranks, count_accelerators
 from lockstep.launch.local import launch
 from lockstep.models.build import parameter_facts, sketch_model
+from lockstep.plan.stated_facts import facts_of_config, sizes_of_config
 from lockstep.simulation import device
 from lockstep.simulation.choosing import decide
 from lockstep.simulation.estimate import Estimator, StrategyMemory, Unpredictable
@@ -107,7 +108,7 @@ def estimates_of(estimator: Estimator, decision: Decision | None, extent: Extent
 
 def estimator_of(config: Config, ranks: int, memory: int | None, given: UserObjects) -> Estimator:
     """Return the estimator of a run; a model is described without its weights."""
-    facts, _ = data_facts(config, given)
+    facts = facts_of_config(config) or sizes_of_config(config) or data_facts(config, given)[0]
     model = given.model if isinstance(given.model, nn.Module) else None
     if model is None and given.model is not None:
         model = cast("nn.Module", cast("Any", given.model)())

@@ -98,5 +98,6 @@ def run_updates(session: Session, ledger: MemoryLedger, updates: int) -> None:
 def _vocabulary(session: Session) -> frozenset[int]:
     """Return the sizes that the last dim of logits may have; a tensor-parallel rank has a part of the vocabulary."""
     components = components_of(session)
-    size, parts = components.source.facts.vocabulary, components.plan.mesh.tensor
-    return frozenset() if size is None else frozenset({size, -(-size // parts)})
+    of_model = getattr(getattr(components.sharding.state.model, "config", None), "vocab_size", None)
+    sizes = {size for size in (components.source.facts.vocabulary, of_model) if isinstance(size, int)}
+    return frozenset(sizes | {-(-size // components.plan.mesh.tensor) for size in sizes})

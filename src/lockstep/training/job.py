@@ -167,8 +167,8 @@ def opened(config: Config, given: UserObjects, purpose: Purpose = Purpose.TRAIN)
             failure = explain(error, _memory_factors(config, world.size, session), world.device)
             if failure is None:
                 raise
-            if world.size == 1 and not started_by_lockstep(os.environ):  # a launcher adds the prediction itself
-                failure = OutOfMemory(with_prediction(str(failure), config, 1, given))
+            if failure.advice and world.size == 1 and not started_by_lockstep(os.environ):  # a launcher does it itself
+                failure = OutOfMemory(with_prediction(str(failure), failure.advice, config, 1, given))
             raise failure from error
         finally:
             if session is not None:

@@ -10,7 +10,6 @@ sharding the training state takes ranks.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,9 +29,8 @@ if TYPE_CHECKING:
 
 
 _PREDICTION_SECONDS = 45.0
-_PEAK = re.compile(r"this rank's peak was [\d.,]+ \w+\. ")
 _TOO_LARGE = "One sample alone would need"
-_IN_UPDATE = (" pass of ", "optimizer's step of update", "in the pipeline's schedule", "were set up")
+_IN_UPDATE = ("forward", "backward", "update", None)  # None: before the first update
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +78,19 @@ def explain(error: BaseException, factors: MemoryFactors, device: torch.device) 
     where = f" {place}" if place is not None else " while the model and its training state were set up"
     need = f"{size(requested)} were requested, and " if requested is not None else ""
     free = f"{size(limit.free)} of {size(limit.total)} were free ({limit.owner} limit)"
-    peak = f"this rank's peak was {size(peak_memory(device))}"
-    return OutOfMemory(f"out of memory{where}: {need}{free}; {peak}. {advice(factors, phase, requested, limit)}")
+    message = f"out of memory{where}: {need}{free}; this rank's peak was {size(peak_memory(device))}."
+    advised = advice(factors, phase, requested, limit)
+    if phase not in _IN_UPDATE or advised.startswith(_TOO_LARGE):
+        return OutOfMemory(f"{message} {advised}")
+    return OutOfMemory(message, advised)
 
 
-def with_prediction(message: str, config: Config, ranks: int, given: UserObjects) -> str:
+def with_prediction(message: str, advised: str, config: Config, ranks: int, given: UserObjects) -> str:
     """Return the message of a run that ran out of memory in an update, with what a simulated update needs, and holds.
 
-    The smallest change with which the simulated run fits replaces the advice. Other messages stay as they are.
+    Args:
+        advised: The advice in the message; the smallest change with which the simulated run fits replaces it.
     """
-    facts, separator, advised = _parts(message)
-    if not separator:
-        return message
     from lockstep.core.control_groups import tightest_limit
     from lockstep.distributed.memory import memory_if_started
     from lockstep.launch.devices import count_accelerators, count_cores
@@ -106,23 +105,12 @@ def with_prediction(message: str, config: Config, ranks: int, given: UserObjects
         usable = int(USABLE * memory)
         answer = ask(Question("explain", config, ranks, usable, given, on_cpu=not devices), _PREDICTION_SECONDS)
     except NoAnswer as reason:
-        return f"{message} The peak can't be predicted: {reason}."
+        return message.replace(advised, f"{advised} The peak can't be predicted: {reason}.")
     assert isinstance(answer, Explanation), "an explanation was asked for"
     category, held = answer.largest
     predicted = f"{size(answer.peak)} were predicted, most of it {category} ({size(held)})"
-    if not answer.remedy:
-        return f"{facts}{separator}{predicted}, which fits: something else holds memory. {advised}"
-    return f"{facts}{separator}{predicted}: {answer.remedy}."
-
-
-def _parts(message: str) -> tuple[str, str, str]:
-    """Return what was noticed, the end of that sentence, and the advice; nothing of messages that are others'."""
-    match = _PEAK.search(message)
-    if match is None or "out of memory" not in message[: match.start()] or _TOO_LARGE in message:
-        return message, "", ""
-    if not any(place in message for place in _IN_UPDATE):
-        return message, "", ""
-    return message[: match.start()], match[0], message[match.end() :]
+    fits = f"{predicted}, which fits: something else holds memory. {advised}"
+    return message.replace(advised, f"{predicted}: {answer.remedy}." if answer.remedy else fits)
 
 
 def advice(

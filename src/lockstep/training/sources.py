@@ -72,7 +72,7 @@ def open_sources(config: Config, given: UserObjects, model: nn.Module | None = N
     Args:
         model: the user's, whose inputs' names the data needs; None: it is built if the data needs it.
     """
-    task, tokenizer = _task(config, model)
+    task, tokenizer = task_of(config, model)
     train = _open(config.data.train, given, given.train_dataset, "data.train", task, tokenizer)
     evaluation = {
         name: _open(section, given, given.eval_datasets.get(name), f"data.evaluation.{name}", task, tokenizer)
@@ -143,7 +143,7 @@ def _users_objective(objective: ObjectiveConfig, given: UserObjects) -> str | No
     return "objective.target" if objective.kind == "custom" else None
 
 
-def _task(config: Config, model: nn.Module | None) -> tuple[str | None, str | None]:
+def task_of(config: Config, model: nn.Module | None) -> tuple[str | None, str | None]:
     """Return the task of the data, and the place of a transformers model's tokenizer."""
     if config.model.kind == "huggingface":
         return config.model.task, config.model.pretrained

@@ -220,7 +220,9 @@ def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, LaunchResu
             entry, ahead = partial(_train_as_rank, job, folder.path), imports_ahead(job.config)
             remedy = advice(memory_factors(job.config, number), "forward")
             result = launch(entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy)
-            result = replace(result, text=with_prediction(result.text, job.config, number, job.given))
+            if result.advice:
+                text = with_prediction(result.text, result.advice, job.config, number, job.given)
+                result = replace(result, text=text)
         finally:
             leave()
     return folder.path, result

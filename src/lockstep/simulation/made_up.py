@@ -1,0 +1,121 @@
+"""Batches instead of data that isn't on this machine: the shapes and dtypes that its task has, with made-up values.
+
+    task                       inputs                                   targets
+    causal-lm, masked-lm       input_ids, attention_mask [B, T]         ids [B, T]
+    seq2seq                    the same                                 ids of the target text [B, T]
+    sequence-classification    the same                                 classes [B], numbers [B] or [B, outputs]
+    none, with a label         tokens, mask [B, T]                      classes [B]
+    tokens, packed text        input_ids or tokens [B, T], no mask      the same ids, or the next ones
+
+Each sample has the greatest length that the config allows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lockstep.config.schema import CustomData, HuggingFaceData, HuggingFaceModel, Tokens
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.records import Batch, DataFacts
+from lockstep.data.sources import LANGUAGE_MODEL, check_task
+from lockstep.training.sources import task_of
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+    from lockstep.data.order import Indices
+
+_NUMBERS = ("regression", "multi_label_classification")
+_TARGET = f"{__name__}:MadeUp"
+
+
+class MadeUp:
+    """A source whose samples are all alike.
+
+    Args:
+        length: Tokens of a sample.
+        own: Whether the inputs are those of a model of Lockstep.
+        outputs: Numbers that are a sample's target; 0: its class; None: ids.
+        masked: Whether there is a mask.
+    """
+
+    draws = False
+    fingerprint = "made up"
+
+    def __init__(
+        self, samples: int, length: int, vocabulary: int | None, own: bool, masked: bool, outputs: int | None = None
+    ) -> None:
+        self._length = length
+        self._ids = vocabulary or 2
+        self._own = own
+        self._masked = masked
+        self._outputs = outputs
+        self.facts = DataFacts(samples, length, vocabulary=vocabulary)
+
+    def fetch(self, indices: Indices) -> Batch:
+        samples = len(indices)
+        ids = (torch.arange(self._length + 1) % self._ids).repeat(samples, 1)
+        inputs, following = ids[:, :-1].clone(), ids[:, 1:].clone()
+        inputs_by_name = {"tokens" if self._own else "input_ids": inputs}
+        if self._masked:
+            mask = torch.ones_like(inputs)
+            inputs_by_name |= {"mask": mask.bool()} if self._own else {"attention_mask": mask}
+        targets = following if self._own else inputs.clone()
+        if self._outputs is not None:
+            targets = self._classes_or_numbers(samples)
+        return Batch(inputs_by_name, targets, samples, samples * self._length)
+
+    def _classes_or_numbers(self, samples: int) -> Tensor:
+        assert self._outputs is not None, "the targets are no ids"
+        if self._outputs == 0:
+            return torch.zeros(samples, dtype=torch.int64)
+        return torch.zeros((samples, self._outputs)[: 1 + (self._outputs > 1)])
+
+
+def made_up_data(config: Config, facts: DataFacts) -> CustomData:
+    """Return a section of made-up data with the batches of `data.train`.
+
+    Raises:
+        ConfigError: `data.train` has no batches for the model, or they aren't known in advance.
+    """
+    train, task = config.data.train, task_of(config, None)[0]
+    check_task(train, task)
+    own = task in (None, LANGUAGE_MODEL)
+    arguments: dict[str, Any] = {
+        "samples": facts.samples,
+        "vocabulary": _stated_vocabulary(config) or facts.vocabulary,
+        "own": own,
+    }
+    match train:
+        case Tokens(length=length) | HuggingFaceData(packed=True, max_length=length):
+            arguments |= {"length": length, "masked": False}
+        case HuggingFaceData(max_length=length, label=label):
+            has_classes = task == "sequence-classification" or (task is None and label is not None)
+            arguments |= {"length": length, "masked": not own or has_classes}
+            if has_classes:
+                arguments["outputs"] = _outputs(config)
+        case _:
+            why = (
+                "is not on this machine, and its batches are not known in advance; fetch it first (lockstep data fetch)"
+            )
+            raise ConfigError(Problem("", "data.train", why))
+    return CustomData(kind="custom", target=_TARGET, arguments=arguments)
+
+
+def _outputs(config: Config) -> int:
+    """Return how many numbers are a sample's target; 0: a class."""
+    if not isinstance(config.model, HuggingFaceModel):
+        return 0
+    keys = config.model.architecture or {}
+    numbers = keys.get("problem_type") in _NUMBERS
+    return int(config.model.classes or keys.get("num_labels") or 1) if numbers else 0
+
+
+def _stated_vocabulary(config: Config) -> int | None:
+    model: Any = config.model
+    if isinstance(model, HuggingFaceModel):
+        size = (model.architecture or {}).get("vocab_size")
+        return size if isinstance(size, int) else None
+    return getattr(model, "vocabulary", None)
