@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rounds import about_here, markdown, save
 
 from lockstep.config.loading import validate
@@ -123,7 +124,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     arguments = parser.parse_args()
     rows = {}
-    os.environ["OMP_NUM_THREADS"] = "1"  # threads change no bytes
+    os.environ["OMP_NUM_THREADS"] = "1"  # of ranks: threads change no bytes
+    torch.set_num_threads(1)
     for module in ("torch._dynamo", "transformers.modeling_utils"):
         importlib.import_module(module)  # once; each row's processes are forks of this one
     for name, config in _configs(arguments.device):

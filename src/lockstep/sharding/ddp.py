@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lockstep.distributed.process_group import World
 
 
+T = TypeVar("T")
 _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 """Part of torch's message; indices into the trained parameters in their order."""
 
@@ -76,12 +77,13 @@ class DDPStep(GradientStep):
             bucket_cap_mb=options.bucket_mb,
             **{sync: sync_buffers},  # type: ignore[arg-type]
         )
-        self._ddp = make() if self._in_buckets is None else self._in_buckets.make(make)
+        self._ddp = make() if self._in_buckets is None else self._in_buckets.renew(make)
         self.module = self._ddp
         self._after_discard = _compress(self._ddp, options, world.backend)
         self._learns_graph = options.static_graph
         self._unused_remedy = "leave parallel.ddp.static_graph out and " if options.static_graph else ""
         self._reduces = True
+        self._orders_buckets = options.static_graph or not options.find_unused_parameters
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
         self._reduces = last
@@ -121,9 +123,10 @@ class DDPStep(GradientStep):
         return named_gradients(self._model, self._ranks)
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
-        if self._in_buckets is not None:
-            self._in_buckets.follow(self._ddp)
         self._optimizer.update(rate, divisor / self._ranks, keep)
+        if self._in_buckets is not None and self._orders_buckets:
+            self._in_buckets.renew(self._ddp.reducer._rebuild_buckets)  # now, or DDP does it in the next forward
+            self._orders_buckets = False
         if self._after_discard is not None and not keep:
             self._after_discard()
 
@@ -148,30 +151,24 @@ class _InBuckets:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.active = self._ordered = False
+        self.active = False
         self._parameters = parameters
         self._views: dict[Tensor, Tensor] = {}
         tensors: Any = parameters  # torch has no types for their hooks
         self._hooks = [each.register_post_accumulate_grad_hook(self._move) for each in tensors]
 
-    def make(self, ddp: Callable[[], DistributedDataParallel]) -> DistributedDataParallel:
-        """Return what `ddp` makes of parameters with gradients, which DDP replaces by views of its buckets."""
+    def renew(self, make: Callable[[], T]) -> T:
+        """Let DDP make buckets while no gradient exists, and remember the views that it makes of each."""
+        self._views = {}  # or the old buckets would exist beside the new ones
         zeros = [each.detach().new_zeros(()).expand_as(each) for each in self._parameters]
         for parameter, zero in zip(self._parameters, zeros, strict=True):
-            parameter.grad = zero
-        made = ddp()
+            parameter.grad = zero  # DDP makes views of its buckets of gradients that exist
+        made = make()
         for parameter, zero in zip(self._parameters, zeros, strict=True):
             if parameter.grad is not None and parameter.grad is not zero:  # those of sparse gradients have no view
                 self._views[parameter] = parameter.grad
             parameter.grad = None
         return made
-
-    def follow(self, ddp: DistributedDataParallel) -> None:
-        """Let DDP order its buckets as the first backward has shown, which moves the gradients; do nothing later."""
-        if not self._ordered:
-            ddp.reducer._rebuild_buckets()
-            self._views = {each: each.grad for each in self._views if each.grad is not None}
-            self._ordered = True
 
     def _move(self, parameter: Tensor) -> None:
         gradient = parameter.grad

@@ -9,6 +9,7 @@ The bytes are those of tensors. An allocator rounds each block up, and keeps som
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ other           what is made between updates, and belongs to none of these
 
 _COMMUNICATION = ("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat")
 _FLAT = 1 << 20  # elements of a tensor of one dim from which it is a bucket
+_RELEASE_S = 0.002  # until a thread of gloo has forgotten the tensors of a collective that is done
 aten = torch.ops.aten
 
 
@@ -237,6 +239,7 @@ class Watched(TorchDispatchMode):
             for work in pytree.tree_leaves(result):
                 if isinstance(work, torch.ScriptObject):
                     work.wait()  # type: ignore[attr-defined]
+        time.sleep(_RELEASE_S)
 
 
 @cache
