@@ -187,6 +187,9 @@ class _Axis:
     def broadcast(self, value: object) -> object:
         return value if self.rank == 0 else next(self._broadcasts)
 
+    def barrier(self) -> None:
+        """Wait for nobody."""
+
     def swap(self, *_: object) -> None:
         """Receive what others have read: nothing arrives here."""
 
