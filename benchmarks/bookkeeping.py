@@ -188,7 +188,7 @@ class _Axis:
         return value if self.rank == 0 else next(self._broadcasts)
 
     def barrier(self) -> None:
-        """Wait for nobody."""
+        """Wait for no rank: the others are simulated."""
 
     def swap(self, *_: object) -> None:
         """Receive what others have read: nothing arrives here."""
