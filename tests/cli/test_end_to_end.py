@@ -28,9 +28,9 @@ def _environment(**variables: str) -> dict[str, str]:
     return {**plain, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **variables}
 
 
-def call(*words: object, cwd: Path, launcher: list[str]) -> subprocess.CompletedProcess[str]:
+def call(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Start the command without imports in this process."""
-    command = [*launcher, *map(str, words)]
+    command = [*LOCKSTEP, *map(str, words)]
     return subprocess.run(command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=180)
 
 
@@ -56,7 +56,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     words = ["--run.steps", "12", "--monitor.every", "5", "--evaluation.every", "6", "--run.folder", "run"]
     words += ["--batch.global_size", "50", "--launch.device", "cpu", "--precision.compute", "fp32"]
     words += ["--ranks", "2", "--run.epochs", "null", "--json"]
-    done = call("train", "digits", *words, cwd=folder, launcher=LOCKSTEP)
+    done = call("train", "digits", *words, cwd=folder)
     return folder / "run", output_of(done)
 
 
@@ -187,14 +187,6 @@ def test_a_custom_model_and_dataset(own: Path) -> None:
     assert (summary["steps"], summary["samples"], summary["ranks"]) == (4, 32, 2)
     assert summary["parameters"] == 4 * 5 + 5 + 5 * 3 + 3
     assert set(summary["evaluation"]) == {"loss", "accuracy"}
-
-
-def test_torchrun(own: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lockstep"]
-    done = call("train", "own.json", "--json", "--run.folder", "torchrun", cwd=own, launcher=torchrun)
-    summary = output_of(done)
-    assert (summary["steps"], summary["ranks"], summary["strategy"]) == (4, 2, "ddp")
-    assert [line["step"] for line in metrics(own / "torchrun") if "lr" in line] == [1, 2, 3, 4]
 
 
 def test_an_inserted_local_rank(own: Path) -> None:

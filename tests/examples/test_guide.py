@@ -129,6 +129,7 @@ def test_launchers_on_one_node_give_the_same_run(place: Path, tmp_path: Path) ->
     assert script["evaluation"] == own["evaluation"]
 
 
+@pytest.mark.drill
 def test_on_many_nodes(place: Path, tmp_path: Path) -> None:
     """Run two nodes with one rank each on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as probe:

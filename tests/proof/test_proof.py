@@ -26,8 +26,8 @@ LEFT_OUT = {
     2: {name for name in PARTITIONED if "+" in name} | {"single", "dp"},
     4: {"single", "dp"},
 }
-ON_FOUR_RANKS = {"fsdp-hybrid", "pipeline-1f1b+fsdp", "pipeline-1f1b+tensor", "context+fsdp"}
-"""Of the strategies that need four ranks, one of each kind; the others on four ranks are in test_same_run."""
+ON_FOUR_RANKS = {"fsdp-hybrid", "pipeline-1f1b+tensor"}
+"""Of the strategies that need four ranks; the others are in test_features and test_same_run."""
 
 
 SEVERAL_STAGES_PER_RANK = {"pipeline-interleaved-1f1b", "pipeline-zero-bubble", "pipeline-zbv"}

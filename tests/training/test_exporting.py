@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.cli.main import main
 from lockstep.config.loading import validate
-from lockstep.config.writing import to_yaml
+from lockstep.config.writing import plain_yaml, to_plain
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.interop.weights import import_weights
 from lockstep.models.model_tensors import model_tensors
@@ -303,7 +303,7 @@ def test_places_that_are_no_runs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="doesn't exist"):
         export(tmp_path / "nowhere", ExportArguments())
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text(to_yaml(validate(small.config()).config))
+    (tmp_path / "run" / "config.yaml").write_text(plain_yaml(to_plain(validate(small.config()).config)))
     with pytest.raises(ConfigError, match="has no checkpoint"):
         export(tmp_path / "run", ExportArguments())
 
@@ -335,7 +335,7 @@ def _with_checkpoint(tmp_path: Path, tensors: dict[str, Tensor], ranks: int) -> 
     storing.saved(folder / "checkpoints", [storing.state_of({**state.tensors, **whole}) for state in states])
     config = small.config()
     config["model"]["target"] = "no.such.module:Net"
-    (folder / "config.yaml").write_text(to_yaml(validate(config).config))
+    (folder / "config.yaml").write_text(plain_yaml(to_plain(validate(config).config)))
     return folder
 
 

@@ -235,12 +235,14 @@ def test_what_is_not_tested_says_so(standing: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.drill), 2, pytest.param(4, marks=pytest.mark.drill)]
+    ("ranks", "names"),
+    [(2, ("ddp", "fsdp")), *(pytest.param(ranks, VARIANTS, marks=pytest.mark.drill) for ranks in (1, 2, 4))],
+    ids=["2 of a kind", "1", "2", "4"],
 )
-def test_a_compiled_model_is_the_single_process(ranks: int) -> None:
+def test_a_compiled_model_is_the_single_process(ranks: int, names: Sequence[str]) -> None:
     names = [
         name
-        for name in VARIANTS
+        for name in names
         if cell(LAYOUTS[name], "compile").standing == "cpu" and _ranks(name) == ranks and not is_partitioned(name)
     ]
     compiled = {"kind": "custom", "target": "kit.small:Net", "compile": True}

@@ -45,17 +45,20 @@ def next_round(store: Store, rank: int, size: int, limit: float) -> str:
     return _hand_out(store, range(1, size), deadline) if rank == 0 else _ask(store, rank, deadline)
 
 
-def poll(condition: Callable[[], bool], until: float) -> bool:
+def poll(condition: Callable[[], bool], until: float, longest: float = _LONGEST) -> bool:
     """Return whether a condition became true before `until` (of `time.monotonic`).
 
     The store's own `wait` prints a warning when it ends in vain, and keeps torch's watchdog from the store meanwhile.
+
+    Args:
+        longest: Seconds between two looks, if it takes long.
     """
     pause = _SHORTEST
     while not condition():
         if time.monotonic() >= until:
             return False
         time.sleep(pause)
-        pause = min(1.5 * pause, _LONGEST)
+        pause = min(1.5 * pause, longest)
     return True
 
 
