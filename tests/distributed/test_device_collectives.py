@@ -128,6 +128,16 @@ def test_a_barrier_has_no_limit_and_one_of_those_that_wait_names_the_others() ->
     assert all(re.fullmatch(r"rank 1 waited [\d.]+ s for rank 0, and waits on", text) for text in waiting)
 
 
+def test_a_rank_that_comes_while_others_look_for_it_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
+    exchange = store_exchange.StoreExchange(dist.HashStore(), 0, 3, wakes=False, timeout=1.0)
+    for rank, place in enumerate(("first", "first", "second")):  # the last has gone on
+        exchange._store.set(f"waits/{rank}", place)
+    exchange._log_missing("first", (0, 1), 1.0)
+    exchange._store.set("first/all", "")
+    exchange._log_missing("first", (0, 1, 2), 1.0)
+    assert caplog.text == ""
+
+
 def _wait_for(what: str) -> str:
     try:
         with joined(Launch(timeout=60.0), grouped=True) as world:

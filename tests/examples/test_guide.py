@@ -140,6 +140,7 @@ def test_on_many_nodes(place: Path, tmp_path: Path) -> None:
     assert nodes[1].wait(timeout=60) == 0
 
 
+@pytest.mark.drill
 def test_deepspeed_runs_from_its_json(place: Path, tmp_path: Path) -> None:
     done(start(place, "one_node.sh", "deepspeed", tmp_path / "out"), tmp_path / "out")
     result = load([tmp_path / "out" / "config.yaml"], environ={}).config

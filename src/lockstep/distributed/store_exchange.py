@@ -121,10 +121,10 @@ class StoreExchange:
         came = [
             rank for rank, key in keys.items() if self._store.check([key]) and self._store.get(key).decode() == name
         ]
-        if came[0] == self._rank:
-            missing = named_ranks([rank for rank in ranks if rank not in came])
+        missing = [rank for rank in ranks if rank not in came]
+        if came[0] == self._rank and missing and not self._store.check([f"{name}/all"]):
             wait = "waits" if len(came) == 1 else "wait"
-            _log.warning("%s waited %.2g s for %s, and %s on", named_ranks(came), seconds, missing, wait)
+            _log.warning("%s waited %.2g s for %s, and %s on", named_ranks(came), seconds, named_ranks(missing), wait)
 
     def _disconnect(self) -> None:
         """Close the connections to peers, if collectives shall fail thereby."""
