@@ -130,7 +130,7 @@ def test_a_barrier_has_no_limit_and_one_of_those_that_wait_names_the_others() ->
 
 def test_a_rank_that_comes_while_others_look_for_it_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
     exchange = store_exchange.StoreExchange(dist.HashStore(), 0, 3, wakes=False, timeout=1.0)
-    for rank, place in enumerate(("first", "first", "second")):  # the last has gone on
+    for rank, place in enumerate(("first", "first", "second")):  # the last is in the next one
         exchange._store.set(f"waits/{rank}", place)
     exchange._log_missing("first", (0, 1), 1.0)
     exchange._store.set("first/all", "")
