@@ -1,11 +1,9 @@
 """What ranks import sooner or later, which takes seconds: the server that they are forked from does it once.
 
-Frozen, garbage collection in the ranks leaves all of it alone; to look at an object is to copy its page. In huge pages,
-a rank's start and end take 13 ms instead of 45: the kernel copies the table of the pages.
+Frozen, garbage collection in the ranks leaves all of it alone; to look at an object is to copy its page.
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -17,7 +15,6 @@ import pytest
 import kit
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when its library is imported
-_HUGE, _MADV_COLLAPSE = 2 << 20, 25
 _FAMILIES = ("llama", "gpt2", "qwen3", "mixtral", "t5", "bert", "vit")
 _MODULES = (
     "torch", "torch.distributed", "torch.distributed.checkpoint", "torch._dynamo", "torch._inductor.compile_fx",
@@ -42,20 +39,5 @@ def _tests_with_ranks() -> list[str]:
 for _module in (*_MODULES, *_tests_with_ranks()):
     with contextlib.suppress(ImportError, pytest.skip.Exception):
         importlib.import_module(_module)
-
-
-def _use_huge_pages() -> None:
-    """Move memory to huge pages, where the kernel can (Linux 6.1)."""
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, access, _, _, _, *place = line.split()
-        if access.startswith("rw") and place in ([], ["[heap]"]):
-            start, end = (int(address, 16) for address in span.split("-"))
-            for page in range(-(-start // _HUGE) * _HUGE, end // _HUGE * _HUGE, _HUGE):
-                advise(page, _HUGE, _MADV_COLLAPSE)
-
-
 gc.collect()
 gc.freeze()
-_use_huge_pages()
