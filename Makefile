@@ -52,6 +52,7 @@ docs: .venv/.installed-docs  ## builds the documentation site into build/site; a
 
 drill: .venv/.installed-dev  ## kills runs and saves by the hundred, for an hour; nothing may be lost
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m drill --timeout 1800
+	$(BIN)/python drills/cells_drill.py
 	$(BIN)/python drills/kill_drill.py runs --kills 20 --whole --steps 480
 	$(BIN)/python drills/kill_drill.py saves --kills 300
 	$(BIN)/python drills/signal_drill.py --times 25

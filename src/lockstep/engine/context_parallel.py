@@ -103,16 +103,16 @@ class SequenceDivider:
         from_padding = (targets != _NO_TARGET) & ~real[:, : targets.shape[1]]
         if bool((real[:, 1:] <= real[:, :-1]).all()):
             return not bool(from_padding.any())
+        if self.rule is not None and not bool(from_padding.any()):
+            return False
         row = int((real[:, 1:] > real[:, :-1]).any(1).nonzero()[0, 0])
         where = f"{_KEY}: sample {row} of a batch has padding before its tokens (attention_mask), and"
         if self.rule is None:
             raise RunFailed(f"{where} the positions that the model uses after padding aren't known; pad on the right")
-        if bool(from_padding.any()):
-            raise RunFailed(
-                f"{where} {int(from_padding.sum())} targets are predicted from padding, such as a text's first token "
-                "from the padding before it; pad on the right, or give the first token of each text the label -100"
-            )
-        return False
+        raise RunFailed(
+            f"{where} {int(from_padding.sum())} targets are predicted from padding, such as a text's first token "
+            "from the padding before it; pad on the right, or give the first token of each text the label -100"
+        )
 
     def _real(self, mask: Tensor | None, targets: Tensor) -> Tensor | None:
         """Return [B, padded]: which positions are real; None: all are."""
