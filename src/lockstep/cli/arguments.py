@@ -251,6 +251,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    """Return a port, or 0 for any free one."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; ports are 1 to 65535, and 0 is any")
+    return int(text)
+
+
 def temperature(text: str) -> float:
     """Return a finite number of 0 or more."""
     try:

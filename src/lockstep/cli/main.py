@@ -34,6 +34,7 @@ VERBS = {
     "verify": ("verify", "check on your model that every strategy trains as a single process does"),
     "plan": ("plan", "show what a run will be, without starting it"),
     "memory": ("memory", "measure on your model what each way to save memory saves and costs"),
+    "doctor": ("doctor", "find what is wrong with this machine"),
     "config": ("config", "show, check, or describe configs"),
     "recipes": ("recipes", "list the configs that come with Lockstep"),
     "data": ("data", "fetch what a recipe needs; turn text into tokens"),
@@ -143,7 +144,7 @@ _VERBS_OF_OTHER_TOOLS = {
     **dict.fromkeys(("resume", "continue"), "lockstep train RUN resumes a run; --from and --fork begin from one"),
     **dict.fromkeys(("save", "convert", "merge-weights", "push"), "lockstep export RUN writes a model for other tools"),
     **dict.fromkeys(("checkpoint", "checkpoints"), "lockstep ckpt ls RUN lists them"),
-    **dict.fromkeys(("estimate-memory", "dry-run", "env"), "lockstep plan shows a run without starting it"),
+    **dict.fromkeys(("estimate-memory", "dry-run"), "lockstep plan shows a run without starting it"),
     **dict.fromkeys(("tune", "sweep"), "there are no sweeps; run lockstep train once for each value"),
 }
 

@@ -23,6 +23,7 @@ from functools import lru_cache
 from lockstep.core.errors import ConfigError
 
 _OFFLINE = "HF_HUB_OFFLINE"
+ENDPOINT = "https://huggingface.co"
 _TIMEOUT = 1.5  # seconds
 _GATEWAYS = (403, 407, 451)  # statuses of a proxy that refuses
 
@@ -42,8 +43,13 @@ def is_connected() -> bool:
     """Return whether the hub answers, or HF_HUB_OFFLINE allows it to be used."""
     setting = os.environ.get(_OFFLINE)
     if setting is not None:
-        return setting.upper() not in ("1", "ON", "YES", "TRUE")
-    return _answers(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+        return not means_offline(setting)
+    return _answers(os.environ.get("HF_ENDPOINT", ENDPOINT))
+
+
+def means_offline(setting: str) -> bool:
+    """Return whether a value of HF_HUB_OFFLINE forbids requests."""
+    return setting.upper() in ("1", "ON", "YES", "TRUE")
 
 
 def missing(kind: str, name: str, error: Exception) -> ConfigError:
@@ -69,7 +75,7 @@ def _answers(endpoint: str) -> bool:
         child = os.fork()
     if child == 0:
         with suppress(BaseException):
-            os.write(write, b"1" if _responds(endpoint) else b"0")
+            os.write(write, b"1" if responds(endpoint) else b"0")
         os._exit(0)
     os.close(write)
     try:
@@ -81,7 +87,8 @@ def _answers(endpoint: str) -> bool:
         os.waitpid(child, 0)
 
 
-def _responds(endpoint: str) -> bool:
+def responds(endpoint: str) -> bool:
+    """Make one request, of 1.5 s unless the name server takes longer; return whether it is answered."""
     try:
         with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_TIMEOUT):
             return True

@@ -1,0 +1,100 @@
+"""The checks of a machine: one function and one row each; and how they run, side by side.
+
+A check that hangs, as on a file server that doesn't answer, costs the time limit and becomes a finding itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from lockstep.doctor import accelerators, locks, network, software, system, variables
+from lockstep.doctor.findings import Finding, Machine, warning, wrong
+
+_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A row of the table.
+
+    Attributes:
+        name: The name in the output.
+        run: Returns what it finds; nothing, if another check reports why it can't.
+        seconds: How long it may take.
+    """
+
+    name: str
+    run: Callable[[Machine], Iterable[Finding]]
+    seconds: float = _SECONDS
+
+
+_IMPORT_S = 60.0  # seconds for the import of torch from a slow disk
+CHECKS: tuple[Check, ...] = (
+    Check("Python", software.python),
+    Check("torch", accelerators.torch_imports, _IMPORT_S),
+    Check("copies of torch", software.torch_copies),
+    Check("versions", software.packages_fit),
+    Check("builds", software.builds_fit),
+    Check("accelerators", accelerators.accelerators, _IMPORT_S),
+    Check("gloo", accelerators.gloo, _IMPORT_S),
+    Check("compiler", software.compiler),
+    Check("extension builds", software.stale_builds),
+    Check("disk of runs", system.run_disk),
+    Check("disk of the cache", system.cache_disk),
+    Check("/dev/shm", system.shared_memory),
+    Check("open files", system.open_files),
+    Check("processes", system.processes),
+    Check("locked memory", system.locked_memory),
+    Check("clock", system.clock),
+    Check("port", network.port),
+    Check("interfaces", network.network_interfaces),
+    Check("hostname", network.hostname),
+    Check("hub", network.hugging_face_hub, 1.5),
+    Check("rank variables", variables.rank_variables),
+    Check("visible GPUs", variables.visible_devices),
+    Check("threads", variables.threads),
+    Check("variables", variables.contradictions),
+    Check("run locks", locks.run_locks),
+)
+
+
+def examine(machine: Machine, checks: Iterable[Check] = CHECKS) -> list[Finding]:
+    """Run the checks, each in a thread, and return what they find in the table's order."""
+    began = time.monotonic()
+    results: list[tuple[Check, threading.Thread, list[Finding]]] = []
+    for check in checks:
+        findings: list[Finding] = []
+        thread = threading.Thread(target=_run, args=(check, machine, findings), name=check.name, daemon=True)
+        thread.start()
+        results.append((check, thread, findings))
+    collected: list[Finding] = []
+    for check, thread, findings in results:
+        thread.join(max(0.0, began + check.seconds - time.monotonic()))
+        collected += findings if not thread.is_alive() else [replace(_late(check), name=check.name)]
+    return collected
+
+
+def _run(check: Check, machine: Machine, findings: list[Finding]) -> None:
+    try:
+        findings += [replace(finding, name=check.name) for finding in list(check.run(machine))]
+    except OSError as error:
+        text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        findings.append(replace(wrong(text, "Correct the file system, or choose another folder."), name=check.name))
+    except Exception as error:
+        fault = warning(f"the check failed: {type(error).__name__}: {error}", "Report it with this line.")
+        findings.append(replace(fault, name=check.name))
+
+
+def _late(check: Check) -> Finding:
+    if check.run is network.hugging_face_hub:
+        return warning(
+            f"no answer within {check.seconds:g} s, from the hub or the name server",
+            "Set HF_HUB_OFFLINE=1 to use the cache alone, or correct /etc/resolv.conf or HTTPS_PROXY.",
+        )
+    return wrong(
+        f"no answer within {check.seconds:g} s",
+        "Look for a file server or a name server that doesn't answer: mount, df, /etc/resolv.conf.",
+    )

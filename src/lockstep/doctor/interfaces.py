@@ -1,0 +1,62 @@
+"""The network interfaces of this machine, as Linux describes them."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+
+from lockstep.doctor.findings import Machine
+
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR, of Linux's linux/sockios.h
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """A network interface.
+
+    Attributes:
+        is_up: Whether it can send.
+        address: Its IPv4 address; empty if it has none.
+        speed: Megabits per second; 0 if it isn't known, as of virtual ones.
+    """
+
+    name: str
+    is_up: bool
+    address: str
+    speed: int
+
+    def __str__(self) -> str:
+        speed = f" at {self.speed / 1000:g} Gbit/s" if self.speed else ""
+        return f"{self.name} {self.address or 'without an IPv4 address'}{'' if self.is_up else ', down'}{speed}"
+
+
+def interfaces(machine: Machine) -> list[Interface]:
+    """Return all interfaces, by name."""
+    return [_interface(machine, name) for name in machine.names("sys/class/net")]
+
+
+def route_to(host: str) -> str:
+    """Return the address of this machine from which packets to a host leave; empty if there is no route."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def _interface(machine: Machine, name: str) -> Interface:
+    folder = f"sys/class/net/{name}"
+    state = machine.text(f"{folder}/operstate")
+    speed = machine.text(f"{folder}/speed")  # -1, or an error, if it isn't known
+    flags = machine.text(f"{folder}/flags")
+    is_up = state == "up" or (state == "unknown" and flags.startswith("0x") and bool(int(flags, 16) & 1))
+    return Interface(name, is_up, _address(name), int(speed) if speed.isdecimal() else 0)
+
+
+def _address(name: str) -> str:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", name.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)[20:24])
+    return ""

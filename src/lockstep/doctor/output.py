@@ -1,0 +1,67 @@
+"""Findings as text: what is wrong first, then one line for each thing that is fine."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.core.terminal import plain_line
+from lockstep.doctor.findings import Finding, State
+
+
+def describe(findings: Sequence[Finding], width: int) -> str:
+    """Return the findings as text of at most `width` columns.
+
+    1 wrong, 19 ok, 2 not here
+
+    wrong: port
+      port 29500 is taken by process 812 (python serve.py)
+      -> End that process, or set launch.port to another port.
+
+    ok        Python          3.11.2 at /usr/bin/python
+    """
+    counts = {state: sum(finding.state is state for finding in findings) for state in State}
+    lines = [", ".join(_counted(state, count) for state, count in counts.items() if count)]
+    for state in (State.WRONG, State.WARNING):
+        for finding in findings:
+            if finding.state is state:
+                lines += ["", f"{state.value}: {finding.name}", *_wrapped(finding.seen, "  ", width)]
+                lines += _wrapped(f"-> {finding.remedy}", "  ", width, "     ")
+    name_width = max((len(finding.name) for finding in findings), default=0)
+    lines.append("")
+    for state in (State.OK, State.NOT_HERE):
+        for finding in findings:
+            if finding.state is state:
+                line = f"{state.value:<8}  {finding.name:<{name_width}}  {plain_line(finding.seen)}"
+                lines.append(line if len(line) <= width else f"{line[: width - 1]}…")
+    return "\n".join(lines).rstrip()
+
+
+def _counted(state: State, count: int) -> str:
+    return f"{count} {state.value}{'s' * (state is State.WARNING and count > 1)}"
+
+
+def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return the findings for `--json`, in the order of the checks, and how many are wrong."""
+    return {
+        "wrong": sum(finding.state is State.WRONG for finding in findings),
+        "warnings": sum(finding.state is State.WARNING for finding in findings),
+        "findings": [finding.as_json() for finding in findings],
+    }
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """Return 3 if something is wrong, otherwise 0."""
+    return 3 if any(finding.state is State.WRONG for finding in findings) else 0
+
+
+def _wrapped(text: str, indent: str, width: int, further: str | None = None) -> list[str]:
+    return textwrap.wrap(
+        plain_line(text),
+        max(width, 40),
+        initial_indent=indent,
+        subsequent_indent=indent if further is None else further,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
