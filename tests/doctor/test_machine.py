@@ -22,17 +22,17 @@ from lockstep.core import hub
 from lockstep.core.errors import RunFailed
 from lockstep.doctor import accelerators, interfaces, locks, network, nvidia, software, system, variables
 from lockstep.doctor.checks import CHECKS, Check, examine
-from lockstep.doctor.findings import Finding, Machine, State, ok, warning, wrong
+from lockstep.doctor.findings import Finding, FindingState, MachineView, ok, warning, wrong
 from lockstep.doctor.output import as_json, describe, exit_code
 from lockstep.monitor.folder import RunFolder
 
 
-def _machine(environ: Mapping[str, str] | None = None, **parts: Any) -> Machine:
-    return Machine(environ={"PATH": os.environ["PATH"], **(environ or {})}, **parts)
+def _machine(environ: Mapping[str, str] | None = None, **parts: Any) -> MachineView:
+    return MachineView(environ={"PATH": os.environ["PATH"], **(environ or {})}, **parts)
 
 
 def _bad(findings: Iterable[Finding]) -> list[Finding]:
-    bad = [finding for finding in findings if finding.state in (State.WRONG, State.WARNING)]
+    bad = [finding for finding in findings if finding.state in (FindingState.WRONG, FindingState.WARNING)]
     assert all(finding.remedy for finding in bad)
     return bad
 
@@ -40,13 +40,13 @@ def _bad(findings: Iterable[Finding]) -> list[Finding]:
 def _wrong(findings: Iterable[Finding]) -> str:
     """The only finding, which is wrong, as text."""
     (finding,) = _bad(findings)
-    assert finding.state is State.WRONG, finding
+    assert finding.state is FindingState.WRONG, finding
     return f"{finding.seen} -> {finding.remedy}"
 
 
 def _warning(findings: Iterable[Finding]) -> str:
     (finding,) = _bad(findings)
-    assert finding.state is State.WARNING, finding
+    assert finding.state is FindingState.WARNING, finding
     return f"{finding.seen} -> {finding.remedy}"
 
 
@@ -201,7 +201,7 @@ GIB = 1 << 30
 
 
 def test_full_disks_are_named(tmp_path: Path) -> None:
-    def machine(*status: int) -> Machine:
+    def machine(*status: int) -> MachineView:
         return _machine(folder=tmp_path / "runs", cache=tmp_path, statvfs=lambda _: _status(*status))
 
     for check in (system.run_disk, system.cache_disk):
@@ -214,7 +214,7 @@ def test_full_disks_are_named(tmp_path: Path) -> None:
 def test_a_full_shared_memory_is_named(tmp_path: Path) -> None:
     (tmp_path / "dev/shm").mkdir(parents=True)
 
-    def machine(*status: int) -> Machine:
+    def machine(*status: int) -> MachineView:
         return _machine(root=tmp_path, statvfs=lambda _: _status(*status))
 
     text = _wrong(system.shared_memory(machine(1 << 20, 64 << 20)))
@@ -251,7 +251,7 @@ def test_low_limits_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_clock_that_differs_is_named(tmp_path: Path) -> None:
-    def machine(skew: float) -> Machine:
+    def machine(skew: float) -> MachineView:
         return _machine(folder=tmp_path, file_time=lambda _: time.time() + skew)
 
     assert "differs by 40 s" in _wrong(system.clock(machine(40)))
@@ -467,24 +467,24 @@ def test_a_lock_that_outlives_its_process_is_named(tmp_path: Path) -> None:
 def test_a_check_that_hangs_or_raises_is_a_finding() -> None:
     forever = threading.Event()
 
-    def hangs(machine: Machine) -> list[Finding]:
+    def hangs(machine: MachineView) -> list[Finding]:
         forever.wait()
         return []
 
-    def breaks(machine: Machine) -> list[Finding]:
+    def breaks(machine: MachineView) -> list[Finding]:
         raise RunFailed("no idea")
 
-    def no_disk(machine: Machine) -> list[Finding]:
+    def no_disk(machine: MachineView) -> list[Finding]:
         raise OSError(errno.EIO, "Input/output error", "/data")
 
     rows = [Check("fine", lambda machine: [ok("yes")]), Check("hangs", hangs, 0.05), Check("no disk", no_disk)]
     findings = examine(_machine(), [*rows, Check("breaks", breaks)])
     forever.set()
     assert [(finding.name, finding.state) for finding in findings] == [
-        ("fine", State.OK),
-        ("hangs", State.WRONG),
-        ("no disk", State.WRONG),
-        ("breaks", State.WARNING),
+        ("fine", FindingState.OK),
+        ("hangs", FindingState.WRONG),
+        ("no disk", FindingState.WRONG),
+        ("breaks", FindingState.WARNING),
     ]
     assert "/data: Input/output error" in findings[2].seen
     assert "RunFailed: no idea" in findings[3].seen

@@ -28,11 +28,11 @@ def run(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
 
     from lockstep.doctor.checks import examine
-    from lockstep.doctor.findings import Machine
+    from lockstep.doctor.findings import MachineView
     from lockstep.doctor.output import as_json, describe, exit_code
 
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    findings = examine(Machine(folder=args.folder, cache=cache, port=args.port))
+    findings = examine(MachineView(folder=args.folder, cache=cache, port=args.port))
     if args.json:
         emit(as_json(findings))
     else:

@@ -12,12 +12,12 @@ from typing import Any
 
 from lockstep.core.formatting import size
 from lockstep.doctor import nvidia
-from lockstep.doctor.findings import Finding, Machine, not_here, ok, warning, wrong
+from lockstep.doctor.findings import Finding, MachineView, not_here, ok, warning, wrong
 
 _OLDEST = (2, 11)
 
 
-def torch_imports(machine: Machine) -> Iterator[Finding]:
+def torch_imports(machine: MachineView) -> Iterator[Finding]:
     """Import torch and check its version."""
     began = time.monotonic()
     try:
@@ -49,7 +49,7 @@ def torch_imports(machine: Machine) -> Iterator[Finding]:
         yield ok(seen)
 
 
-def gloo(machine: Machine) -> Iterator[Finding]:
+def gloo(machine: MachineView) -> Iterator[Finding]:
     """Check that torch has distributed training, and gloo."""
     torch = _torch()
     if torch is None:
@@ -62,7 +62,7 @@ def gloo(machine: Machine) -> Iterator[Finding]:
         yield ok("part of torch")
 
 
-def accelerators(machine: Machine) -> Iterator[Finding]:
+def accelerators(machine: MachineView) -> Iterator[Finding]:
     """List the accelerators that torch finds; report hardware that it doesn't find."""
     torch = _torch()
     if torch is None:

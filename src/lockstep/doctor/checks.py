@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from lockstep.doctor import accelerators, locks, network, software, system, variables
-from lockstep.doctor.findings import Finding, Machine, warning, wrong
+from lockstep.doctor.findings import Finding, MachineView, warning, wrong
 
 _SECONDS = 2.0
 
@@ -27,7 +27,7 @@ class Check:
     """
 
     name: str
-    run: Callable[[Machine], Iterable[Finding]]
+    run: Callable[[MachineView], Iterable[Finding]]
     seconds: float = _SECONDS
 
 
@@ -61,7 +61,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def examine(machine: Machine, checks: Iterable[Check] = CHECKS) -> list[Finding]:
+def examine(machine: MachineView, checks: Iterable[Check] = CHECKS) -> list[Finding]:
     """Run the checks, each in a thread, and return what they find in the table's order."""
     began = time.monotonic()
     results: list[tuple[Check, threading.Thread, list[Finding]]] = []
@@ -77,7 +77,7 @@ def examine(machine: Machine, checks: Iterable[Check] = CHECKS) -> list[Finding]
     return collected
 
 
-def _run(check: Check, machine: Machine, findings: list[Finding]) -> None:
+def _run(check: Check, machine: MachineView, findings: list[Finding]) -> None:
     try:
         findings += [replace(finding, name=check.name) for finding in list(check.run(machine))]
     except OSError as error:

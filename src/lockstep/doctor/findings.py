@@ -1,6 +1,6 @@
-"""What a check returns, and what it looks at.
+"""The result of a check, and the machine as a check sees it.
 
-Machine --> check(machine) --> Finding, Finding, ...     state, what was seen, remedy
+MachineView --> check(machine) --> Finding, Finding, ...     state, what was seen, remedy
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 
 
-class State(Enum):
+class FindingState(Enum):
     """The state of what was checked, the worst first."""
 
     WRONG = "wrong"
@@ -36,7 +36,7 @@ class Finding:
         name: The check's, which `examine` fills in.
     """
 
-    state: State
+    state: FindingState
     seen: str
     remedy: str = ""
     name: str = ""
@@ -48,22 +48,22 @@ class Finding:
 
 def ok(seen: str) -> Finding:
     """Return a finding that needs no remedy."""
-    return Finding(State.OK, seen)
+    return Finding(FindingState.OK, seen)
 
 
 def not_here(seen: str) -> Finding:
     """Return a finding about what this machine doesn't have, and needn't have."""
-    return Finding(State.NOT_HERE, seen)
+    return Finding(FindingState.NOT_HERE, seen)
 
 
 def warning(seen: str, remedy: str) -> Finding:
     """Return a finding about what is slow, or fails in some runs."""
-    return Finding(State.WARNING, seen, remedy)
+    return Finding(FindingState.WARNING, seen, remedy)
 
 
 def wrong(seen: str, remedy: str) -> Finding:
     """Return a finding because of which training fails."""
-    return Finding(State.WRONG, seen, remedy)
+    return Finding(FindingState.WRONG, seen, remedy)
 
 
 def _file_time(folder: Path) -> float:
@@ -84,8 +84,8 @@ def _addresses(host: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What checks look at; a test replaces a part.
+class MachineView:
+    """The machine as checks see it; a test replaces a part.
 
     Attributes:
         environ: Environment variables.

@@ -8,7 +8,7 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lockstep.doctor.findings import Machine
+from lockstep.doctor.findings import MachineView
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR, of Linux's linux/sockios.h
 
@@ -33,7 +33,7 @@ class Interface:
         return f"{self.name} {self.address or 'without an IPv4 address'}{'' if self.is_up else ', down'}{speed}"
 
 
-def interfaces(machine: Machine) -> list[Interface]:
+def interfaces(machine: MachineView) -> list[Interface]:
     """Return all interfaces, by name."""
     return [_interface(machine, name) for name in machine.names("sys/class/net")]
 
@@ -46,7 +46,7 @@ def route_to(host: str) -> str:
     return ""
 
 
-def _interface(machine: Machine, name: str) -> Interface:
+def _interface(machine: MachineView, name: str) -> Interface:
     folder = f"sys/class/net/{name}"
     state = machine.text(f"{folder}/operstate")
     speed = machine.text(f"{folder}/speed")  # -1, or an error, if it isn't known

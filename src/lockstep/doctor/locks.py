@@ -9,14 +9,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.doctor.findings import Finding, Machine, not_here, ok, warning, wrong
+from lockstep.doctor.findings import Finding, MachineView, not_here, ok, warning, wrong
 from lockstep.monitor.folder import LOCK, is_run, lock_holder
 
 _MOST_RUNS = 500
 _HOLDER = re.compile(r"process (\d+) on (\S+), since (.+)")
 
 
-def run_locks(machine: Machine) -> Iterator[Finding]:
+def run_locks(machine: MachineView) -> Iterator[Finding]:
     """Look for locks of runs whose process has ended, but which are held: their runs can't be resumed."""
     folder = machine.folder
     if not folder.is_dir():
@@ -49,7 +49,7 @@ def _held(lock: Path) -> str | None:
     return None
 
 
-def _stale(machine: Machine, run: Path, holder: str) -> Iterator[Finding]:
+def _stale(machine: MachineView, run: Path, holder: str) -> Iterator[Finding]:
     match = _HOLDER.fullmatch(holder)
     if match is None:
         return
@@ -69,7 +69,7 @@ def _stale(machine: Machine, run: Path, holder: str) -> Iterator[Finding]:
             yield wrong(seen, f"Find who has it open (fuser -v {run / LOCK}), and end that process.")
 
 
-def _keepers(machine: Machine, lock: Path) -> Iterator[str]:
+def _keepers(machine: MachineView, lock: Path) -> Iterator[str]:
     """Yield the processes that have a file open, as far as this user may see them."""
     target = os.path.realpath(lock)
     for process in filter(str.isdecimal, machine.names("proc")):

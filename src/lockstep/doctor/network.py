@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.core import hub
-from lockstep.doctor.findings import Finding, Machine, ok, warning, wrong
+from lockstep.doctor.findings import Finding, MachineView, ok, warning, wrong
 from lockstep.doctor.interfaces import Interface, interfaces, route_to
 
 _TORCH_PORT = 29500
@@ -21,7 +21,7 @@ _LOOPBACK = "127."
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
-def port(machine: Machine) -> Iterator[Finding]:
+def port(machine: MachineView) -> Iterator[Finding]:
     """Check that the store's port is free: that of launch.port, MASTER_PORT, or torch's default."""
     master = machine.environ.get("MASTER_PORT", "")
     is_master_here = _is_local(machine.environ.get("MASTER_ADDR", "localhost"))
@@ -53,7 +53,7 @@ def port(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def network_interfaces(machine: Machine) -> Iterator[Finding]:
+def network_interfaces(machine: MachineView) -> Iterator[Finding]:
     """List the interfaces, and check those that variables name."""
     here = interfaces(machine)
     usable = [interface for interface in here if interface.is_up and interface.address]
@@ -65,7 +65,7 @@ def network_interfaces(machine: Machine) -> Iterator[Finding]:
         yield ok(", ".join(str(interface) for interface in usable))
 
 
-def _named(machine: Machine, variable: str, here: list[Interface]) -> Iterator[Finding]:
+def _named(machine: MachineView, variable: str, here: list[Interface]) -> Iterator[Finding]:
     """Check the interfaces that a variable names: gloo takes names, NCCL prefixes and, after `=`, names."""
     value = machine.environ.get(variable, "")
     if not value or value.startswith("^"):
@@ -95,7 +95,7 @@ def _named(machine: Machine, variable: str, here: list[Interface]) -> Iterator[F
         )
 
 
-def hostname(machine: Machine) -> Iterator[Finding]:
+def hostname(machine: MachineView) -> Iterator[Finding]:
     """Check what the hostname resolves to: gloo listens there unless GLOO_SOCKET_IFNAME is set."""
     name, master = machine.hostname, machine.environ.get("MASTER_ADDR", "")
     addresses = machine.addresses(name)
@@ -115,7 +115,7 @@ def hostname(machine: Machine) -> Iterator[Finding]:
         yield ok(f"{name} is {', '.join(addresses)}")
 
 
-def hugging_face_hub(machine: Machine) -> Iterator[Finding]:
+def hugging_face_hub(machine: MachineView) -> Iterator[Finding]:
     """Ask the hub, unless HF_HUB_OFFLINE is set."""
     setting = machine.environ.get("HF_HUB_OFFLINE")
     endpoint = machine.environ.get("HF_ENDPOINT", hub.ENDPOINT)
@@ -142,7 +142,7 @@ def _is_local(host: str) -> bool:
     return False
 
 
-def _ephemeral(machine: Machine) -> tuple[int, int]:
+def _ephemeral(machine: MachineView) -> tuple[int, int]:
     """Return the lowest and highest port that connections get."""
     numbers = machine.text("proc/sys/net/ipv4/ip_local_port_range").split()
     return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 else (32768, 60999)
@@ -159,7 +159,7 @@ def _is_taken(number: int) -> bool:
     return False
 
 
-def _owner(machine: Machine, number: int) -> str:
+def _owner(machine: MachineView, number: int) -> str:
     """Return which process listens on a port, if this user may see that."""
     nodes = set()
     for table in ("proc/net/tcp", "proc/net/tcp6"):

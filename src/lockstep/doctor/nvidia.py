@@ -8,25 +8,25 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep.doctor.findings import Finding, Machine, ok, warning, wrong
+from lockstep.doctor.findings import Finding, MachineView, ok, warning, wrong
 
 _SECONDS = 2.0
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 """CUDA's major version --> the oldest driver on which its minor versions run (CUDA Toolkit Release Notes, table 2)."""
 
 
-def devices(machine: Machine) -> list[str]:
+def devices(machine: MachineView) -> list[str]:
     """Return the device files of the GPUs."""
     return [name for name in machine.names("dev") if re.fullmatch(r"nvidia\d+", name)]
 
 
-def driver(machine: Machine) -> str:
+def driver(machine: MachineView) -> str:
     """Return the version of the kernel's driver; empty if it has none."""
     match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", machine.text("proc/driver/nvidia/version") + " ")
     return match[1] if match else ""
 
 
-def not_usable(machine: Machine, count: int, cuda: str | None) -> Finding:
+def not_usable(machine: MachineView, count: int, cuda: str | None) -> Finding:
     """Return why torch finds none of the machine's GPUs."""
     version = driver(machine)
     seen = f"this machine has {count} NVIDIA GPU{'s' * (count > 1)}, and torch finds none"
@@ -43,7 +43,7 @@ def not_usable(machine: Machine, count: int, cuda: str | None) -> Finding:
     )
 
 
-def details(machine: Machine, torch: Any, count: int) -> Iterator[Finding]:
+def details(machine: MachineView, torch: Any, count: int) -> Iterator[Finding]:
     """Check driver, NCCL and the GPUs' connections; torch finds at least one."""
     version, cuda = driver(machine), torch.version.cuda
     if version and _too_old(version, cuda):

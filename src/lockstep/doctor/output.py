@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.core.terminal import plain_line
-from lockstep.doctor.findings import Finding, State
+from lockstep.doctor.findings import Finding, FindingState
 
 
 def describe(findings: Sequence[Finding], width: int) -> str:
@@ -21,16 +21,16 @@ def describe(findings: Sequence[Finding], width: int) -> str:
 
     ok        Python          3.11.2 at /usr/bin/python
     """
-    counts = {state: sum(finding.state is state for finding in findings) for state in State}
+    counts = {state: sum(finding.state is state for finding in findings) for state in FindingState}
     lines = [", ".join(_counted(state, count) for state, count in counts.items() if count)]
-    for state in (State.WRONG, State.WARNING):
+    for state in (FindingState.WRONG, FindingState.WARNING):
         for finding in findings:
             if finding.state is state:
                 lines += ["", f"{state.value}: {finding.name}", *_wrapped(finding.seen, "  ", width)]
                 lines += _wrapped(f"-> {finding.remedy}", "  ", width, "     ")
     name_width = max((len(finding.name) for finding in findings), default=0)
     lines.append("")
-    for state in (State.OK, State.NOT_HERE):
+    for state in (FindingState.OK, FindingState.NOT_HERE):
         for finding in findings:
             if finding.state is state:
                 line = f"{state.value:<8}  {finding.name:<{name_width}}  {plain_line(finding.seen)}"
@@ -38,22 +38,22 @@ def describe(findings: Sequence[Finding], width: int) -> str:
     return "\n".join(lines).rstrip()
 
 
-def _counted(state: State, count: int) -> str:
-    return f"{count} {state.value}{'s' * (state is State.WARNING and count > 1)}"
+def _counted(state: FindingState, count: int) -> str:
+    return f"{count} {state.value}{'s' * (state is FindingState.WARNING and count > 1)}"
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """Return the findings for `--json`, in the order of the checks, and how many are wrong."""
     return {
-        "wrong": sum(finding.state is State.WRONG for finding in findings),
-        "warnings": sum(finding.state is State.WARNING for finding in findings),
+        "wrong": sum(finding.state is FindingState.WRONG for finding in findings),
+        "warnings": sum(finding.state is FindingState.WARNING for finding in findings),
         "findings": [finding.as_json() for finding in findings],
     }
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
     """Return 3 if something is wrong, otherwise 0."""
-    return 3 if any(finding.state is State.WRONG for finding in findings) else 0
+    return 3 if any(finding.state is FindingState.WRONG for finding in findings) else 0
 
 
 def _wrapped(text: str, indent: str, width: int, further: str | None = None) -> list[str]:

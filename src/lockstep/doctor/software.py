@@ -15,9 +15,10 @@ from importlib import metadata
 from pathlib import Path
 
 from lockstep.core.distribution import DISTRIBUTION
-from lockstep.doctor.findings import Finding, Machine, not_here, ok, warning, wrong
+from lockstep.doctor.findings import Finding, MachineView, not_here, ok, warning, wrong
 
 _OLDEST, _NEWEST = (3, 11), (3, 13)
+_DEEPSPEED = "deepspeed"  # the package
 _PACKAGES = (
     DISTRIBUTION, "torch", "torchvision", "torchaudio", "deepspeed", "transformers", "datasets", "tokenizers",
     "accelerate", "peft", "torchao", "safetensors", "numpy", "triton",
@@ -26,7 +27,7 @@ _EXTENSIONS = (("torchvision", ("_C.so", "_C*.so")), ("torchaudio", ("lib/*torch
 _CUDA_LIBRARY = b"libtorch_cuda.so"
 
 
-def python(machine: Machine) -> Iterator[Finding]:
+def python(machine: MachineView) -> Iterator[Finding]:
     """Check the interpreter's version."""
     version, this = platform.python_version(), sys.version_info[:2]
     seen = f"{version} at {sys.executable}"
@@ -40,7 +41,7 @@ def python(machine: Machine) -> Iterator[Finding]:
         yield ok(seen)
 
 
-def packages_fit(machine: Machine) -> Iterator[Finding]:
+def packages_fit(machine: MachineView) -> Iterator[Finding]:
     """Compare the versions that packages require with the installed ones."""
     from packaging.requirements import InvalidRequirement, Requirement
 
@@ -72,7 +73,7 @@ def packages_fit(machine: Machine) -> Iterator[Finding]:
         yield ok(f"{', '.join(names)}: {fits} requirements hold")
 
 
-def builds_fit(machine: Machine) -> Iterator[Finding]:
+def builds_fit(machine: MachineView) -> Iterator[Finding]:
     """Compare the build of torch (CPU, CUDA 12.8, ...) with those of torchvision and torchaudio."""
     installed = _installed(machine)
     torch = installed.get("torch")
@@ -96,7 +97,7 @@ def builds_fit(machine: Machine) -> Iterator[Finding]:
             yield ok(f"{name} {version} was built for torch {torch.version}")
 
 
-def torch_copies(machine: Machine) -> Iterator[Finding]:
+def torch_copies(machine: MachineView) -> Iterator[Finding]:
     """Look for more than one torch where Python looks for modules."""
     copies = _torches(machine)
     described = [f"{version or 'a file'} in {folder}" for folder, version in copies]
@@ -116,13 +117,13 @@ def torch_copies(machine: Machine) -> Iterator[Finding]:
             )
 
 
-def compiler(machine: Machine) -> Iterator[Finding]:
+def compiler(machine: MachineView) -> Iterator[Finding]:
     """Look for what torch.compile and DeepSpeed's operators are built with."""
     search = machine.environ.get("PATH", os.defpath)
     named = machine.environ.get("CXX", "")
     programs = [named.split()[0]] if named.split() else ["c++", "g++", "clang++"]
     program = next((path for name in programs if (path := shutil.which(name, path=search))), None)
-    deepspeed = "deepspeed" in _installed(machine)
+    deepspeed = _DEEPSPEED in _installed(machine)
     if program is None:
         what = f"CXX={named} is no program" if named else "no C++ compiler in PATH (c++, g++, clang++)"
         users = "torch.compile and DeepSpeed's offloaded optimizers fail" if deepspeed else "torch.compile fails"
@@ -143,7 +144,7 @@ def compiler(machine: Machine) -> Iterator[Finding]:
         yield ok(program)
 
 
-def stale_builds(machine: Machine) -> Iterator[Finding]:
+def stale_builds(machine: MachineView) -> Iterator[Finding]:
     """Look for the lock files of torch's C++ extensions, for which every later build waits without a limit."""
     named = machine.environ.get("TORCH_EXTENSIONS_DIR")
     root = Path(named) if named else machine.cache.expanduser() / "torch_extensions"
@@ -164,7 +165,7 @@ def stale_builds(machine: Machine) -> Iterator[Finding]:
         yield ok(f"no build of an extension waits in {root}")
 
 
-def _working_folders(machine: Machine) -> set[Path]:
+def _working_folders(machine: MachineView) -> set[Path]:
     """Return the working folders of all processes that this user may see: compilers work in an extension's folder."""
     folders = set()
     for process in filter(str.isdecimal, machine.names("proc")):
@@ -173,7 +174,7 @@ def _working_folders(machine: Machine) -> set[Path]:
     return folders
 
 
-def _installed(machine: Machine) -> dict[str, metadata.Distribution]:
+def _installed(machine: MachineView) -> dict[str, metadata.Distribution]:
     """Return the installed packages by their names, as Python would import them: the first of several."""
     packages: dict[str, metadata.Distribution] = {}
     for name in _wanted_names(machine):
@@ -184,7 +185,7 @@ def _installed(machine: Machine) -> dict[str, metadata.Distribution]:
     return packages
 
 
-def _wanted_names(machine: Machine) -> list[str]:
+def _wanted_names(machine: MachineView) -> list[str]:
     """Return the names of all installed packages."""
     paths = [path or os.getcwd() for path in machine.search_path]
     names = (entry for path in paths if os.path.isdir(path) for entry in os.listdir(path))
@@ -201,7 +202,7 @@ def _local(version: str) -> str:
     return version.partition("+")[2]
 
 
-def _torches(machine: Machine) -> list[tuple[Path, str]]:
+def _torches(machine: MachineView) -> list[tuple[Path, str]]:
     """Return folder and version of each torch that Python could import, in the order in which it looks."""
     copies: dict[str, tuple[Path, str]] = {}
     for path in machine.search_path:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.core.formatting import size
-from lockstep.doctor.findings import Finding, Machine, ok, warning, wrong
+from lockstep.doctor.findings import Finding, MachineView, ok, warning, wrong
 
 _GIB = 1 << 30
 _LITTLE_SHARED = 64 << 20  # what a container gets by default
@@ -19,12 +19,12 @@ _SKEW_WARNS, _SKEW_BREAKS = 1.0, 15.0
 (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py)."""
 
 
-def run_disk(machine: Machine) -> Iterator[Finding]:
+def run_disk(machine: MachineView) -> Iterator[Finding]:
     """Check the file system that runs are written to."""
     yield _disk(machine, machine.folder, "runs", "Free space, or give run.folder a place on another disk.")
 
 
-def cache_disk(machine: Machine) -> Iterator[Finding]:
+def cache_disk(machine: MachineView) -> Iterator[Finding]:
     """Check the file system of models and datasets."""
     cache = machine.environ.get("HF_HOME")
     yield _disk(
@@ -35,7 +35,7 @@ def cache_disk(machine: Machine) -> Iterator[Finding]:
     )
 
 
-def _disk(machine: Machine, path: Path, what: str, remedy: str) -> Finding:
+def _disk(machine: MachineView, path: Path, what: str, remedy: str) -> Finding:
     place = machine.existing(path)
     try:
         status = machine.statvfs(place)
@@ -54,7 +54,7 @@ def _disk(machine: Machine, path: Path, what: str, remedy: str) -> Finding:
     return warning(seen, remedy) if free < min(20 * _GIB, 0.05 * total) else ok(seen)
 
 
-def shared_memory(machine: Machine) -> Iterator[Finding]:
+def shared_memory(machine: MachineView) -> Iterator[Finding]:
     """Check /dev/shm, through which data workers, and NCCL's ranks of one machine, pass tensors."""
     place = machine.root / "dev/shm"
     remedy = (
@@ -76,7 +76,7 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
         yield warning(seen, remedy) if total <= _LITTLE_SHARED or free < _GIB else ok(seen)
 
 
-def open_files(machine: Machine) -> Iterator[Finding]:
+def open_files(machine: MachineView) -> Iterator[Finding]:
     """Check the limit of open files; a rank raises its own to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     seen = f"{_limit(hard)} open files ({_limit(soft)} until a rank raises it)"
@@ -89,7 +89,7 @@ def open_files(machine: Machine) -> Iterator[Finding]:
     )
 
 
-def processes(machine: Machine) -> Iterator[Finding]:
+def processes(machine: MachineView) -> Iterator[Finding]:
     """Check how many processes and threads may be started."""
     limits = [resource.getrlimit(resource.RLIMIT_NPROC)[0]]
     text = machine.text("sys/fs/cgroup/pids.max")
@@ -104,7 +104,7 @@ def processes(machine: Machine) -> Iterator[Finding]:
     )
 
 
-def locked_memory(machine: Machine) -> Iterator[Finding]:
+def locked_memory(machine: MachineView) -> Iterator[Finding]:
     """Check the limit of locked memory, which InfiniBand needs."""
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     adapters = machine.names("sys/class/infiniband")
@@ -118,7 +118,7 @@ def locked_memory(machine: Machine) -> Iterator[Finding]:
         yield ok(f"{locked}; {'InfiniBand is here' if adapters else 'there is no InfiniBand, which needs it'}")
 
 
-def clock(machine: Machine) -> Iterator[Finding]:
+def clock(machine: MachineView) -> Iterator[Finding]:
     """Compare the clock with that of the file system that hosts may share, and check that it was set."""
     place = machine.existing(machine.folder)
     began = machine.now()

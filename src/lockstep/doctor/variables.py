@@ -10,12 +10,12 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.hub import means_offline
 from lockstep.core.ranks import RankEnvironment, names_a_rank
 from lockstep.doctor import nvidia
-from lockstep.doctor.findings import Finding, Machine, State, not_here, ok, warning, wrong
+from lockstep.doctor.findings import Finding, FindingState, MachineView, not_here, ok, warning, wrong
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def rank_variables(machine: Machine) -> Iterator[Finding]:
+def rank_variables(machine: MachineView) -> Iterator[Finding]:
     """Check the variables that make a process a rank."""
     environ = machine.environ
     present = [name for name in _RANK_VARIABLES if name in environ]
@@ -52,7 +52,7 @@ def rank_variables(machine: Machine) -> Iterator[Finding]:
         yield ok("rank 0 of 1")
 
 
-def visible_devices(machine: Machine) -> Iterator[Finding]:
+def visible_devices(machine: MachineView) -> Iterator[Finding]:
     """Check CUDA_VISIBLE_DEVICES."""
     value = machine.environ.get("CUDA_VISIBLE_DEVICES")
     present = len(nvidia.devices(machine))
@@ -78,7 +78,7 @@ def visible_devices(machine: Machine) -> Iterator[Finding]:
         yield ok(seen)
 
 
-def threads(machine: Machine) -> Iterator[Finding]:
+def threads(machine: MachineView) -> Iterator[Finding]:
     """Check OMP_NUM_THREADS against the cores."""
     value = machine.environ.get("OMP_NUM_THREADS")
     cores = len(os.sched_getaffinity(0))
@@ -115,7 +115,7 @@ class _Rule:
     holds: Callable[[_Environ, list[str]], bool]
     effect: str
     remedy: str
-    state: State = State.WARNING
+    state: FindingState = FindingState.WARNING
 
 
 def _is(name: str, value: str) -> Callable[[_Environ, list[str]], bool]:
@@ -156,7 +156,7 @@ _RULES = (
         "InfiniBand is here, and NCCL uses sockets",
         "Unset it.",
     ),
-    _Rule("NCCL_IB_HCA", _no_adapter, "no such adapter", "Name one of /sys/class/infiniband.", State.WRONG),
+    _Rule("NCCL_IB_HCA", _no_adapter, "no such adapter", "Name one of /sys/class/infiniband.", FindingState.WRONG),
     _Rule("NCCL_P2P_DISABLE", _is("NCCL_P2P_DISABLE", "1"), "GPUs exchange by way of the host: slow", "Unset it."),
     _Rule("NCCL_SHM_DISABLE", _is("NCCL_SHM_DISABLE", "1"), "GPUs exchange by the network: slow", "Unset it."),
     _Rule("NCCL_DEBUG", _is("NCCL_DEBUG", "TRACE"), "NCCL logs every call: slow", "Set it to WARN."),
@@ -192,7 +192,7 @@ _RULES = (
         _differ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
         "they contradict each other",
         "Unset one of them.",
-        State.WRONG,
+        FindingState.WRONG,
     ),
     _Rule(
         "HF_HUB_OFFLINE TRANSFORMERS_OFFLINE",
@@ -205,12 +205,12 @@ _RULES = (
         _loopback_of_many,
         "each node would wait at its own loopback",
         "Set it to the first of: scontrol show hostnames",
-        State.WRONG,
+        FindingState.WRONG,
     ),
 )
 
 
-def contradictions(machine: Machine) -> Iterator[Finding]:
+def contradictions(machine: MachineView) -> Iterator[Finding]:
     """Check variables of NCCL, gloo, torch and the hub for what fails, contradicts itself, or is slow."""
     environ, adapters = machine.environ, machine.names("sys/class/infiniband")
     broken = [rule for rule in _RULES if rule.holds(environ, adapters)]
