@@ -33,6 +33,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"precision": {"compute": "bf16"}},
     "checkpointing": {"memory": {"activation_checkpointing": {"mode": "full"}}},
+    "checkpointing by budget": {"memory": {"activation_checkpointing": {"mode": "budget", "budget": 0.5}}},
     "loss in chunks": {"memory": {"loss_chunk": 16}},
     "one micro-batch": {"optim": {"name": "lion", "lr": 0.1}, "batch": {"global_size": 4, "micro_size": 4}},
 }

@@ -5,6 +5,8 @@ small tensors have values, large ones shapes; a wrong device, a host sync and a 
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -180,6 +182,7 @@ def test_a_tensor_on_the_cpu_in_a_collective_is_found() -> None:
 def test_a_session_of_a_users_own_model() -> None:
     config = small.config(launch={"device": "auto"}, run={"steps": 3}, parallel={"strategy": "ddp"})
     del config["model"]
+    excepthook = sys.excepthook
     with simulated_session(config, rank=1, ranks=2, model=small.Net()) as (session, rank):
         for batch in session.batches():
             rank.execution.syncs.clear()
@@ -188,6 +191,7 @@ def test_a_session_of_a_users_own_model() -> None:
         assert session.progress.steps == 3
         assert len(rank.execution.syncs) == 1
         assert "all_reduce" in {collective.name for collective in rank.collectives}
+        assert sys.excepthook is excepthook, "tracebacks have [rank1] before each line"
 
 
 def test_tensors_of_subclasses_have_no_data_either() -> None:

@@ -12,6 +12,7 @@ A group of a device has that device's tensors alone, as NCCL demands. Each colle
 from __future__ import annotations
 
 import pickle
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -247,7 +248,9 @@ def simulated_groups(
     backend = BACKENDS[device_type]
     _issued.clear()
     objects = _Objects(store, simulated_by)
+    excepthook = sys.excepthook
     dist.init_process_group(backend, store=HashStore(), rank=rank, world_size=ranks)
+    sys.excepthook = excepthook  # torch's writes the rank before each line of a traceback, for good
     try:
         with (
             patch.object(dist, "all_gather_object", objects.gather),

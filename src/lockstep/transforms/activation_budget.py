@@ -77,13 +77,13 @@ class Budget:
     def _measured(
         self, block: nn.Module, forward: Callable[..., Any], inputs: tuple[Any, ...], named: Mapping[str, Any]
     ) -> BlockMemory:
-        weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+        weights = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
         sizes: dict[int, int] = {}
 
         def measure(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                sizes[storage.data_ptr()] = storage.nbytes()
+            if storage._cdata not in weights:
+                sizes[storage._cdata] = storage.nbytes()
             return tensor
 
         tensors = [tensor for tensor in tree_leaves((inputs, named)) if isinstance(tensor, Tensor)]
@@ -91,6 +91,6 @@ class Budget:
             outputs = forward(*inputs, **named)
         del outputs
         own_input = tensors[0].untyped_storage().nbytes() if tensors else 0  # other blocks hold the further inputs, too
-        inputs_held = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        inputs_held = {tensor.untyped_storage()._cdata for tensor in tensors}
         made = sum(size for pointer, size in sizes.items() if pointer not in inputs_held)
         return BlockMemory(made + own_input, own_input)
