@@ -20,6 +20,7 @@ from lockstep.models.weight_files import read_weights
 GOOD = {"model": {"kind": "image-classifier"}, "data": {"train": {"kind": "digits"}}, "run": {"steps": 1}}
 _SECONDS = 2.5  # of processor time, on a machine that runs other tests; a second alone
 _MEMORY = 200 * 2**20
+FILLING = "<filling>"  # of 50 MB, once a file is written: what is forked from a process that has it copies its pages
 
 
 def _good(**more: object) -> str:
@@ -47,8 +48,8 @@ CONFIGS: dict[str, tuple[str, str, str]] = {  # what, the file's suffix, the ref
     "aliases of aliases": (_aliases(mapping=False), "yaml", MANY),
     "aliases of aliases, in mappings": (_aliases(mapping=True), "yaml", MANY),
     "a chain of aliases": (_chain(3000), "yaml", DEEP),
-    "50 MB of YAML": ("#" * 50_000_000, "yaml", LARGE),
-    "50 MB of JSON": (_good(description="x" * 50_000_000), "json", LARGE),
+    "50 MB of YAML": ("#" + FILLING, "yaml", LARGE),
+    "50 MB of JSON": (_good(description=FILLING), "json", LARGE),
     "2,000 brackets": ("[" * 2000, "yaml", DEEP),
     "200,000 brackets": ("[" * 200_000, "yaml", DEEP),
     "2,000 brackets, closed": ("a: " + "[" * 2000 + "]" * 2000, "yaml", DEEP),
@@ -90,6 +91,10 @@ print(json.dumps([results, peak]), file=sys.__stdout__)
 """
 
 
+def _write(file: Path, text: str) -> None:
+    file.write_text(text.replace(FILLING, "x" * 50_000_000))
+
+
 def _done(calls: list[list[str]], folder: Path) -> tuple[list[tuple[int, str, float]], int]:
     (folder / "good.json").write_text(_good())
     child = subprocess.run([sys.executable, "-c", CHILD], input=json.dumps(calls), text=True, cwd=folder, stdout=-1)
@@ -105,7 +110,7 @@ def test_configs(verb: str, tmp_path: Path) -> None:
     calls = []
     for number, (text, suffix, _) in enumerate(CONFIGS.values()):
         file = tmp_path / f"{number}.{suffix}"
-        file.write_text(text)
+        _write(file, text)
         calls.append([word.replace("*", file.name) for word in VERBS[verb]])
     results, peak = _done(calls, tmp_path)
     for (name, (_, _, words)), (code, output, seconds) in zip(CONFIGS.items(), results, strict=True):
@@ -119,7 +124,7 @@ def test_configs(verb: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["50 MB of JSON", "200,000 brackets of JSON"])
 def test_a_config_of_deepspeed(name: str, tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(CONFIGS[name][0])
+    _write(tmp_path / "ds.json", CONFIGS[name][0])
     [(code, output, seconds)], peak = _done([[word.replace("*", "ds.json") for word in VERBS["deepspeed"]]], tmp_path)
     assert code == 2
     assert "parallel.deepspeed.config: " in output
@@ -131,13 +136,13 @@ def test_a_config_of_deepspeed(name: str, tmp_path: Path) -> None:
 RUN_FILES: dict[str, tuple[str, str]] = {  # of a run that is reported: the file and its text
     "aliases in its config": ("config.yaml", _aliases(mapping=False)),
     "brackets in its config": ("config.yaml", "[" * 100_000),
-    "a config of 10 MB": ("config.yaml", "\n" * 10_000_000),
+    "a config of 1 MB": ("config.yaml", "\n" * 1_000_000),
     "brackets in its environment": ("environment.json", "[" * 100_000),
-    "an environment of 50 MB": ("environment.json", '{"a": "' + "x" * 50_000_000 + '"}'),
-    "a summary of 50 MB": ("summary.json", '{"a": "' + "x" * 50_000_000 + '"}'),
-    "a line of 50 MB": ("metrics.jsonl", '{"step": 1, "loss": "' + "x" * 50_000_000 + '"}\n'),
+    "an environment of 50 MB": ("environment.json", '{"a": "' + FILLING + '"}'),
+    "a summary of 50 MB": ("summary.json", '{"a": "' + FILLING + '"}'),
+    "a line of 50 MB": ("metrics.jsonl", '{"step": 1, "loss": "' + FILLING + '"}\n'),
     "brackets in its metrics": ("metrics.jsonl", "[" * 500_000 + "\n"),
-    "a line of 50 MB in its events": ("events.jsonl", '{"step": 1, "text": "' + "x" * 50_000_000 + '"}\n'),
+    "a line of 50 MB in its events": ("events.jsonl", '{"step": 1, "text": "' + FILLING + '"}\n'),
 }
 
 
@@ -147,7 +152,7 @@ def test_reports(tmp_path: Path) -> None:
         run = tmp_path / str(number)
         run.mkdir()
         (run / "config.yaml").write_text(_good())
-        (run / file).write_text(text)
+        _write(run / file, text)
         calls += [["report", run.name], ["ckpt", "ls", run.name]]
     results, peak = _done(calls, tmp_path)
     for call, (code, output, seconds) in zip(calls, results, strict=True):
