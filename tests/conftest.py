@@ -9,15 +9,18 @@ import os
 import shutil
 import signal
 import tempfile
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from kit import worlds
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-_STATE = tempfile.mkdtemp(prefix="lockstep-tests-")
-os.environ["LOCKSTEP_CACHE"] = os.path.join(_STATE, "cache")
-os.environ["XDG_STATE_HOME"] = _STATE  # tests don't touch the user's own
-atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
+if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have those of the process that starts them
+    _STATE = tempfile.mkdtemp(prefix="lockstep-tests-")
+    os.environ["LOCKSTEP_CACHE"] = os.path.join(_STATE, "cache")
+    os.environ["XDG_STATE_HOME"] = _STATE  # tests don't touch the user's own
+    atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,6 +38,18 @@ LONGEST_FIRST = (
     "test_elastic_restarts.py", "test_deferred_values.py",
 )  # fmt: skip
 """Files that take twenty seconds or more. A file's tests run on one worker, so these must not be the last to begin."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    worker: dict[str, Any] = getattr(config, "workerinput", {})
+    if "fork_server" in worker:
+        worlds.share_fork_server(worker["fork_server"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give each worker the fork server of this process: one imports what ranks need, not each worker's own."""
+    node.workerinput["fork_server"] = worlds.fork_server()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,7 +15,7 @@ import socket
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -93,6 +93,20 @@ def served() -> ForkServerContext:
         else:
             os.environ["PYTHONPATH"] = before
     return _CONTEXT
+
+
+def fork_server() -> str:
+    """The address of the server that ranks are forked from, for `share_fork_server` in another process."""
+    served()
+    return str(cast("Any", forkserver._forkserver)._forkserver_address)
+
+
+def share_fork_server(address: str) -> None:
+    """Fork ranks from another process's server instead of one of this process."""
+    server = cast("Any", forkserver._forkserver)
+    server._forkserver_address = address
+    server._forkserver_alive_fd = os.pipe()[1]  # ranks close what keeps their server alive
+    server.ensure_running = resource_tracker.ensure_running
 
 
 def _results(started: list[_Started], patience: float) -> list[Any]:

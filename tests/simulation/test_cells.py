@@ -8,7 +8,7 @@ a refusal                       only where the table of features has it, in its 
 from __future__ import annotations
 
 import pytest
-from kit.cells import PRECISIONS, SIMULATED, allowed, cells, fault, faults, features
+from kit.cells import PRECISIONS, allowed, cells, fault, faults, features
 from kit.simulated import Simulated
 from training.test_features import ASKS
 
@@ -22,14 +22,6 @@ def test_every_layout_runs_as_on_an_accelerator(ranks: int) -> None:
 
 def test_every_feature_of_fsdp_runs_as_on_an_accelerator() -> None:
     assert not faults([("fsdp", feature, "bf16") for feature in features("fsdp") if feature not in PRECISIONS], 2)
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize("layout", SIMULATED)
-def test_every_feature_runs_as_on_an_accelerator(layout: str) -> None:
-    for ranks, rows in cells(every=True).items():
-        of_layout = [row for row in rows if row[0] == layout]
-        assert not (of_layout and faults(of_layout, ranks))
 
 
 def test_a_fault_in_a_cell_is_found() -> None:
