@@ -151,14 +151,15 @@ class Estimator:
             Unpredictable: The host itself is what is simulated.
         """
         parallel = config.parallel
-        section = parallel.deepspeed
         strategy = find_strategy(self.planned(config).strategy)
-        if section.offload_optimizer != "nvme" or strategy.options_of(parallel) is not section:
+        options = strategy.options_of(parallel)
+        changes = strategy.in_memory(options)
+        if not changes:
             return config
         if self.device_type == "cpu":
             raise Unpredictable("state in files is simulated for accelerators alone")
-        moved = section.model_copy(update={"offload_optimizer": "cpu", "nvme_path": None})
-        return config.model_copy(update={"parallel": parallel.model_copy(update={"deepspeed": moved})})
+        moved = {strategy.section: options.model_copy(update=changes)}
+        return config.model_copy(update={"parallel": parallel.model_copy(update=moved)})
 
     def _peaks(self, config: Config, updates: int) -> list[Peak]:
         """Return the peak of the first rank; in a pipeline, of the first rank of each stage."""

@@ -53,6 +53,9 @@ STRATEGY = Strategy(
     family="DeepSpeed ZeRO",
     element_bytes=lambda options: (2, 2) if options.bf16_weights else (None if options.zero_stage == 3 else 4, 4),
     offloads=lambda options: options.offload_optimizer != "none" or options.offload_param != "none",
+    in_memory=lambda options: (
+        {"offload_optimizer": "cpu", "nvme_path": None} if options.offload_optimizer == "nvme" else {}
+    ),
     cells={
         "offload": CPU,
         "compile": refused("DeepSpeed's hooks in the forward are not tested compiled; write false, or take ddp"),

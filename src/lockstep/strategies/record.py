@@ -222,6 +222,7 @@ class Strategy:
         cells: Features that differ from the table's defaults.
         element_bytes: Bytes of an element of what is gathered (None: in the type that each is used in), and reduced.
         offloads: Whether the options ask for offloading.
+        in_memory: Changes with which the host's memory holds what the options put into files; none: they put nothing.
         saves_memory: Options with which an update of several micro-batches holds less: name -> value. They are the
             first change that `plan` names where a run doesn't fit.
         lossy: What the options lose of a gradient, in a sentence; None: nothing.
@@ -254,6 +255,7 @@ class Strategy:
     heeds: Mapping[str, str] = field(default_factory=dict)
     cells: Mapping[str, Cell] = field(default_factory=dict)
     offloads: Callable[[Any], bool] = lambda options: False
+    in_memory: Callable[[Any], Mapping[str, Any]] = lambda options: {}
     saves_memory: Mapping[str, str] = field(default_factory=dict)
     element_bytes: Callable[[Any], tuple[int | None, int]] = lambda options: (4, 4)
     lossy: Callable[[Any], str | None] = lambda options: None
