@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
@@ -27,6 +27,7 @@ from lockstep.core.terminal import echo
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
+    from lockstep.config.schema import Config
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*=.*", re.DOTALL)
 
@@ -58,6 +59,27 @@ def run_command(verb: str, commands: Mapping[str, Command], arguments: Sequence[
     if name not in commands:
         raise ConfigError(f"{verb} has no command {name!r}; {did_you_mean(name, commands)}")
     return commands[name].run(rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A verb's command line, read and checked, so that only its execution is left: here, or by a launcher elsewhere.
+
+    Attributes:
+        execute: Does what the verb does, and returns the exit code.
+        config: The config, if the verb reads one from its arguments.
+        name: What a run with it is called.
+        folder: The folder of the run, if the arguments or the config name it.
+        starts_run: Whether it starts or resumes a run, on any number of nodes.
+        restart: The arguments with which the same run is resumed; None: the same ones.
+    """
+
+    execute: Callable[[], int]
+    config: Config | None = None
+    name: str = ""
+    folder: Path | None = None
+    starts_run: bool = False
+    restart: tuple[str, ...] | None = None
 
 
 class Parser(argparse.ArgumentParser):

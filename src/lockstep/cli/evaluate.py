@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from functools import partial
 
-from lockstep.cli.arguments import Parser, add_json, add_trust, path, ranks
+from lockstep.cli.arguments import Parser, Prepared, add_json, add_trust, path, ranks
 from lockstep.core.json_output import emit
 
 
 def run(arguments: Sequence[str]) -> int:
     """Evaluate the weights that a run left, on the evaluation sets of its config."""
+    return prepare(arguments).execute()
+
+
+def prepare(arguments: Sequence[str]) -> Prepared:
+    """Read the arguments."""
     parser = Parser("eval", "Evaluates the model of a run on its evaluation sets, exactly, on any number of ranks.")
     parser.add_argument("run", type=path, metavar="RUN", help="the run's folder")
     parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="processes; by default those of the run's config")
     add_json(parser)
     add_trust(parser)
     args = parser.parse_args(arguments)
+    return Prepared(partial(_evaluate, args), name=f"eval-{args.run.name}", folder=args.run)
 
+
+def _evaluate(args: argparse.Namespace) -> int:
     from lockstep.training.finished_run import evaluate_run
 
     code, metrics = evaluate_run(

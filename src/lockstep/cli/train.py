@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lockstep.cli.arguments import CONFIG_EPILOG, Parser, add_run, approved_config, count, path
+from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_run, approved_config, count, path
 from lockstep.config.override import Override
 from lockstep.core.errors import ConfigError
 from lockstep.core.json_output import emit
+
+if TYPE_CHECKING:
+    from lockstep.config.loading import LoadedConfig
 
 _EPILOG = f"""{CONFIG_EPILOG}
 RUN is the folder of a run: it resumes from its newest checkpoint that verifies. So does a RECIPE whose run.folder is
@@ -18,6 +24,11 @@ SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGUSR1 save and stop, SIGUSR2 saves and co
 
 def run(arguments: Sequence[str]) -> int:
     """Check the config before any process exists, then train."""
+    return prepare(arguments).execute()
+
+
+def prepare(arguments: Sequence[str]) -> Prepared:
+    """Read and check the arguments."""
     parser = Parser("train", "Trains a recipe or a config file.", _EPILOG, "[RECIPE ...|RUN] [options] [overrides]")
     add_run(parser, "processes on this machine; auto: one per GPU")
     parser.add_argument("--fresh", action="store_true", help="start over, whatever was saved before")
@@ -35,7 +46,18 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError("--fresh starts over, but --from and --fork start from a checkpoint; use one of them")
     overrides = [*_run_folder(origin, args.fork), *overrides]
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run, writes=True)
+    folder = loaded.config.run.folder
+    return Prepared(
+        partial(_train, args, loaded, name, origin),
+        loaded.config,
+        name,
+        Path(folder) if folder is not None else None,
+        starts_run=True,
+        restart=_restart(arguments, args),
+    )
 
+
+def _train(args: argparse.Namespace, loaded: LoadedConfig, name: str, origin: Path | None) -> int:
     from lockstep.monitor.folder import read_summary, recipe_of
     from lockstep.training.locations import find
     from lockstep.training.resuming import Resume
@@ -48,6 +70,21 @@ def run(arguments: Sequence[str]) -> int:
     if args.json and folder is not None:
         emit(read_summary(folder))
     return code
+
+
+def _restart(arguments: Sequence[str], args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the arguments that resume what these have started: without flags that begin anew, and a fork by itself."""
+    words, kept = iter(arguments), list[str]()
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if flag in ("--from", "--fork"):
+            if not equals:
+                next(words)
+        elif word != "--fresh":
+            kept.append(word)
+    if args.fork is not None:
+        kept[kept.index(args.config[0])] = str(args.fork)
+    return tuple(kept)
 
 
 def _run_folder(origin: Path | None, fork: Path | None) -> list[Override]:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
-from lockstep.cli.arguments import CONFIG_EPILOG, Parser, add_config, add_trust, approved_config, path, whole
+from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_config, add_trust, approved_config, path, whole
+
+if TYPE_CHECKING:
+    from lockstep.config.loading import LoadedConfig
 
 _EPILOG = f"""{CONFIG_EPILOG}
 Runs the recipe under each strategy on each number of ranks, with one micro-batch and with several, under its optimizer
@@ -15,6 +20,11 @@ deviation of each run with its likely cause. Exit codes: 0 all runs match, 3 one
 
 def run(arguments: Sequence[str]) -> int:
     """Compare every strategy with the single process, in ranks of this machine."""
+    return prepare(arguments).execute()
+
+
+def prepare(arguments: Sequence[str]) -> Prepared:
+    """Read and check the arguments."""
     summary = "Checks that every strategy trains as a single process does, on your model and data."
     parser = Parser("verify", summary, _EPILOG, "[RECIPE ...] [options] [overrides]")
     add_config(parser)
@@ -31,7 +41,10 @@ def run(arguments: Sequence[str]) -> int:
     add_trust(parser)
     args, overrides = parser.parse(arguments)
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
+    return Prepared(partial(_verify, args, loaded, name), loaded.config, f"verify-{name}")
 
+
+def _verify(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     from lockstep.proof.command import verify
 
     return verify(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from lockstep.core.jobs import Job, JobCommand, JobStatus, LaunchPlan
 from lockstep.core.records import (
     Batch,
     DataFacts,
@@ -30,6 +31,7 @@ from lockstep.core.records import (
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from pydantic import BaseModel
     from torch import Tensor, nn
 
 
@@ -326,3 +328,38 @@ class ObjectStore(Protocol):
     @abstractmethod
     def delete(self, name: str) -> None:
         """Delete an object, if there is one. Raises OSError."""
+
+
+@runtime_checkable
+class Launcher(Protocol):
+    """A place where `lockstep launch` runs a command line of Lockstep: a Slurm cluster, hosts, a cloud.
+
+    Attributes:
+        options: A frozen pydantic model. Its fields become flags, the strings below them the flags' help.
+    """
+
+    options: type[BaseModel]
+
+    @abstractmethod
+    def plan(self, command: JobCommand, options: Any) -> LaunchPlan:
+        """Return what would be written and executed, without doing it. Raises ConfigError.
+
+        Args:
+            options: An object of the class `options`.
+        """
+
+    @abstractmethod
+    def submit(self, plan: LaunchPlan) -> str:
+        """Do what the plan contains, and return the job's identifier. Raises RunFailed."""
+
+    @abstractmethod
+    def status(self, job: Job) -> JobStatus:
+        """Return the job's state. Raises ConfigError if there is no such job."""
+
+    @abstractmethod
+    def follow(self, job: Job) -> int:
+        """Print the job's output until it has ended, and return its exit code, as of `lockstep train`."""
+
+    @abstractmethod
+    def cancel(self, job: Job) -> None:
+        """Stop the job for good. Raises RunFailed."""

@@ -7,6 +7,7 @@
     ├── events.jsonl        evaluations, epochs, and what user code logged
     ├── tensorboard/        curves
     ├── logs/               what each rank printed
+    ├── launch/             what a launcher, such as Slurm's, was given, and its output
     ├── report.html         the run as one page
     ├── summary.json        its result; there once the run is finished
     ├── run.lock            the process that runs it; marks the folder as a run's
@@ -40,6 +41,7 @@ from typing import Any
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, is_missing, is_same_file, read_bounded, write_atomically
+from lockstep.core.jobs import JOB_FILES
 from lockstep.core.local_paths import local_path
 from lockstep.monitor import history
 
@@ -99,7 +101,7 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         if is_finished(path) and not again:
             raise RunFailed(f"the run in {path} is finished; give run.folder another name to train again")
-        content = sorted(entry.name for entry in path.iterdir())
+        content = sorted(entry.name for entry in path.iterdir() if entry.name != JOB_FILES)
         if content and not is_run(path):
             shown = f"{', '.join(content[:3])}{', ...' if content[3:] else ''}"
             remedy = "give run.folder the name of a new folder, or empty this one"
@@ -119,7 +121,7 @@ class RunFolder:
     def archive_attempt(self) -> None:
         """Move what an earlier attempt has left to earlier/N, so that no curve is two runs'. Raises RunFailed."""
         with _run_failed_on_error("archive the content of", self.path):
-            stay = (LOCK, EARLIER, LOGS, CHECKPOINTS)
+            stay = (LOCK, EARLIER, LOGS, CHECKPOINTS, JOB_FILES)
             entries = [entry for entry in self.path.iterdir() if entry.name not in stay]
             if left := [entry for entry in entries if not entry.is_dir() or any(entry.iterdir())]:
                 archive = _next_archive(self.path)

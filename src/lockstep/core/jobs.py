@@ -1,0 +1,81 @@
+"""Records of jobs: what a launcher is to run elsewhere, what it would write for that, and how it goes on.
+
+lockstep launch slurm --nodes 2 train digits    JobCommand --> Launcher.plan --> LaunchPlan --> submit --> Job
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+JOB_FILES = "launch"
+"""The subfolder of a run's folder that launchers write to."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobCommand:
+    """A command line of Lockstep that a launcher runs elsewhere. It has been checked.
+
+    Attributes:
+        words: What follows `lockstep`, from the verb on.
+        restart_words: The same when the job starts again: without `--fresh`, say, which would discard what was saved.
+        typed: The whole command line as it was typed, for comments.
+        name: A short name for the job.
+        folder: Absolute path of the folder for the job's files.
+        ranks: Ranks on each node, if the command states them.
+        nodes: Whether it can run on several nodes.
+        sweep: The words that each run of a sweep adds; empty: there is one run.
+        state_bytes: Estimated bytes of a checkpoint; None: unknown.
+    """
+
+    words: tuple[str, ...]
+    restart_words: tuple[str, ...]
+    typed: str
+    name: str
+    folder: Path
+    ranks: int | None = None
+    nodes: bool = False
+    sweep: tuple[tuple[str, ...], ...] = ()
+    state_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """What a launcher writes and executes to submit a job; `--dry-run` prints it.
+
+    Attributes:
+        files: Contents by absolute path.
+        commands: Programs with their arguments, executed in this order once the files are written.
+        notes: Sentences that the user should read.
+    """
+
+    files: Mapping[Path, str]
+    commands: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A submitted job.
+
+    Attributes:
+        number: The launcher's identifier.
+        folder: The folder of its files; None if only the identifier is known.
+    """
+
+    number: str
+    folder: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """The state of a job.
+
+    Attributes:
+        text: A line for a person.
+        code: Exit code as of `lockstep train`; None while it has not ended.
+    """
+
+    text: str
+    code: int | None = None

@@ -1,0 +1,291 @@
+"""The batch script of a job under Slurm, and the options that it is written from.
+
+#SBATCH lines    what the job needs, how it is warned, where it prints
+setup            the modules and lines that the user gives
+srun             one launcher on each node, which starts the ranks of its node
+after srun       exit code 75, stopped and saved: queued again; any other ends the job
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+from lockstep.core.errors import ConfigError, Paused, Problem
+from lockstep.core.jobs import JobCommand
+from lockstep.strategies.section import Auto, Positive, Section
+
+_SLURM_DELAY_S = 60  # Slurm checks limits that often, so it may be that late
+_WRITTEN_PER_SECOND = 200e6  # bytes, by a node, to a slow shared file system
+_UNKNOWN_STATE_S = 120
+_TIME = re.compile(
+    r"(?:(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?|(?P<rest>\d+(?::\d+){0,2}))"
+)
+
+
+class SlurmOptions(Section):
+    """What a job asks of Slurm."""
+
+    nodes: Positive = 1
+    """Number of nodes; on each of them one launcher starts the ranks."""
+    partition: str | None = None
+    """Partition of the cluster; by default the cluster's own choice."""
+    account: str | None = None
+    """Account that is charged."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that the nodes must have, such as `a100&nvlink`."""
+    time: str | None = None
+    """Time limit, such as 30 (minutes), 4:00:00 or 2-12:00:00; by default the partition's."""
+    gpus_per_node: str | None = None
+    """GPUs of each node, such as 8 or h100:8."""
+    cpus_per_task: Positive | Auto = "auto"
+    """CPUs for the ranks of a node together; auto: one for each rank or GPU, where their number is known."""
+    mem: str | None = None
+    """Memory of each node, such as 200G; 0 is all of it."""
+    exclusive: bool = False
+    """Share the nodes with no other job."""
+    sbatch: tuple[str, ...] = ()
+    """A further option of sbatch, passed on as it is, such as --sbatch=--reservation=night; may be repeated."""
+    srun: tuple[str, ...] = ()
+    """A further option of srun, passed on as it is, such as --srun=--mpi=none; may be repeated."""
+    module: tuple[str, ...] = ()
+    """An environment module to load, such as cuda/12.4; may be repeated."""
+    setup: tuple[str, ...] = ()
+    """A line of bash that runs on the first node before the ranks start; may be repeated."""
+    signal_before: Positive | Auto = "auto"
+    """Seconds before the time limit at which the ranks are asked to save and stop; auto: a minute, and the time that
+    200 MB/s a node take to save the state."""
+    requeue: bool = True
+    """Queue the job again when it was stopped and saved, or a node failed."""
+    array_limit: Positive | None = None
+    """Runs of a sweep that may run at once."""
+    container: Literal["pyxis", "apptainer"] = "pyxis"
+    """What runs the container: the plugin pyxis of srun, or apptainer."""
+    container_image: str | None = None
+    """Container image that the ranks run in, as pyxis or apptainer names it."""
+    container_mounts: tuple[str, ...] = ()
+    """A folder that the container sees besides the working directory, such as /data:/data; may be repeated."""
+    program: str | None = None
+    """Command that starts Lockstep on a node; by default this one's path, or `lockstep` in a container."""
+
+
+def check(command: JobCommand, options: SlurmOptions) -> None:
+    """Raise ConfigError if the options don't fit together or with the command."""
+    problems = []
+    if options.nodes > 1 and not command.nodes:
+        message = f"{options.nodes}, but `lockstep {command.words[0]}` runs on one node; leave it out"
+        problems.append(Problem("--nodes", "", message))
+    if options.array_limit is not None and not command.sweep:
+        problems.append(Problem("--array-limit", "", "is for the runs of a sweep; give --sweep KEY=A,B too"))
+    if options.container_mounts and options.container_image is None:
+        problems.append(Problem("--container-mounts", "", "is for a container; give --container-image too"))
+    for flag, words in (("--sbatch", options.sbatch), ("--srun", options.srun)):
+        problems += [
+            Problem(flag, "", f"{word!r} is not an option; write {flag}=--name=value")
+            for word in words
+            if not re.fullmatch(r"--?[A-Za-z][^\n]*", word)
+        ]
+    limit, before = _limit_seconds(options.time), signal_before(command, options)
+    if options.time is not None and limit is None:
+        problems.append(
+            Problem("--time", "", f"{options.time!r} is not a time of Slurm; write 30, 4:00:00 or 2-12:00:00")
+        )
+    if limit is not None and 2 * before > limit:
+        message = (
+            f"{options.time} is {limit} s, and the ranks are asked to stop {before} s before its end, to save; give a "
+            "longer --time, or a shorter --signal-before"
+        )
+        problems.append(Problem("--time", "", message))
+    if problems:
+        raise ConfigError(problems)
+
+
+def signal_before(command: JobCommand, options: SlurmOptions) -> int:
+    """Return how many seconds before the limit Slurm asks the ranks to stop."""
+    if options.signal_before != "auto":
+        return options.signal_before
+    if command.state_bytes is None:
+        return _UNKNOWN_STATE_S
+    return _SLURM_DELAY_S + round(command.state_bytes / (_WRITTEN_PER_SECOND * options.nodes))
+
+
+def _limit_seconds(time: str | None) -> int | None:
+    """Return the seconds of a time limit: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None if it isn't one."""
+    match = _TIME.fullmatch(time or "")
+    if match is None:
+        return None
+    if match["rest"] is None:
+        days, hours, minutes, seconds = (int(match[unit] or 0) for unit in ("days", "hours", "minutes", "seconds"))
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    numbers = [int(part) for part in match["rest"].split(":")]
+    if len(numbers) == 1:
+        return 60 * numbers[0]
+    return sum(number * factor for number, factor in zip(reversed(numbers), (1, 60, 3600), strict=False))
+
+
+# --- the script -----------------------------------------------------------------------------------------------------
+
+
+def script(command: JobCommand, options: SlurmOptions, directory: Path) -> str:
+    """Return the script.
+
+    Args:
+        directory: Where the command is run.
+    """
+    parts = [
+        "#!/usr/bin/env bash",
+        f"# {' '.join(command.typed.split())}",
+        "# Written by that command, to be read, changed and submitted again: sbatch "
+        + shlex.quote(f"{command.folder}/job.sh"),
+        *_directives(command, options, directory),
+        "",
+        "set -euo pipefail",
+        *_setup(options),
+        *_command(command, options),
+        *_meeting(options),
+        *_srun(command, options, directory),
+        *_ending(command, options),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def output(command: JobCommand) -> Path:
+    """Return the path of the job's output, in which Slurm replaces %j and the like."""
+    return command.folder / ("slurm-%A_%a.out" if command.sweep else "slurm-%j.out")
+
+
+def _directives(command: JobCommand, options: SlurmOptions, directory: Path) -> Iterator[str]:
+    cpus = _cpus(command, options)
+    plain: Mapping[str, object] = {
+        "job-name": command.name,
+        "chdir": directory,
+        "nodes": options.nodes,
+        "partition": options.partition,
+        "account": options.account,
+        "qos": options.qos,
+        "constraint": options.constraint,
+        "time": options.time,
+        "gpus-per-node": options.gpus_per_node,
+        "mem": options.mem,
+    }
+    yield from (_directive(f"--{name}={value}") for name, value in plain.items() if value is not None)
+    if options.exclusive:
+        yield _directive("--exclusive")
+    if command.sweep:
+        limit = f"%{options.array_limit}" if options.array_limit else ""
+        yield "# A sweep: each task of the array is one run."
+        yield _directive(f"--array=0-{len(command.sweep) - 1}{limit}")
+    yield "# One task on each node: the launcher, which starts the ranks of its node and names the first that fails."
+    yield _directive("--ntasks-per-node=1")
+    if cpus is not None:
+        yield "# They share the CPUs of this one task, of which Slurm gives a single one by default."
+        yield _directive(f"--cpus-per-task={cpus}")
+    yield "# A job that is queued again continues its output."
+    yield _directive(f"--output={output(command)}")
+    yield _directive("--open-mode=append")
+    yield f"# Seconds before the time limit, all ranks get SIGUSR1: they save and exit with {Paused.exit_code}."
+    yield _directive(f"--signal=USR1@{signal_before(command, options)}")
+    if options.requeue:
+        yield "# Also after the failure of a node, and after preemption, the job is queued again, and the run resumes."
+    yield _directive("--requeue" if options.requeue else "--no-requeue")
+    yield from (_directive(word) for word in options.sbatch)
+
+
+def _directive(option: str) -> str:
+    """Return a line for sbatch, which reads quotes as a shell does."""
+    return f"#SBATCH {shlex.quote(option)}"
+
+
+def _cpus(command: JobCommand, options: SlurmOptions) -> int | None:
+    if options.cpus_per_task != "auto":
+        return options.cpus_per_task
+    gpus = (options.gpus_per_node or "").rpartition(":")[2]
+    return command.ranks or (int(gpus) if gpus.isdecimal() and int(gpus) else None)
+
+
+def _setup(options: SlurmOptions) -> Iterator[str]:
+    if options.module or options.setup:
+        yield ""
+    if options.module:
+        yield f"module load {shlex.join(options.module)}"
+    yield from options.setup
+
+
+def _command(command: JobCommand, options: SlurmOptions) -> Iterator[str]:
+    yield ""
+    yield f"program=({_program(options)})"
+    if command.restart_words == command.words:
+        yield f"command=({shlex.join(command.words)})"
+    else:
+        yield 'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then'
+        yield f"    command=({shlex.join(command.words)})"
+        yield "else # queued again: resume what the first start has begun"
+        yield f"    command=({shlex.join(command.restart_words)})"
+        yield "fi"
+    if command.sweep:
+        yield "case $SLURM_ARRAY_TASK_ID in"
+        yield from (f"{number}) command+=({shlex.join(words)}) ;;" for number, words in enumerate(command.sweep))
+        yield "esac"
+
+
+def _program(options: SlurmOptions) -> str:
+    """Return the words that start Lockstep on a node, for an array of bash."""
+    if options.program is not None:
+        return options.program
+    if options.container_image is not None:
+        return "lockstep"
+    script = Path(sys.executable).parent / "lockstep"
+    return shlex.quote(str(script)) if script.is_file() else f"{shlex.quote(sys.executable)} -m lockstep"
+
+
+def _meeting(options: SlurmOptions) -> Iterator[str]:
+    """Yield the lines by which launchers on several nodes find each other."""
+    if options.nodes == 1:
+        return
+    yield ""
+    yield "# The launchers meet on the first node, on a port that other jobs there are unlikely to have. The id differs"
+    yield "# for each start of the job, so that nobody meets what an earlier start has left; so does the token, without"
+    yield "# which nobody is let in."
+    yield 'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
+    yield 'command+=(--nodes "$SLURM_JOB_NUM_NODES" --rendezvous "${hosts[0]}:$((10000 + SLURM_JOB_ID % 20000))")'
+    yield 'command+=(--job-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}")'
+    yield "LOCKSTEP_JOB_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
+    yield "export LOCKSTEP_JOB_TOKEN"
+
+
+def _srun(command: JobCommand, options: SlurmOptions, directory: Path) -> Iterator[str]:
+    words = ["srun", "--kill-on-bad-exit=1"]
+    if (cpus := _cpus(command, options)) is not None:
+        words.append(f"--cpus-per-task={cpus}")  # srun doesn't take this over from sbatch by itself
+    inside: list[str] = []
+    mounts = ",".join([f"{directory}:{directory}", *options.container_mounts])
+    if options.container_image is not None and options.container == "pyxis":
+        words += [f"--container-image={options.container_image}", f"--container-mounts={mounts}"]
+        words += [f"--container-workdir={directory}"]
+    elif options.container_image is not None:
+        gpus = ["--nv"] if options.gpus_per_node else []
+        inside = ["apptainer", "exec", *gpus, "--bind", mounts, "--pwd", str(directory), options.container_image]
+    yield ""
+    yield "code=0"
+    start, launcher = shlex.join([*words, *options.srun]), f'{shlex.join(inside)} "${{program[@]}}" "${{command[@]}}"'
+    if options.nodes > 1:
+        yield "# shellcheck disable=SC2016 # each task expands its own number"
+        start = f"""{start} bash -c 'exec "$@" --node-rank "$SLURM_NODEID"' launcher"""
+    yield f"{start} \\"
+    yield f"    {launcher.strip()} || code=$?"
+
+
+def _ending(command: JobCommand, options: SlurmOptions) -> Iterator[str]:
+    if options.requeue:
+        job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if command.sweep else "$SLURM_JOB_ID"
+        yield ""
+        yield f"if [ $code = {Paused.exit_code} ]; then # stopped and saved: resume as soon as there are nodes again"
+        yield f'    scontrol requeue "{job}"'
+        yield "fi"
+    yield "exit $code"

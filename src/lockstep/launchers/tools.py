@@ -1,0 +1,89 @@
+"""What all launchers need of this machine: running other programs, writing a job's files, printing its output.
+
+execute(["sbatch", ...])    its output, or one sentence if it is missing or refuses
+OutputTail(pattern)         prints what is new in the files that match
+"""
+
+from __future__ import annotations
+
+import glob
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lockstep.core.errors import RunFailed
+from lockstep.core.files import write_atomically
+from lockstep.core.terminal import echo, plain
+
+_PATIENCE_S = 120
+_MOST_LINES = 3
+
+
+def execute(words: Sequence[str], remedy: str = "") -> str:
+    """Run a program and return what it prints on stdout.
+
+    Args:
+        remedy: What to do if the program isn't there, as the end of a sentence.
+
+    Raises:
+        RunFailed: It isn't there, fails or doesn't answer; with its own words.
+    """
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=_PATIENCE_S, check=False)
+    except FileNotFoundError:
+        raise RunFailed(f"{words[0]} is not installed here{f'; {remedy}' if remedy else ''}") from None
+    except OSError as error:
+        raise RunFailed(f"{words[0]} can't be started: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise RunFailed(f"{shlex.join(words)} did not answer within {_PATIENCE_S} s") from None
+    if done.returncode != 0:
+        lines = [line.strip().removeprefix(f"{words[0]}: error: ") for line in done.stderr.splitlines() if line.strip()]
+        why = "; ".join(lines[:_MOST_LINES]) or f"exit code {done.returncode}"
+        raise RunFailed(f"{words[0]} failed: {why}")
+    return done.stdout
+
+
+def write_files(files: Mapping[Path, str]) -> None:
+    """Write a job's files. Raises RunFailed."""
+    for path, text in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, text)
+            path.chmod(0o755 if text.startswith("#!") else 0o644)
+        except OSError as error:
+            raise RunFailed(f"can't write {path}: {error.strerror}") from None
+
+
+class OutputTail:
+    """Prints what is added to a job's output files.
+
+    Args:
+        pattern: Of their paths, as of `glob`.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+        self._read: dict[str, int] = {}
+        self._last = ""
+
+    def print_new(self) -> bool:
+        """Print what is new, with the file's name where another file's lines came before; return if anything was."""
+        printed = False
+        for path in sorted(glob.glob(self._pattern)):
+            try:
+                with open(path, "rb") as file:
+                    file.seek(self._read.get(path, 0))
+                    new = file.read()
+            except OSError:  # a shared folder may be slow to show it
+                continue
+            whole = new[: new.rfind(b"\n") + 1]  # the rest of a line comes later
+            if not whole:
+                continue
+            self._read[path] = self._read.get(path, 0) + len(whole)
+            if len(self._read) > 1 and path != self._last:
+                echo(f"--- {Path(path).name}", file=sys.stderr)
+            self._last, printed = path, True
+            echo(plain(whole.decode(errors="replace").rstrip("\n")), flush=True)
+        return printed
