@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from lockstep.core.errors import Failure as Failure
     from lockstep.core.errors import RunFailed as RunFailed
     from lockstep.core.errors import VerificationError as VerificationError
+    from lockstep.core.jobs import JobCommand as JobCommand
+    from lockstep.core.jobs import JobStatus as JobStatus
+    from lockstep.core.jobs import LaunchedJob as LaunchedJob
+    from lockstep.core.jobs import LaunchPlan as LaunchPlan
+    from lockstep.core.protocols import Launcher as Launcher
     from lockstep.core.protocols import Monitor as Monitor
     from lockstep.core.protocols import Objective as Objective
     from lockstep.core.protocols import ObjectStore as ObjectStore
@@ -62,7 +67,8 @@ _HOMES = {
     for module, names in {
         "lockstep.config.schema": "Config",
         "lockstep.core.errors": "CollectiveTimeout ConfigError Failure RunFailed VerificationError",
-        "lockstep.core.protocols": "Monitor ObjectStore Objective Source Transform",
+        "lockstep.core.jobs": "JobCommand JobStatus LaunchPlan LaunchedJob",
+        "lockstep.core.protocols": "Launcher Monitor ObjectStore Objective Source Transform",
         "lockstep.core.records": "Batch DataFacts EvaluationReport Request RestartReport RunInfo SaveReport StepReport",
         "lockstep.distributed.forward_mode": "positions",
         "lockstep.distributed.generators": "register_generator",

@@ -56,6 +56,12 @@ def test_every_verb_and_recipe_is_offered() -> None:
         ("train data.evaluation.$(x).kin", []),
         ("eval --optim.l", []),
         ("nothing --fr", []),
+        ("launch sl", ["slurm"]),
+        ("launch slurm --parti", ["--partition"]),
+        ("launch slurm --nodes 2 tr", ["train"]),
+        ("launch slurm --exclusive --nodes 2 train --fre", ["--fresh"]),
+        ("launch slurm --container a", ["apptainer"]),
+        ("launch slurm ca", ["cancel"]),
     ],
 )
 def test_what_is_offered(line: str, offered: list[str]) -> None:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from kit.commands import run_lockstep, run_script
 
+from lockstep.cli.launch import VERBS as LAUNCHED
 from lockstep.cli.main import VERBS, main
 from lockstep.config import shape
 from lockstep.config.loading import validate
@@ -79,7 +80,9 @@ def test_verbs_and_flags_exist(page: Path) -> None:
     quoted = "\n".join(block for block in blocks(page, "") if "lockstep: " in block)
     for verb, *words in verb_lines(page):
         assert verb in VERBS, verb
-        named = help_of(verb, words[0]) if verb in ("config", "data") else help_of(verb)
+        named = help_of(verb, words[0]) if verb in ("config", "data", "launch") else help_of(verb)
+        if launched := [word for word in words if verb == "launch" and word in LAUNCHED]:
+            named += help_of(launched[0])
         for word in words:
             flag = re.match(r"--?[\w.-]+", word)
             if flag and f"{flag[0]}:" not in quoted:  # a mistake with its message is shown on purpose

@@ -4,7 +4,7 @@
     namespace n1          slurmd               veth   10.77.X.11      network, host name and mounts of its own
     namespace n2          slurmd               veth   10.77.X.12
 
-Needs root, iproute2, and Debian's slurm-wlm and munge; `why_not` tells what is missing.
+Needs root, iproute2, and Debian's slurm-wlm and munge; `why_not` returns what is missing.
 """
 
 from __future__ import annotations

@@ -43,7 +43,28 @@ def answer(before: list[str], current: str) -> Reply:
         if not rest:
             return Reply(_beginning({way: entry["help"] for way, entry in inner.items()} | _HELP, current))
         command, rest = inner.get(rest[0]), rest[1:]
+        if before[0] == "launch" and command is not None:
+            return _launched(table, command, rest, current)
     return Reply() if command is None else _argument(table, command, rest, current)
+
+
+def _launched(table: dict[str, Any], command: dict[str, Any], before: list[str], current: str) -> Reply:
+    """Complete a launcher's flags, then the verb, then the verb's own arguments."""
+    flags: dict[str, Any] = command["flags"]
+    number = 0
+    while number < len(before) and before[number].startswith("-"):
+        number += 2 if "takes" in flags.get(before[number], {}) else 1
+    verb = before[number] if number < len(before) else None
+    if verb in command["verbs"]:
+        return answer(before[number:], current)
+    if verb is not None:
+        return Reply(files=verb in command["of_jobs"])
+    words = _argument(table, command, before, current)
+    return (
+        words
+        if number > len(before) or current.startswith("-")
+        else Reply(_beginning(dict.fromkeys((*command["verbs"], *command["of_jobs"]), ""), current))
+    )
 
 
 def _argument(table: dict[str, Any], command: dict[str, Any], before: list[str], current: str) -> Reply:

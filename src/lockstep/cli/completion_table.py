@@ -12,9 +12,11 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NoReturn
 from unittest.mock import patch
 
+from lockstep.cli import launch
 from lockstep.cli.arguments import Command, Parser
 from lockstep.cli.main import VERBS
 from lockstep.config import reference, shape
@@ -50,10 +52,15 @@ def _command(module: str, summary: str) -> dict[str, Any]:
     return {
         "help": _shortened(summary),
         "commands": {
-            name: {"help": _shortened(command.summary), **_arguments(_parser(command.run, []))}
+            name: {"help": _shortened(command.summary), **_arguments(_parser(command.run, [])), **_launched(verb)}
             for name, command in commands.items()
         },
     }
+
+
+def _launched(verb: ModuleType) -> dict[str, Any]:
+    """Return the words that follow the flags of a launcher."""
+    return {"verbs": [*launch.VERBS], "of_jobs": [*launch.OF_JOBS]} if verb is launch else {}
 
 
 class _Built(Exception):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -23,9 +24,9 @@ from typing import TYPE_CHECKING, cast
 from lockstep.cli.arguments import Command, Parser, Prepared, run_command
 from lockstep.cli.section_flags import add_section, section_of
 from lockstep.core.closest import did_you_mean
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
-from lockstep.core.jobs import JOB_FILES, Job, JobCommand, LaunchPlan
+from lockstep.core.jobs import JOB_FILES, JobCommand, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop, write_stderr
 from lockstep.core.terminal import echo
 from lockstep.launchers.registry import find_launcher, summaries
@@ -35,11 +36,12 @@ if TYPE_CHECKING:
 
 VERBS = {"train": "train", "eval": "evaluate", "verify": "verify", "memory": "memory"}
 """Verbs that a launcher can run -> their modules, each with a function `prepare`."""
-_OF_JOBS = {
+OF_JOBS = {
     "status": "print the state of a job",
     "follow": "print a job's output until it has ended, and return its exit code",
     "cancel": "stop a job for good",
 }
+"""Commands about a job, which take the place of VERB."""
 _RECORD = "job.json"
 _MOST_RUNS = 1000  # of a sweep: more are a mistake
 
@@ -77,7 +79,7 @@ def _launch(where: str, arguments: Sequence[str]) -> int:
     args = parser.parse_args(own)
     if not words:
         raise ConfigError(f"lockstep launch {where} needs the command line to run, such as: train digits --ranks 2")
-    if words[0] in _OF_JOBS:
+    if words[0] in OF_JOBS:
         return _of_job(where, launcher, words)
     options = section_of(args, launcher.options)
     command = _job_command(where, args.sweep, arguments, words, _nodes(options))
@@ -88,10 +90,10 @@ def _launch(where: str, arguments: Sequence[str]) -> int:
         _print_plan(plan)
         return 0
     _refuse_second(where, launcher, command)
-    number = launcher.submit(plan)
+    number = _submit(launcher, plan, command.folder)
     _remember(where, command, number)
     echo(f"{where} job {number}; its files are in {_short(command.folder)}", file=sys.stderr)
-    return _follow(where, launcher, Job(number, command.folder)) if args.follow else 0
+    return _follow(where, launcher, LaunchedJob(number, command.folder)) if args.follow else 0
 
 
 def _divided(arguments: Sequence[str], flags: dict[str, bool]) -> tuple[list[str], list[str]]:
@@ -147,7 +149,7 @@ def _job_command(
 def _checked(words: Sequence[str], nodes: int) -> _Checked:
     verb, *arguments = words
     if verb not in VERBS:
-        raise ConfigError(f"lockstep launch can't run {verb!r}; {did_you_mean(verb, [*VERBS, *_OF_JOBS])}")
+        raise ConfigError(f"lockstep launch can't run {verb!r}; {did_you_mean(verb, [*VERBS, *OF_JOBS])}")
     prepared = cast("Prepared", import_module(f"lockstep.cli.{VERBS[verb]}").prepare(arguments))
     _check_ranks(prepared, nodes)
     if prepared.folder is not None:
@@ -208,24 +210,35 @@ def _print_plan(plan: LaunchPlan) -> None:
         echo(f"would execute: {shlex.join(words)}", file=sys.stderr)
 
 
-def _follow(where: str, launcher: Launcher, job: Job) -> int:
+def _follow(where: str, launcher: Launcher, job: LaunchedJob) -> int:
     ways = "; ".join(f"lockstep launch {where} {way} {job.number}" for way in ("follow", "cancel"))
-    with undo_on_stop(lambda: write_stderr(f"the job goes on: {ways}")):
+    with undo_on_stop(lambda: write_stderr(f"the job continues: {ways}")):
         return launcher.follow(job)
 
 
 def _of_job(where: str, launcher: Launcher, words: Sequence[str]) -> int:
-    parser = Parser(f"launch {where} {words[0]}", f"{_OF_JOBS[words[0]].capitalize()}.")
+    parser = Parser(f"launch {where} {words[0]}", f"{OF_JOBS[words[0]].capitalize()}.")
     parser.add_argument("job", metavar="JOB|RUN", help="the job's identifier, or a folder or a name of its run")
     job = _job(where, parser.parse_args(list(words[1:])).job)
     if words[0] == "follow":
         return _follow(where, launcher, job)
     if words[0] == "cancel":
         launcher.cancel(job)
-        echo(f"{where} job {job.number} is cancelled")
+        echo(f"{where} job {job.number} is canceled")
         return 0
     echo(launcher.status(job).text)
     return 0
+
+
+def _submit(launcher: Launcher, plan: LaunchPlan, folder: Path) -> str:
+    """Submit the job and return its identifier; leave no new folder behind if it is refused."""
+    existed = folder.parent.exists()
+    try:
+        return launcher.submit(plan)
+    except Failure:
+        if not existed:
+            shutil.rmtree(folder.parent, ignore_errors=True)
+        raise
 
 
 def _remember(where: str, command: JobCommand, number: str) -> None:
@@ -235,17 +248,17 @@ def _remember(where: str, command: JobCommand, number: str) -> None:
     write_files({command.folder / _RECORD: json.dumps(record, indent=2) + "\n"})
 
 
-def _job(where: str, text: str) -> Job:
+def _job(where: str, text: str) -> LaunchedJob:
     """Return the job that an identifier or a run's folder names. Raises ConfigError."""
     if not Path(text).is_dir():
-        return Job(text)
+        return LaunchedJob(text)
     job = _remembered(where, Path(text, JOB_FILES))
     if job is None:
         raise ConfigError(f"{text} has no {JOB_FILES}/{_RECORD}: no job was launched for it; give the job's identifier")
     return job
 
 
-def _remembered(where: str, folder: Path) -> Job | None:
+def _remembered(where: str, folder: Path) -> LaunchedJob | None:
     path = folder / _RECORD
     if not path.is_file():
         return None
@@ -256,7 +269,7 @@ def _remembered(where: str, folder: Path) -> Job | None:
         raise ConfigError(f"{path} is damaged; give the job's identifier") from None
     if launcher != where:
         raise ConfigError(f"{folder.parent} was launched with {launcher}: lockstep launch {launcher} ...")
-    return Job(number, folder)
+    return LaunchedJob(number, folder)
 
 
 def _refuse_second(where: str, launcher: Launcher, command: JobCommand) -> None:

@@ -27,11 +27,11 @@ from lockstep.launch.outcome import report_to_torchrun
 VERBS = {
     "init": ("init", "write a first config, with comments"),
     "train": ("train", "train a recipe or a config file"),
+    "launch": ("launch", "run a command elsewhere, such as on the nodes of a Slurm cluster"),
     "eval": ("evaluate", "evaluate the model of a run on its evaluation sets"),
     "generate": ("generate", "continue a text with the language model of a run"),
     "export": ("export", "write a run's model for other tools"),
     "report": ("report", "write a run as one HTML page"),
-    "launch": ("launch", "run a command elsewhere: on the nodes of a Slurm cluster"),
     "verify": ("verify", "check on your model that every strategy trains as a single process does"),
     "plan": ("plan", "show what a run will be, without starting it"),
     "memory": ("memory", "measure on your model what each way to save memory saves and costs"),
@@ -136,7 +136,7 @@ def _no_verb(word: str) -> str:
 
 _VERBS_OF_OTHER_TOOLS = {
     **dict.fromkeys(
-        ("launch", "torchrun", "spawn"),
+        ("torchrun", "spawn"),
         "lockstep train --ranks N starts N ranks, and torchrun starts your script",
     ),
     **dict.fromkeys(("run", "fit", "finetune", "fine-tune", "pretrain", "start"), "lockstep train RECIPE trains"),
@@ -145,8 +145,13 @@ _VERBS_OF_OTHER_TOOLS = {
     **dict.fromkeys(("resume", "continue"), "lockstep train RUN resumes a run; --from and --fork begin from one"),
     **dict.fromkeys(("save", "convert", "merge-weights", "push"), "lockstep export RUN writes a model for other tools"),
     **dict.fromkeys(("checkpoint", "checkpoints"), "lockstep ckpt ls RUN lists them"),
+<<<<<<< HEAD
     **dict.fromkeys(("estimate-memory", "dry-run"), "lockstep plan shows a run without starting it"),
     **dict.fromkeys(("tune", "sweep"), "there are no sweeps; run lockstep train once for each value"),
+=======
+    **dict.fromkeys(("estimate-memory", "dry-run", "env"), "lockstep plan shows a run without starting it"),
+    **dict.fromkeys(("tune", "sweep"), "lockstep launch slurm --sweep KEY=A,B train RECIPE trains once for each value"),
+>>>>>>> e7298e0 (lockstep launch slurm: a command line as a batch job, checked, submitted, followed, queued again; a protocol for launchers)
 }
 
 

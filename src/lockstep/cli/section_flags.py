@@ -54,7 +54,9 @@ def section_of(args: argparse.Namespace, section: type[BaseModel]) -> BaseModel:
     try:
         return section.model_validate(values)
     except ValidationError as error:
-        raise ConfigError([_problem(section, str(each["loc"][0]), each["msg"]) for each in error.errors()]) from None
+        raise ConfigError(
+            [_problem(section, str(each["loc"][0]), each["msg"], args) for each in error.errors()]
+        ) from None
 
 
 def _flag(name: str) -> str:
@@ -77,7 +79,7 @@ def _converted(text: str, at: ValueShape) -> object:
     return text
 
 
-def _problem(section: type[BaseModel], name: str, message: str) -> Problem:
+def _problem(section: type[BaseModel], name: str, message: str, args: argparse.Namespace) -> Problem:
     at = shape.fields(section)[name]
     valid = expectation(ValueShape(whole=at.whole, real=at.real, choices=at.choices)) if at.whole or at.real else ""
-    return Problem(_flag(name), "", f"is not {valid}" if valid else message)
+    return Problem(_flag(name), "", f"{getattr(args, name)!r} is not {valid}" if valid else message)

@@ -73,7 +73,7 @@ def _train(args: argparse.Namespace, loaded: LoadedConfig, name: str, origin: Pa
 
 
 def _restart(arguments: Sequence[str], args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the arguments that resume what these have started: without flags that begin anew, and a fork by itself."""
+    """Return the arguments that resume what these have started: without flags that start over, and a fork by itself."""
     words, kept = iter(arguments), list[str]()
     for word in words:
         flag, equals, _ = word.partition("=")

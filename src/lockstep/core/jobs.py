@@ -1,6 +1,6 @@
-"""Records of jobs: what a launcher is to run elsewhere, what it would write for that, and how it goes on.
+"""Records of jobs: what a launcher is to run elsewhere, what it would write for that, and the state of it.
 
-lockstep launch slurm --nodes 2 train digits    JobCommand --> Launcher.plan --> LaunchPlan --> submit --> Job
+lockstep launch slurm --nodes 2 train digits    JobCommand --> Launcher.plan --> LaunchPlan --> submit --> LaunchedJob
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class JobCommand:
 
     Attributes:
         words: What follows `lockstep`, from the verb on.
-        restart_words: The same when the job starts again: without `--fresh`, say, which would discard what was saved.
+        restart_words: The same when the job starts again: without `--fresh`, for one, which would discard what was saved.
         typed: The whole command line as it was typed, for comments.
         name: A short name for the job.
         folder: Absolute path of the folder for the job's files.
@@ -42,7 +42,7 @@ class JobCommand:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """What a launcher writes and executes to submit a job; `--dry-run` prints it.
+    """The files that a launcher writes and the programs it executes to submit a job; `--dry-run` prints both.
 
     Attributes:
         files: Contents by absolute path.
@@ -56,7 +56,7 @@ class LaunchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LaunchedJob:
     """A submitted job.
 
     Attributes:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from lockstep.core.jobs import Job, JobCommand, JobStatus, LaunchPlan
+from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.records import (
     Batch,
     DataFacts,
@@ -353,13 +353,13 @@ class Launcher(Protocol):
         """Do what the plan contains, and return the job's identifier. Raises RunFailed."""
 
     @abstractmethod
-    def status(self, job: Job) -> JobStatus:
+    def status(self, job: LaunchedJob) -> JobStatus:
         """Return the job's state. Raises ConfigError if there is no such job."""
 
     @abstractmethod
-    def follow(self, job: Job) -> int:
+    def follow(self, job: LaunchedJob) -> int:
         """Print the job's output until it has ended, and return its exit code, as of `lockstep train`."""
 
     @abstractmethod
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: LaunchedJob) -> None:
         """Stop the job for good. Raises RunFailed."""

@@ -56,12 +56,12 @@ class SignalRequests:
         return self._read
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """Handle a stop signal."""
-        now = time.monotonic()
+        """Handle a stop signal. After SIGUSR1, a scheduler's warning, the limit's own signal is the same request."""
+        now, stop = time.monotonic(), signal.Signals(number)
+        warned = self.last_stop is signal.SIGUSR1 and stop is not signal.SIGUSR1
         if now - self._stopped_at >= _SAME_REQUEST:
-            self._stopped_at = now
-            self.last_stop = signal.Signals(number)
-            self.stops += 1
+            self._stopped_at, self.last_stop = now, stop
+            self.stops += not warned
         self._wake()
 
     def save(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""All launchers: a line for each of Lockstep's; users add theirs without one.
+"""All launchers: a line for each of Lockstep's; users add launchers without one.
 
 lockstep launch slurm                  an object listed here
 lockstep launch my_package:LAUNCHER    an object by `module:Name`, or `file.py:Name`

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lockstep.core.errors import ConfigError, Paused, RunFailed, Stopped
-from lockstep.core.jobs import Job, JobCommand, JobStatus, LaunchPlan
+from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.terminal import echo
 from lockstep.launchers.slurm_script import SlurmOptions, check, script
 from lockstep.launchers.tools import OutputTail, execute, write_files
@@ -53,12 +53,12 @@ class SlurmLauncher:
             number = _asked(words).strip().split(";")[0]  # JOB;CLUSTER where there are several clusters
         return number
 
-    def status(self, job: Job) -> JobStatus:
+    def status(self, job: LaunchedJob) -> JobStatus:
         """Return the state of a job, or of all runs of a sweep."""
         tasks = _tasks(job.number)
         return JobStatus("\n".join(_line(task) for task in tasks), _code(tasks))
 
-    def follow(self, job: Job) -> int:
+    def follow(self, job: LaunchedJob) -> int:
         """Print the job's output and its changes of state until it has ended."""
         tasks = _tasks(job.number)
         tail = OutputTail(_pattern(tasks))
@@ -77,7 +77,7 @@ class SlurmLauncher:
             if time.monotonic() - asked_at >= _ASK_S:
                 tasks, asked_at = _tasks(job.number), time.monotonic()
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: LaunchedJob) -> None:
         """Cancel the job: Slurm sends SIGTERM to its processes, so the ranks save as far as Slurm's KillWait allows."""
         if self.status(job).code is not None:
             raise ConfigError(f"Slurm job {job.number} has ended already: {self.status(job).text}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +28,7 @@ _TIME = re.compile(
 
 
 class SlurmOptions(Section):
-    """What a job asks of Slurm."""
+    """Options of a job under Slurm."""
 
     nodes: Positive = 1
     """Number of nodes; on each of them one launcher starts the ranks."""
@@ -66,11 +66,11 @@ class SlurmOptions(Section):
     array_limit: Positive | None = None
     """Runs of a sweep that may run at once."""
     container: Literal["pyxis", "apptainer"] = "pyxis"
-    """What runs the container: the plugin pyxis of srun, or apptainer."""
+    """The program that runs the container: the plugin pyxis of srun, or apptainer."""
     container_image: str | None = None
     """Container image that the ranks run in, as pyxis or apptainer names it."""
     container_mounts: tuple[str, ...] = ()
-    """A folder that the container sees besides the working directory, such as /data:/data; may be repeated."""
+    """A further folder that the container sees, such as /data:/data; may be repeated."""
     program: str | None = None
     """Command that starts Lockstep on a node; by default this one's path, or `lockstep` in a container."""
 
@@ -156,7 +156,7 @@ def script(command: JobCommand, options: SlurmOptions, directory: Path) -> str:
 
 
 def output(command: JobCommand) -> Path:
-    """Return the path of the job's output, in which Slurm replaces %j and the like."""
+    """Return the path of the job's output, in which Slurm replaces %j, %A and %a."""
     return command.folder / ("slurm-%A_%a.out" if command.sweep else "slurm-%j.out")
 
 
@@ -221,17 +221,22 @@ def _command(command: JobCommand, options: SlurmOptions) -> Iterator[str]:
     yield ""
     yield f"program=({_program(options)})"
     if command.restart_words == command.words:
-        yield f"command=({shlex.join(command.words)})"
+        yield f"command=({_array(command.words)})"
     else:
         yield 'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then'
-        yield f"    command=({shlex.join(command.words)})"
+        yield f"    command=({_array(command.words)})"
         yield "else # queued again: resume what the first start has begun"
-        yield f"    command=({shlex.join(command.restart_words)})"
+        yield f"    command=({_array(command.restart_words)})"
         yield "fi"
     if command.sweep:
         yield "case $SLURM_ARRAY_TASK_ID in"
-        yield from (f"{number}) command+=({shlex.join(words)}) ;;" for number, words in enumerate(command.sweep))
+        yield from (f"{number}) command+=({_array(words)}) ;;" for number, words in enumerate(command.sweep))
         yield "esac"
+
+
+def _array(words: Sequence[str]) -> str:
+    """Return the words for an array of bash; commas are quoted, too, because they look like a mistake there."""
+    return " ".join(f"'{word}'" if "," in word and shlex.quote(word) == word else shlex.quote(word) for word in words)
 
 
 def _program(options: SlurmOptions) -> str:
@@ -249,9 +254,8 @@ def _meeting(options: SlurmOptions) -> Iterator[str]:
     if options.nodes == 1:
         return
     yield ""
-    yield "# The launchers meet on the first node, on a port that other jobs there are unlikely to have. The id differs"
-    yield "# for each start of the job, so that nobody meets what an earlier start has left; so does the token, without"
-    yield "# which nobody is let in."
+    yield "# The launchers meet on the first node, on a port that other jobs there are unlikely to have. The id and the"
+    yield "# token differ for each start of the job: none meets what an earlier start has left, and no stranger is let in."
     yield 'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
     yield 'command+=(--nodes "$SLURM_JOB_NUM_NODES" --rendezvous "${hosts[0]}:$((10000 + SLURM_JOB_ID % 20000))")'
     yield 'command+=(--job-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}")'

@@ -1,4 +1,4 @@
-"""What all launchers need of this machine: running other programs, writing a job's files, printing its output.
+"""Tools that launchers share: running other programs, writing a job's files, printing its output.
 
 execute(["sbatch", ...])    its output, or one sentence if it is missing or refuses
 OutputTail(pattern)         prints what is new in the files that match

@@ -39,6 +39,7 @@ class RunSignals:
         self._twice_stops = twice_stops
         self._ends = ends
         self._stop_requested_at: float | None = None
+        self._warned = False
         self._save_requested_at: float | None = None
         self._requests_save = False
 
@@ -52,9 +53,11 @@ class RunSignals:
         """Handle a stop signal."""
         now = time.monotonic()
         if self._stop_requested_at is None:
-            self._stop_requested_at = now
+            self._stop_requested_at, self._warned = now, number == signal.SIGUSR1
             when = "is about to end anyway" if self._ends else "stops after this update, and saves"
             self._print(f"{when}; once more stops at once")
+        elif self._warned and number != signal.SIGUSR1:
+            self._warned = False  # the limit that a scheduler has warned of: the same request
         elif self._twice_stops and now - self._stop_requested_at > _SAME_SIGNAL_S:
             raise Stopped(f"stopped at once by a second signal ({signal.Signals(number).name})")
 

