@@ -57,8 +57,12 @@ those of the command: 0 done, 1 failed, 2 fix your config, 75 stopped and saved,
 
 def run(arguments: Sequence[str]) -> int:
     """Submit a command line to a launcher, or ask it about a job."""
-    if arguments and ":" in arguments[0] and not arguments[0].startswith("-"):
-        return _launch(arguments[0], arguments[1:])
+    where = arguments[0] if arguments else ""
+    if ":" in where and not where.startswith("-"):
+        return _launch(where, arguments[1:])
+    if where and where not in ("-h", "--help", *COMMANDS):
+        known = did_you_mean(where, COMMANDS, "it can be")
+        raise ConfigError(f"{where!r} is no place to launch at; {known}; lockstep train --ranks N starts N ranks here")
     return run_command("launch", COMMANDS, arguments, "lockstep launch WHERE --help prints the options of a launcher.")
 
 

@@ -19,7 +19,7 @@ class JobCommand:
 
     Attributes:
         words: What follows `lockstep`, from the verb on.
-        restart_words: The same when the job starts again: without `--fresh`, for one, which would discard what was saved.
+        restart_words: The same when the job starts again: without `--fresh`, which would discard what was saved.
         typed: The whole command line as it was typed, for comments.
         name: A short name for the job.
         folder: Absolute path of the folder for the job's files.

@@ -254,8 +254,8 @@ def _meeting(options: SlurmOptions) -> Iterator[str]:
     if options.nodes == 1:
         return
     yield ""
-    yield "# The launchers meet on the first node, on a port that other jobs there are unlikely to have. The id and the"
-    yield "# token differ for each start of the job: none meets what an earlier start has left, and no stranger is let in."
+    yield "# The launchers connect to the first node, on a port that other jobs there are unlikely to have. The id and the"
+    yield "# token differ for each start of the job: none takes part in an earlier start, and no stranger in this one."
     yield 'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
     yield 'command+=(--nodes "$SLURM_JOB_NUM_NODES" --rendezvous "${hosts[0]}:$((10000 + SLURM_JOB_ID % 20000))")'
     yield 'command+=(--job-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}")'
