@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from lockstep.cli.arguments import Parser, add_json, path, port
+from lockstep.cli.arguments import Parser, Prepared, add_json, path, port
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 
 
 def run(arguments: Sequence[str]) -> int:
     """Check this machine."""
+    return prepare(arguments).execute()
+
+
+def prepare(arguments: Sequence[str]) -> Prepared:
+    """Read the arguments."""
     summary = "Checks this machine for what makes training fail; exit code 3 if something is wrong."
     parser = Parser("doctor", summary)
     parser.add_argument(
@@ -25,8 +32,10 @@ def run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--port", type=port, default=0, metavar="N", help="the port that launch.port will have")
     add_json(parser)
-    args = parser.parse_args(arguments)
+    return Prepared(partial(_examine, parser.parse_args(arguments)), name="doctor")
 
+
+def _examine(args: argparse.Namespace) -> int:
     from lockstep.doctor.checks import examine
     from lockstep.doctor.findings import MachineView
     from lockstep.doctor.output import as_json, describe, exit_code

@@ -34,7 +34,7 @@ from lockstep.launchers.registry import find_launcher, summaries
 if TYPE_CHECKING:
     from lockstep.core.protocols import Launcher
 
-VERBS = {"train": "train", "eval": "evaluate", "verify": "verify", "memory": "memory"}
+VERBS = {"train": "train", "eval": "evaluate", "verify": "verify", "memory": "memory", "doctor": "doctor"}
 """Verbs that a launcher can run -> their modules, each with a function `prepare`."""
 OF_JOBS = {
     "status": "print the state of a job",

@@ -145,13 +145,8 @@ _VERBS_OF_OTHER_TOOLS = {
     **dict.fromkeys(("resume", "continue"), "lockstep train RUN resumes a run; --from and --fork begin from one"),
     **dict.fromkeys(("save", "convert", "merge-weights", "push"), "lockstep export RUN writes a model for other tools"),
     **dict.fromkeys(("checkpoint", "checkpoints"), "lockstep ckpt ls RUN lists them"),
-<<<<<<< HEAD
     **dict.fromkeys(("estimate-memory", "dry-run"), "lockstep plan shows a run without starting it"),
-    **dict.fromkeys(("tune", "sweep"), "there are no sweeps; run lockstep train once for each value"),
-=======
-    **dict.fromkeys(("estimate-memory", "dry-run", "env"), "lockstep plan shows a run without starting it"),
     **dict.fromkeys(("tune", "sweep"), "lockstep launch slurm --sweep KEY=A,B train RECIPE trains once for each value"),
->>>>>>> e7298e0 (lockstep launch slurm: a command line as a batch job, checked, submitted, followed, queued again; a protocol for launchers)
 }
 
 

@@ -254,7 +254,7 @@ def _meeting(options: SlurmOptions) -> Iterator[str]:
     if options.nodes == 1:
         return
     yield ""
-    yield "# The launchers connect to the first node, on a port that other jobs there are unlikely to have. The id and the"
+    yield "# The launchers connect to the first node, on a port that other jobs are unlikely to have. The id and the"
     yield "# token differ for each start of the job: none takes part in an earlier start, and no stranger in this one."
     yield 'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
     yield 'command+=(--nodes "$SLURM_JOB_NUM_NODES" --rendezvous "${hosts[0]}:$((10000 + SLURM_JOB_ID % 20000))")'
