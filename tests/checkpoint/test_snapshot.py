@@ -29,6 +29,7 @@ from lockstep.distributed.shard_boxes import local_shards
 from lockstep.distributed.swapped_shard import SwappedShard
 from lockstep.simulation.ranks import simulated_rank
 from lockstep.simulation.sessions import simulated_session
+from lockstep.stores.blobs import UserStore
 
 DEVICE = "simulated:0"
 
@@ -217,7 +218,7 @@ class _Store:
 
 def test_an_object_store_gets_each_file_whole(monkeypatch: Any) -> None:
     monkeypatch.setattr(snapshot, "CHUNK_BYTES", 256)
-    storage, axis = ObjectStorage(_Store()), Meeting(1).axis(0)
+    storage, axis = ObjectStorage(UserStore(_Store())), Meeting(1).axis(0)
     with simulated_rank(0, 1):
         saver = Saver(storage, axis, torch.device(DEVICE), RunMetadata("run", {}, {}))
         saver.start(TrainingState(_state(DEVICE, 2.0)), StepMetadata(1, 0, 0, {}))()

@@ -16,7 +16,6 @@ from lockstep.core.local_paths import url_refusal
 _HUGGING_FACE = {"kind": "huggingface", "task": "causal-lm", "pretrained": "a/b"}
 _SECTIONS = {
     "run.folder": {},
-    "checkpoint.folder": {},
     "model.init_from": {},
     "model.target": {},
     "data.train.target": {},
@@ -42,9 +41,9 @@ def test_every_key_that_holds_a_path_refuses_a_url(key: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["train", "digits", "--checkpoint.folder", "s3://bucket/x", "--launch.device", "cpu"],
+        ["train", "digits", "--checkpoint.folder", "file:///x", "--launch.device", "cpu"],
         ["train", "gs://bucket/x.yaml"],
-        ["ckpt", "ls", "s3://bucket/x"],
+        ["ckpt", "ls", "file:///x"],
         ["ckpt", "import", "a.pt", "s3://bucket/x"],
         ["export", "runs/x", "--to", "hdfs://host/x"],
         ["report", "runs/x", "--output", "s3://bucket/x.html"],
@@ -62,9 +61,9 @@ def test_a_url_on_the_command_line_is_refused(
     assert not [entry for entry in tmp_path.rglob("*") if entry.name.endswith(":")]
 
 
-def test_a_session_of_the_library_saves_to_no_url() -> None:
+def test_a_session_of_the_library_saves_to_no_file_url() -> None:
     with lockstep.session(small.config()) as session, pytest.raises(ConfigError, match="is a URL"):
-        session.checkpoints("s3://bucket/x")
+        session.checkpoints("file:///x")
 
 
 @pytest.mark.parametrize("text", ["runs/x", "/runs/x", "C:/runs", "a:b", "package.mod:Name", "x.py:Name", "org/name"])

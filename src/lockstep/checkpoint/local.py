@@ -154,10 +154,14 @@ class LocalStorage:
         self._claimed = handle  # closing it would release the lock
         return True
 
-    def is_held(self) -> bool:
-        if self._claimed is None:
+    def is_held(self, name: str | None) -> bool:
+        held = self._claimed is None or (
+            is_same_file(self._folder / _LOCK, self._claimed) and not is_missing(self._folder / OWNER)
+        )
+        try:
+            return held and (name is None or name in self.names())
+        except OSError:  # the disk can't be read
             return True
-        return is_same_file(self._folder / _LOCK, self._claimed) and not is_missing(self._folder / OWNER)
 
     def remove_stale_drafts(self) -> None:
         with contextlib.suppress(OSError):

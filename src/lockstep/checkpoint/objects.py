@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: a user's `ObjectStore` (S3, a database, memory), seen as a `Storage`.
+"""Checkpoints in an object store: a bucket that an address names, or a user's `ObjectStore`, seen as a `Storage`.
 
 step-00000240/rank-00000.safetensors, ...   written first
 step-00000240/manifest.json                 written last: the checkpoint exists from now on
@@ -9,19 +9,21 @@ superseded-step-00000360/...                moved aside
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
 from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, Storage, read_small
 
 if TYPE_CHECKING:
-    from lockstep.core.protocols import ObjectStore
+    from lockstep.stores.blobs import BlobStore
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _PUBLISHED, _MARKER = "step-", ".mark-"
+_AHEAD_BYTES = 2**22
+_BETWEEN_LOOKS_S = 30.0  # each look is two requests, which are paid for
 
 
 class ObjectStorage:
@@ -33,10 +35,11 @@ class ObjectStorage:
         run: Id of the run that is known to own it; None: the one that `owner.json` names.
     """
 
-    def __init__(self, store: ObjectStore, run: str | None = None) -> None:
-        self._store = _OSErrorStore(store)
+    def __init__(self, store: BlobStore, run: str | None = None) -> None:
+        self._store = store
         self._run = run
         self._owned = False
+        self._looked_at = -_BETWEEN_LOOKS_S
 
     @property
     def place(self) -> str:
@@ -57,15 +60,15 @@ class ObjectStorage:
         self._store.write(OWNER, memoryview(ownership.to_bytes(owner)))
 
     def names(self) -> list[str]:
-        objects = self._store.names(_PUBLISHED)
+        objects = self._store.sizes(_PUBLISHED)
         return sorted(name.removesuffix(f"/{MANIFEST}") for name in objects if name.endswith(f"/{MANIFEST}"))
 
     def moved_aside(self) -> dict[str, int]:
         sizes: dict[str, int] = {}
-        for name in self._store.names(""):
+        for name, size in self._store.sizes("").items():
             folder = name.partition("/")[0]
             if MOVED_ASIDE.fullmatch(folder):
-                sizes[folder] = sizes.get(folder, 0) + self._store.size(name)
+                sizes[folder] = sizes.get(folder, 0) + size
         return dict(sorted(sizes.items()))
 
     def begin(self, name: str) -> ObjectDraft:
@@ -95,27 +98,36 @@ class ObjectStorage:
 
     def move_aside(self, name: str, prefix: str) -> str:
         target, number = f"{prefix}-{name}", 2
-        while self._store.names(f"{target}/"):
+        while self._store.sizes(f"{target}/"):
             target, number = f"{prefix}-{name}-{number}", number + 1
-        for key in self._store.names(f"{name}/"):
-            data = self._store.read(key, 0, self._store.size(key))
-            self._store.write(f"{target}/{key.removeprefix(f'{name}/')}", memoryview(data))
+        for key in self._store.sizes(f"{name}/"):
+            self._store.copy(key, f"{target}/{key.removeprefix(f'{name}/')}")
         self._delete(name)
         return f"{self.place}/{target}"
 
     def claim(self) -> bool:
         return True
 
-    def is_held(self) -> bool:
-        return not self._owned or self.owner() is not None
+    def is_held(self, name: str | None) -> bool:
+        now = time.monotonic()
+        if not self._owned or now - self._looked_at < _BETWEEN_LOOKS_S:
+            return True
+        self._looked_at = now
+        wanted = [OWNER, *([f"{name}/{MANIFEST}"] if name is not None else [])]
+        try:
+            return all(key in self._store.sizes(key) for key in wanted)
+        except OSError:  # unknown: the network may be down
+            return True
 
     def remove_stale_drafts(self) -> None:
+        self._store.remove_unfinished(_PUBLISHED)
         with contextlib.suppress(OSError):
-            published = set(self.names())
-            for name in self._store.names(""):
+            names = self._store.sizes("")
+            published = {name.partition("/")[0] for name in names if name.endswith(f"/{MANIFEST}")}
+            for name in names:
                 folder = name.partition("/")[0]
                 if name.startswith(_MARKER) or (folder.startswith(_PUBLISHED) and folder not in published):
-                    self._store.delete(name)
+                    self._store.delete([name])
 
     @contextlib.contextmanager
     def leave_marker(self, token: str) -> Iterator[None]:
@@ -123,86 +135,66 @@ class ObjectStorage:
         try:
             yield
         finally:
-            self._store.delete(f"{_MARKER}{token}")
+            self._store.delete([f"{_MARKER}{token}"])
 
     def has_marker(self, token: str) -> bool:
-        return f"{_MARKER}{token}" in self._store.names(f"{_MARKER}{token}")
+        return f"{_MARKER}{token}" in self._store.sizes(f"{_MARKER}{token}")
 
     def _delete(self, name: str) -> None:
         """Delete the manifest first: without it the checkpoint no longer exists."""
-        for key in sorted(self._store.names(f"{name}/"), key=lambda key: not key.endswith(MANIFEST)):
-            self._store.delete(key)
+        self._store.delete(sorted(self._store.sizes(f"{name}/"), key=lambda key: not key.endswith(MANIFEST)))
 
 
 class ObjectDraft:
     """A checkpoint that has no manifest yet."""
 
-    def __init__(self, store: ObjectStore, name: str) -> None:
+    def __init__(self, store: BlobStore, name: str) -> None:
         self._store = store
         self._name = name
 
     def write(self, file: str, *pieces: memoryview) -> None:
-        data = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))  # a user's store takes an object whole
-        self._store.write(f"{self._name}/{file}", data)
+        self._store.write(f"{self._name}/{file}", *pieces)
 
     def read(self, file: str) -> bytes:
-        key = f"{self._name}/{file}"
-        return self._store.read(key, 0, self._store.size(key))
+        data = bytearray(self._store.size(f"{self._name}/{file}"))
+        self._store.read(f"{self._name}/{file}", 0, memoryview(data))
+        return bytes(data)
 
     def remove(self, file: str) -> None:
-        self._store.delete(f"{self._name}/{file}")
+        self._store.delete([f"{self._name}/{file}"])
 
     def publish(self, manifest: bytes) -> None:
-        if self._is_published():
-            raise FileExistsError(f"{self._store.place}/{self._name} exists")
-        self.write(MANIFEST, memoryview(manifest))
+        self._store.write_new(f"{self._name}/{MANIFEST}", memoryview(manifest))
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):
-            if not self._is_published():
-                for name in self._store.names(f"{self._name}/"):
-                    self._store.delete(name)
-
-    def _is_published(self) -> bool:
-        return bool(self._store.names(f"{self._name}/{MANIFEST}"))
+            names = self._store.sizes(f"{self._name}/")
+            if f"{self._name}/{MANIFEST}" not in names:
+                self._store.remove_unfinished(f"{self._name}/")
+                self._store.delete(names)
 
 
 class StoredObject:
-    """An object open for reading."""
+    """An object open for reading. A small read also gets what follows: a request takes longer than a few MiB."""
 
-    def __init__(self, store: ObjectStore, name: str) -> None:
+    def __init__(self, store: BlobStore, name: str) -> None:
         self._store = store
         self._name = name
         self.size = store.size(name)
+        self._ahead = memoryview(b"")
+        self._ahead_at = 0
+        self._lock = threading.Lock()
 
     def read(self, offset: int, into: memoryview) -> None:
-        data = self._store.read(self._name, offset, len(into))
-        if len(data) != len(into):
-            raise OSError(f"it ends at byte {offset + len(data):,}, {len(into) - len(data):,} bytes too early")
-        into[:] = data
+        if len(into) >= _AHEAD_BYTES // 2 or offset + len(into) > self.size:
+            self._store.read(self._name, offset, into)
+            return
+        with self._lock:
+            start = offset - self._ahead_at
+            if start < 0 or start + len(into) > len(self._ahead):
+                ahead = bytearray(min(_AHEAD_BYTES, self.size - offset))
+                self._store.read(self._name, offset, memoryview(ahead))
+                self._ahead, self._ahead_at, start = memoryview(ahead), offset, 0
+            into[:] = self._ahead[start : start + len(into)]
 
     def close(self) -> None: ...
-
-
-class _OSErrorStore:
-    """A user's store, whose exceptions become OSErrors: a client has its own, and a save must survive them."""
-
-    def __init__(self, store: ObjectStore) -> None:
-        self.place = store.place
-        self.names = _raising_os_errors(store.names)
-        self.size = _raising_os_errors(store.size)
-        self.read = _raising_os_errors(store.read)
-        self.write = _raising_os_errors(store.write)
-        self.delete = _raising_os_errors(store.delete)
-
-
-def _raising_os_errors(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return method(*args, **kwargs)
-        except OSError:
-            raise
-        except Exception as error:
-            raise OSError(f"{type(error).__name__}: {error}") from error
-
-    return call

@@ -92,8 +92,11 @@ class Storage(Protocol):
     def claim(self) -> bool:
         """Reserve the place for saves of this process until it ends; return False if another has it. Raises OSError."""
 
-    def is_held(self) -> bool:
-        """Return whether what `claim` and `set_owner` have written is still there. Never raises."""
+    def is_held(self, name: str | None) -> bool:
+        """Return whether what `claim` and `set_owner` have written, and checkpoint `name`, are still there.
+
+        Never raises: True if it can't be known. An object store is not asked each time.
+        """
 
     @property
     def run(self) -> str | None:

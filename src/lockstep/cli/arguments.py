@@ -24,6 +24,7 @@ from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.local_paths import url_refusal
 from lockstep.core.terminal import echo
+from lockstep.stores.addresses import checked_address, is_address
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
@@ -252,6 +253,16 @@ def path(text: str) -> Path:
     if refusal is not None:
         raise argparse.ArgumentTypeError(refusal)
     return Path(text)
+
+
+def path_or_address(text: str) -> Path | str:
+    """Return a path, or the address of an object store as text."""
+    if not is_address(text):
+        return Path(text)
+    try:
+        return checked_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def size(text: str) -> int:

@@ -20,6 +20,7 @@ from lockstep.cli.arguments import (
     approved_config,
     count,
     path,
+    path_or_address,
     run_command,
     whole,
 )
@@ -155,7 +156,7 @@ def _diff(arguments: Sequence[str]) -> int:
     )
     parser = Parser("ckpt diff", summary, usage="A B | RUN --steps N M [--json]")
     parser.add_argument(
-        "checkpoints", nargs="+", type=path, metavar="PATH", help="two checkpoints, or runs for their newest"
+        "checkpoints", nargs="+", type=path_or_address, metavar="PATH", help="two checkpoints, or runs for their newest"
     )
     parser.add_argument("--steps", nargs=2, type=count, metavar=("N", "M"), help="two steps of one run")
     add_json(parser)
@@ -288,7 +289,12 @@ COMMANDS = {
 
 def _parser(way: str, summary: str) -> Parser:
     parser = Parser(f"ckpt {way}", summary)
-    parser.add_argument("run", type=path, metavar="RUN", help="a run's folder, a folder of checkpoints, or one of them")
+    parser.add_argument(
+        "run",
+        type=path_or_address,
+        metavar="RUN",
+        help="a run's folder, a folder or address of checkpoints, or one of them",
+    )
     add_json(parser)
     return parser
 
@@ -322,12 +328,12 @@ def _chosen(args: argparse.Namespace) -> tuple[CheckpointLocation, str, Manifest
         return place, name, read_manifest(place.storage, name)
 
 
-def _all_of(path: Path, does: str) -> CheckpointLocation:
+def _all_of(path: Path | str, does: str) -> CheckpointLocation:
     from lockstep.training.locations import find
 
     place = find(path)
     if place.name is not None:
-        raise ConfigError(f"{does} the checkpoints of a run, but {path} is one checkpoint; use {path.parent}")
+        raise ConfigError(f"{does} the checkpoints of a run, but {path} is one checkpoint; use {place.place}")
     return place
 
 

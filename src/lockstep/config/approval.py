@@ -19,6 +19,7 @@ from lockstep.config.writing import to_plain
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.extensions import locate
 from lockstep.core.secrets import is_hidden
+from lockstep.stores.addresses import is_address
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
@@ -51,7 +52,7 @@ def approved(loaded: LoadedConfig, *, trusted: bool, writes: bool = False) -> Co
 
 def outside(folder: str, run: Path) -> bool:
     """Return whether a folder that a run's config names is outside of the run's folder."""
-    return not Path(folder).absolute().resolve().is_relative_to(run.resolve())
+    return is_address(folder) or not Path(folder).absolute().resolve().is_relative_to(run.resolve())
 
 
 def _unapproved(loaded: LoadedConfig, writes: bool) -> list[tuple[str, str]]:

@@ -62,7 +62,7 @@ from lockstep.strategies.deepspeed import DeepSpeed
 from lockstep.strategies.fsdp import FSDP, FSDPPrecision
 from lockstep.strategies.partitions import PipelineParallel, TensorParallelOptions
 from lockstep.strategies.registry import StrategyName, checked_options, names, option_sections
-from lockstep.strategies.section import Auto, PathText, Positive, Section
+from lockstep.strategies.section import Auto, PathText, PlaceText, Positive, Section
 
 __all__ = [
     "DDP", "FSDP", "ActivationCheckpointing", "BatchConfig", "Checkpoint", "Config", "CustomData", "CustomModel",
@@ -159,8 +159,11 @@ class Checkpoint(Section):
 
     every: Every | None = Every(15, "minutes")
     """Null: only when the run is stopped or done."""
-    folder: PathText | None = None
-    """Folder that all ranks can see; null: `checkpoints` in the run's folder."""
+    folder: PlaceText | None = None
+    """Folder that all ranks can see, or the address of an object store, such as `s3://bucket/digits`; null:
+    `checkpoints` in the run's folder."""
+    retry_seconds: Annotated[float, Field(ge=0)] = 60.0
+    """Seconds for which a request to `s3://` that fails is repeated before the save fails."""
     storage: Extension | None = None
     """Object store that holds the checkpoints instead of a folder (`lockstep.ObjectStore`)."""
     keep_last: Positive = 3

@@ -1,6 +1,7 @@
 """Refuses URLs where a path of a file system is needed.
 
-Object stores are not supported, and `Path("s3://bucket/run")` would create a local folder `s3:`.
+`Path("s3://bucket/run")` would create a local folder `s3:`. Where an address of an object store may stand instead, see
+`lockstep.stores.addresses`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def url_refusal(text: str) -> str | None:
     if scheme.lower() == "file":
         return f"{text} is a URL; write the path alone: /{rest.removeprefix('localhost/')}"
     return (
-        f"{text} is a URL ({scheme}), and only file systems are supported; give a path that all hosts see, such as "
+        f"{text} is a URL ({scheme}), and a path of a file system is needed here; give one that all hosts see, such as "
         f"/mnt/{rest.strip('/') or 'run'} where the storage is mounted"
     )
 

@@ -24,12 +24,14 @@ from lockstep.checkpoint.storage import checkpoint_name
 from lockstep.config.writing import to_public
 from lockstep.core.collection import paused_collection
 from lockstep.core.errors import ConfigError, Problem, RunFailed
-from lockstep.core.local_paths import local_path
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.records import EvaluationReport, Request, SaveReport, TrainingState
 from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.folder import RunFolderTaken
 from lockstep.monitor.jsonl import finite
+from lockstep.stores.addresses import is_address
+from lockstep.stores.blobs import UserStore
+from lockstep.stores.opening import open_store
 from lockstep.training.components import FailureState, VoteParticipant
 from lockstep.training.ownership import refusal_of_storage
 from lockstep.training.requests import Trigger
@@ -58,11 +60,14 @@ def checkpoints_in(
     accept_changes: bool = False,
 ) -> Checkpoints:
     """Return the checkpoints of a session under a custom loop; see `Session.checkpoints`."""
+    section = components_of(session).config.checkpoint
     storage: Storage
-    if isinstance(place, str | os.PathLike):
-        storage = LocalStorage(local_path(place).absolute())
+    if not isinstance(place, str | os.PathLike):
+        storage = ObjectStorage(UserStore(place))
+    elif is_address(os.fspath(place)):
+        storage = ObjectStorage(open_store(os.fspath(place), section.retry_seconds))
     else:
-        storage = ObjectStorage(place)
+        storage = LocalStorage(Path(place).absolute())
     checkpoints = Checkpoints(session, storage, {})
     for note in checkpoints.begin(Resume(fresh=fresh, accept_changes=accept_changes)):
         print_once(f"lockstep: {note}")
@@ -209,7 +214,7 @@ class Checkpoints(VoteParticipant):
     def _refuse_other_run(self, resume: Resume) -> None:
         """Raise ConfigError if the storage has another run's checkpoints; a folder of a run was checked before."""
         config = components_of(self._session).config
-        if self._home is not None and config.checkpoint.storage is None:
+        if self._home is not None and isinstance(self._storage, LocalStorage):
             return
         refusal: str | None = None
         if self._axis.rank == 0:
@@ -218,7 +223,8 @@ class Checkpoints(VoteParticipant):
             )
         refusal = cast("str | None", self._axis.broadcast(refusal))
         if refusal is not None:
-            raise ConfigError(Problem("", "" if self._home is None else "checkpoint.storage", refusal))
+            key = "checkpoint.storage" if config.checkpoint.storage is not None else "checkpoint.folder"
+            raise ConfigError(Problem("", "" if self._home is None else key, refusal))
 
     # --- in each vote ---------------------------------------------------------------------------------------------
 
@@ -330,11 +336,7 @@ class Checkpoints(VoteParticipant):
 
         On the first rank, in any thread. True, too, if the disk can't be read.
         """
-        newest = self._newest
-        try:
-            return self._storage.is_held() and (newest is None or checkpoint_name(newest) in self._storage.names())
-        except OSError:
-            return True
+        return self._storage.is_held(checkpoint_name(self._newest) if self._newest is not None else None)
 
     def reclaim(self) -> None:
         """Lock a folder that was deleted again, and request a save. On the first rank, in any thread.
@@ -346,7 +348,7 @@ class Checkpoints(VoteParticipant):
         owner = self._storage.owner()
         if owner is not None and owner.run != self.run:
             raise RunFolderTaken(f"{self.place} holds the checkpoints of another run now: {owner}")
-        if not self._storage.is_held():
+        if not self._storage.is_held(None):
             if not self._storage.claim():
                 raise RunFolderTaken(f"another run saves to {self.place} now")
             if self._owner is not None:

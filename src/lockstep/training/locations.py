@@ -3,6 +3,7 @@
 runs/digits                              a run            all its checkpoints, wherever its config has put them
 runs/digits/checkpoints                  a folder of checkpoints
 runs/digits/checkpoints/step-00000480    one checkpoint
+s3://bucket/digits, .../step-00000480    the same, in an object store
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.extensions import instance
 from lockstep.core.protocols import ObjectStore
 from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, is_run, refuse_escaping_links
+from lockstep.stores.addresses import is_address
+from lockstep.stores.blobs import UserStore
+from lockstep.stores.opening import open_store
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
@@ -86,6 +90,8 @@ def storage_of(checkpoint: Checkpoint, run: Path, given: ObjectStore | None = No
         ConfigError: checkpoint.folder is a file, or checkpoint.storage can't be built.
     """
     section = checkpoint.storage
+    if section is None and checkpoint.folder is not None and is_address(checkpoint.folder):
+        return ObjectStorage(open_store(checkpoint.folder, checkpoint.retry_seconds), id_of_run(run))
     if section is None:
         return LocalStorage(checkpoint_folder(checkpoint.folder, run), id_of_run(run))
     key = "checkpoint.storage.target"
@@ -95,11 +101,11 @@ def storage_of(checkpoint: Checkpoint, run: Path, given: ObjectStore | None = No
         store = given
     else:
         raise ConfigError(Problem("", key, "the checkpoints are in a storage that was passed in Python; pass it again"))
-    return ObjectStorage(store, id_of_run(run))
+    return ObjectStorage(UserStore(store), id_of_run(run))
 
 
-def find(path: Path, *, trusted: bool = False) -> CheckpointLocation:
-    """Return the checkpoints that a path refers to.
+def find(path: Path | str, *, trusted: bool = False) -> CheckpointLocation:
+    """Return the checkpoints that a path or the address of an object store refers to.
 
     Args:
         trusted: the config of another user's run may name a folder of checkpoints outside the run's folder.
@@ -108,6 +114,8 @@ def find(path: Path, *, trusted: bool = False) -> CheckpointLocation:
         ConfigError: the path is no run, folder of checkpoints or checkpoint; or it is another user's run, whose config
             or links point outside its folder.
     """
+    if isinstance(path, str):
+        return _at_address(path)
     where = path.absolute()
     if is_run(where):
         return _of_run(where, trusted=trusted)
@@ -120,6 +128,26 @@ def find(path: Path, *, trusted: bool = False) -> CheckpointLocation:
     if not path.exists():
         raise ConfigError(f"{path} doesn't exist; give a run's folder, its folder of checkpoints, or one of them")
     raise ConfigError(f"{path} is neither a run's folder, nor a folder of checkpoints, nor a checkpoint")
+
+
+def _at_address(address: str) -> CheckpointLocation:
+    """Return the checkpoints under an address, or the checkpoint that it names. Raises ConfigError."""
+    parent, _, last = address.rstrip("/").rpartition("/")
+    name = last if names_by_step([last]) else None
+    storage = ObjectStorage(open_store(address if name is None else parent))
+    with reachable(storage):
+        if not storage.names() and not storage.moved_aside():
+            raise ConfigError(f"there are no checkpoints in {storage.place}")
+    return CheckpointLocation(storage, name=name)
+
+
+@contextmanager
+def reachable(storage: Storage) -> Iterator[None]:
+    """Turn an OSError into a ConfigError that names the storage."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{error.filename or storage.place}: {error.strerror or error}") from error
 
 
 def choose(location: CheckpointLocation, step: int | None) -> str:
@@ -158,7 +186,7 @@ def _of_run(run: Path, *, trusted: bool = False) -> CheckpointLocation:
     folder = section.folder
     if folder is not None and not trusted and loaded.runs[0].known is None and outside(folder, run):
         raise ConfigError(
-            f"{file}: checkpoint.folder is {Path(folder).absolute()}, outside of the run's folder, and you have not "
+            f"{file}: checkpoint.folder is {folder if is_address(folder) else Path(folder).absolute()}, outside of the run's folder, and you have not "
             "started that run here; if you mean that folder, name it instead of the run"
         )
     return CheckpointLocation(storage_of(section, run), run, loaded)

@@ -5,12 +5,13 @@ this run's (its id, or its folder)          --> the run resumes
 another run's: same config, not finished    --> the same command was started again: it resumes in that run's folder
 another run's                               --> refused, with a free subfolder
 
-Checkpoints in the run's own folder need no check: they are moved and copied with it. An object store
-(`checkpoint.storage`) is checked by the ranks: a client that the launcher has used can't be forked with them.
+Checkpoints in the run's own folder need no check: they are moved and copied with it. An object store (an address,
+or `checkpoint.storage`) is checked by the ranks: a client that the launcher has used can't be forked with them.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +29,9 @@ from lockstep.core.progress import Progress
 from lockstep.monitor.folder import is_finished, is_run
 from lockstep.monitor.jsonl import finite
 from lockstep.plan.schedule import is_finished as is_at_its_end
+from lockstep.stores.addresses import is_address, parts_of
 from lockstep.training.launch_folder import folder_of_launch
-from lockstep.training.locations import checkpoint_folder, storage_of
+from lockstep.training.locations import checkpoint_folder, reachable, storage_of
 from lockstep.training.resuming import Resume
 from lockstep.training.saved_state import epoch_samples_in
 
@@ -74,6 +76,9 @@ def run_folder_for(config: Config, recipe: str, resume: Resume) -> Path | None:
         _refuse_taken_fork(config.checkpoint, folder)
     if config.checkpoint.folder is None:
         return folder
+    if is_address(config.checkpoint.folder):
+        _probe(config.checkpoint)
+        return folder
     storage = LocalStorage(checkpoint_folder(config.checkpoint.folder, Path()))
     occupant = _occupant(storage)
     if occupant is None or (folder is not None and _belongs_to(folder, occupant.owner)):
@@ -83,6 +88,22 @@ def run_folder_for(config: Config, recipe: str, resume: Resume) -> Path | None:
     subfolder = _free_subfolder(config.checkpoint.folder, recipe)
     remedy = f"set checkpoint.folder: {subfolder}, or leave it out: a run keeps its checkpoints in run.folder then"
     raise ConfigError(Problem("", "checkpoint.folder", _refusal(storage.place, occupant, remedy)))
+
+
+def _probe(checkpoint: Checkpoint) -> None:
+    """Write to an S3 bucket and delete it again. Raises ConfigError.
+
+    Other stores are tried by the ranks: their clients have threads, which a launcher that forks ranks can't have.
+    """
+    assert checkpoint.folder is not None, "an address was given"
+    if parts_of(checkpoint.folder)[0] != "s3":
+        return
+    storage = storage_of(checkpoint, Path())
+    try:
+        with reachable(storage), storage.leave_marker(uuid.uuid4().hex):
+            storage.names()
+    except ConfigError as error:
+        raise ConfigError(Problem("", "checkpoint.folder", str(error))) from error.__cause__
 
 
 def refusal_of_storage(

@@ -1,0 +1,56 @@
+"""Addresses of object stores: `s3://bucket/prefix`, `gs://...`, `az://...`. Nothing is connected here.
+
+s3://bucket/runs/digits/      --> s3://bucket/runs/digits
+s3://key:secret@bucket/x      refused: what an address has is written to the run's files
+file:///data/x                refused: write /data/x
+"""
+
+from __future__ import annotations
+
+import re
+
+from lockstep.core.local_paths import url_refusal
+
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/]*)(/.*)?")
+_S3 = ("s3", "s3a", "s3n")
+
+
+def is_address(text: str) -> bool:
+    """Return whether `text` is meant as an address and not as a path."""
+    return url_refusal(text) is not None
+
+
+def checked_place_text(text: str) -> str:
+    """Return `text`, for a config field that holds a path or an address. Raises ValueError."""
+    return checked_address(text) if is_address(text) else text
+
+
+def checked_address(text: str) -> str:
+    """Return an address in its shortest form. Raises ValueError if it can't be one, or holds credentials."""
+    match = _ADDRESS.fullmatch(text.strip())
+    scheme = match[1].lower() if match is not None else ""
+    if match is None or scheme == "file":
+        raise ValueError(url_refusal(text) if scheme == "file" else f"{text} is not an address; write s3://bucket/run")
+    authority, path = match[2], (match[3] or "").strip("/")
+    if scheme in _S3:
+        if not authority:
+            raise ValueError(f"{text} names no bucket; write s3://bucket/run")
+        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/-]*", authority) is None or re.search(r"[?#]", path):
+            raise ValueError(
+                "an s3 address is s3://bucket/prefix and holds no credentials or options, because a run writes it to "
+                "its files; set AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_ENDPOINT_URL"
+            )
+        scheme = "s3"
+    elif ":" in authority.partition("@")[0] and "@" in authority:
+        raise ValueError(
+            f"a {scheme} address with a password would be written to the run's files; leave it out, and give the "
+            "credentials as the scheme's own library expects them, such as in environment variables"
+        )
+    return f"{scheme}://{authority}{'/' if path else ''}{path}"
+
+
+def parts_of(address: str) -> tuple[str, str, str]:
+    """Return scheme, bucket (or host) and prefix of a checked address."""
+    scheme, _, rest = address.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    return scheme, bucket, prefix

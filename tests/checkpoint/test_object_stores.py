@@ -1,0 +1,277 @@
+"""Checkpoints in S3: a real server on loopback, real boto3, and faults on the wire between them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import s3, small
+from kit.commands import run_lockstep, start_lockstep
+from kit.s3 import BUCKET, Fault
+from kit.storing import rank_states, save
+
+import lockstep
+from lockstep.checkpoint.inspection import verify
+from lockstep.checkpoint.objects import ObjectStorage
+from lockstep.cli.main import main
+from lockstep.core.errors import ConfigError
+from lockstep.stores.addresses import checked_address
+from lockstep.stores.blobs import BlobStore
+from lockstep.stores.filesystems import FileSystemStore
+from lockstep.stores.opening import open_store
+from lockstep.stores.s3 import S3Store
+
+_MIB = 2**20
+_CALLS = (
+    "POST .*uploads", "PUT .*partNumber=2", "POST .*uploadId=", "PUT .*/small", "PUT .*/new", "GET .*list-type=2",
+    "HEAD", "GET .*/large", "PUT .*/copied", "DELETE", "POST .*delete",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with s3.serving() as address:
+        yield address
+
+
+@pytest.fixture
+def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.Proxy]:
+    with s3.proxied(server) as between:
+        for name, value in s3.environment(between.endpoint).items():
+            monkeypatch.setenv(name, value)
+        yield between
+
+
+@pytest.fixture
+def address(request: pytest.FixtureRequest) -> str:
+    return f"s3://{BUCKET}/{abs(hash(request.node.name))}"
+
+
+def _uploads(server: str) -> list[Any]:
+    return list(s3.client(server).list_multipart_uploads(Bucket=BUCKET).get("Uploads", ()))
+
+
+# --- calls ----------------------------------------------------------------------------------------------------------
+
+
+def _use_every_call(store: BlobStore) -> None:
+    data = memoryview(os.urandom(12 * _MIB))
+    store.write("large", data[: 7 * _MIB], data[7 * _MIB :])
+    store.write("small", data[:5])
+    store.write_new("new", data[:3])
+    with pytest.raises(FileExistsError):
+        store.write_new("new", data[:4])
+    store.copy("small", "copied")
+    assert store.sizes("") == {"copied": 5, "large": 12 * _MIB, "new": 3, "small": 5}
+    assert store.sizes("la") == {"large": 12 * _MIB}
+    assert store.size("large") == 12 * _MIB
+    into = bytearray(2 * _MIB)
+    store.read("large", 6 * _MIB + 1, memoryview(into))
+    assert into == data[6 * _MIB + 1 : 8 * _MIB + 1]
+    with pytest.raises(OSError, match=r"ends at byte 5|fewer bytes"):
+        store.read("small", 3, memoryview(bytearray(10)))
+    store.delete(["new", "small", "large", "copied"])
+    assert store.sizes("") == {}
+
+
+@pytest.mark.parametrize("kind", ["500", "503", "cut", "lost"])
+def test_every_call_is_repeated_after_a_fault(kind: Any, proxy: s3.Proxy, address: str, server: str) -> None:
+    faults = [Fault(pattern, kind) for pattern in _CALLS]
+    proxy.plan(*faults)
+    _use_every_call(S3Store(address, 10.0, 5 * _MIB))
+    assert [fault.pattern for fault in faults if not fault.made] == []
+    S3Store(address).remove_unfinished("")  # of an upload whose beginning was not answered
+    assert _uploads(server) == []
+
+
+def test_a_store_of_fsspec_has_the_same_calls() -> None:
+    _use_every_call(FileSystemStore("memory://tests/calls"))
+
+
+@pytest.mark.parametrize("pattern", ["PUT .*partNumber=2", "POST .*uploadId="])
+def test_an_upload_that_fails_for_too_long_is_aborted(pattern: str, proxy: s3.Proxy, address: str, server: str) -> None:
+    proxy.plan(Fault(pattern, "503", times=1000))
+    with pytest.raises(OSError, match=r"failed for 0.3 s \(SlowDown"):
+        S3Store(address, 0.3, 5 * _MIB).write("large", memoryview(bytes(6 * _MIB)))
+    assert any(line.startswith("DELETE") for line in proxy.requests)
+    assert _uploads(server) == []
+
+
+def test_a_start_aborts_what_a_killed_process_was_uploading(proxy: s3.Proxy, address: str, server: str) -> None:
+    prefix = address.partition(f"{BUCKET}/")[2]
+    s3.client(server).create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}/step-00000007/rank-00000.safetensors")
+    s3.client(server).create_multipart_upload(Bucket=BUCKET, Key="other/step-00000007/rank-00000.safetensors")
+    ObjectStorage(open_store(address)).remove_stale_drafts()
+    assert [upload["Key"] for upload in _uploads(server)] == ["other/step-00000007/rank-00000.safetensors"]
+    S3Store(f"s3://{BUCKET}/other").remove_unfinished("")
+
+
+# --- saves ----------------------------------------------------------------------------------------------------------
+
+
+def _states(value: float) -> Sequence[Any]:
+    return rank_states({"model.a": torch.full((64, 8), value), "model.b": torch.full((7,), value)}, ranks=2, dim=0)
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before_it_and_no_objects(proxy: s3.Proxy, address: str) -> None:
+    storage = ObjectStorage(S3Store(address, 0.2))
+    assert save(storage, _states(1.0), 1) == []
+    for pattern in ("PUT .*rank-00001.safetensors", "PUT .*rank-00001.json", "PUT .*manifest.json"):
+        proxy.plan(Fault(pattern, "500", times=1000))
+        (failure,) = save(storage, _states(2.0), 2)
+        assert "PutObject failed for 0.2 s (InternalError: planned)" in failure
+        proxy.plan()
+        assert storage.names() == ["step-00000001"]
+        assert not open_store(address).sizes("step-00000002/")
+    assert verify(storage, "step-00000001").fault is None
+    assert save(storage, _states(2.0), 2) == []
+    assert storage.names() == ["step-00000001", "step-00000002"]
+
+
+def test_an_outage_is_not_taken_for_a_deletion(proxy: s3.Proxy, address: str) -> None:
+    from lockstep.checkpoint.ownership import Owner
+
+    def storage() -> ObjectStorage:
+        kept = ObjectStorage(S3Store(address, 0.1))
+        kept.set_owner(Owner("run", None, "a"))
+        return kept
+
+    known = storage()
+    proxy.is_down = True
+    assert known.is_held("step-00000001")
+    proxy.is_down = False
+    assert not storage().is_held("step-00000001")
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+_TRAIN = (
+    "train", "digits", "--run.epochs=null", "--monitor.progress=plain", "--monitor.tensorboard=false",
+    "--evaluation.every=null", "--evaluation.at_end=false", "--launch.device=cpu", "--checkpoint.every=2 steps",
+)  # fmt: skip
+
+
+def test_a_run_is_saved_and_resumed_under_another_strategy_and_leaves_no_secret(
+    proxy: s3.Proxy, address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*_TRAIN, "--run.folder=run", f"--checkpoint.folder={address}"]
+    first = run_lockstep(*words, "--run.steps=4", "--ranks=2", "--parallel.strategy=fsdp", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    again = run_lockstep(*words, "--run.steps=6", "--ranks=1", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "resumes from step 4" in again.stdout + again.stderr
+    assert main(["ckpt", "verify", address, "--all"]) == 0
+    assert main(["ckpt", "diff", str(tmp_path / "run"), f"{address}/step-00000006"]) == 0
+    assert main(["ckpt", "prune", address, "--keep-last", "1"]) == 0
+    assert {name.partition("/")[0] for name in open_store(address).sizes("")} == {"owner.json", "step-00000006"}
+    assert "intact" in capsys.readouterr().out
+    written = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(written) > 3
+    texts = [file.read_bytes() for file in written]
+    store = open_store(address)
+    for name, size in store.sizes("").items():
+        texts.append(bytearray(size))
+        store.read(name, 0, memoryview(texts[-1]))
+    texts += [done.encode() for run in (first, again) for done in (run.stdout, run.stderr)]
+    assert not [text for text in texts if s3.SECRET.encode() in text or s3.KEY_ID.encode() in text]
+
+
+def test_a_run_that_is_killed_in_a_save_resumes_from_the_newest_complete_checkpoint(
+    proxy: s3.Proxy, address: str, tmp_path: Path
+) -> None:
+    words = [*_TRAIN, "--run.folder=run", f"--checkpoint.folder={address}", "--ranks=2", "--parallel.strategy=ddp"]
+    proxy.plan(Fault("PUT .*step-00000004/manifest.json", "hang", times=1000))
+    run = start_lockstep(*words, "--run.steps=100000", cwd=tmp_path)
+    run.wait_for(lambda: any("step-00000004/manifest.json" in line for line in proxy.requests))
+    run.send(signal.SIGKILL, group=True)
+    run.end()
+    proxy.plan()
+    assert open_store(address).sizes("step-00000004/")
+    again = run_lockstep(*words, "--run.steps=3", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "resumes from step 2 " in again.stdout + again.stderr
+    assert not open_store(address).sizes("step-00000004/")
+
+
+def test_a_session_saves_to_an_address() -> None:
+    with lockstep.session(small.config()) as session:
+        checkpoints = session.checkpoints("memory://tests/session")
+        checkpoints.save()
+        checkpoints.finish()
+    assert ObjectStorage(FileSystemStore("memory://tests/session")).names() == ["step-00000000"]
+
+
+# --- sentences ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"bucket": "other-bucket"}, "there is no bucket other-bucket at http.* create it"),
+        ({"bucket": "_"}, "'_' is not the name of a bucket|an s3 address is"),
+        ({"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}, "no complete AWS credentials; set AWS_PROFILE"),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "http://127.0.0.1:9 is not reached .* check the network"),
+        ({"AWS_ENDPOINT_URL": "nonsense"}, "settings can't be used .* correct AWS_PROFILE"),
+        ({"AWS_PROFILE": "absent"}, "settings can't be used .*absent.* correct AWS_PROFILE"),
+        ({"fault": "403"}, r"PutObject is not allowed \(AccessDenied\); these credentials need s3:PutObject"),
+        ({"boto3": None}, r"needs the package boto3: pip install 'lockstep-torch\[s3\]'"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_a_bucket_is_said_before_a_rank_starts(
+    change: dict[str, Any],
+    sentence: str,
+    proxy: s3.Proxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import re
+
+    monkeypatch.chdir(tmp_path)
+    for name, value in change.items():
+        if name == "boto3":
+            monkeypatch.setitem(sys.modules, "boto3", None)
+        elif name == "fault":
+            proxy.plan(Fault("PUT", value, times=1000))
+        elif value is None:
+            monkeypatch.delenv(name)
+        elif name != "bucket":
+            monkeypatch.setenv(name, value)
+    folder = f"s3://{change.get('bucket', BUCKET)}/run"
+    words = [*_TRAIN, "--run.steps=2", f"--checkpoint.folder={folder}", "--checkpoint.retry_seconds=0.3"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert re.search(sentence, said), said
+    assert "checkpoint.folder" in said or "boto3" in change
+    assert s3.SECRET not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (f"s3://{s3.KEY_ID}:{s3.SECRET}@bucket/x", "holds no credentials"),
+        ("s3://bucket/x?versionId=1", "holds no credentials or options"),
+        ("s3:///x", "names no bucket"),
+        ("file:///data", "write the path alone: /data"),
+        ("sftp://me:hunter2@host/x", "with a password"),
+    ],
+)
+def test_an_address_that_can_not_be_used(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as raised:
+        checked_address(text)
+    assert s3.SECRET not in str(raised.value)
+    assert "hunter2" not in str(raised.value)
+
+
+def test_a_scheme_that_nothing_knows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="what fsspec knows"):
+        open_store("nonsense://x/y").sizes("")
+    assert checked_address("s3a://bucket/runs//") == "s3://bucket/runs"
