@@ -57,7 +57,7 @@ def test_a_url_on_the_command_line_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
-    assert "is a URL (" in capsys.readouterr().err
+    assert "is a URL" in capsys.readouterr().err
     assert not [entry for entry in tmp_path.rglob("*") if entry.name.endswith(":")]
 
 

@@ -5,8 +5,8 @@ large           CreateMultipartUpload -> UploadPart x N, in threads -> CompleteM
 read            GetObject with a range
 new             PutObject, If-None-Match: *
 
-boto3 alone, and not s3fs: s3fs pins an old botocore, and a save needs what a file interface hides, which upload is open,
-and when it is aborted. Credentials come from boto3's chain (variables, profile, role) and stay in its client.
+boto3 alone, and not s3fs: s3fs pins an old botocore, and a save needs what a file interface hides, which upload is
+open, and when it is aborted. Credentials come from boto3's chain (variables, profile, role) and stay in its client.
 
 botocore counts attempts where a save needs a limit in seconds, so its own repeats are off, and each call, each part
 included, is repeated here while its fault is transient.

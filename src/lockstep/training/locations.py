@@ -185,8 +185,9 @@ def _of_run(run: Path, *, trusted: bool = False) -> CheckpointLocation:
         section = approved(loaded, trusted=trusted).checkpoint  # the storage is code that the run's config names
     folder = section.folder
     if folder is not None and not trusted and loaded.runs[0].known is None and outside(folder, run):
+        place = folder if is_address(folder) else Path(folder).absolute()
         raise ConfigError(
-            f"{file}: checkpoint.folder is {folder if is_address(folder) else Path(folder).absolute()}, outside of the run's folder, and you have not "
+            f"{file}: checkpoint.folder is {place}, outside of the run's folder, and you have not "
             "started that run here; if you mean that folder, name it instead of the run"
         )
     return CheckpointLocation(storage_of(section, run), run, loaded)
