@@ -1,4 +1,4 @@
-"""What Lockstep needs of an object store, and a user's `ObjectStore` seen as one.
+"""The protocol of an object store as checkpoints need it, and a user's `ObjectStore` seen as such.
 
 A user's store has five verbs. A `BlobStore` also sends a file in pieces, refuses to replace an object, copies within
 the store, and removes what killed processes have left.

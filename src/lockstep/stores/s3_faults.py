@@ -1,4 +1,4 @@
-"""What S3's faults mean: repeat the call, or one sentence with what is wrong, where, and the remedy."""
+"""Meaning of the faults of S3: the call is repeated, or one sentence has what is wrong, where, and the remedy."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def no_client(error: Exception, place: str) -> ConfigError:
 def _of_reply(
     error: Any, operation: str, where: str, bucket: str, endpoint: str, seconds: float
 ) -> OSError | NotImplementedError:
-    code, status, asked = _code(error), _status(error), _operation_name(error, operation)
+    code, status, call = _code(error), _status(error), _operation_name(error, operation)
     if code == "NoSuchBucket":
         remedy = f"create it (aws s3 mb s3://{bucket}), or correct the address or AWS_ENDPOINT_URL"
         return OSError(errno.ENXIO, f"there is no bucket {bucket} at {endpoint}; {remedy}", where)
@@ -106,14 +106,14 @@ def _of_reply(
         return OSError(errno.ENXIO, f"bucket {bucket} is in another region ({code}); set AWS_REGION to its own", where)
     if status == 403:
         needed = _PERMISSIONS.get(operation, "s3:PutObject")
-        return PermissionError(errno.EACCES, f"{asked} is not allowed ({code}); these credentials need {needed}", where)
+        return PermissionError(errno.EACCES, f"{call} is not allowed ({code}); these credentials need {needed}", where)
     if status == 416:
         return OSError(errno.EIO, "it has fewer bytes than it had when it was written", where)
     if is_transient(error):
-        return OSError(errno.EIO, f"{asked} failed for {seconds:g} s ({code}: {_message(error)})", where)
+        return OSError(errno.EIO, f"{call} failed for {seconds:g} s ({code}: {_message(error)})", where)
     if not _message(error):
         return OSError(errno.EIO, f"{endpoint} doesn't answer as S3 does ({code}); check AWS_ENDPOINT_URL", where)
-    return OSError(errno.EIO, f"{asked} failed ({code}: {_message(error)})", where)
+    return OSError(errno.EIO, f"{call} failed ({code}: {_message(error)})", where)
 
 
 def _code(error: Any) -> str:
