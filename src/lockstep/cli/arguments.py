@@ -123,8 +123,10 @@ class Parser(argparse.ArgumentParser):
         if problems:
             raise ConfigError(problems)
         given = vars(args)
-        if given.get("launch_ranks") is not None:
-            overrides.append(Override("launch.ranks", str(args.launch_ranks), "--ranks"))
+        for name in ("ranks", *HOST_FLAGS):
+            if given.get(f"launch_{name}") is not None:
+                flag = f"--{name.replace('_', '-')}"
+                overrides.append(Override(f"launch.{name}", str(given[f"launch_{name}"]), flag))
         if given.get("allow_untested"):
             overrides.append(Override("run.allow_untested", "true", "--allow-untested"))
         return args, overrides
@@ -203,6 +205,22 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def add_ranks(parser: argparse.ArgumentParser, text: str) -> None:
     """Add `--ranks N`, short for `--launch.ranks N`."""
     parser.add_argument("--ranks", type=ranks, metavar="N|auto", dest="launch_ranks", help=text)
+
+
+HOST_FLAGS = ("nodes", "rendezvous", "node_rank", "job_id")
+"""Keys of `launch` that have a flag of their own where hosts are joined."""
+
+
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Add `--nodes N` and what belongs to it, short for keys of `launch`."""
+    parser.add_argument("--nodes", type=whole, metavar="N", dest="launch_nodes", help="hosts, each with this command")
+    parser.add_argument(
+        "--rendezvous", metavar="HOST:PORT", dest="launch_rendezvous", help="where hosts meet: an address of node 0"
+    )
+    parser.add_argument(
+        "--node-rank", type=count, metavar="R", dest="launch_node_rank", help="rank of this host; default: as they come"
+    )
+    parser.add_argument("--job-id", metavar="ID", dest="launch_job_id", help="id of the job, the same on all hosts")
 
 
 def add_untested(parser: argparse.ArgumentParser) -> None:

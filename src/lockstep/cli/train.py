@@ -8,7 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_run, approved_config, count, path
+from lockstep.cli.arguments import (
+    CONFIG_EPILOG,
+    Parser,
+    Prepared,
+    add_hosts,
+    add_run,
+    approved_config,
+    count,
+    path,
+)
 from lockstep.config.override import Override
 from lockstep.core.errors import ConfigError
 from lockstep.core.json_output import emit
@@ -31,6 +40,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     """Read and check the arguments."""
     parser = Parser("train", "Trains a recipe or a config file.", _EPILOG, "[RECIPE ...|RUN] [options] [overrides]")
     add_run(parser, "processes on this machine; auto: one per GPU")
+    add_hosts(parser)
     parser.add_argument("--fresh", action="store_true", help="start over, whatever was saved before")
     parser.add_argument("--from", type=count, metavar="STEP", dest="step", help="resume from this step's checkpoint")
     parser.add_argument("--fork", type=path, metavar="FOLDER", help="start a new run in FOLDER from RUN's checkpoint")

@@ -129,6 +129,16 @@ class Launch(Section):
     """Port of the rendezvous store; 0: any free one."""
     environment: dict[str, str] = {}
     """Environment variables for every rank."""
+    nodes: Positive = 1
+    """Hosts of `lockstep train`, on each of which the same command is started."""
+    rendezvous: str | None = None
+    """HOST:PORT at which the hosts meet, an address of node 0; for several `nodes`."""
+    node_rank: Annotated[int, Field(ge=0)] | None = None
+    """Rank of this host among the hosts; null: node 0 is the host of `rendezvous`, the others follow as they come."""
+    job_id: str | None = None
+    """Id that all hosts of one job have, and no other job. It also names the run's folder: runs/RECIPE-ID."""
+    interface: str | None = None
+    """Network interface for gloo and NCCL; null: loopback on one host, on several the one that reaches `rendezvous`."""
 
 
 class Evaluation(Section):

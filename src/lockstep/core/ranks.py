@@ -1,12 +1,13 @@
 """Reads the environment variables that make a process a rank.
 
     any launcher sets     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT      as torchrun names them
-    Lockstep's adds       LOCAL_WORLD_SIZE, LOCKSTEP_LAUNCHER, for rank 0 LOCKSTEP_STORE_FD
+    Lockstep's adds       LOCAL_WORLD_SIZE, LOCKSTEP_LAUNCHER, LOCKSTEP_NODES, for rank 0 LOCKSTEP_STORE_FD
                           --> RankEnvironment.read(os.environ), the same under every launcher
 
 LOCKSTEP_STORE_FD is the file descriptor of a socket that already listens on MASTER_PORT, on loopback only: rank 0
 creates its store from it (`TCPStore(..., master_listen_fd=...)`), so no other process can take the port in between.
-LOCKSTEP_LAUNCHER is the process id of Lockstep's launcher.
+LOCKSTEP_LAUNCHER is the process id of Lockstep's launcher. LOCKSTEP_NODES is the number of hosts; on several,
+MASTER_PORT is a port on loopback of each, from which the launchers forward connections to the store.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from lockstep.core.errors import ConfigError, Problem
 
 STORE_FD = "LOCKSTEP_STORE_FD"
 LAUNCHER = "LOCKSTEP_LAUNCHER"
+NODES = "LOCKSTEP_NODES"
 
 _LOOPBACK = "127.0.0.1"
 _REMEDIES = {
@@ -88,7 +90,7 @@ class RankEnvironment:
             store_fd=_number(environ, STORE_FD) if STORE_FD in environ else None,
             agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             launch_id=environ.get("TORCHELASTIC_RUN_ID", ""),
-            one_machine=world_size == 1 or is_loopback or local == str(world_size),
+            one_machine=world_size == 1 or local == str(world_size) or (is_loopback and environ.get(NODES, "1") == "1"),
         )
         problems = environment._contradictions()
         if problems:

@@ -20,6 +20,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed has them untyped
 
 from lockstep.core.errors import RunFailed
+from lockstep.core.interfaces import (
+    GLOO_INTERFACE,
+    NCCL_INTERFACE,
+    interface_names,
+    interface_of,
+    is_loopback,
+    route_to,
+)
 from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed import user_collectives
 from lockstep.distributed.accelerators import choose_backend, choose_device
@@ -31,8 +39,6 @@ from lockstep.distributed.memory import keep_freed_memory
 from lockstep.distributed.rounds import next_round
 from lockstep.distributed.store_exchange import StoreExchange
 from lockstep.distributed.timeouts import collective_timeout
-
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Launch
@@ -95,7 +101,7 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
             yield world
         return
     backend = choose_backend(launch.backend, device)
-    with _within_this_machine(environment):
+    with _on_its_network(environment):
         _make_group(environment, backend, device, launch.timeout)
         world = _world(environment, device, backend, launch.timeout, wakes=backend == "gloo")
         with (
@@ -149,20 +155,25 @@ def _host_groups() -> Iterator[None]:
 
 
 @contextmanager
-def _within_this_machine(environment: RankEnvironment) -> Iterator[None]:
-    """Have gloo listen on loopback alone if all ranks are on this machine, also for groups that are made later.
+def _on_its_network(environment: RankEnvironment) -> Iterator[None]:
+    """Have gloo and NCCL use the interface that leads to rank 0's host, also for groups that are made later.
 
-    By default it listens on the interface that the hostname resolves to, where any machine may connect.
+    On one machine gloo uses loopback. By default, gloo uses the interface that the hostname resolves to, where any
+    machine may connect; on many systems that is loopback, where other machines can't. NCCL guesses.
     """
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if not environment.one_machine or loopback is None or _GLOO_INTERFACE in os.environ:
-        yield
-        return
-    os.environ[_GLOO_INTERFACE] = loopback
+    if environment.one_machine:
+        variables = {GLOO_INTERFACE: next((name for name in interface_names() if name in ("lo", "lo0")), None)}
+    else:
+        source = None if is_loopback(environment.master_addr) else route_to(environment.master_addr)
+        name = interface_of(source) if source is not None and not is_loopback(source) else None
+        variables = {GLOO_INTERFACE: name, NCCL_INTERFACE: name}
+    new = {variable: name for variable, name in variables.items() if name is not None and variable not in os.environ}
+    os.environ.update(new)
     try:
         yield
     finally:
-        os.environ.pop(_GLOO_INTERFACE, None)
+        for variable in new:
+            os.environ.pop(variable, None)
 
 
 def _world(environment: RankEnvironment, device: torch.device, backend: str, timeout: float, *, wakes: bool) -> World:

@@ -53,6 +53,7 @@ class EndKind(Enum):
     PAUSED = "was stopped, and all is saved"
     TIMED_OUT = "waited in a collective that not all ranks reached"
     PEER_FAILED = "failed with an error that a peer's failure explains"
+    LOST = "was on a host that can't be reached any more"
     ENDED = "was stopped or killed by the launcher"
 
 
@@ -153,15 +154,19 @@ def first_cause(ends: Iterable[End | None]) -> int | None:
     return min(reported, key=lambda item: (_WEIGHT.get(item[1].kind, 0), item[1].time))[0]
 
 
-def describe(rank: int, ends: Sequence[End | None], timeout: float, sigkill: str = "") -> str:
+def describe(
+    rank: int, ends: Sequence[End | None], timeout: float, sigkill: str = "", hosts: Sequence[str] = ()
+) -> str:
     """Return the message about the first cause. It names no rank if all have the same message.
 
     Args:
         timeout: Seconds that a collective may take.
         sigkill: Why a rank may have been killed by SIGKILL.
+        hosts: The name of each rank's host, if there are several.
     """
     end = ends[rank]
     assert end is not None, "only a rank that has ended is a cause"
+    name = f"rank {rank} on host {hosts[rank]}" if hosts else f"rank {rank}"
     match end.kind:
         case EndKind.MESSAGE | EndKind.STOPPED | EndKind.PAUSED if all(
             other is not None and other.text == end.text for other in ends
@@ -170,13 +175,15 @@ def describe(rank: int, ends: Sequence[End | None], timeout: float, sigkill: str
         case EndKind.TIMED_OUT:
             return "\n".join([_timeout(ends, end.time, timeout), *end.text.splitlines()[1:]])
         case EndKind.TRACEBACK | EndKind.PEER_FAILED if "\n" in end.text:
-            return f"rank {rank} failed:\n{end.text}" if len(ends) > 1 else end.text
+            return f"{name} failed:\n{end.text}" if len(ends) > 1 else end.text
         case EndKind.KILLED if end.text.endswith("SIGKILL") and sigkill:
-            return f"rank {rank} {end.text}: {sigkill}"
+            return f"{name} {end.text}: {sigkill}"
+        case EndKind.LOST:
+            return end.text
         case EndKind.CODE | EndKind.EXITED | EndKind.KILLED | EndKind.INTERRUPTED | EndKind.PEER_FAILED:
-            return f"rank {rank} {end.text}"
+            return f"{name} {end.text}"
         case _:
-            return f"rank {rank}: {end.text}" if end.text else ""
+            return f"{name}: {end.text}" if end.text else ""
 
 
 def _timeout(ends: Sequence[End | None], since: float, timeout: float) -> str:

@@ -19,38 +19,55 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS
 from lockstep.launch.ends import End, EndKind, end_of_process
+
+if TYPE_CHECKING:
+    from lockstep.launch.hosts import Hosts
 
 _SETTLE = 1.0  # seconds for the other ranks to report how they fail, once one has
 _SETTLE_PEER = 5.0  # the same while only consequences are known: the cause may be a rank that is still unwinding
 _SETTLE_TIMEOUT = 0.1  # part of a collective's timeout: a rank that began to wait later times out later
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL, if the run has failed anyway
 _SAME_REQUEST = 0.5  # seconds: signals this close are one request (timeout(1) and shells signal process and group)
+_CAUSES = {EndKind.MESSAGE, EndKind.TRACEBACK, EndKind.CODE, EndKind.EXITED, EndKind.KILLED, EndKind.LOST}
 
 
 class SignalRequests:
-    """The requests that signals have made to the launcher; `fileno` is readable when there are new ones.
+    """The requests that signals have made to the launcher, or to that of another host.
+
+    `fileno` is readable when this one has new ones.
 
     Attributes:
-        stops: Number of requests to stop the run.
-        saves: Number of requests to save and continue.
+        own_stops: Number of requests to stop the run that were made here.
+        own_saves: Number of requests to save and continue that were made here.
         last_stop: The last signal that requested a stop.
     """
 
     def __init__(self) -> None:
-        self.stops = self.saves = 0
+        self.own_stops = self.own_saves = self._other_stops = self._other_saves = 0
         self.last_stop: signal.Signals | None = None
         self._stopped_at = -math.inf
         self._read, self._write = os.pipe()
         for end in (self._read, self._write):
             os.set_blocking(end, False)
+
+    @property
+    def stops(self) -> int:
+        """Number of requests to stop the run; a scheduler's signal to each host is one."""
+        return max(self.own_stops, self._other_stops)
+
+    @property
+    def saves(self) -> int:
+        """Number of requests to save and continue."""
+        return self.own_saves + self._other_saves
 
     def fileno(self) -> int:
         return self._read
@@ -61,13 +78,22 @@ class SignalRequests:
         warned = self.last_stop is signal.SIGUSR1 and stop is not signal.SIGUSR1
         if now - self._stopped_at >= _SAME_REQUEST:
             self._stopped_at, self.last_stop = now, stop
-            self.stops += not warned
+            self.own_stops += not warned
         self._wake()
 
     def save(self, number: int, frame: FrameType | None) -> None:
         """Handle a save signal."""
-        self.saves += 1
+        self.own_saves += 1
         self._wake()
+
+    def stop_elsewhere(self, count: int, number: signal.Signals) -> None:
+        """Note that another host's launcher has been requested to stop, `count` times by now."""
+        self._other_stops = max(self._other_stops, count)
+        self.last_stop = self.last_stop or number
+
+    def save_elsewhere(self) -> None:
+        """Note that another host's launcher has been requested to save."""
+        self._other_saves += 1
 
     def drain(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -166,18 +192,24 @@ class _Deadlines:
         return None if nearest == math.inf else max(0.0, nearest - time.monotonic())
 
 
-def watch(members: Sequence[RankProcess], requests: SignalRequests, patience: float) -> list[End]:
-    """Wait until all ranks have ended, and end them when they must; return how they ended, by rank."""
+def watch(
+    members: Sequence[RankProcess], requests: SignalRequests, patience: float, hosts: Hosts | None = None
+) -> list[End]:
+    """Wait until all ranks have ended, and end those of this host when they must; return how all ended, by rank."""
     deadlines = _Deadlines()
     stops = saves = 0
-    while living := [member for member in members if member.ended is None]:
-        if living == [members[0]]:
+    while (living := [member for member in members if member.ended is None]) or not _others_have_ended(hosts):
+        if living == [members[0]] and _others_have_ended(hosts):
             members[0].release()
         readable = [handle for member in living for handle in member.readable()]
+        readable += hosts.readable() if hosts is not None else []
         multiprocessing.connection.wait([*readable, requests.fileno()], deadlines.timeout())
         requests.drain()
         for member in living:
             member.update()
+        if hosts is not None:
+            hosts.update(requests)
+            _publish(members, requests, hosts)
         if requests.saves > saves:
             saves = requests.saves
             for member in living:
@@ -185,9 +217,26 @@ def watch(members: Sequence[RankProcess], requests: SignalRequests, patience: fl
         if requests.stops > stops:
             stops = requests.stops
             _stop(stops, living, deadlines, patience)
-        _set_deadlines(members, deadlines, patience)
+        _set_deadlines(_ends(members, hosts), deadlines, patience, hosts.size if hosts is not None else len(members))
         _enforce(living, deadlines)
-    return [member.ended for member in members if member.ended is not None]
+    return [end for _, end in sorted(_ends(members, hosts).items())]
+
+
+def _others_have_ended(hosts: Hosts | None) -> bool:
+    return hosts is None or hosts.others_have_ended()
+
+
+def _ends(members: Sequence[RankProcess], hosts: Hosts | None) -> dict[int, End]:
+    """Return the ends of all ranks that have ended, or reported that they will."""
+    first = hosts.here.first if hosts is not None else 0
+    own = {first + place: end for place, member in enumerate(members) if (end := member.ended or member.reported)}
+    return own if hosts is None else {**hosts.ends, **own}
+
+
+def _publish(members: Sequence[RankProcess], requests: SignalRequests, hosts: Hosts) -> None:
+    first = hosts.here.first
+    ends = {first + place: end for place, member in enumerate(members) if (end := member.ended or member.reported)}
+    hosts.publish(ends, {first + place for place, member in enumerate(members) if member.ended}, requests)
 
 
 def _stop(count: int, living: Sequence[RankProcess], deadlines: _Deadlines, patience: float) -> None:
@@ -200,20 +249,19 @@ def _stop(count: int, living: Sequence[RankProcess], deadlines: _Deadlines, pati
     deadlines.kill = min(deadlines.kill, time.monotonic() + patience)
 
 
-def _set_deadlines(members: Sequence[RankProcess], deadlines: _Deadlines, patience: float) -> None:
+def _set_deadlines(ends: Mapping[int, End], deadlines: _Deadlines, patience: float, ranks: int) -> None:
     """Set when the other ranks are ended because one has ended without being done."""
     if deadlines.terminated:
         return
-    ends = [end for member in members if (end := member.ended or member.reported)]
-    kinds = [EndKind.DONE if end.kind is EndKind.EXITED and end.code == 0 else end.kind for end in ends]
+    kinds = [EndKind.DONE if end.kind is EndKind.EXITED and end.code == 0 else end.kind for end in ends.values()]
     if EndKind.INTERRUPTED in kinds:
         deadlines.kill = min(deadlines.kill, time.monotonic() + _SETTLE)
-    deadlines.terminate = min(deadlines.terminate, time.monotonic() + _settle_time(kinds, len(members), patience))
+    deadlines.terminate = min(deadlines.terminate, time.monotonic() + _settle_time(kinds, ranks, patience))
 
 
 def _settle_time(kinds: Sequence[EndKind], ranks: int, patience: float) -> float:
     """Return the seconds that the ranks without a report have left."""
-    if {EndKind.MESSAGE, EndKind.TRACEBACK, EndKind.CODE, EndKind.EXITED, EndKind.KILLED}.intersection(kinds):
+    if _CAUSES.intersection(kinds):
         return _SETTLE
     if EndKind.TIMED_OUT in kinds and len(kinds) < ranks - 1:
         return max(_SETTLE_PEER, _SETTLE_TIMEOUT * patience)

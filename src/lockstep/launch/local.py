@@ -1,4 +1,4 @@
-"""Starts the ranks of this machine, and waits until the last has ended.
+"""Starts the ranks of this machine, and waits until the last has ended, on all hosts.
 
     command --> imports torch, once --> forks rank 0, 1, ... --> entry() in each --> the run's exit code
                 about 0.95 s            milliseconds             0 done, 1 failed, 2 config, 130 stopped
@@ -13,6 +13,8 @@ Why not torch's own `torch.distributed.elastic.multiprocessing.start_processes`?
 broken connection as the failure every time; a rank that ended by KeyboardInterrupt counted as done, and the run waited
 forever; and its tee takes rank 0's terminal away. Exit codes and first causes are what users see of a launcher, so
 Lockstep has its own (`group`, `ends`). An elastic agent would be a layer above, and start `rank.run_rank` on each node.
+
+Ranks of several hosts are started by a launcher on each (`hosts`), which knows how the others' ranks end.
 
 Ranks of one machine use loopback. The launcher itself binds the store's port and passes the listening socket to rank 0
 (see `core.ranks`): no other launch can take the port in between, and no other machine can reach the store.
@@ -37,7 +39,7 @@ from lockstep.config.schema import Launch
 from lockstep.core.closed_streams import open_closed_streams
 from lockstep.core.control_groups import kernel_kills, why_killed
 from lockstep.core.errors import ConfigError, Problem, Stopped
-from lockstep.core.ranks import LAUNCHER, RankEnvironment, started_by_lockstep
+from lockstep.core.ranks import LAUNCHER, NODES, RankEnvironment, started_by_lockstep
 from lockstep.core.safe_path import safe_interpreters
 from lockstep.core.stopping import blocked_signals, handled_signals
 from lockstep.launch import streams
@@ -45,7 +47,14 @@ from lockstep.launch.devices import check_ranks, threads_per_rank
 from lockstep.launch.ends import End, EndKind, describe, first_cause
 from lockstep.launch.forking import may_fork
 from lockstep.launch.group import RankProcess, SignalRequests, watch
-from lockstep.launch.other_launchers import read_at_start, refuse_unsettable, set_environment, set_threads
+from lockstep.launch.hosts import Hosts
+from lockstep.launch.other_launchers import (
+    interface_variables,
+    read_at_start,
+    refuse_unsettable,
+    set_environment,
+    set_threads,
+)
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.launch.rank import RankTask, append_end, run_entry, run_rank, signals_stop
 
@@ -68,6 +77,17 @@ class _Launch:
     section: Launch
     logs: Path | None
     forks: bool
+    hosts: Hosts | None
+
+    @property
+    def first(self) -> int:
+        """The first of this machine's ranks among all."""
+        return 0 if self.hosts is None else self.hosts.here.first
+
+    @property
+    def size(self) -> int:
+        """Number of ranks on all hosts."""
+        return self.ranks if self.hosts is None else self.hosts.size
 
 
 def launch(
@@ -79,6 +99,7 @@ def launch(
     own_process: bool = False,
     preload: Sequence[str] = (),
     remedy: str = "",
+    hosts: Hosts | None = None,
 ) -> LaunchResult:
     """Run `entry` on `ranks` ranks of this machine; `.show()` prints why it failed and returns the run's exit code.
 
@@ -94,6 +115,7 @@ def launch(
         own_process: Whether a single rank also gets a process, so that this one can still fork others.
         preload: Modules that every rank imports; importing them must start no threads and use no GPU.
         remedy: Sentences that state what to change if a rank is killed because memory ran out.
+        hosts: The other hosts of the run, which have met; each starts its own ranks, and all return the same result.
 
     Raises:
         ConfigError: The ranks can't be started as configured; none has been started.
@@ -105,20 +127,25 @@ def launch(
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     fresh = bool(read_at_start(launch.environment))
-    if ranks == 1 and not own_process and not fresh:
+    if ranks == 1 and not own_process and not fresh and hosts is None:
         return _run_here(entry, launch, logs)
+    import_ahead(preload)
+    forks = not fresh and may_fork()
+    return _run_ranks(_Launch(entry, ranks, launch, logs, forks, hosts), remedy, last=not own_process)
+
+
+def import_ahead(names: Sequence[str]) -> None:
+    """Import torch and other modules that every rank needs."""
     collects = gc.isenabled()
     gc.disable()  # imports are 10 % faster without garbage collection
     try:
         importlib.import_module("torch")
-        for name in preload:
+        for name in names:
             with contextlib.suppress(ImportError):  # a rank that needs it reports that
                 importlib.import_module(name)
     finally:
         if collects:
             gc.enable()
-    forks = not fresh and may_fork()
-    return _run_ranks(_Launch(entry, ranks, launch, logs, forks), remedy, last=not own_process)
 
 
 def refuse_import_of_script() -> None:
@@ -142,23 +169,30 @@ def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> La
         end = run_entry(entry)
         if log is not None:
             append_end(log, end)
-        return _result([end], launch.timeout, None)
+        return result_of([end], launch.timeout, None)
 
 
 def _run_ranks(job: _Launch, remedy: str, *, last: bool) -> LaunchResult:
     logs, timeout = job.logs, job.section.timeout
-    old_sizes = streams.sizes(logs, job.ranks) if logs else []
+    hosts = job.hosts
+    old_sizes = streams.sizes(logs, range(job.first, job.first + job.ranks)) if logs else {}
     members: list[RankProcess] = []
     kills_before = kernel_kills()
+
+    def why_sigkill() -> str:
+        return why_killed(kills_before, kernel_kills(), remedy)
+
+    if hosts is not None:
+        hosts.why_killed = why_sigkill
     with contextlib.closing(SignalRequests()) as requests, handled_signals(requests.stop, requests.save, last=last):
         try:
-            with blocked_signals(forks=job.forks), _listener(job) as listener:
+            with blocked_signals(forks=job.forks), _store_listener(job) as listener:
                 gc.freeze()  # forked ranks then never touch, and so never copy, the pages of existing objects
                 try:
                     _start(job, listener, members)
                 finally:
                     gc.unfreeze()
-            ends = watch(members, requests, timeout)
+            ends = watch(members, requests, timeout, hosts)
         finally:
             for member in members:
                 if member.ended is None:
@@ -166,14 +200,22 @@ def _run_ranks(job: _Launch, remedy: str, *, last: bool) -> LaunchResult:
                 member.close()
         if not job.forks and any(end.kind is EndKind.CODE and end.code == _UNGUARDED for end in ends):
             raise ConfigError(_GUARD)
-        result = _result(ends, timeout, requests, why_killed(kills_before, kernel_kills(), remedy))
+        if hosts is None:
+            result = result_of(ends, timeout, requests, why_sigkill())
+        elif hosts.leads:
+            result = result_of(ends, timeout, requests, why_sigkill(), hosts.names())
+        else:
+            result = hosts.wait_for_result(requests)
         if logs is not None and result.code == 0:
             for remark in streams.remarks(logs, old_sizes):
                 print_on_stderr(remark)
         return replace(result, logs=logs) if result.code == 1 and logs is not None and logs.is_dir() else result
 
 
-def _result(ends: list[End], timeout: float, requests: SignalRequests | None, sigkill: str = "") -> LaunchResult:
+def result_of(
+    ends: list[End], timeout: float, requests: SignalRequests | None, sigkill: str = "", hosts: Sequence[str] = ()
+) -> LaunchResult:
+    """Return the result of a launch whose ranks have ended like this. Arguments as of `describe`."""
     cause = first_cause(ends)
     if cause is None:
         return LaunchResult(0)
@@ -181,41 +223,68 @@ def _result(ends: list[End], timeout: float, requests: SignalRequests | None, si
     if requests is not None and requests.last_stop is not None and end.kind in _CAUSED_BY_STOP:
         at_once = "at once by a second signal, " if requests.stops > 1 else "by "
         return LaunchResult(Stopped.exit_code, f"stopped {at_once}{requests.last_stop.name}")
-    text = describe(cause, ends, timeout, sigkill)
+    text = describe(cause, ends, timeout, sigkill, hosts)
     is_traceback = end.kind in (EndKind.TRACEBACK, EndKind.PEER_FAILED) and "\n" in text
     problems = end.problems if text == end.text else ()
     return LaunchResult(end.code or 1, text, is_traceback, problems, advice=end.advice)
 
 
-def _start(job: _Launch, listener: socket.socket, members: list[RankProcess]) -> None:
+def _start(job: _Launch, listener: socket.socket | None, members: list[RankProcess]) -> None:
     """Start the ranks and append them to `members`, so that the caller can end them if one can't be started."""
     context = multiprocessing.get_context("fork") if job.forks else multiprocessing.get_context("spawn")
     open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # or each forked rank would print it again
-    ranks, port = job.ranks, listener.getsockname()[1]
+    ranks, port = job.ranks, _store_port(job, listener)
     share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
-    for rank in range(ranks):
+    network = _network_variables(job)
+    for place in range(ranks):
+        rank = job.first + place
         log = streams.log_path(job.logs, rank) if job.logs else None
         task = RankTask(rank, os.getpid(), job.forks, log, listener if rank == 0 else None)
         channel, rank_channel = context.Pipe()
         process = context.Process(target=run_rank, args=(job.entry, task, rank_channel), name=f"rank-{rank}")
-        identity = RankEnvironment(rank, ranks, rank, ranks, _LOOPBACK, port).variables()
-        variables = {**share, **job.section.environment, **identity, LAUNCHER: str(os.getpid())}
+        identity = RankEnvironment(rank, job.size, place, ranks, _LOOPBACK, port).variables()
+        variables = {**share, **network, **job.section.environment, **identity, LAUNCHER: str(os.getpid())}
         with set_environment(variables), safe_interpreters(), _pickling_explained():
             process.start()
         rank_channel.close()
         members.append(RankProcess(process, channel))
 
 
-def _listener(job: _Launch) -> socket.socket:
-    """Return a socket that listens on loopback, on the configured port or on any free one.
+@contextlib.contextmanager
+def _store_listener(job: _Launch) -> Iterator[socket.socket | None]:
+    """Yield the socket on which the ranks' store will listen; None if rank 0 is on another host.
 
-    The caller closes it once rank 0 has it: if that rank dies, its peers' connections must break.
+    It is closed here once rank 0 has it: if that rank dies, its peers' connections must break.
     """
+    if job.first > 0:
+        yield None
+        return
+    with _listener(job) as listener:
+        if job.hosts is not None:
+            job.hosts.open_store(listener.getsockname()[1])
+        yield listener
+
+
+def _store_port(job: _Launch, listener: socket.socket | None) -> int:
+    if listener is not None:
+        return int(listener.getsockname()[1])
+    assert job.hosts is not None, "without other hosts rank 0 is on this one"
+    return job.hosts.store_port
+
+
+def _network_variables(job: _Launch) -> dict[str, str]:
+    """Return variables for ranks of several hosts, which a user may override: the interface that connects them."""
+    nodes = {} if job.hosts is None else {NODES: str(len(job.hosts.world))}
+    return {**nodes, **interface_variables(job.section.interface, job.hosts.address if job.hosts is not None else "")}
+
+
+def _listener(job: _Launch) -> socket.socket:
+    """Return a socket that listens on loopback, on the configured port or on any free one."""
     port = job.section.port
     try:
-        return socket.create_server((_LOOPBACK, port), backlog=max(128, 2 * job.ranks))
+        return socket.create_server((_LOOPBACK, port), backlog=max(128, 2 * job.size))
     except OSError as error:
         message = f"can't listen on port {port} ({os.strerror(error.errno or 0)}); 0 takes any free port"
         raise ConfigError(Problem("", "launch.port", message)) from None

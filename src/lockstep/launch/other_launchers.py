@@ -2,6 +2,8 @@
 
 launch.ranks, --ranks    auto, or the number that the other launcher has started on this machine
 launch.port              0, or MASTER_PORT
+launch.nodes             1: the other launcher joins hosts
+launch.interface         set for gloo and NCCL during the run
 launch.environment       set during the run; a variable that a process reads as it starts is refused
 """
 
@@ -15,7 +17,8 @@ from collections.abc import Iterator, Mapping
 
 from lockstep.config.schema import Launch
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.ranks import LAUNCHER, STORE_FD, RankEnvironment, names_a_rank, started_by_lockstep
+from lockstep.core.interfaces import GLOO_INTERFACE, NCCL_INTERFACE, interface_names, interface_of
+from lockstep.core.ranks import LAUNCHER, NODES, STORE_FD, RankEnvironment, names_a_rank, started_by_lockstep
 
 # Variables of the dynamic linker, the C library, the interpreter, OpenMP, MKL, and torch's import.
 _READ_AT_START = re.compile(
@@ -30,7 +33,7 @@ def read_at_start(variables: Mapping[str, str]) -> list[str]:
 
 def refuse_unsettable(variables: Mapping[str, str]) -> None:
     """Raise ConfigError for variables of `launch.environment` that can't be set only for the ranks."""
-    own = {*RankEnvironment().variables(), STORE_FD, LAUNCHER}
+    own = {*RankEnvironment().variables(), STORE_FD, LAUNCHER, NODES}
     problems = [
         Problem("", f"launch.environment.{name}", "is set for each rank by the launcher; leave it out")
         for name in variables
@@ -57,10 +60,12 @@ def launch_environment(launch: Launch) -> Iterator[None]:
     reason = "is read when a process starts, and Lockstep hasn't started this one; export it before you start the ranks"
     problems = [Problem("", f"launch.environment.{name}", reason) for name in read_at_start(launch.environment)]
     ranks = None if launch.ranks == "auto" else _other_number(launch.ranks, "launch.ranks")
-    problems = [problem for problem in (ranks, _other_port(launch.port), *problems) if problem is not None]
+    others = (ranks, _other_port(launch.port), _other_nodes(launch.nodes), *problems)
+    problems = [problem for problem in others if problem is not None]
     if problems:
         raise ConfigError(problems)
-    with set_environment(launch.environment), set_threads(launch.environment):
+    variables = {**interface_variables(launch.interface), **launch.environment}
+    with set_environment(variables), set_threads(launch.environment):
         yield
 
 
@@ -115,6 +120,36 @@ def _other_number(ranks: int, key: str) -> Problem | None:
         f"{ranks}, but the launcher of this process has started {here} on this machine; write {here} or auto, or start "
         f"{ranks} there (torchrun --nproc-per-node {ranks})",
     )
+
+
+def _other_nodes(nodes: int) -> Problem | None:
+    if nodes == 1:
+        return None
+    if names_a_rank(os.environ):
+        message = f"{nodes} hosts, but another launcher has started this rank, and joins hosts itself; leave it out"
+    else:
+        message = f"{nodes} hosts, but this process starts no ranks: lockstep train does, or ranks= of lockstep.train"
+    return Problem("", "launch.nodes", message)
+
+
+def interface_variables(interface: str | None, address: str = "") -> dict[str, str]:
+    """Return the variables by which gloo and NCCL use an interface, without those that the user has set.
+
+    Args:
+        interface: Its name; None: the one that has `address`.
+        address: One of this host; empty: gloo and NCCL choose.
+
+    Raises:
+        ConfigError: There is no such interface.
+    """
+    names = interface_names()
+    if interface is not None and interface not in names:
+        why = f"this host has no interface {interface}; it has {', '.join(names)}"
+        raise ConfigError(Problem("", "launch.interface", why))
+    name = interface or (interface_of(address) if address else None)
+    if name is None:
+        return {}
+    return {variable: name for variable in (GLOO_INTERFACE, NCCL_INTERFACE) if variable not in os.environ}
 
 
 def _other_port(port: int) -> Problem | None:

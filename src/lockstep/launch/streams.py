@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO, cast
@@ -195,17 +195,19 @@ def _cannot_write(path: Path | None, error: OSError) -> str:
     return f"lockstep: {path} can't be written: {error.strerror or error}; the run continues without this log\n"
 
 
-def sizes(logs: Path, ranks: int) -> list[int]:
-    """Return the bytes of every rank's log, which an earlier run may have written."""
-    paths = [log_path(logs, rank) for rank in range(ranks)]
-    return [path.stat().st_size if path.exists() else 0 for path in paths]
+def sizes(logs: Path, ranks: Sequence[int]) -> dict[int, int]:
+    """Return the bytes of each rank's log, which an earlier run may have written."""
+    paths = {rank: log_path(logs, rank) for rank in ranks}
+    return {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
 
 
-def remarks(logs: Path, before: list[int]) -> list[str]:
+def remarks(logs: Path, before: Mapping[int, int]) -> list[str]:
     """Return warnings and errors that ranks other than 0 have logged since `before`, and rank 0 hasn't."""
-    printed = set(_lines(log_path(logs, 0), before[0]))
+    printed = set(_lines(log_path(logs, 0), before.get(0, 0)))
     lines: list[str] = []
-    for rank, start in enumerate(before[1:], 1):
+    for rank, start in before.items():
+        if rank == 0:
+            continue
         new = [line for line in _lines(log_path(logs, rank), start) if _REMARK.search(line) and line not in printed]
         printed.update(new)
         lines += [f"rank {rank}: {line}" for line in dict.fromkeys(new)]

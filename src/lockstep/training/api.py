@@ -74,7 +74,8 @@ def train(
     job = Job(resolved(config, given, trusted=trust_run, writes=True), name, given=given, resume=resume)
     if names_a_rank(os.environ) and isinstance(ranks, int):
         refuse_rank_count(ranks, "ranks")
-    finished = None if fresh else _finished(job)
+    on_hosts = job.config.launch.nodes > 1 and not names_a_rank(os.environ)
+    finished = None if fresh or on_hosts else _finished(job)  # of several hosts, the leader looks
     if finished is not None:
         return finished
     if ranks is None or names_a_rank(os.environ):
@@ -187,9 +188,11 @@ def _finished(job: Job) -> Finished | None:
 
 def _train_in_ranks(job: Job, ranks: int | Literal["auto"]) -> Finished:
     from lockstep.monitor.folder import read_summary
-    from lockstep.training.start_run import launch_job
+    from lockstep.training.start_run import launch_job, train_on_hosts
 
-    folder, outcome = launch_job(job, ranks)
+    on_hosts = job.config.launch.nodes > 1
+    folder, outcome = train_on_hosts(job, ranks) if on_hosts else launch_job(job, ranks)
     if outcome.code != 0:
         raise outcome.failure()
+    folder = folder or Path(job.config.run.folder or "")
     return Finished(read_summary(folder) or {}, folder)

@@ -1,8 +1,8 @@
 """The folder of a run that an elastic launcher restarts and whose config names none.
 
     the launcher's store has it             that folder: the ranks have been started again
-    the launch has an id (--rdzv-id 4711)   runs/RECIPE-4711, so that a job that is queued again finds it; if that run
-                                            is finished, or has other settings, RECIPE-4711-2, -3, ...
+    the launch has an id (--rdzv-id 4711,   runs/RECIPE-4711, so that a job that is queued again finds it; if that run
+    or --job-id 4711)                       is finished, or has other settings, RECIPE-4711-2, -3, ...
     neither                                 a new folder, RECIPE-DATE-TIME
 
 torchrun's id is "none" unless one is given: all launches share it, so it is not an id. On a single node torchrun makes
@@ -50,11 +50,8 @@ def keep_folder(world: World, folder: Path) -> None:
 
 def folder_of_launch(config: Config, recipe: str, environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the folder for the id of an elastic launch; None: it has none."""
-    if not names_a_rank(environ):
-        return None
-    environment = RankEnvironment.read(environ)
-    launch = environment.launch_id
-    if launch in _NO_ID or (environment.agent_store and _UUID.fullmatch(launch)):
+    launch = config.launch.job_id or (_elastic_id(RankEnvironment.read(environ)) if names_a_rank(environ) else "")
+    if launch in _NO_ID:
         return None
     name = f"{Path(recipe).stem or 'run'}-{_file_name(launch)}"
     for number in itertools.count(1):
@@ -62,6 +59,11 @@ def folder_of_launch(config: Config, recipe: str, environ: Mapping[str, str] = o
         if not folder.exists() or _continues(config, folder):
             return folder
     raise AssertionError("there is always a free number")
+
+
+def _elastic_id(environment: RankEnvironment) -> str:
+    made_up = environment.agent_store and _UUID.fullmatch(environment.launch_id)
+    return "" if made_up else environment.launch_id
 
 
 def mark_begun(world: World) -> None:

@@ -1,12 +1,16 @@
-"""Starts a run: checks it against what is in its folder, then trains as a rank or in ranks of this machine.
+"""Starts a run: checks it against what is in its folder, then trains as a rank or in ranks that it starts.
 
 this process is a rank already (torchrun, ...)  --> train as that rank
 otherwise                                       --> create the folder, start the ranks, wait for their exit code
+several hosts (launch.nodes)                    --> meet the others first; the leader checks, and creates the folder
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,15 +20,17 @@ from typing import TYPE_CHECKING, Literal
 from lockstep.checkpoint.manifest import CorruptCheckpoint
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
-from lockstep.core.errors import ConfigError, Problem, Stopped
+from lockstep.config.writing import to_plain
+from lockstep.core.errors import ConfigError, Problem, RunFailed, Stopped
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.stopping import blocked_signals, undo_on_stop
 from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
-from lockstep.launch.local import launch
-from lockstep.launch.outcome import LaunchResult
-from lockstep.monitor.folder import CONFIG, RunFolder, is_finished, recipe_of
+from lockstep.launch.hosts import Hosts, connected_hosts
+from lockstep.launch.local import import_ahead, launch
+from lockstep.launch.outcome import LaunchResult, print_on_stderr
+from lockstep.monitor.folder import CONFIG, LOGS, RunFolder, is_finished, recipe_of
 from lockstep.plan.schedule import used_of_budget
 from lockstep.training.finished_run import run_config
 from lockstep.training.job import Job, imports_ahead, run_job
@@ -43,6 +49,7 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import ObjectStore
 
 _UNTRAINED_CODES = (ConfigError.exit_code, Stopped.exit_code)  # unless the folder holds the run's config
+_OF_HOST = ("launch", "monitor", "description")  # sections that may differ between hosts
 _MAX_DIFFERENCES = 5  # settings shown in a message
 
 
@@ -56,27 +63,42 @@ def train(loaded: LoadedConfig, recipe: str, resume: Resume, *, trust_remote_cod
     Returns:
         The exit code, and the run's folder if this process is the one that prints the run's summary.
     """
-    config = loaded.config
     refuse_given(loaded)
-    folder = Path(config.run.folder) if config.run.folder is not None else None
+    job = Job(loaded.config, recipe, given=UserObjects(trust_remote_code=trust_remote_code), resume=resume)
     # Among several ranks, the first may have created the folder and started this run there already: only it checks.
     is_first = os.environ.get("RANK", "0") == "0"
-    _check_start(config, resume)
-    if folder is not None and not resume.fresh and resume.step is None and resume.origin is None:
-        if is_first and (folder / CONFIG).is_file() and recipe_of(folder) != recipe:
-            _refuse_other_settings(config, folder)
-        if has_nothing_to_train(config, folder):
-            return 0, folder
-    job = Job(config, recipe, given=UserObjects(trust_remote_code=trust_remote_code), resume=resume)
-    if names_a_rank(os.environ):
+    is_rank = names_a_rank(os.environ)
+    if loaded.config.launch.nodes > 1 and not is_rank:
+        path, result = train_on_hosts(job, loaded.config.launch.ranks)
+        result.show()
+        return result.code, path if result.code == 0 and path is not None and path.exists() else None
+    if _is_done(job, is_first=is_first):
+        return 0, Path(loaded.config.run.folder or "")
+    if is_rank:
         finished = run_job(job)
         return 0, finished.folder if is_first else None
-    path, result = launch_job(job, config.launch.ranks)
+    path, result = launch_job(job, loaded.config.launch.ranks)
     result.show()
     return result.code, path if result.code == 0 else None
 
 
 # --- refusals before a folder is created or a rank is started -------------------------------------------------------
+
+
+def _is_done(job: Job, *, is_first: bool) -> bool:
+    """Return whether nothing is left to train, which the first rank prints. Raises ConfigError if the run can't start.
+
+    Args:
+        is_first: Whether this process compares the settings with those of the run in the folder.
+    """
+    config, resume = job.config, job.resume
+    _check_start(config, resume)
+    if config.run.folder is None or resume.fresh or resume.step is not None or resume.origin is not None:
+        return False
+    folder = Path(config.run.folder)
+    if is_first and (folder / CONFIG).is_file() and recipe_of(folder) != job.recipe:
+        _refuse_other_settings(config, folder)
+    return has_nothing_to_train(config, folder)
 
 
 def _check_start(config: Config, resume: Resume) -> None:
@@ -200,8 +222,12 @@ def _length(run: Run, manifest: Manifest) -> _Length:
 # --- ranks of this machine ------------------------------------------------------------------------------------------
 
 
-def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, LaunchResult]:
-    """Create the run's folder and run the job on N ranks of this machine; return the folder and how the ranks ended."""
+def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = None) -> tuple[Path, LaunchResult]:
+    """Create the run's folder and run the job on N ranks of this machine; return the folder and how the ranks ended.
+
+    Args:
+        hosts: The other hosts, of which this one is the leader.
+    """
     number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
     path = run_folder_for(job.config, job.recipe, job.resume)
     existed = path is not None and path.exists()
@@ -217,15 +243,100 @@ def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, LaunchResu
             folder = RunFolder.create(path, job.recipe, again=True)
             stack.enter_context(undo_on_stop(leave))
         try:
+            if hosts is not None:
+                hosts.open_folder(folder.path)
             entry, ahead = partial(_train_as_rank, job, folder.path), imports_ahead(job.config)
-            remedy = advice(memory_factors(job.config, number), "forward")
-            result = launch(entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy)
+            size = number if hosts is None else hosts.size
+            remedy = advice(memory_factors(job.config, size), "forward")
+            result = launch(entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy, hosts=hosts)
             if result.advice:
-                text = with_prediction(result.text, result.advice, job.config, number, job.given)
+                text = with_prediction(result.text, result.advice, job.config, size, job.given)
                 result = replace(result, text=text)
         finally:
             leave()
     return folder.path, result
+
+
+# --- several hosts ----------------------------------------------------------------------------------------------------
+
+
+def train_on_hosts(job: Job, ranks: int | Literal["auto"]) -> tuple[Path | None, LaunchResult]:
+    """Run the job as one of several hosts, with N ranks on this one; return the folder and how the ranks ended.
+
+    The folder is None on hosts that have none because nothing was left to train.
+    """
+    section = job.config.launch
+    number = choose_ranks(section) if ranks == "auto" else ranks
+    with connected_hosts(section, number, _common_settings(job)) as hosts:
+        import_ahead(imports_ahead(job.config))
+        hosts.meet()
+        job = replace(job, config=_without_hosts(job.config))  # a run's config may be trained from on one host
+        return _lead(job, number, hosts) if hosts.leads else _follow(job, number, hosts)
+
+
+def _lead(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResult]:
+    if _is_done(job, is_first=True):
+        path, result = Path(job.config.run.folder or ""), LaunchResult(0)
+    else:
+        others = ", ".join(str(host) for host in hosts.world[1:])
+        print_on_stderr(f"{len(hosts.world)} hosts: this one, {hosts.here}, is node 0; the others: {others}")
+        path, result = launch_job(job, ranks, hosts)
+    hosts.finish(result)
+    return path, result
+
+
+def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResult]:
+    """Start this host's ranks in the run that the leader has made."""
+    path = hosts.wait_for_folder()
+    if path is None:
+        print_on_stderr(f"nothing is left to train, as host {hosts.world[0].name} reports")
+        return None, LaunchResult(0)
+    logs = path / LOGS
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise RunFailed(f"host {hosts.name} can't create {logs} for its ranks' logs: {reason}") from None
+    where = f"logs are in {logs}, and rank 0 prints on host {hosts.world[0].name}"
+    print_on_stderr(f"{len(hosts.world)} hosts: this one, {hosts.here}, is node {hosts.node}; {where}")
+    remedy = advice(memory_factors(job.config, hosts.size), "forward")
+    ahead = imports_ahead(job.config)
+    entry = partial(_train_as_rank, job, path)
+    result = launch(entry, ranks, job.config.launch, logs, preload=ahead, remedy=remedy, hosts=hosts)
+    if result.code == 0:
+        print_on_stderr(f"done: {hosts.here}; the run is in {path} on host {hosts.world[0].name}")
+    return path, result
+
+
+def _without_hosts(config: Config) -> Config:
+    alone = {"nodes": 1, "rendezvous": None, "node_rank": None, "job_id": config.launch.job_id}
+    return config.model_copy(update={"launch": config.launch.model_copy(update=alone)})
+
+
+def _common_settings(job: Job) -> dict[str, str]:
+    """Return what must be equal on all hosts, by name: hashes, because hosts send them to each other."""
+    plain = {section: value for section, value in to_plain(job.config).items() if section not in _OF_HOST}
+    launch, resume = job.config.launch, job.resume
+    flags = {
+        "--fresh": resume.fresh,
+        "--from": resume.step,
+        "--fork": resume.origin is not None,
+        "--accept-changes": resume.accept_changes,
+        "recipe": job.recipe,
+        "launch.backend": launch.backend,
+        "launch.device": launch.device,
+        "launch.job_id": launch.job_id,
+    }
+    values = {**dict(_flat(plain, "")), **flags}
+    return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16] for name, value in values.items()}
+
+
+def _flat(value: object, name: str) -> Iterator[tuple[str, object]]:
+    if not isinstance(value, dict) or not value:
+        yield name, value
+        return
+    for key, item in value.items():
+        yield from _flat(item, f"{name}.{key}" if name else str(key))
 
 
 def _train_as_rank(job: Job, folder: Path) -> int:

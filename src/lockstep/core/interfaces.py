@@ -1,0 +1,91 @@
+"""Network interfaces: which of them has an address, and from which address this host reaches another.
+
+    route_to("10.0.0.1")     --> "10.0.0.2"     the kernel's choice, for a datagram that is never sent
+    interface_of("10.0.0.2") --> "eth1"         what gloo and NCCL take (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)
+
+By default gloo binds to the address that the hostname resolves to: 127.0.1.1 on Debian, which no other host reaches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import socket
+from collections.abc import Iterator
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+
+_ANY_PORT = 9  # discard: a datagram socket is connected, and nothing is sent
+
+
+class _SocketAddress(ctypes.Structure):
+    _fields_ = (("family", ctypes.c_ushort), ("data", ctypes.c_ubyte * 26))
+
+
+class _InterfaceAddress(ctypes.Structure):
+    """`struct ifaddrs` of getifaddrs(3), without its last fields."""
+
+
+_InterfaceAddress._fields_ = (
+    ("next", ctypes.POINTER(_InterfaceAddress)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.POINTER(_SocketAddress)),
+)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only this host can reach an address; False for a name that isn't an address."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def interface_of(address: str) -> str | None:
+    """Return the interface that has an address of this host; None if none has it."""
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    if wanted.version == 6 and wanted.ipv4_mapped is not None:
+        wanted = wanted.ipv4_mapped
+    addresses = list(_addresses())
+    exact = next((name for name, own in addresses if own == wanted), None)
+    if exact is None and wanted.is_loopback:  # all of 127.0.0.0/8
+        return next((name for name, own in addresses if own.is_loopback), None)
+    return exact
+
+
+def route_to(host: str) -> str | None:
+    """Return the address from which this host sends to another; None if there is no route, or no such host."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def interface_names() -> list[str]:
+    """Return the interfaces of this host."""
+    return [name for _, name in socket.if_nameindex()]
+
+
+def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+    libc = ctypes.CDLL(None, use_errno=True)
+    head = ctypes.POINTER(_InterfaceAddress)()
+    if libc.getifaddrs(ctypes.byref(head)) != 0:
+        return
+    try:
+        item = head
+        while item:
+            entry = item.contents
+            if entry.address:
+                data = bytes(entry.address.contents.data)  # after the family: port 2, then IPv4 4; IPv6: flow 4, 16
+                if entry.address.contents.family == socket.AF_INET:
+                    yield entry.name.decode(), ipaddress.IPv4Address(data[2:6])
+                elif entry.address.contents.family == socket.AF_INET6:
+                    yield entry.name.decode(), ipaddress.IPv6Address(data[6:22])
+            item = entry.next
+    finally:
+        libc.freeifaddrs(head)

@@ -1,0 +1,201 @@
+"""The protocol between the launchers of several hosts: who may connect, how messages look, and which host is which.
+
+    leader   LOCKSTEP-HOSTS-1, a nonce        -->
+             <--   a nonce, what it wants ("h": to join as a host, "s": the ranks' store), a proof of the token
+             "+", a proof of the token        -->                             or "-": refused
+             then frames: 4 bytes of length, JSON          or, for the store, its bytes as they are
+
+A proof is HMAC-SHA256 of both nonces under the job's token, which itself is never sent. What is sent afterwards is
+neither encrypted nor signed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+HOST, STORE = b"h", b"s"
+HEARTBEAT_S = 1.0
+SILENCE_S = 10.0  # after which a host counts as cut off: ten heartbeats
+_HANDSHAKE_S = 10.0
+_MAGIC = b"LOCKSTEP-HOSTS-1"
+_NONCE = _PROOF = 32
+_MAX_FRAME = 16 << 20
+_MAX_KEYS = 5  # settings shown in a message
+
+Message = dict[str, Any]
+T = TypeVar("T", bound=Mapping[str, Any])
+
+
+class NotAuthorized(Exception):
+    """The other side doesn't know the job's token."""
+
+
+class NotLauncher(Exception):
+    """The other side isn't a launcher of Lockstep."""
+
+
+class Link:
+    """A connection over which messages are sent and received."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self.writer = writer
+
+    def send(self, message: Message) -> None:
+        """Send a message, later if the connection is slow; a broken connection is noticed by `receive`."""
+        if not self.writer.is_closing():
+            self.writer.write(framed(message))
+
+    async def receive(self, limit: float | None = None) -> Message:
+        """Return the next message.
+
+        Args:
+            limit: Seconds to wait for it.
+
+        Raises:
+            OSError: The connection is closed or broken (ConnectionError), or nothing came (TimeoutError).
+        """
+        try:
+            async with asyncio.timeout(limit):
+                size = int.from_bytes(await self._reader.readexactly(4), "big")
+                if size > _MAX_FRAME:
+                    raise ConnectionError("it sent what is no message")
+                message: Message = json.loads(await self._reader.readexactly(size))
+                return message
+        except (asyncio.IncompleteReadError, ValueError) as error:
+            raise ConnectionError("it closed its connection") from error
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def framed(message: Message) -> bytes:
+    """Return a message as it is sent, also by `multiprocessing.connection.Connection`."""
+    text = json.dumps(message).encode()
+    return len(text).to_bytes(4, "big") + text
+
+
+async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> bytes:
+    """Let the other side prove that it knows the token; return what it wants.
+
+    Raises:
+        NotAuthorized: It doesn't know the token.
+        NotLauncher: It sends something else, or nothing.
+    """
+    own = secrets.token_bytes(_NONCE)
+    try:
+        async with asyncio.timeout(_HANDSHAKE_S):
+            writer.write(_MAGIC + own)
+            answer = await reader.readexactly(_NONCE + 1 + _PROOF)
+    except (OSError, asyncio.IncompleteReadError) as error:
+        raise NotLauncher from error
+    nonces, wants = own + answer[:_NONCE], answer[_NONCE : _NONCE + 1]
+    if not hmac.compare_digest(answer[_NONCE + 1 :], _proof(key, b"joins", wants, nonces)):
+        writer.write(b"-" + bytes(_PROOF))
+        raise NotAuthorized
+    writer.write(b"+" + _proof(key, b"leads", wants, nonces))
+    return wants
+
+
+async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, wants: bytes) -> None:
+    """Prove to the leader that this side knows the token, and have it prove the same.
+
+    Raises:
+        NotAuthorized: One side doesn't know the other's token.
+        NotLauncher: Another program listens there.
+        OSError: The connection broke, or nothing came.
+    """
+    own = secrets.token_bytes(_NONCE)
+    try:
+        async with asyncio.timeout(_HANDSHAKE_S):
+            greeting = await reader.readexactly(len(_MAGIC) + _NONCE)
+            if not greeting.startswith(_MAGIC):
+                raise NotLauncher
+            nonces = greeting[len(_MAGIC) :] + own
+            writer.write(own + wants + _proof(key, b"joins", wants, nonces))
+            answer = await reader.readexactly(1 + _PROOF)
+    except asyncio.IncompleteReadError as error:
+        if error.partial and not _MAGIC.startswith(error.partial[: len(_MAGIC)]):
+            raise NotLauncher from error
+        raise ConnectionError("it closed its connection") from error
+    if not hmac.compare_digest(answer, b"+" + _proof(key, b"leads", wants, nonces)):
+        raise NotAuthorized
+
+
+def job_key(token: str, job_id: str) -> bytes:
+    """Return the key of proofs: the job's token, or without one its id, which is no secret."""
+    return hashlib.sha256(f"lockstep job\0{token}\0{job_id}".encode()).digest()
+
+
+def _proof(key: bytes, role: bytes, wants: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(key, role + wants + nonces, "sha256")
+
+
+# --- which host is which --------------------------------------------------------------------------------------------
+
+
+def refusal_of(hellos: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> str:
+    """Return why a host can't join those that are there, the leader first; empty: it can.
+
+    Args:
+        new: `host`, `node_rank` (or None), `nodes`, `versions` and `settings`, texts by name.
+    """
+    leader = hellos[0]
+    if new["nodes"] != leader["nodes"]:
+        return (
+            f"host {new['host']} was started with --nodes {new['nodes']}, and host {leader['host']} with --nodes "
+            f"{leader['nodes']}; give all hosts the same number"
+        )
+    for name, version in leader["versions"].items():
+        if new["versions"].get(name) != version:
+            other = new["versions"].get(name, "none")
+            return (
+                f"host {new['host']} has {name} {other}, and host {leader['host']} {version}; install the same version "
+                "on all hosts"
+            )
+    names = {**leader["settings"], **new["settings"]}
+    differing = [name for name in names if leader["settings"].get(name) != new["settings"].get(name)]
+    if differing:
+        more = f" and {len(differing) - _MAX_KEYS} more" if len(differing) > _MAX_KEYS else ""
+        return (
+            f"host {new['host']} was started with other settings than host {leader['host']}: "
+            f"{', '.join(differing[:_MAX_KEYS])}{more}; give all hosts the same command and config"
+        )
+    for other in hellos:
+        if new["node_rank"] is not None and other["node_rank"] == new["node_rank"]:
+            return (
+                f"hosts {other['host']} and {new['host']} both have --node-rank {new['node_rank']}; give each host a "
+                "rank of its own, or leave the option out on all"
+            )
+    return ""
+
+
+def in_places(hellos: Sequence[T]) -> list[T]:
+    """Return the hosts by node rank: those with one in its place, the others in the order of their arrival."""
+    places: dict[int, T] = {hello["node_rank"]: hello for hello in hellos if hello["node_rank"] is not None}
+    free = iter(place for place in range(len(hellos)) if place not in places)
+    for hello in hellos:
+        if hello["node_rank"] is None:
+            places[next(free)] = hello
+    return [places[place] for place in range(len(hellos))]
+
+
+def missing_text(hellos: Sequence[Mapping[str, Any]], address: str, seconds: float) -> str:
+    """Return the message about hosts that have not come."""
+    nodes = hellos[0]["nodes"]
+    came = ", ".join(str(hello["host"]) for hello in hellos)
+    if any(hello["node_rank"] is not None for hello in hellos[1:]):
+        absent = [str(place) for place in range(nodes) if place not in {hello["node_rank"] for hello in hellos}]
+        missing = f"node rank{'s' * (len(absent) > 1)} {', '.join(absent)}"
+    else:
+        missing = f"{nodes - len(hellos)} more"
+    return (
+        f"{len(hellos)} of {nodes} hosts reached {address} within {seconds:g} s (launch.timeout): {came}; missing: "
+        f"{missing}. Start the same command on each host, and let the hosts reach {address}"
+    )

@@ -1,0 +1,406 @@
+"""The launchers of a run on several hosts: they meet, know how ranks end on each, and end alike.
+
+    lockstep train ... --nodes 2 --rendezvous a:29500       the same command on each host
+
+    host a (listens)   relay starts -- imports --.-- meet -- folder -- ranks -- watch -- first cause of all -- result
+    host b             relay starts -- imports --'-- meet ------------ ranks -- watch ---------------------- result
+
+The host at which HOST:PORT is a local address leads: it has node rank 0 and the first ranks, makes the run's folder,
+and decides how the run has ended. Messages pass through a process of each launcher (`relay`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing.connection
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep import __version__
+from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed, Stopped, message_of, named_ranks
+from lockstep.core.interfaces import is_loopback
+from lockstep.core.stopping import blocked_signals, undo_on_stop
+from lockstep.launch.ends import End, EndKind
+from lockstep.launch.host_protocol import job_key
+from lockstep.launch.outcome import LaunchResult, print_on_stderr
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Launch
+    from lockstep.launch.group import SignalRequests
+
+TOKEN = "LOCKSTEP_JOB_TOKEN"
+
+_RELAY_ENDS_S = 10.0  # seconds by which a relay must have ended
+_ROOT = str(Path(__file__).parents[2])
+
+
+@dataclass(frozen=True, slots=True)
+class HostRanks:
+    """A host of the run, and its ranks: `first`, `first + 1`, ..."""
+
+    name: str
+    first: int
+    ranks: int
+
+    def __str__(self) -> str:
+        last = self.first + self.ranks
+        return f"{self.name} ({named_ranks(range(self.first, last))})"
+
+
+class Hosts:
+    """The other hosts of a run, as this one's launcher sees them.
+
+    Attributes:
+        leads: Whether this host has node rank 0.
+        name: This host's.
+        node: This host's node rank, once the hosts have met.
+        world: All hosts by node rank, once they have met.
+        address: This host's address on the network that connects them, once they have met.
+        store_port: The port on loopback at which this host's ranks reach the store; 0 for the leader.
+        ends: How ranks of other hosts have ended, or reported that they fail, by rank.
+        why_killed: Returns why a rank of this host may have been killed by SIGKILL.
+    """
+
+    def __init__(self, channel: Connection, relay: subprocess.Popen[bytes], name: str, *, leads: bool) -> None:
+        self.leads = leads
+        self.name = name
+        self.node = 0
+        self.world: list[HostRanks] = []
+        self.address = ""
+        self.store_port = 0
+        self.ends: dict[int, End] = {}
+        self.why_killed: Callable[[], str] = str
+        self._ended: set[int] = set()
+        self._channel = channel
+        self._relay = relay
+        self._published: dict[int, End] = {}
+        self._stops_sent = self._saves_sent = 0
+        self._result: LaunchResult | None = None
+        self._folder: str | None = None
+        self._is_over = False
+
+    # --- facts, once they have met ---
+
+    @property
+    def here(self) -> HostRanks:
+        return self.world[self.node]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks on all hosts."""
+        return sum(host.ranks for host in self.world)
+
+    def names(self) -> list[str]:
+        """Return the name of each rank's host."""
+        return [host.name for host in self.world for _ in range(host.ranks)]
+
+    # --- before the ranks start ---
+
+    def meet(self) -> None:
+        """Wait until all hosts are there. Raises Failure if they don't come, or can't train together."""
+        while not self.world:
+            self._refuse_result()
+            self._wait(None)
+
+    def open_folder(self, folder: Path) -> None:
+        """Report to the others which folder the run has: their ranks may start."""
+        self._send({"type": "folder", "path": str(folder)})
+
+    def wait_for_folder(self) -> Path | None:
+        """Return the folder that the leader has made for the run; None: nothing is left to train.
+
+        Raises Failure if there is none.
+        """
+        while self._folder is None:
+            if self._result is not None and self._result.code == 0:
+                return None
+            self._refuse_result()
+            self._wait(None)
+        return Path(self._folder)
+
+    def open_store(self, port: int) -> None:
+        """Let the ranks of other hosts reach the store, which listens on this port of loopback."""
+        self._send({"type": "store", "port": port})
+
+    # --- while the ranks run ---
+
+    def readable(self) -> list[int | Connection]:
+        """Return the descriptors that become readable when another launcher reports something."""
+        return [] if self._is_over else [self._channel]
+
+    def update(self, requests: SignalRequests) -> None:
+        """Receive what other launchers have reported."""
+        while not self._is_over and self._channel.poll():
+            self._receive(requests)
+
+    def publish(self, ends: Mapping[int, End], ended: set[int], requests: SignalRequests) -> None:
+        """Report to the other launchers how ranks of this host have ended, and what signals have requested here.
+
+        Args:
+            ends: Of the ranks that have reported or ended.
+            ended: Those whose processes are gone.
+        """
+        for rank, end in ends.items():
+            if self._published.get(rank) != end or (rank in ended and rank not in self._ended):
+                self._published[rank] = end
+                if rank in ended:
+                    self._ended.add(rank)
+                by_sigkill = end.kind is EndKind.KILLED and end.text.endswith("SIGKILL")
+                text = f"{end.text}: {self.why_killed()}" if by_sigkill else end.text
+                fields = {**asdict(end), "text": text, "kind": end.kind.name, "age": time.monotonic() - end.time}
+                self._send({"type": "end", "rank": rank, "ended": rank in ended, "end": fields})
+        if requests.own_stops > self._stops_sent and requests.last_stop is not None:
+            self._stops_sent = requests.own_stops
+            self._send({"type": "stop", "count": self._stops_sent, "signal": int(requests.last_stop)})
+        while requests.own_saves > self._saves_sent:
+            self._saves_sent += 1
+            self._send({"type": "save"})
+
+    def others_have_ended(self) -> bool:
+        """Return whether all ranks of other hosts have ended, or can't be reached."""
+        here = range(self.here.first, self.here.first + self.here.ranks)
+        return all(rank in self._ended for rank in range(self.size) if rank not in here)
+
+    # --- the end ---
+
+    def wait_for_result(self, requests: SignalRequests) -> LaunchResult:
+        """Return how the run has ended on all hosts, as the leader has decided."""
+        stops = requests.own_stops
+        while self._result is None:
+            if self._is_over:
+                raise RunFailed(f"the run's end isn't known: {_LOST_RELAY}")
+            self._wait(requests)
+            requests.drain()
+            if requests.own_stops > stops and requests.last_stop is not None:
+                return LaunchResult(Stopped.exit_code, f"stopped by {requests.last_stop.name}")
+        return self._result
+
+    def finish(self, result: LaunchResult) -> None:
+        """Report how the run has ended to all hosts; only the leader does."""
+        problems = [[problem.where, problem.key, problem.message] for problem in result.problems]
+        fields = {"code": result.code, "text": result.text, "is_traceback": result.is_traceback}
+        self._send({"type": "result", **fields, "problems": problems})
+
+    def fail(self, code: int, text: str) -> None:
+        """Report that this host can't take part."""
+        self._send({"type": "result" if self.leads else "gone", "code": code, "text": text})
+
+    def close(self) -> None:
+        """End the relay, once it has sent what it has."""
+        self._channel.close()
+        try:
+            self._relay.wait(_RELAY_ENDS_S)
+        except subprocess.TimeoutExpired:
+            self._relay.kill()
+            self._relay.wait()
+
+    # --- messages ---
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the relay has ended; `_receive` finds that
+            self._channel.send_bytes(json.dumps(message).encode())
+
+    def _wait(self, requests: SignalRequests | None) -> None:
+        multiprocessing.connection.wait([*self.readable(), *([] if requests is None else [requests.fileno()])])
+        if not self._is_over and self._channel.poll():
+            self._receive(requests)
+
+    def _refuse_result(self) -> None:
+        if self._result is not None:
+            raise self._result.failure()
+        for rank, end in self.ends.items():
+            if end.kind is not EndKind.DONE and rank in self._ended:
+                raise LaunchResult(end.code, end.text).failure()
+        if self._is_over:
+            raise RunFailed(_LOST_RELAY)
+
+    def _receive(self, requests: SignalRequests | None) -> None:
+        try:
+            message = json.loads(self._channel.recv_bytes())
+        except (EOFError, OSError):
+            self._is_over = True
+            for node in range(len(self.world)):
+                if node != self.node:
+                    self._lose(node, End(EndKind.LOST, 1, _LOST_RELAY, time.monotonic()))
+            return
+        match message["type"]:
+            case "note":
+                print_on_stderr(f"note: {message['text']}")
+            case "world":
+                self._join(message)
+            case "folder":
+                self._folder = message["path"]
+            case "result":
+                problems = tuple(Problem(*fields) for fields in message.get("problems", ()))
+                traceback = message.get("is_traceback", False)
+                self._result = LaunchResult(message["code"], message["text"], traceback, problems)
+            case "end":
+                self._note_end(message)
+            case "stop" if requests is not None:
+                requests.stop_elsewhere(message["count"], signal.Signals(message["signal"]))
+            case "save" if requests is not None:
+                requests.save_elsewhere()
+            case "gone":
+                self._lose(
+                    message["node"], End(_gone_kind(message), message["code"], message["text"], time.monotonic())
+                )
+            case "lost":
+                self._lose_host(message)
+
+    def _join(self, message: Mapping[str, Any]) -> None:
+        first = 0
+        for host in message["hosts"]:
+            self.world.append(HostRanks(host["host"], first, host["ranks"]))
+            first += host["ranks"]
+        self.node, self.address = message["node"], message["address"]
+        self.store_port = message.get("port", 0)
+
+    def _note_end(self, message: Mapping[str, Any]) -> None:
+        fields = dict(message["end"])
+        moment = time.monotonic() - fields.pop("age")
+        problems = tuple(Problem(**problem) for problem in fields.pop("problems"))
+        end = End(**{**fields, "kind": EndKind[fields["kind"]], "time": moment, "problems": problems})
+        known = self.ends.get(message["rank"])
+        self.ends[message["rank"]] = end if known is None else replace(end, time=min(end.time, known.time))
+        if message["ended"]:
+            self._ended.add(message["rank"])
+
+    def _lose_host(self, message: Mapping[str, Any]) -> None:
+        if not self.world:
+            self._result = LaunchResult(1, f"the launcher at the rendezvous has ended: {message['why']}")
+            return
+        host = self.world[message["node"]]
+        text = f"host {host} is lost: {message['why']}"
+        self._lose(message["node"], End(EndKind.LOST, 1, text, time.monotonic()))
+        if message["node"] == 0 and self._result is None:
+            self._result = LaunchResult(1, text)
+
+    def _lose(self, node: int, end: End) -> None:
+        host = self.world[node]
+        for rank in range(host.first, host.first + host.ranks):
+            if rank not in self._ended:
+                self.ends[rank] = end
+                self._ended.add(rank)
+
+
+_LOST_RELAY = "the process that connects this host with the others has ended"
+
+
+def _gone_kind(message: Mapping[str, Any]) -> EndKind:
+    return EndKind.STOPPED if message["code"] == Stopped.exit_code else EndKind.MESSAGE
+
+
+# --- the start of a relay ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def connected_hosts(launch: Launch, ranks: int, settings: Mapping[str, str]) -> Iterator[Hosts]:
+    """Connect with the other hosts' launchers while the block runs; a failure of the block is reported to them.
+
+    Args:
+        launch: `nodes`, `rendezvous`, `node_rank`, `job_id`, and `timeout`: seconds to wait for the other hosts.
+        ranks: Number of ranks on this host.
+        settings: What must be equal on all hosts, by name: hashes.
+
+    Raises:
+        ConfigError: The rendezvous isn't an address, or not this host's although it shall lead.
+    """
+    host, port = _rendezvous(launch)
+    listener = _listener(launch, host, port)
+    name = socket.gethostname()
+    token = os.environ.get(TOKEN, "")
+    hello = {
+        "host": name,
+        "node_rank": 0 if listener is not None else launch.node_rank,
+        "nodes": launch.nodes,
+        "ranks": ranks,
+        "versions": _versions(),
+        "settings": dict(settings),
+    }
+    address = [host if listener is None else listener.getsockname()[0], port]
+    order = {"key": job_key(token, launch.job_id or "").hex(), "timeout": launch.timeout, "hello": hello}
+    channel, relay = _start_relay(listener)
+    hosts = Hosts(channel, relay, name, leads=listener is not None)
+    with contextlib.closing(hosts), undo_on_stop(lambda: hosts.fail(Stopped.exit_code, f"stopped on host {name}")):
+        hosts._send({**order, "address": address, "name": host})
+        if hosts.leads and not token:
+            print_on_stderr(f"note: {TOKEN} isn't set: any host that knows the job's id can join this run")
+        try:
+            yield hosts
+        except Failure as failure:
+            hosts.fail(failure.exit_code, message_of(failure))
+            raise
+        except BaseException as error:
+            hosts.fail(Stopped.exit_code if isinstance(error, KeyboardInterrupt) else 1, f"host {name}: {error!r}")
+            raise
+
+
+def _start_relay(listener: socket.socket | None) -> tuple[Connection, subprocess.Popen[bytes]]:
+    own, its = socket.socketpair()
+    passed = [its.fileno(), *([] if listener is None else [listener.fileno()])]
+    numbers = f"{its.fileno()}, {-1 if listener is None else listener.fileno()}, {os.getpid()}"
+    code = f"import sys; sys.path.append({_ROOT!r}); from lockstep.launch.relay import main; main({numbers})"
+    with blocked_signals(forks=True):  # until it ignores them
+        relay = subprocess.Popen([sys.executable, "-P", "-c", code], pass_fds=passed, stdin=subprocess.DEVNULL)
+    its.close()
+    if listener is not None:
+        listener.close()
+    return Connection(own.detach()), relay
+
+
+def _rendezvous(launch: Launch) -> tuple[str, int]:
+    host, _, port = (launch.rendezvous or "").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        given = "is missing" if launch.rendezvous is None else f"{launch.rendezvous!r} is not HOST:PORT"
+        why = f"{given}; give all {launch.nodes} hosts the same one, such as 10.0.0.1:29500, at which node 0 listens"
+        raise ConfigError(Problem("", "launch.rendezvous", why))
+    if launch.node_rank is not None and launch.node_rank >= launch.nodes:
+        why = f"{launch.node_rank}, but node ranks are 0 to {launch.nodes - 1} with --nodes {launch.nodes}"
+        raise ConfigError(Problem("", "launch.node_rank", why))
+    return host, int(port)
+
+
+def _listener(launch: Launch, host: str, port: int) -> socket.socket | None:
+    """Return a socket that listens at the rendezvous, on that address alone; None: another launcher listens there.
+
+    A name that this host resolves to a loopback address (Debian has its own name as 127.0.1.1) is no address that
+    others reach: then it listens on all.
+    """
+    if launch.node_rank not in (None, 0):
+        return None
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        if launch.node_rank is None:
+            return None  # the relay reports whether it can be reached
+        raise ConfigError(Problem("", "launch.rendezvous", f"{host} can't be resolved: {error.strerror}")) from None
+    everywhere = is_loopback(str(address[0])) and not is_loopback(host)
+    try:
+        return socket.create_server(("", port) if everywhere else address[:2], family=family, backlog=1024)
+    except OSError as error:
+        if launch.node_rank is None:
+            return None
+        why = f"node 0 can't listen on {host}:{port} ({os.strerror(error.errno or 0)}); give an address of this host"
+        raise ConfigError(Problem("", "launch.rendezvous", why)) from None
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {
+        "Lockstep": __version__,
+        "torch": version("torch").partition("+")[0],
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }

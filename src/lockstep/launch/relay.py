@@ -1,0 +1,371 @@
+"""The process of each launcher that connects its host with the others: it needs no torch, and is there before it.
+
+    host a   launcher -- relay, which listens at the rendezvous --.-- store of rank 0, on loopback
+                              |                                   |
+    host b   launcher -- relay                      ranks -- a port on loopback, a connection each
+
+All connections go to the leader's relay, and all begin with a proof of the job's token (`host_protocol`). A message of
+one launcher goes to all others. A host is lost when its connection ends, or when nothing has come from it for some
+seconds. The relay ends with its launcher, and its connections with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS
+from lockstep.launch.host_protocol import (
+    HEARTBEAT_S,
+    HOST,
+    SILENCE_S,
+    STORE,
+    Link,
+    Message,
+    NotAuthorized,
+    NotLauncher,
+    in_places,
+    introduce,
+    missing_text,
+    refusal_of,
+    welcome,
+)
+
+_LAST_WORDS_S = 5.0  # for the other hosts to read how the run ended
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0  # between two attempts to reach the leader
+_CONNECT_S = 5.0
+_CHUNK = 1 << 16
+_CONFIG_ERROR, _FAILED = 2, 1  # exit codes
+
+_BEAT: Message = {"type": "beat"}
+
+
+async def _heartbeat(link: Link) -> None:
+    while True:
+        link.send(_BEAT)
+        await asyncio.sleep(HEARTBEAT_S)
+
+
+def _why_lost(error: OSError) -> str:
+    if isinstance(error, TimeoutError) and not error.errno:
+        return f"nothing has come from it for {SILENCE_S:g} s"
+    return "its connection was closed"
+
+
+class _Relay:
+    """What leader and others have in common: the launcher, and tasks that end with the relay."""
+
+    def __init__(self, launcher: Link, order: Message) -> None:
+        self.launcher = launcher
+        self.key = bytes.fromhex(order["key"])
+        self.hello: Message = order["hello"]
+        self.timeout: float = order["timeout"]
+        self.address: tuple[str, int] = (order["address"][0], order["address"][1])
+        self.place = f"{order['name']}:{order['address'][1]}"
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+# --- the leader -------------------------------------------------------------------------------------------------------
+
+
+class _Leader(_Relay):
+    """The relay at the rendezvous: decides who takes part, and passes messages on."""
+
+    def __init__(self, launcher: Link, order: Message) -> None:
+        super().__init__(launcher, order)
+        self._hellos: dict[Link | None, Message] = {None: self.hello}  # None: this host
+        self._nodes: dict[Link, int] = {}  # node ranks, once all are there
+        self._over: Message | None = None
+        self._store = asyncio.get_running_loop().create_future()
+        self._refused: set[str] = set()
+
+    async def run(self, listener: socket.socket) -> None:
+        await asyncio.start_server(self._connected, sock=listener)
+        self.start(self._wait_for_hosts())
+        if self.hello["nodes"] == 1:
+            self._begin()
+        with contextlib.suppress(OSError):
+            while True:
+                message = await self.launcher.receive()
+                if message["type"] == "store":
+                    self._store.set_result(message["port"])
+                elif message["type"] == "result":
+                    self._end(message)
+                else:
+                    self._send({**message, "node": 0}, but=None)
+        if self._over is not None:
+            until = time.monotonic() + _LAST_WORDS_S
+            while len(self._hellos) > 1 and time.monotonic() < until:
+                await asyncio.sleep(0.01)
+
+    async def _wait_for_hosts(self) -> None:
+        await asyncio.sleep(self.timeout)
+        if not self._nodes and self._over is None:
+            text = missing_text([*self._hellos.values()], self.place, self.timeout)
+            self._end({"type": "result", "code": _FAILED, "text": text})
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            wants = await welcome(reader, writer, self.key)
+            if wants == STORE:
+                await _splice(reader, writer, await self._store)
+            elif wants == HOST:
+                await self._serve(Link(reader, writer))
+        except (NotAuthorized, NotLauncher) as error:
+            self._note_refusal(writer.get_extra_info("peername"), error)
+        finally:
+            with contextlib.suppress(OSError):
+                await writer.drain()
+            writer.close()
+
+    def _note_refusal(self, peer: Any, error: Exception) -> None:
+        host = str(peer[0]) if peer else "unknown"
+        if host not in self._refused:
+            self._refused.add(host)
+            reason = "has another job token" if isinstance(error, NotAuthorized) else "isn't a launcher of Lockstep"
+            self.launcher.send({"type": "note", "text": f"a connection from {host} was refused: it {reason}"})
+
+    async def _serve(self, link: Link) -> None:
+        try:
+            hello = await link.receive(SILENCE_S)
+            if not self._admit(link, hello):
+                return
+            self.start(_heartbeat(link))
+            while True:
+                self._pass_on(link, await link.receive(SILENCE_S))
+        except OSError as error:
+            self._lose(link, _why_lost(error))
+
+    def _admit(self, link: Link, hello: Message) -> bool:
+        if self._over is not None:
+            link.send(self._over)
+            return False
+        hosts = [*self._hellos.values()]
+        if self._nodes or len(hosts) == self.hello["nodes"]:
+            names = ", ".join(str(host["host"]) for host in hosts)
+            text = f"host {hello['host']} is one too many: all {len(hosts)} hosts are there: {names}"
+            link.send({"type": "result", "code": _CONFIG_ERROR, "text": text})
+            return False
+        refusal = refusal_of(hosts, hello)
+        self._hellos[link] = hello
+        if refusal:
+            self._end({"type": "result", "code": _CONFIG_ERROR, "text": refusal})
+        elif len(self._hellos) == self.hello["nodes"]:
+            self._begin()
+        return True
+
+    def _begin(self) -> None:
+        """Hand out node ranks: all hosts are there."""
+        places = in_places([*self._hellos.values()])
+        hosts = [{"host": hello["host"], "ranks": hello["ranks"]} for hello in places]
+        address = self.address[0]
+        for link, hello in self._hellos.items():
+            node = next(place for place, other in enumerate(places) if other is hello)
+            if link is not None:
+                self._nodes[link] = node
+                address = link.writer.get_extra_info("sockname")[0]  # at which the others have reached this host
+                link.send({"type": "world", "node": node, "hosts": hosts})
+        self.launcher.send({"type": "world", "node": 0, "hosts": hosts, "address": address})
+
+    def _pass_on(self, link: Link, message: Message) -> None:
+        if message["type"] == "beat":
+            return
+        if link in self._nodes:
+            self._send({**message, "node": self._nodes[link]}, but=link)
+            self.launcher.send({**message, "node": self._nodes[link]})
+        elif message["type"] == "gone":  # before all were there
+            self._end({"type": "result", "code": message["code"], "text": message["text"]})
+
+    def _lose(self, link: Link, why: str) -> None:
+        self._hellos.pop(link, None)
+        node = self._nodes.pop(link, None)
+        if node is not None and self._over is None:
+            lost = {"type": "lost", "node": node, "why": why}
+            self._send(lost, but=link)
+            self.launcher.send(lost)
+
+    def _end(self, result: Message) -> None:
+        if self._over is None:
+            self._over = result
+            self._send(result, but=None)
+            self.launcher.send(result)
+
+    def _send(self, message: Message, but: Link | None) -> None:
+        for link in self._hellos:
+            if link is not None and link is not but:
+                link.send(message)
+
+
+# --- the other hosts --------------------------------------------------------------------------------------------------
+
+
+class _Follower(_Relay):
+    """The relay of a host that connects to the leader's."""
+
+    async def run(self) -> None:
+        connection = asyncio.get_running_loop().create_task(self._follow())
+        with contextlib.suppress(OSError):
+            while True:
+                message = await self.launcher.receive()
+                if not connection.done() and self._link is not None:
+                    self._link.send(message)
+        if self._link is not None:
+            with contextlib.suppress(OSError):
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await self._link.writer.drain()
+            self._link.close()
+            with contextlib.suppress(OSError):
+                await self._link.writer.wait_closed()
+
+    _link: Link | None = None
+
+    async def _follow(self) -> None:
+        try:
+            link = self._link = await self._reach_leader()
+        except (NotAuthorized, NotLauncher, OSError) as error:
+            self.launcher.send({"type": "result", **self._unreachable(error)})
+            return
+        link.send(self.hello)
+        self.start(_heartbeat(link))
+        with_world = False
+        try:
+            while True:
+                message = await link.receive(SILENCE_S)
+                if message["type"] == "world":
+                    with_world = True
+                    message |= {"port": await self._forward(), "address": link.writer.get_extra_info("sockname")[0]}
+                if message["type"] != "beat":
+                    self.launcher.send(message)
+        except OSError as error:
+            why = _why_lost(error) if with_world else f"{_why_lost(error)} before all hosts had come"
+            self.launcher.send({"type": "lost", "node": 0, "why": why})
+
+    async def _reach_leader(self) -> Link:
+        """Connect to the leader, and try again until the time is over."""
+        until, pause = time.monotonic() + self.timeout, _FIRST_PAUSE_S
+        while True:
+            try:
+                reader, writer = await self._open(HOST)
+                return Link(reader, writer)
+            except OSError:
+                if time.monotonic() + pause >= until:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+
+    async def _open(self, wants: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        async with asyncio.timeout(_CONNECT_S):
+            reader, writer = await asyncio.open_connection(*self.address)
+        try:
+            await introduce(reader, writer, self.key, wants)
+        except BaseException:
+            writer.close()
+            raise
+        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return reader, writer
+
+    def _unreachable(self, error: Exception) -> Message:
+        if isinstance(error, NotAuthorized):
+            text = (
+                f"{self.place} refused the job token of host {self.hello['host']}; give all hosts the same "
+                "LOCKSTEP_JOB_TOKEN and --job-id"
+            )
+            return {"code": _CONFIG_ERROR, "text": text}
+        if isinstance(error, NotLauncher):
+            text = f"what listens on {self.place} isn't a launcher of Lockstep; give --rendezvous another port"
+            return {"code": _CONFIG_ERROR, "text": text}
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "no answer"
+        text = (
+            f"host {self.hello['host']} could not reach {self.place} within {self.timeout:g} s (launch.timeout): "
+            f"{reason}; start the same command there, and let the hosts reach it"
+        )
+        return {"code": _FAILED, "text": text}
+
+    async def _forward(self) -> int:
+        """Listen on loopback for this host's ranks, whose connections go to the store; return the port."""
+
+        async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                far_reader, far_writer = await self._open(STORE)
+            except (NotAuthorized, NotLauncher, OSError):
+                writer.close()
+                return
+            await _join(reader, writer, far_reader, far_writer)
+
+        server = await asyncio.start_server(connect, "127.0.0.1", 0)
+        return int(server.sockets[0].getsockname()[1])
+
+
+# --- the ranks' store -------------------------------------------------------------------------------------------------
+
+
+async def _splice(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
+    """Connect a rank of another host with the store."""
+    try:
+        store_reader, store_writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:  # rank 0 has ended
+        return
+    writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    await _join(reader, writer, store_reader, store_writer)
+
+
+async def _join(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    far_reader: asyncio.StreamReader,
+    far_writer: asyncio.StreamWriter,
+) -> None:
+    async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(_CHUNK):
+                target.write(data)
+                await target.drain()
+        target.close()
+
+    await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+async def _run(channel: int, listener: int, parent: int) -> None:
+    loop = asyncio.get_running_loop()
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=channel))
+    launcher = Link(reader, writer)
+    order = await launcher.receive()
+    relay = loop.create_task(
+        _Leader(launcher, order).run(socket.socket(fileno=listener))
+        if listener >= 0
+        else _Follower(launcher, order).run()
+    )
+    with contextlib.suppress(ProcessLookupError):  # its ranks have copies of the channel, which then stays open
+        loop.add_reader(os.pidfd_open(parent), reader.feed_eof)
+        await relay
+
+
+def main(channel: int, listener: int, parent: int) -> None:
+    """Run a relay until its launcher closes the channel, or ends.
+
+    Args:
+        channel: Descriptor of the socket to the launcher.
+        listener: Descriptor of the socket at the rendezvous; -1: another host listens there.
+        parent: The launcher's process id.
+    """
+    for number in (*STOP_SIGNALS, SAVE_SIGNAL):  # the launcher handles them
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        asyncio.run(_run(channel, listener, parent))
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,106 @@
+"""Hosts for tests: network namespaces, joined by a bridge in one more, with hostnames that resolve to 127.0.1.1.
+
+10.77.0.1 host-0 --.
+10.77.0.2 host-1 --+-- bridge          network.cut(1) sets host-1's link down
+10.77.0.3 host-2 --'
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kit.commands import Running, _environment, _lead
+from kit.worlds import served
+
+_NEWNS, _NEWUTS, _NEWNET = 0x00020000, 0x04000000, 0x40000000
+_BIND, _PRIVATE, _RECURSIVE = 4096, 1 << 18, 16384
+_numbers = itertools.count()
+
+needs_hosts = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None,
+    reason="network namespaces need root and iproute2's `ip`",
+)
+
+
+@dataclass
+class Network:
+    """Hosts on one network."""
+
+    name: str
+    hosts: int
+    folder: Path
+
+    def address(self, host: int) -> str:
+        return f"10.77.0.{host + 1}"
+
+    def cut(self, host: int) -> None:
+        _ip(f"netns exec {self.name} ip link set port{host} down")
+
+    def join(self, host: int) -> None:
+        _ip(f"netns exec {self.name} ip link set port{host} up")
+
+    def start(self, host: int, *words: object, cwd: Path, **environment: str | None) -> Running:
+        """Start the command `lockstep` on a host."""
+        output = cwd / f"of-host-{host}"
+        output.mkdir(exist_ok=True)
+        for name in ("out", "err"):
+            (output / name).write_text("")
+        variables = {name: text for name, text in {**_environment(), **environment}.items() if text is not None}
+        where = (str(cwd), variables, str(output / "out"), str(output / "err"))
+        command = partial(_lead, ["lockstep", *map(str, words)], *where)
+        process = served().Process(target=partial(self.run, host, command))
+        process.start()
+        return Running(process, output)
+
+    def run(self, host: int, function: Callable[[], Any]) -> Any:
+        """Run a function in this process, which is on the host from now on."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self.name}-{host}") as namespace:
+            assert libc.setns(namespace.fileno(), _NEWNET) == 0, os.strerror(ctypes.get_errno())
+        assert libc.unshare(_NEWUTS | _NEWNS) == 0, os.strerror(ctypes.get_errno())
+        name = f"host-{host}".encode()
+        libc.sethostname(name, len(name))
+        libc.mount(None, b"/", None, _RECURSIVE | _PRIVATE, None)
+        hosts = self.folder / f"hosts-{host}"
+        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 host-{host}\n")
+        assert libc.mount(bytes(hosts), b"/etc/hosts", None, _BIND, None) == 0, os.strerror(ctypes.get_errno())
+        return function()
+
+
+@contextlib.contextmanager
+def network(hosts: int, folder: Path) -> Iterator[Network]:
+    """Yield a network of hosts, which is removed afterwards."""
+    name = f"lockstep-{os.getpid()}-{next(_numbers)}"
+    spaces = [name, *(f"{name}-{host}" for host in range(hosts))]
+    try:
+        _ip(*(f"netns add {space}" for space in spaces))
+        _ip("link add hub type bridge", "link set hub up", "link set lo up", within=name)
+        for host in range(hosts):
+            own = f"{name}-{host}"
+            _ip(f"link add port{host} type veth peer name eth0 netns {own}", within=name)
+            _ip(f"link set port{host} master hub", f"link set port{host} up", within=name)
+            _ip("link set lo up", f"addr add 10.77.0.{host + 1}/24 dev eth0", "link set eth0 up", within=own)
+        yield Network(name, hosts, folder)
+    finally:
+        for space in spaces:
+            subprocess.run(["ip", "netns", "delete", space], capture_output=True)
+
+
+def _ip(*commands: str, within: str | None = None) -> None:
+    options = ["-n", within] if within is not None else []
+    if within is None and len(commands) == 1:
+        subprocess.run(["ip", *commands[0].split()], check=True, capture_output=True)
+        return
+    subprocess.run(["ip", *options, "-batch", "-"], input="\n".join(commands), text=True, check=True)
