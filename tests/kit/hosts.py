@@ -51,8 +51,10 @@ class Network:
     def join(self, host: int) -> None:
         _ip(f"netns exec {self.name} ip link set port{host} up")
 
-    def start(self, host: int, *words: object, cwd: Path, **environment: str | None) -> Running:
-        """Start the command `lockstep` on a host."""
+    def start(
+        self, host: int, *words: object, cwd: Path, hides: Path | None = None, **environment: str | None
+    ) -> Running:
+        """Start the command `lockstep` on a host; `hides`: a folder that is another, empty one there."""
         output = cwd / f"of-host-{host}"
         output.mkdir(exist_ok=True)
         for name in ("out", "err"):
@@ -60,11 +62,11 @@ class Network:
         variables = {name: text for name, text in {**_environment(), **environment}.items() if text is not None}
         where = (str(cwd), variables, str(output / "out"), str(output / "err"))
         command = partial(_lead, ["lockstep", *map(str, words)], *where)
-        process = served().Process(target=partial(self.run, host, command))
+        process = served().Process(target=partial(self.run, host, command, hides))
         process.start()
         return Running(process, output)
 
-    def run(self, host: int, function: Callable[[], Any]) -> Any:
+    def run(self, host: int, function: Callable[[], Any], hides: Path | None = None) -> Any:
         """Run a function in this process, which is on the host from now on."""
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self.name}-{host}") as namespace:
@@ -76,6 +78,9 @@ class Network:
         hosts = self.folder / f"hosts-{host}"
         hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 host-{host}\n")
         assert libc.mount(bytes(hosts), b"/etc/hosts", None, _BIND, None) == 0, os.strerror(ctypes.get_errno())
+        if hides is not None:
+            hides.mkdir(exist_ok=True)
+            assert libc.mount(b"none", bytes(hides), b"tmpfs", 0, None) == 0, os.strerror(ctypes.get_errno())
         return function()
 
 

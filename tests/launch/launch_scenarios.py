@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.config.schema import Launch
-from lockstep.core.errors import ConfigError, RunFailed, Stopped
+from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
 from lockstep.core.ranks import RankEnvironment
 from lockstep.launch import group
+from lockstep.launch.hosts import connected_hosts
 from lockstep.launch.local import launch, may_fork
 
 
@@ -32,6 +33,24 @@ def acts(
     entry = partial(play, list(script))
     folder = Path(logs) if logs else None
     return sum(launch(entry, len(script), launch_section, folder, preload=ahead).show() for _ in range(repeat))
+
+
+def host_acts(
+    script: Sequence[str], ranks: int, section: dict[str, object], settings: dict[str, str] | None = None
+) -> int:
+    """Launch the ranks of one of several hosts; rank N of all performs script[N]. Return the exit code."""
+    group._GRACE, group._SETTLE, group._SETTLE_PEER = 0.5, 0.2, 4.0
+    launch_section = Launch(**section)
+    try:
+        with connected_hosts(launch_section, ranks, settings or {}) as hosts:
+            hosts.meet()
+            result = launch(partial(play, list(script)), ranks, launch_section, None, hosts=hosts)
+            if hosts.leads:
+                hosts.finish(result)
+            return result.show()
+    except Failure as failure:
+        print(failure, file=sys.stderr)
+        return failure.exit_code
 
 
 def refused(script: Sequence[str], section: dict[str, object]) -> int:

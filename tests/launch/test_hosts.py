@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -10,14 +12,9 @@ from kit.commands import run_lockstep
 from kit.hosts import needs_hosts, network
 
 RUN = (
-    "train",
-    "digits",
-    "run.steps=12",
-    "launch.device=cpu",
-    "monitor.every=1",
-    "data.train.shift=0",
-    "model.dropout=0",
-)
+    "train", "digits", "run.steps=8", "launch.device=cpu", "monitor.every=1", "data.train.shift=0", "run.folder=run",
+    "precision.compute=fp32", "optim.name=sgd", "optim.lr=0.01", "evaluation.at_end=false", "checkpoint.every=5",
+)  # fmt: skip
 TOKEN = {"LOCKSTEP_JOB_TOKEN": "a token that only the hosts know"}
 
 
@@ -27,10 +24,10 @@ def losses(run: Path) -> list[float]:
 
 @needs_hosts
 def test_two_hosts_with_two_and_one_rank_train_as_one_process(tmp_path: Path) -> None:
-    alone = run_lockstep(*RUN, "--ranks", 1, f"run.folder={tmp_path}/alone", cwd=tmp_path)
+    alone = run_lockstep(*RUN, "--ranks", 1, "run.folder=alone", cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
     with network(2, tmp_path) as net:
-        common = (*RUN, "run.folder=run", "--nodes", 2, "--rendezvous", f"{net.address(0)}:29500")
+        common = (*RUN, "--nodes", 2, "--rendezvous", f"{net.address(0)}:29500")
         second = net.start(1, *common, "--node-rank", 1, "--ranks", 1, cwd=tmp_path, **TOKEN)
         first = net.start(0, *common, "--node-rank", 0, "--ranks", 2, cwd=tmp_path, **TOKEN)
         codes = [first.end(), second.end()]
@@ -39,3 +36,60 @@ def test_two_hosts_with_two_and_one_rank_train_as_one_process(tmp_path: Path) ->
     assert "2 hosts: this one, host-0 (ranks 0 and 1), is node 0; the others: host-1 (rank 2)" in first.output
     assert "this one, host-1 (rank 2), is node 1; logs are in" in second.output
     assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == [f"rank-{n}.log" for n in range(3)]
+
+
+@needs_hosts
+def test_a_host_that_is_cut_off_is_named_by_both_and_the_run_resumes(tmp_path: Path) -> None:
+    """The second time, Ctrl-C at one host saves and stops both."""
+    run = tmp_path / "run"
+    with network(2, tmp_path) as net:
+        common = (*RUN, "run.steps=100000", "--ranks", 1, "--nodes", 2, "--rendezvous", f"{net.address(0)}:29500")
+        launched = [net.start(host, *common, cwd=tmp_path, **TOKEN) for host in (1, 0)]
+        launched[0].wait_for(lambda: len(list(run.glob("checkpoints/*/manifest.json"))) > 1)
+        net.cut(1)
+        begun = time.monotonic()
+        codes = [launcher.end() for launcher in launched]
+        assert codes == [1, 1]
+        assert time.monotonic() - begun < 40
+        assert "lockstep: host host-0 (rank 0) is lost: nothing has come from it for 10 s\n" in launched[0].output
+        assert "lockstep: host host-1 (rank 1) is lost: nothing has come from it for 10 s\n" in launched[1].output
+
+        net.join(1)
+        reached = max(int(path.parent.name.rpartition("-")[2]) for path in run.glob("checkpoints/*/manifest.json"))
+        launched = [net.start(host, *common, cwd=tmp_path, **TOKEN) for host in (1, 0)]
+        launched[0].wait_for(lambda: len(losses(run)) > reached + 5)
+        launched[0].send(signal.SIGINT)
+        assert [launcher.end() for launcher in launched] == [75, 75], launched[0].output + launched[1].output
+        ends = [launcher.output.splitlines()[-1] for launcher in launched]
+        assert ends[0] == ends[1]
+        assert "saved" in ends[0]
+        steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert steps == [*range(1, len(steps) + 1)], "no step is missing, and none is there twice"
+
+
+@pytest.mark.drill
+@needs_hosts
+@pytest.mark.parametrize(
+    "strategy",
+    [("parallel.strategy=ddp",), ("parallel.strategy=fsdp",), ("parallel.strategy=ddp", "parallel.pipeline=3")],
+    ids=["ddp", "fsdp", "pipeline"],
+)
+def test_three_hosts_train_as_one_process(tmp_path: Path, strategy: tuple[str, ...]) -> None:
+    alone = run_lockstep(*RUN, "--ranks", 1, "run.folder=alone", cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    with network(3, tmp_path) as net:
+        common = (*RUN, *strategy, "--nodes", 3, "--rendezvous", f"{net.address(0)}:29500", "--ranks", 1)
+        launched = [net.start(host, *common, cwd=tmp_path, **TOKEN) for host in (2, 0, 1)]
+        assert [launcher.end() for launcher in launched] == [0, 0, 0], launched[1].output
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=2e-6)
+
+
+@needs_hosts
+def test_hosts_without_a_shared_folder_are_refused(tmp_path: Path) -> None:
+    with network(2, tmp_path) as net:
+        common = (*RUN, "--ranks", 1, "--nodes", 2, "--rendezvous", f"{net.address(0)}:29500", "launch.timeout=4")
+        launched = [net.start(1, *common, cwd=tmp_path, hides=tmp_path / "run", **TOKEN)]
+        launched.append(net.start(0, *common, cwd=tmp_path, **TOKEN))
+        assert [launcher.end() for launcher in launched] == [2, 2], launched[0].output + launched[1].output
+    for launcher in launched:
+        assert "ranks 1 don't see what rank 0 has written to" in launcher.output

@@ -283,8 +283,11 @@ class Hosts:
         host = self.world[message["node"]]
         text = f"host {host} is lost: {message['why']}"
         self._lose(message["node"], End(EndKind.LOST, 1, text, time.monotonic()))
-        if message["node"] == 0 and self._result is None:
-            self._result = LaunchResult(1, text)
+        if message["node"] == 0:  # all messages came through it
+            self._result = self._result or LaunchResult(1, text)
+            for node in range(1, len(self.world)):
+                if node != self.node:
+                    self._lose(node, End(EndKind.ENDED, 1, "", time.monotonic()))
 
     def _lose(self, node: int, end: End) -> None:
         host = self.world[node]

@@ -350,8 +350,14 @@ async def _run(channel: int, listener: int, parent: int) -> None:
         if listener >= 0
         else _Follower(launcher, order).run()
     )
-    with contextlib.suppress(ProcessLookupError):  # its ranks have copies of the channel, which then stays open
-        loop.add_reader(os.pidfd_open(parent), reader.feed_eof)
+    with contextlib.suppress(ProcessLookupError):  # its ranks have copies of the channel, which may stay open longer
+        handle = os.pidfd_open(parent)
+
+        def end() -> None:
+            loop.remove_reader(handle)
+            reader.feed_eof()
+
+        loop.add_reader(handle, end)
         await relay
 
 

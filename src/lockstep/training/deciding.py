@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -38,17 +39,25 @@ def decides(config: Config, ranks: int) -> bool:
 
 def machine_of(config: Config, world: World, given: UserObjects, source: Source, purpose: Purpose) -> Machine:
     """Return the facts about the machines of a run, the same on all ranks; a collective."""
+    machine_ranks = _machine_ranks(world)
     has_choice = decides(config, world.size)
     if not has_choice and config.parallel.strategy != AUTO:
-        return Machine(world.machine_ranks, None, world.device.type)
+        return Machine(machine_ranks, None, world.device.type)
     memory = rank_memory(world.device, world.axis, world.machine_ranks)
-    machine = Machine(world.machine_ranks, memory, world.device.type)
+    machine = Machine(machine_ranks, memory, world.device.type)
     if purpose is Purpose.EVALUATE or not has_choice:
         return machine
     answer = _decision(config, world, given, source, memory) if world.rank == 0 else None
     world.axis.barrier()
     decision, note = cast("tuple[Decision | None, str]", world.axis.gather(answer or (None, ""))[0])
     return replace(machine, decision=decision, undecided=note)
+
+
+def _machine_ranks(world: World) -> int:
+    """Return the ranks of a machine; where machines have different numbers, the largest that divides all of them."""
+    if world.machine_ranks == world.size:
+        return world.size
+    return math.gcd(*cast("list[int]", world.axis.gather(world.machine_ranks)))
 
 
 def _decision(

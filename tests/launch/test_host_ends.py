@@ -1,0 +1,164 @@
+"""Launchers of several hosts end alike: on loopback, where each is a host with ranks of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from kit.worlds import free_port
+
+if TYPE_CHECKING:
+    from conftest import ForkServer, Launched
+
+HOST = socket.gethostname()
+
+# the acts of ranks 0 and 1 on the first host and of rank 2 on the second, exit code, and stderr of both
+ENDS = [
+    ("all done", ["reduce:3", "reduce:3", "reduce:3"], 0, ""),
+    ("own code", ["sleep:30", "sleep:30", "return:3"], 3, f"lockstep: rank 2 on host {HOST} ended with exit code 3\n"),
+    ("config", ["config:lr is 0"] * 3, 2, "lockstep: lr is 0\n"),
+    ("paused by one", ["stop:time is up"] * 3, 130, "lockstep: time is up\n"),
+    (
+        "killed in a collective",
+        ["reduce:99999", "reduce:99999", "reduce:1,kill:9"],
+        1,
+        f"lockstep: rank 2 on host {HOST} was killed by SIGKILL: by a person or a scheduler; the kernel has counted no "
+        "out-of-memory kill here\n",
+    ),
+    (
+        "a rank of the first host is killed",
+        ["reduce:1,kill:9", "reduce:99999", "reduce:99999"],
+        1,
+        f"lockstep: rank 0 on host {HOST} was killed by SIGKILL: by a person or a scheduler; the kernel has counted no "
+        "out-of-memory kill here\n",
+    ),
+]
+
+
+def start_hosts(fork_server: ForkServer, script: list[str], ranks: list[int], **section: object) -> list[Launched]:
+    """Start a launcher for each host; the first has the rendezvous."""
+    common = {"nodes": len(ranks), "rendezvous": f"127.0.0.1:{free_port()}", "job_id": "tested", "timeout": 20.0}
+    return [
+        fork_server.start("host_acts", script=script, ranks=number, section={**common, "node_rank": node, **section})
+        for node, number in enumerate(ranks)
+    ]
+
+
+def ended(launched: list[Launched]) -> tuple[list[int], list[str]]:
+    codes = [launcher.wait() for launcher in launched]
+    return codes, [
+        "".join(line for line in launcher.err.splitlines(keepends=True) if not line.startswith("note: "))
+        for launcher in launched
+    ]
+
+
+@pytest.mark.parametrize(("script", "code", "text"), [row[1:] for row in ENDS], ids=[row[0] for row in ENDS])
+def test_all_hosts_end_with_the_first_cause(fork_server: ForkServer, script: list[str], code: int, text: str) -> None:
+    assert ended(start_hosts(fork_server, script, [2, 1])) == ([code, code], [text, text])
+
+
+def test_a_rank_that_hangs_is_named_on_all_hosts(fork_server: ForkServer) -> None:
+    codes, texts = ended(start_hosts(fork_server, ["meet", "meet", "meet:sleep 60"], [2, 1], timeout=1.0))
+    assert codes == [1, 1], texts
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("lockstep: rank 2 did not answer within 1 s (launch.timeout), while the others waited")
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_stop_at_one_host_stops_all(fork_server: ForkServer, tmp_path: Path, at: int) -> None:
+    from conftest import wait_for
+
+    launched = start_hosts(fork_server, [f"orderly:{tmp_path}"] * 3, [2, 1])
+    wait_for([tmp_path / f"pid-{rank}" for rank in range(3)])
+    os.kill(launched[at].pid, signal.SIGINT)
+    assert ended(launched) == ([130, 130], ["lockstep: stopped by SIGINT\n"] * 2)
+    assert {(tmp_path / f"saved-{rank}").read_text() for rank in range(3)} == {"1"}
+
+
+@pytest.mark.parametrize("killed", [0, 1, 2])
+def test_a_launcher_that_is_killed_is_named_by_the_others(fork_server: ForkServer, tmp_path: Path, killed: int) -> None:
+    from conftest import wait_for
+
+    launched = start_hosts(fork_server, [f"pid:{tmp_path},sleep:60"] * 3, [1, 1, 1])
+    wait_for([tmp_path / f"pid-{rank}" for rank in range(3)])
+    begun = time.monotonic()
+    os.kill(launched[killed].pid, signal.SIGKILL)
+    codes, texts = ended([launcher for node, launcher in enumerate(launched) if node != killed])
+    assert time.monotonic() - begun < 8
+    assert codes == [1, 1]
+    assert texts == [f"lockstep: host {HOST} (rank {killed}) is lost: its connection was closed\n"] * 2
+
+
+# --- the meeting ------------------------------------------------------------------------------------------------------
+
+
+def test_hosts_take_their_places_as_they_come(fork_server: ForkServer, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    script = ["env:LOCAL_WORLD_SIZE,env:MASTER_ADDR,reduce:2"] * 4
+    section = {"nodes": 3, "rendezvous": address, "timeout": 20.0}
+    launched = [fork_server.start("host_acts", script=script, ranks=number, section=section) for number in (1, 2, 1)]
+    codes, texts = ended(launched)
+    assert codes == [0, 0, 0], texts
+    lines = sorted(line for launcher in launched for line in launcher.out.splitlines())
+    assert [line for line in lines if line.startswith("MASTER")] == [
+        f"MASTER_ADDR=127.0.0.1 in rank {rank}" for rank in range(4)
+    ]
+    assert sum(line.startswith("LOCAL_WORLD_SIZE=2") for line in lines) == 2
+
+
+def test_missing_hosts_and_contradictions_are_named_on_all_hosts(fork_server: ForkServer) -> None:
+    script = ["return:0"] * 2
+    address = f"127.0.0.1:{free_port()}"
+    section = {"nodes": 3, "rendezvous": address, "timeout": 1.5}
+    launched = [fork_server.start("host_acts", script=script, ranks=1, section=section) for _ in range(2)]
+    text = (
+        f"2 of 3 hosts reached {address} within 1.5 s (launch.timeout): {HOST}, {HOST}; missing: 1 more. Start the "
+        f"same command on each host, and let the hosts reach {address}\n"
+    )
+    assert ended(launched) == ([1, 1], [text, text])
+
+    rows: list[tuple[list[dict[str, object]], list[dict[str, str]], str]] = [
+        ([{}, {"node_rank": 2}, {"node_rank": 2}], [{}, {}, {}], f"hosts {HOST} and {HOST} both have --node-rank 2"),
+        ([{}, {"nodes": 4}], [{}, {}], "--nodes 4"),
+        ([{}, {}], [{"optim.lr": "1"}, {"optim.lr": "2"}], "was started with other settings than host"),
+    ]
+    for sections, settings, part in rows:
+        section = {"nodes": 3, "rendezvous": f"127.0.0.1:{free_port()}", "timeout": 10.0}
+        launched = [
+            fork_server.start("host_acts", script=script, ranks=1, section={**section, **own}, settings=hashes)
+            for own, hashes in zip(sections, settings, strict=True)
+        ]
+        codes, texts = ended(launched)
+        assert codes == [2] * len(sections), texts
+        assert len(set(texts)) == 1
+        assert part in texts[0]
+
+
+def test_a_host_with_another_token_and_a_stranger_are_refused(
+    fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    section = {"nodes": 2, "rendezvous": f"127.0.0.1:{port}", "timeout": 6.0}
+    good = fork_server.start("host_acts", script=["return:0"], ranks=1, section={**section, "node_rank": 0})
+    bad = fork_server.start(
+        "host_acts", script=["return:0"], ranks=1, section={**section, "job_id": "b", "node_rank": 1}
+    )
+    code, texts = ended([bad])
+    assert code == [2]
+    assert texts[0].startswith(f"127.0.0.1:{port} refused the job token of host {HOST}; give all hosts the same")
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"\x00" + struct.pack("<I", 7) + b"GET / HTTP/1.0\r\n\r\n" + bytes(60))
+        received = b""
+        while data := stranger.recv(1000):
+            received += data
+    assert received.startswith(b"LOCKSTEP-HOSTS-1")
+    assert received[48:] == b"-" + bytes(32), "it gets a refusal, and nothing else"
+    assert good.wait() == 1
+    assert "note: a connection from 127.0.0.1 was refused: it has another job token" in good.err
+    assert good.err.count("was refused") == 1
