@@ -16,8 +16,8 @@ from lockstep.config.schema import Launch
 from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
 from lockstep.core.ranks import RankEnvironment
 from lockstep.launch import group
-from lockstep.launch.hosts import connected_hosts
 from lockstep.launch.local import launch, may_fork
+from lockstep.launch.meeting import connected_hosts
 
 
 def acts(

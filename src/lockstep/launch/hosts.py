@@ -14,35 +14,23 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing.connection
-import os
-import platform
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep import __version__
-from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed, Stopped, message_of, named_ranks
-from lockstep.core.interfaces import is_loopback
-from lockstep.core.stopping import blocked_signals, undo_on_stop
+from lockstep.core.errors import Problem, RunFailed, Stopped, named_ranks
 from lockstep.launch.ends import End, EndKind
-from lockstep.launch.host_protocol import job_key
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Launch
     from lockstep.launch.group import SignalRequests
 
-TOKEN = "LOCKSTEP_JOB_TOKEN"
-
 _RELAY_ENDS_S = 10.0  # seconds by which a relay must have ended
-_ROOT = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +94,10 @@ class Hosts:
         return [host.name for host in self.world for _ in range(host.ranks)]
 
     # --- before the ranks start ---
+
+    def start(self, order: Mapping[str, Any]) -> None:
+        """Send the relay what it has to know."""
+        self._send(order)
 
     def meet(self) -> None:
         """Wait until all hosts are there. Raises Failure if they don't come, or can't train together."""
@@ -302,108 +294,3 @@ _LOST_RELAY = "the process that connects this host with the others has ended"
 
 def _gone_kind(message: Mapping[str, Any]) -> EndKind:
     return EndKind.STOPPED if message["code"] == Stopped.exit_code else EndKind.MESSAGE
-
-
-# --- the start of a relay ---------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def connected_hosts(launch: Launch, ranks: int, settings: Mapping[str, str]) -> Iterator[Hosts]:
-    """Connect with the other hosts' launchers while the block runs; a failure of the block is reported to them.
-
-    Args:
-        launch: `nodes`, `rendezvous`, `node_rank`, `job_id`, and `timeout`: seconds to wait for the other hosts.
-        ranks: Number of ranks on this host.
-        settings: What must be equal on all hosts, by name: hashes.
-
-    Raises:
-        ConfigError: The rendezvous isn't an address, or not this host's although it shall lead.
-    """
-    host, port = _rendezvous(launch)
-    listener = _listener(launch, host, port)
-    name = socket.gethostname()
-    token = os.environ.get(TOKEN, "")
-    hello = {
-        "host": name,
-        "node_rank": 0 if listener is not None else launch.node_rank,
-        "nodes": launch.nodes,
-        "ranks": ranks,
-        "versions": _versions(),
-        "settings": dict(settings),
-    }
-    address = [host if listener is None else listener.getsockname()[0], port]
-    order = {"key": job_key(token, launch.job_id or "").hex(), "timeout": launch.timeout, "hello": hello}
-    channel, relay = _start_relay(listener)
-    hosts = Hosts(channel, relay, name, leads=listener is not None)
-    with contextlib.closing(hosts), undo_on_stop(lambda: hosts.fail(Stopped.exit_code, f"stopped on host {name}")):
-        hosts._send({**order, "address": address, "name": host})
-        if hosts.leads and not token:
-            print_on_stderr(f"note: {TOKEN} isn't set: any host that knows the job's id can join this run")
-        try:
-            yield hosts
-        except Failure as failure:
-            hosts.fail(failure.exit_code, message_of(failure))
-            raise
-        except BaseException as error:
-            hosts.fail(Stopped.exit_code if isinstance(error, KeyboardInterrupt) else 1, f"host {name}: {error!r}")
-            raise
-
-
-def _start_relay(listener: socket.socket | None) -> tuple[Connection, subprocess.Popen[bytes]]:
-    own, its = socket.socketpair()
-    passed = [its.fileno(), *([] if listener is None else [listener.fileno()])]
-    numbers = f"{its.fileno()}, {-1 if listener is None else listener.fileno()}, {os.getpid()}"
-    code = f"import sys; sys.path.append({_ROOT!r}); from lockstep.launch.relay import main; main({numbers})"
-    with blocked_signals(forks=True):  # until it ignores them
-        relay = subprocess.Popen([sys.executable, "-P", "-c", code], pass_fds=passed, stdin=subprocess.DEVNULL)
-    its.close()
-    if listener is not None:
-        listener.close()
-    return Connection(own.detach()), relay
-
-
-def _rendezvous(launch: Launch) -> tuple[str, int]:
-    host, _, port = (launch.rendezvous or "").rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        given = "is missing" if launch.rendezvous is None else f"{launch.rendezvous!r} is not HOST:PORT"
-        why = f"{given}; give all {launch.nodes} hosts the same one, such as 10.0.0.1:29500, at which node 0 listens"
-        raise ConfigError(Problem("", "launch.rendezvous", why))
-    if launch.node_rank is not None and launch.node_rank >= launch.nodes:
-        why = f"{launch.node_rank}, but node ranks are 0 to {launch.nodes - 1} with --nodes {launch.nodes}"
-        raise ConfigError(Problem("", "launch.node_rank", why))
-    return host, int(port)
-
-
-def _listener(launch: Launch, host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at the rendezvous, on that address alone; None: another launcher listens there.
-
-    A name that this host resolves to a loopback address (Debian has its own name as 127.0.1.1) is no address that
-    others reach: then it listens on all.
-    """
-    if launch.node_rank not in (None, 0):
-        return None
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        if launch.node_rank is None:
-            return None  # the relay reports whether it can be reached
-        raise ConfigError(Problem("", "launch.rendezvous", f"{host} can't be resolved: {error.strerror}")) from None
-    everywhere = is_loopback(str(address[0])) and not is_loopback(host)
-    try:
-        return socket.create_server(("", port) if everywhere else address[:2], family=family, backlog=1024)
-    except OSError as error:
-        if launch.node_rank is None:
-            return None
-        why = f"node 0 can't listen on {host}:{port} ({os.strerror(error.errno or 0)}); give an address of this host"
-        raise ConfigError(Problem("", "launch.rendezvous", why)) from None
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {
-        "Lockstep": __version__,
-        "torch": version("torch").partition("+")[0],
-        "Python": ".".join(platform.python_version_tuple()[:2]),
-    }

@@ -60,7 +60,7 @@ def _why_lost(error: OSError) -> str:
 
 
 class _Relay:
-    """What leader and others have in common: the launcher, and tasks that end with the relay."""
+    """The common part of both kinds: the launcher, and tasks that end with the relay."""
 
     def __init__(self, launcher: Link, order: Message) -> None:
         self.launcher = launcher

@@ -27,8 +27,9 @@ from lockstep.core.ranks import names_a_rank
 from lockstep.core.stopping import blocked_signals, undo_on_stop
 from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
-from lockstep.launch.hosts import Hosts, connected_hosts
+from lockstep.launch.hosts import Hosts
 from lockstep.launch.local import import_ahead, launch
+from lockstep.launch.meeting import connected_hosts
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.monitor.folder import CONFIG, LOGS, RunFolder, is_finished, recipe_of
 from lockstep.plan.schedule import used_of_budget

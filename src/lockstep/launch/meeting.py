@@ -1,0 +1,131 @@
+"""The start of a launcher's relay, and which host leads: the one that has the address of the rendezvous."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep import __version__
+from lockstep.core.errors import ConfigError, Failure, Problem, Stopped, message_of
+from lockstep.core.interfaces import is_loopback
+from lockstep.core.stopping import blocked_signals, undo_on_stop
+from lockstep.launch.host_protocol import job_key
+from lockstep.launch.hosts import Hosts
+from lockstep.launch.outcome import print_on_stderr
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Launch
+
+TOKEN = "LOCKSTEP_JOB_TOKEN"
+
+_ROOT = str(Path(__file__).parents[2])
+
+
+@contextlib.contextmanager
+def connected_hosts(launch: Launch, ranks: int, settings: Mapping[str, str]) -> Iterator[Hosts]:
+    """Connect with the other hosts' launchers while the block runs; a failure of the block is reported to them.
+
+    Args:
+        launch: `nodes`, `rendezvous`, `node_rank`, `job_id`, and `timeout`: seconds to wait for the other hosts.
+        ranks: Number of ranks on this host.
+        settings: What must be equal on all hosts, by name: hashes.
+
+    Raises:
+        ConfigError: The rendezvous isn't an address, or not this host's although it shall lead.
+    """
+    host, port = _rendezvous(launch)
+    listener = _listener(launch, host, port)
+    name = socket.gethostname()
+    token = os.environ.get(TOKEN, "")
+    hello = {
+        "host": name,
+        "node_rank": 0 if listener is not None else launch.node_rank,
+        "nodes": launch.nodes,
+        "ranks": ranks,
+        "versions": _versions(),
+        "settings": dict(settings),
+    }
+    address = [host if listener is None else listener.getsockname()[0], port]
+    order = {"key": job_key(token, launch.job_id or "").hex(), "timeout": launch.timeout, "hello": hello}
+    channel, relay = _start_relay(listener)
+    hosts = Hosts(channel, relay, name, leads=listener is not None)
+    with contextlib.closing(hosts), undo_on_stop(lambda: hosts.fail(Stopped.exit_code, f"stopped on host {name}")):
+        hosts.start({**order, "address": address, "name": host})
+        if hosts.leads and not token:
+            print_on_stderr(f"note: {TOKEN} isn't set: any host that knows the job's id can join this run")
+        try:
+            yield hosts
+        except Failure as failure:
+            hosts.fail(failure.exit_code, message_of(failure))
+            raise
+        except BaseException as error:
+            hosts.fail(Stopped.exit_code if isinstance(error, KeyboardInterrupt) else 1, f"host {name}: {error!r}")
+            raise
+
+
+def _start_relay(listener: socket.socket | None) -> tuple[Connection, subprocess.Popen[bytes]]:
+    own, its = socket.socketpair()
+    passed = [its.fileno(), *([] if listener is None else [listener.fileno()])]
+    numbers = f"{its.fileno()}, {-1 if listener is None else listener.fileno()}, {os.getpid()}"
+    code = f"import sys; sys.path.append({_ROOT!r}); from lockstep.launch.relay import main; main({numbers})"
+    with blocked_signals(forks=True):  # until it ignores them
+        relay = subprocess.Popen([sys.executable, "-P", "-c", code], pass_fds=passed, stdin=subprocess.DEVNULL)
+    its.close()
+    if listener is not None:
+        listener.close()
+    return Connection(own.detach()), relay
+
+
+def _rendezvous(launch: Launch) -> tuple[str, int]:
+    host, _, port = (launch.rendezvous or "").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        given = "is missing" if launch.rendezvous is None else f"{launch.rendezvous!r} is not HOST:PORT"
+        why = f"{given}; give all {launch.nodes} hosts the same one, such as 10.0.0.1:29500, at which node 0 listens"
+        raise ConfigError(Problem("", "launch.rendezvous", why))
+    if launch.node_rank is not None and launch.node_rank >= launch.nodes:
+        why = f"{launch.node_rank}, but node ranks are 0 to {launch.nodes - 1} with --nodes {launch.nodes}"
+        raise ConfigError(Problem("", "launch.node_rank", why))
+    return host, int(port)
+
+
+def _listener(launch: Launch, host: str, port: int) -> socket.socket | None:
+    """Return a socket that listens at the rendezvous, on that address alone; None: another launcher listens there.
+
+    A name that this host resolves to a loopback address (Debian has its own name as 127.0.1.1) is no address that
+    others reach: then it listens on all.
+    """
+    if launch.node_rank not in (None, 0):
+        return None
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        if launch.node_rank is None:
+            return None  # the relay reports whether it can be reached
+        raise ConfigError(Problem("", "launch.rendezvous", f"{host} can't be resolved: {error.strerror}")) from None
+    everywhere = is_loopback(str(address[0])) and not is_loopback(host)
+    try:
+        return socket.create_server(("", port) if everywhere else address[:2], family=family, backlog=1024)
+    except OSError as error:
+        if launch.node_rank is None:
+            return None
+        why = f"node 0 can't listen on {host}:{port} ({os.strerror(error.errno or 0)}); give an address of this host"
+        raise ConfigError(Problem("", "launch.rendezvous", why)) from None
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {
+        "Lockstep": __version__,
+        "torch": version("torch").partition("+")[0],
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
