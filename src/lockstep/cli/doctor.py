@@ -1,4 +1,4 @@
-"""The verb `doctor`: lockstep doctor."""
+"""The verb `doctor`: lockstep doctor [--ranks N]."""
 
 from __future__ import annotations
 
@@ -9,33 +9,45 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from lockstep.cli.arguments import Parser, Prepared, add_json, path, port
+from lockstep.cli.arguments import Parser, Prepared, add_json, path, port, size, whole
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Check this machine."""
+    """Check this machine, or the links between ranks."""
     return prepare(arguments).execute()
 
 
 def prepare(arguments: Sequence[str]) -> Prepared:
     """Read the arguments."""
-    summary = "Checks this machine for what makes training fail; exit code 3 if something is wrong."
-    parser = Parser("doctor", summary)
+    parser = Parser("doctor", "Finds what makes training fail; exit code 3 if something is wrong.")
     parser.add_argument(
-        "--folder",
-        type=path,
-        default=Path("runs"),
-        metavar="FOLDER",
-        help="where runs are written; default %(default)s",
+        "--folder", type=path, default=Path("runs"), metavar="FOLDER", help="where runs are; default %(default)s"
     )
     parser.add_argument("--port", type=port, default=0, metavar="N", help="the port that launch.port will have")
+    parser.add_argument("--ranks", type=whole, metavar="N", help="measure collectives between N ranks instead")
+    parser.add_argument("--device", default="auto", metavar="NAME", help="with --ranks: as launch.device")
+    parser.add_argument(
+        "--timeout",
+        type=whole,
+        default=60,
+        metavar="N",
+        help="with --ranks: seconds of a collective; default %(default)s",
+    )
+    parser.add_argument(
+        "--size", type=size, default=16 << 20, metavar="SIZE", help="with --ranks: the largest buffer; default 16MiB"
+    )
     add_json(parser)
-    return Prepared(partial(_examine, parser.parse_args(arguments)), name="doctor")
+    args = parser.parse_args(arguments)
+    return Prepared(partial(_examine if args.ranks is None else _measure, args, _width()), name="doctor")
 
 
-def _examine(args: argparse.Namespace) -> int:
+def _width() -> int:
+    return shutil.get_terminal_size().columns
+
+
+def _examine(args: argparse.Namespace, width: int) -> int:
     from lockstep.doctor.checks import examine
     from lockstep.doctor.findings import MachineView
     from lockstep.doctor.output import as_json, describe, exit_code
@@ -45,5 +57,13 @@ def _examine(args: argparse.Namespace) -> int:
     if args.json:
         emit(as_json(findings))
     else:
-        echo(describe(findings, shutil.get_terminal_size().columns))
+        echo(describe(findings, width))
     return exit_code(findings)
+
+
+def _measure(args: argparse.Namespace, width: int) -> int:
+    from lockstep.config.schema import Launch
+    from lockstep.doctor.ranks import start
+
+    section = Launch(port=args.port, timeout=args.timeout, device=args.device)
+    return start(args.ranks, section, args.size, width, as_json=args.json)

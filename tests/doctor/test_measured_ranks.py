@@ -1,0 +1,169 @@
+"""`lockstep doctor --ranks N`: values, figures, and who is named when a rank is slow, wrong, hanging or dead."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from kit.commands import run_lockstep
+from kit.worlds import in_process, in_world
+
+from lockstep.config.schema import Launch
+from lockstep.distributed.measurements import _OPERATIONS, TimedPair, copy_bandwidth, timed_collectives, timed_pairs
+from lockstep.doctor.findings import FindingState
+from lockstep.doctor.ranks import RankPlace, _pairs, check_of_clocks, check_of_pairs, check_of_values, check_ranks
+from lockstep.launch.local import launch
+
+SECTION = Launch(timeout=20, device="cpu")
+
+
+def _measured(fault: Callable[[], None] | None = None) -> tuple[list[Any], list[TimedPair], float]:
+    from lockstep.distributed.process_group import joined
+
+    if fault is not None:
+        fault()
+    with joined(SECTION, grouped=True) as world:
+        rows = list(timed_collectives(world, [64, 8192]))
+        pairs = timed_pairs(world, list(itertools.combinations(range(world.size), 2)), 1 << 16)
+        return rows, pairs, copy_bandwidth(1 << 16, world.device)
+
+
+def test_all_operations_are_right_and_measured_on_three_ranks() -> None:
+    results = in_world(3, _measured)
+    rows, pairs, copies = results[0]
+    assert all(other[:2] == (rows, pairs) for other in results)
+    assert [row.operation for row in rows] == [operation.name for operation in _OPERATIONS for _ in range(2)]
+    assert all(row.is_right and row.seconds > 0 for row in rows)
+    assert [(pair.first, pair.second) for pair in pairs] == [(0, 1), (0, 2), (1, 2)]
+    assert all(pair.is_right and 0 < pair.latency < 1 and pair.bandwidth > 0 for pair in pairs)
+    assert copies > 0
+    by_name = {row.operation: row for row in rows}
+    reduced = by_name["all-reduce"]
+    assert reduced.bus_factor == pytest.approx(4 / 3)
+    assert by_name["all-gather"].bus_factor == pytest.approx(2 / 3)
+    assert by_name["all-reduce"].bus_bandwidth == pytest.approx(
+        4 / 3 * by_name["all-reduce"].size / by_name["all-reduce"].seconds
+    )
+
+
+def _alter_what_arrives() -> None:
+    import torch.distributed as dist
+
+    if os.environ["RANK"] == "1":
+        for name in ("all_reduce", "broadcast", "scatter"):
+            setattr(dist, name, partial(_altered, getattr(dist, name)))
+
+
+def _altered(call: Callable[..., None], tensor: Any, *rest: Any) -> None:
+    call(tensor, *rest)
+    tensor[-1] += 1
+
+
+def test_wrong_values_are_named() -> None:
+    rows, _, _ = in_world(2, _measured, _alter_what_arrives)[0]
+    assert {row.operation for row in rows if not row.is_right} == {"all-reduce", "broadcast", "scatter"}
+    (finding,) = check_of_values(rows)
+    assert finding.state is FindingState.WRONG
+    assert "broadcast of 64 B" in finding.seen
+
+
+def _slow_messages() -> None:
+    from lockstep.distributed import measurements
+
+    there_and_back = measurements._there_and_back
+
+    def slow(rank: int, first: int, second: int, buffer: Any) -> None:
+        if second == 2:
+            time.sleep(0.02)
+        there_and_back(rank, first, second, buffer)
+
+    measurements._there_and_back = slow
+
+
+def test_a_slow_link_is_named() -> None:
+    _, pairs, _ = in_world(3, _measured, _slow_messages)[0]
+    hosts = [RankPlace(f"node{rank}", 0.0, "eth0", 0.0, 1e10) for rank in range(3)]
+    texts = [finding.seen for finding in check_of_pairs(pairs, hosts) if finding.state is FindingState.WARNING]
+    assert len(texts) == 2
+    assert all("rank 2 (node2)" in text for text in texts)
+
+
+def test_a_link_slower_than_its_interface_is_named() -> None:
+    hosts = [RankPlace(name, 0.0, "eth0", 1.25e9, 1e10) for name in "ab"]
+    (finding,) = check_of_pairs([TimedPair(0, 1, 1e-4, 1e8, True)], hosts)
+    assert finding.state is FindingState.WARNING
+    assert "the interface has 1.16 GiB/s" in finding.seen
+    (finding,) = check_of_pairs([TimedPair(0, 1, 1e-4, 1e9, True)], hosts)
+    assert finding.state is FindingState.OK
+    (finding,) = check_of_pairs([TimedPair(0, 1, 1e-4, 1e9, False)], hosts)
+    assert finding.state is FindingState.WRONG
+
+
+def test_a_host_whose_clock_differs_is_named_once() -> None:
+    places = [
+        RankPlace(host, clock, "", 0.0, 1.0) for host, clock in (("a", 0.0), ("a", 0.1), ("b", 20.0), ("b", 20.0))
+    ]
+    (finding,) = check_of_clocks(places)
+    assert finding.state is FindingState.WRONG
+    assert "the clock of b differs by 20.0 s" in finding.seen
+    assert check_of_clocks(places[:2]) == []
+
+
+def test_many_ranks_are_measured_by_hosts_and_neighbors() -> None:
+    places = [RankPlace(f"h{rank // 8}", 0.0, "", 0.0, 1.0) for rank in range(24)]
+    pairs = _pairs(places)
+    assert {(0, 8), (0, 16), (8, 16), (0, 1), (22, 23)} <= set(pairs)
+    assert len(pairs) == 3 + 21
+
+
+# --- ranks that end or hang -------------------------------------------------------------------------------------------
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang() -> None:
+    time.sleep(60)
+
+
+def _entry(fault: Callable[[], None]) -> int:
+    from lockstep.distributed import measurements
+
+    if os.environ["RANK"] == "1":
+        measurements.timed_pairs = lambda *_: fault()  # type: ignore[assignment, return-value]
+    return check_ranks(Launch(timeout=1.5, device="cpu"), 64, None, 80, as_json=False)
+
+
+def _launched(fault: Callable[[], None]) -> tuple[int, str]:
+    result = launch(partial(_entry, fault), 2, Launch(timeout=1.5, device="cpu"), None)
+    return result.code, result.text
+
+
+@pytest.mark.parametrize(("fault", "text"), [(_end, "rank 1 was killed by SIGKILL"), (_hang, "rank 1 did not answer")])
+def test_a_dead_or_hung_rank_is_named_within_the_timeout(fault: Callable[[], None], text: str) -> None:
+    began = time.monotonic()
+    code, message = in_process(_launched, fault)
+    assert code == 1
+    assert text in message
+    assert time.monotonic() - began < 25
+
+
+def test_the_command_prints_figures() -> None:
+    done = run_lockstep("doctor", "--ranks", 2, "--size", "1KiB", "--json")
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    assert len(content["collectives"]) == 8
+    assert [finding["state"] for finding in content["findings"]] == ["ok", "ok"]
+    assert "Warning" not in done.stderr
+    done = run_lockstep("doctor", "--ranks", 2, "--size", "1KiB")
+    assert "2 ranks on 1 host" in done.stdout
+    assert "memory copies" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
