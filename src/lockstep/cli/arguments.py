@@ -73,6 +73,7 @@ class Prepared:
         folder: The folder of the run, if the arguments or the config name it.
         starts_run: Whether it starts or resumes a run, on any number of nodes.
         restart: The arguments with which the same run is resumed; None: the same ones.
+        trust_remote_code: Whether code that comes with a downloaded model may run.
     """
 
     execute: Callable[[], int]
@@ -81,6 +82,7 @@ class Prepared:
     folder: Path | None = None
     starts_run: bool = False
     restart: tuple[str, ...] | None = None
+    trust_remote_code: bool = False
 
 
 class Parser(argparse.ArgumentParser):

@@ -45,6 +45,8 @@ OF_JOBS = {
 _RECORD = "job.json"
 _MOST_RUNS = 1000  # of a sweep: more are a mistake
 
+_BYTES_OF_TRAINED = 12  # of a parameter in fp32 and two moments
+
 _EPILOG = f"""\
 VERB is one of {", ".join(VERBS)}, with its own arguments: the same command line as without
 `lockstep launch WHERE`. It is checked here, before anything is submitted. Of jobs:
@@ -147,7 +149,28 @@ def _job_command(
         ranks=ranks if isinstance(ranks, int) else None,
         nodes=prepared.starts_run,
         sweep=runs,
+        state_bytes=_state_bytes(prepared),
     )
+
+
+def _state_bytes(prepared: Prepared) -> int | None:
+    """Return about how large a checkpoint is; None if the config doesn't show it, or the model can't be built here."""
+    config = prepared.config
+    if config is None or not prepared.starts_run:
+        return None
+    from lockstep.core.records import DataFacts
+    from lockstep.plan.stated_facts import model_states_sizes
+
+    if not model_states_sizes(config.model):
+        return None
+    from lockstep.models.build import describe_model
+
+    try:
+        facts = DataFacts(config.batch.global_size, None)
+        parameters = describe_model(config.model, facts, trust_remote_code=prepared.trust_remote_code)
+    except Failure:  # a login node may lack what the nodes have; there it would be reported
+        return None
+    return sum(_BYTES_OF_TRAINED * each.elements if each.trainable else each.bytes for each in parameters)
 
 
 def _checked(words: Sequence[str], nodes: int) -> _Checked:

@@ -64,6 +64,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
         Path(folder) if folder is not None else None,
         starts_run=True,
         restart=_restart(arguments, args),
+        trust_remote_code=args.trust_remote_code,
     )
 
 

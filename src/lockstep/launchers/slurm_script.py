@@ -19,7 +19,7 @@ from lockstep.core.errors import ConfigError, Paused, Problem
 from lockstep.core.jobs import JobCommand
 from lockstep.strategies.section import Auto, Positive, Section
 
-_SLURM_DELAY_S = 60  # Slurm checks limits that often, so it may be that late
+_LAST_UPDATE_S = 60  # for the update that is running and the ends of the processes
 _WRITTEN_PER_SECOND = 200e6  # bytes, by a node, to a slow shared file system
 _UNKNOWN_STATE_S = 120
 _TIME = re.compile(
@@ -112,7 +112,7 @@ def signal_before(command: JobCommand, options: SlurmOptions) -> int:
         return options.signal_before
     if command.state_bytes is None:
         return _UNKNOWN_STATE_S
-    return _SLURM_DELAY_S + round(command.state_bytes / (_WRITTEN_PER_SECOND * options.nodes))
+    return _LAST_UPDATE_S + round(command.state_bytes / (_WRITTEN_PER_SECOND * options.nodes))
 
 
 def _limit_seconds(time: str | None) -> int | None:

@@ -44,7 +44,7 @@ def facts_of_config(config: Config) -> DataFacts | None:
 def sizes_of_config(config: Config) -> DataFacts | None:
     """Return facts that suffice for the sizes of an update, as if an epoch were one; None if data has to be read."""
     data = config.data.train
-    if _is_local(data) or not _model_states_sizes(config.model):
+    if _is_local(data) or not model_states_sizes(config.model):
         return None
     match data:
         case HuggingFaceData(packed=True, max_length=length) | Tokens(length=length):
@@ -59,7 +59,8 @@ def _is_local(data: DataSource) -> bool:
     return True
 
 
-def _model_states_sizes(model: Model) -> bool:
+def model_states_sizes(model: Model) -> bool:
+    """Return whether the model's section has the sizes that data would have to give otherwise."""
     match model:
         case HuggingFaceModel():
             keys = model.architecture or {}
