@@ -35,7 +35,7 @@ LONGEST_FIRST = (
     "test_families.py", "test_pipeline.py", "test_same_run.py", "test_corruption.py", "test_killed.py",
     "test_local.py", "test_peak_memory.py", "test_transactions.py", "test_resume.py", "test_context.py",
     "test_divided_models.py", "test_library.py", "test_unused_parameters.py", "test_activation_checkpointing.py",
-    "test_elastic_restarts.py", "test_deferred_values.py",
+    "test_slurm.py", "test_elastic_restarts.py", "test_deferred_values.py",
 )  # fmt: skip
 """Files that take twenty seconds or more. A file's tests run on one worker, so these must not be the last to begin."""
 

@@ -112,6 +112,20 @@ def test_a_sweep_is_an_array_of_runs(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        (["train", "digits"], 120),
+        (["train", "stdlib-lm"], 60),
+        (["--nodes", "2", "train", "stdlib-lm", "model.layers=48", "model.width=4096", "model.heads=32"], 350),
+        (["--signal-before", "77", "train", "stdlib-lm"], 77),
+    ],
+    ids=["unknown", "small", "large", "stated"],
+)
+def test_the_ranks_get_the_time_to_save(words: list[str], seconds: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert directives(dry_run(capsys, *words))["--signal"] == f"USR1@{seconds}"
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["train", "digits", "--optim.lrr", "1"], "--optim.lrr: unknown key; did you mean lr?"),
