@@ -92,6 +92,7 @@ def measure(name: str) -> dict[str, float]:
 
 
 def main() -> None:
+    load = os.getloadavg()[0]
     rounds = int(sys.argv[2]) if sys.argv[1:2] == ["--rounds"] else 5
     names = ["lockstep", "torchrun", "torchrun static"]
     results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
@@ -104,7 +105,7 @@ def main() -> None:
     for name, row in table.items():
         print(f"{name:16} " + "  ".join(f"{key} {value * 1e6:,.0f} us" for key, value in row.items()))
     Path(__file__).with_name("results").joinpath("hosts.json").write_text(
-        json.dumps({"rounds": rounds, "medians": table, "all": results}, indent=2) + "\n"
+        json.dumps({"rounds": rounds, "load": load, "medians": table, "all": results}, indent=2) + "\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Hosts for tests: network namespaces, joined by a bridge in one more, with hostnames that resolve to 127.0.1.1.
+"""Hosts for tests: network namespaces, joined by a bridge in one more. A host resolves its own name to 127.0.1.1.
 
 10.77.0.1 host-0 --.
 10.77.0.2 host-1 --+-- bridge          network.cut(1) sets host-1's link down
@@ -54,14 +54,20 @@ class Network:
     def start(
         self, host: int, *words: object, cwd: Path, hides: Path | None = None, **environment: str | None
     ) -> Running:
-        """Start the command `lockstep` on a host; `hides`: a folder that is another, empty one there."""
+        """Start the command `lockstep` on a host, or a program whose path is the first word.
+
+        `hides`: a folder that is another, empty one there.
+        """
         output = cwd / f"of-host-{host}"
         output.mkdir(exist_ok=True)
         for name in ("out", "err"):
             (output / name).write_text("")
         variables = {name: text for name, text in {**_environment(), **environment}.items() if text is not None}
         where = (str(cwd), variables, str(output / "out"), str(output / "err"))
-        command = partial(_lead, ["lockstep", *map(str, words)], *where)
+        is_program = str(words[0]).startswith("/")
+        command = partial(_exec, [*map(str, words)], *where)
+        if not is_program:
+            command = partial(_lead, ["lockstep", *map(str, words)], *where)
         process = served().Process(target=partial(self.run, host, command, hides))
         process.start()
         return Running(process, output)
@@ -76,12 +82,21 @@ class Network:
         libc.sethostname(name, len(name))
         libc.mount(None, b"/", None, _RECURSIVE | _PRIVATE, None)
         hosts = self.folder / f"hosts-{host}"
-        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 host-{host}\n")
+        others = [f"{self.address(other)} host-{other}" for other in range(self.hosts) if other != host]
+        hosts.write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 host-{host}", *others, ""]))
         assert libc.mount(bytes(hosts), b"/etc/hosts", None, _BIND, None) == 0, os.strerror(ctypes.get_errno())
         if hides is not None:
             hides.mkdir(exist_ok=True)
             assert libc.mount(b"none", bytes(hides), b"tmpfs", 0, None) == 0, os.strerror(ctypes.get_errno())
         return function()
+
+
+def _exec(words: list[str], folder: str, environment: dict[str, str], out: str, err: str) -> None:
+    os.setsid()
+    os.chdir(folder)
+    for stream, file in ((1, out), (2, err)):
+        os.dup2(os.open(file, os.O_WRONLY), stream)
+    os.execve(words[0], words, environment)
 
 
 @contextlib.contextmanager

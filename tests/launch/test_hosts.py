@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
+import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
-from kit.commands import run_lockstep
+from kit.commands import Running, run_lockstep, start_lockstep
 from kit.hosts import needs_hosts, network
+from kit.worlds import free_port
 
 RUN = (
     "train", "digits", "run.steps=8", "launch.device=cpu", "monitor.every=1", "data.train.shift=0", "run.folder=run",
@@ -22,16 +26,22 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def has_relay(launcher: Running) -> bool:
+    return bool(launcher.ranks)  # its children
+
+
 @needs_hosts
 def test_two_hosts_with_two_and_one_rank_train_as_one_process(tmp_path: Path) -> None:
     alone = run_lockstep(*RUN, "--ranks", 1, "run.folder=alone", cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
     with network(2, tmp_path) as net:
-        common = (*RUN, "--nodes", 2, "--rendezvous", f"{net.address(0)}:29500")
+        common = (*RUN, "--nodes", 2, "--rendezvous", "host-0:29500")  # which host 0 resolves to 127.0.1.1
         second = net.start(1, *common, "--node-rank", 1, "--ranks", 1, cwd=tmp_path, **TOKEN)
         first = net.start(0, *common, "--node-rank", 0, "--ranks", 2, cwd=tmp_path, **TOKEN)
         codes = [first.end(), second.end()]
     assert codes == [0, 0], first.output + second.output
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(TOKEN["LOCKSTEP_JOB_TOKEN"].encode() in path.read_bytes() for path in files)
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=2e-6)
     assert "2 hosts: this one, host-0 (ranks 0 and 1), is node 0; the others: host-1 (rank 2)" in first.output
     assert "this one, host-1 (rank 2), is node 1; logs are in" in second.output
@@ -58,6 +68,8 @@ def test_a_host_that_is_cut_off_is_named_by_both_and_the_run_resumes(tmp_path: P
         reached = max(int(path.parent.name.rpartition("-")[2]) for path in run.glob("checkpoints/*/manifest.json"))
         launched = [net.start(host, *common, cwd=tmp_path, **TOKEN) for host in (1, 0)]
         launched[0].wait_for(lambda: len(losses(run)) > reached + 5)
+        launched[0].send(signal.SIGUSR2)
+        launched[1].wait_for(lambda: "saves after this update, and continues" in launched[1].output)
         launched[0].send(signal.SIGINT)
         assert [launcher.end() for launcher in launched] == [75, 75], launched[0].output + launched[1].output
         ends = [launcher.output.splitlines()[-1] for launcher in launched]
@@ -65,6 +77,47 @@ def test_a_host_that_is_cut_off_is_named_by_both_and_the_run_resumes(tmp_path: P
         assert "saved" in ends[0]
         steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert steps == [*range(1, len(steps) + 1)], "no step is missing, and none is there twice"
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stop_before_all_hosts_are_there_ends_those_that_are(tmp_path: Path, stopped: int) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    launched = []
+    for host in range(2):
+        folder = tmp_path / f"host-{host}"
+        folder.mkdir()
+        command = (*RUN, "--ranks", 1, "--nodes", 3, "--rendezvous", address, "--node-rank", host)
+        launched.append(start_lockstep(*command, cwd=folder))
+        launched[host].wait_for(partial(has_relay, launched[host]))
+    time.sleep(1.0)  # until they have met: nothing shows that
+    launched[stopped].send(signal.SIGINT)
+    assert [launcher.end() for launcher in launched] == [130, 130], launched[1 - stopped].output
+    assert launched[stopped].output.endswith("lockstep: stopped by SIGINT\n")
+    assert launched[1 - stopped].output.endswith(f"lockstep: stopped on host {socket.gethostname()}\n")
+    assert not any((tmp_path / f"host-{host}" / "run").exists() for host in range(2))
+
+
+@pytest.mark.drill
+@needs_hosts
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+def test_torchrun_on_hosts_whose_names_are_loopback_addresses(tmp_path: Path, rendezvous: str) -> None:
+    """Before, gloo connected to 127.0.1.1, unless GLOO_SOCKET_IFNAME was set."""
+    with network(2, tmp_path) as net:
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{net.address(0)}:29500", "--rdzv-id", "job"]
+        if rendezvous == "static":
+            meeting = ["--master-addr", "host-0", "--master-port", "29500"]
+        torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nnodes", 2)
+
+        def leads(host: int) -> list[str]:  # torchrun doesn't find 10.77.0.1 by the hostname
+            return [] if rendezvous == "static" else ["--rdzv-conf", f"is_host={1 - host}"]
+
+        ranks, program = ("--nproc-per-node", 1), ("-m", "lockstep", *RUN)
+        launched = [
+            net.start(host, *torchrun, *ranks, "--node-rank", host, *meeting, *leads(host), *program, cwd=tmp_path)
+            for host in range(2)
+        ]
+        assert [launcher.end() for launcher in launched] == [0, 0], launched[0].output + launched[1].output
+    assert len(losses(tmp_path / "run")) == 8
 
 
 @pytest.mark.drill
@@ -93,3 +146,16 @@ def test_hosts_without_a_shared_folder_are_refused(tmp_path: Path) -> None:
         assert [launcher.end() for launcher in launched] == [2, 2], launched[0].output + launched[1].output
     for launcher in launched:
         assert "ranks 1 don't see what rank 0 has written to" in launcher.output
+
+
+@pytest.mark.drill
+@needs_hosts
+def test_hosts_that_share_only_the_checkpoints_train(tmp_path: Path) -> None:
+    with network(2, tmp_path) as net:
+        common = (*RUN, "parallel.strategy=fsdp", "--ranks", 1, "--nodes", 2, "checkpoint.folder=shared")
+        meeting = ("--rendezvous", f"{net.address(0)}:29500")
+        launched = [net.start(1, *common, *meeting, cwd=tmp_path, hides=tmp_path / "run", **TOKEN)]
+        launched.append(net.start(0, *common, *meeting, cwd=tmp_path, **TOKEN))
+        assert [launcher.end() for launcher in launched] == [0, 0], launched[0].output + launched[1].output
+    assert (tmp_path / "run" / "summary.json").is_file()
+    assert not (tmp_path / "run" / "logs" / "rank-1.log").exists()

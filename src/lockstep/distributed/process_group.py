@@ -20,14 +20,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed has them untyped
 
 from lockstep.core.errors import RunFailed
-from lockstep.core.interfaces import (
-    GLOO_INTERFACE,
-    NCCL_INTERFACE,
-    interface_names,
-    interface_of,
-    is_loopback,
-    route_to,
-)
 from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed import user_collectives
 from lockstep.distributed.accelerators import choose_backend, choose_device
@@ -36,6 +28,7 @@ from lockstep.distributed.device_check import refuse_shared_devices
 from lockstep.distributed.host_group import forget_host_groups
 from lockstep.distributed.leaving import abort_groups, is_aborting, is_orderly, refuse_unfinished_abort
 from lockstep.distributed.memory import keep_freed_memory
+from lockstep.distributed.network import own_interface, use_interface
 from lockstep.distributed.rounds import next_round
 from lockstep.distributed.store_exchange import StoreExchange
 from lockstep.distributed.timeouts import collective_timeout
@@ -101,7 +94,7 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
             yield world
         return
     backend = choose_backend(launch.backend, device)
-    with _on_its_network(environment):
+    with own_interface():
         _make_group(environment, backend, device, launch.timeout)
         world = _world(environment, device, backend, launch.timeout, wakes=backend == "gloo")
         with (
@@ -154,28 +147,6 @@ def _host_groups() -> Iterator[None]:
         forget_host_groups()
 
 
-@contextmanager
-def _on_its_network(environment: RankEnvironment) -> Iterator[None]:
-    """Have gloo and NCCL use the interface that leads to rank 0's host, also for groups that are made later.
-
-    On one machine gloo uses loopback. By default, gloo uses the interface that the hostname resolves to, where any
-    machine may connect; on many systems that is loopback, where other machines can't. NCCL guesses.
-    """
-    if environment.one_machine:
-        variables = {GLOO_INTERFACE: next((name for name in interface_names() if name in ("lo", "lo0")), None)}
-    else:
-        source = None if is_loopback(environment.master_addr) else route_to(environment.master_addr)
-        name = interface_of(source) if source is not None and not is_loopback(source) else None
-        variables = {GLOO_INTERFACE: name, NCCL_INTERFACE: name}
-    new = {variable: name for variable, name in variables.items() if name is not None and variable not in os.environ}
-    os.environ.update(new)
-    try:
-        yield
-    finally:
-        for variable in new:
-            os.environ.pop(variable, None)
-
-
 def _world(environment: RankEnvironment, device: torch.device, backend: str, timeout: float, *, wakes: bool) -> World:
     """Return this rank among those of the initialized process group.
 
@@ -198,6 +169,7 @@ def _make_group(environment: RankEnvironment, backend: str, device: torch.device
     limit = timedelta(seconds=timeout)
     try:
         store = _store(environment, limit)
+        use_interface(environment, store)
         refuse_shared_devices(store, environment.rank, environment.world_size, device, timeout)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's advice on device_id, which is given where it applies

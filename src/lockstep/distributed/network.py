@@ -1,0 +1,75 @@
+"""The network interface of a rank's connections, under every launcher.
+
+one machine                             loopback, where no other machine can connect
+the variable is set                     what the user, or Lockstep's launcher, has chosen
+MASTER_ADDR is another machine          the interface of the route to it
+MASTER_ADDR is this machine             the interface that has the address to which the others connect
+
+Left alone, gloo takes the interface of the address that the hostname resolves to: any machine may connect there, or,
+where it is a loopback address (Debian: 127.0.1.1), no other machine can. NCCL guesses.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from lockstep.core.interfaces import (
+    GLOO_INTERFACE,
+    NCCL_INTERFACE,
+    interface_names,
+    interface_of,
+    is_loopback,
+    route_to,
+)
+from lockstep.distributed.rounds import poll
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from lockstep.core.ranks import RankEnvironment
+
+_ADDRESS = "network/address-of-rank-0"
+_OTHERS_S = 30.0  # for ranks of other machines to post the address to which they have connected
+
+
+@contextmanager
+def own_interface() -> Iterator[None]:
+    """Unset what `use_interface` has set when the block has ended."""
+    before = {name: os.environ.get(name) for name in (GLOO_INTERFACE, NCCL_INTERFACE)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+
+
+def use_interface(environment: RankEnvironment, store: Store) -> None:
+    """Have gloo and NCCL use the right interface from now on, unless one is set. All ranks together."""
+    if environment.one_machine:
+        loopback = next((name for name in interface_names() if name in ("lo", "lo0")), None)
+        if loopback is not None:
+            os.environ.setdefault(GLOO_INTERFACE, loopback)
+        return
+    interface = _interface_to_others(environment, store)
+    if interface is not None:
+        for variable in (GLOO_INTERFACE, NCCL_INTERFACE):
+            os.environ.setdefault(variable, interface)
+
+
+def _interface_to_others(environment: RankEnvironment, store: Store) -> str | None:
+    source = route_to(environment.master_addr)
+    if source is not None and not is_loopback(source):
+        store.set(_ADDRESS, socket.gethostbyname(environment.master_addr))
+        return interface_of(source)
+    has_others = environment.local_world_size < environment.world_size
+    if GLOO_INTERFACE in os.environ or not has_others:
+        return None
+    if not poll(lambda: store.check([_ADDRESS]), time.monotonic() + _OTHERS_S):
+        return None
+    return interface_of(store.get(_ADDRESS).decode())
