@@ -95,6 +95,16 @@ def test_a_launcher_that_is_killed_is_named_by_the_others(fork_server: ForkServe
     assert texts == [f"lockstep: host {HOST} (rank {killed}) is lost: its connection was closed\n"] * 2
 
 
+def test_a_host_that_cannot_start_its_ranks_ends_all(fork_server: ForkServer) -> None:
+    common = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port()}", "timeout": 20.0}
+    sections = ({"node_rank": 0}, {"node_rank": 1, "environment": {"RANK": "7"}})
+    launched = [
+        fork_server.start("host_acts", script=["sleep:30"] * 2, ranks=1, section={**common, **own}) for own in sections
+    ]
+    reason = "launch.environment.RANK: is set for each rank by the launcher; leave it out\n"
+    assert ended(launched) == ([2, 2], [f"lockstep: host {HOST}: {reason}", reason])
+
+
 # --- the meeting ------------------------------------------------------------------------------------------------------
 
 
@@ -163,3 +173,26 @@ def test_a_host_with_another_token_and_a_stranger_are_refused(
     good.wait()
     assert "note: a connection from 127.0.0.1 was refused: it has another job token" in good.err
     assert good.err.count("was refused") == 1
+
+
+def test_a_host_too_many_and_another_program_are_reported(fork_server: ForkServer, tmp_path: Path) -> None:
+    from conftest import wait_for
+
+    section = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port()}", "timeout": 20.0}
+    script = [f"pid:{tmp_path},sleep:60"] * 2
+    launched = [fork_server.start("host_acts", script=script, ranks=1, section=section) for _ in range(2)]
+    wait_for([tmp_path / f"pid-{rank}" for rank in range(2)])
+    code, _, err = fork_server.run("host_acts", script=script, ranks=1, section=section)
+    assert (code, err) == (2, f"host {HOST} is one too many: all 2 hosts are there: {HOST}, {HOST}\n")
+    os.kill(launched[0].pid, signal.SIGTERM)
+    assert ended(launched)[0] == [130, 130]
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        section = {"nodes": 2, "rendezvous": address, "timeout": 20.0, "node_rank": 1}
+        host = fork_server.start("host_acts", script=script, ranks=1, section=section)
+        connection, _ = other.accept()
+        with connection:
+            connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+            assert host.wait() == 2
+    assert host.err == f"what listens on {address} isn't a launcher of Lockstep; give --rendezvous another port\n"

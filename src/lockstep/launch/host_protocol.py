@@ -114,15 +114,18 @@ async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     own = secrets.token_bytes(_NONCE)
     try:
         async with asyncio.timeout(_HANDSHAKE_S):
-            greeting = await reader.readexactly(len(_MAGIC) + _NONCE)
-            if not greeting.startswith(_MAGIC):
-                raise NotLauncher
+            greeting = b""
+            while len(greeting) < len(_MAGIC) + _NONCE:
+                data = await reader.read(len(_MAGIC) + _NONCE - len(greeting))
+                greeting += data
+                if not data:
+                    raise ConnectionError("it closed its connection")
+                if not greeting.startswith(_MAGIC[: len(greeting)]):
+                    raise NotLauncher
             nonces = greeting[len(_MAGIC) :] + own
             writer.write(own + wants + _proof(key, b"joins", wants, nonces))
             answer = await reader.readexactly(1 + _PROOF)
     except asyncio.IncompleteReadError as error:
-        if error.partial and not _MAGIC.startswith(error.partial[: len(_MAGIC)]):
-            raise NotLauncher from error
         raise ConnectionError("it closed its connection") from error
     if not hmac.compare_digest(answer, b"+" + _proof(key, b"leads", wants, nonces)):
         raise NotAuthorized

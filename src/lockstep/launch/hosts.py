@@ -243,10 +243,10 @@ class Hosts:
                 requests.stop_elsewhere(message["count"], signal.Signals(message["signal"]))
             case "save" if requests is not None:
                 requests.save_elsewhere()
-            case "gone":
-                self._lose(
-                    message["node"], End(_gone_kind(message), message["code"], message["text"], time.monotonic())
-                )
+            case "gone":  # it reports why, instead of starting its ranks
+                stopped = message["code"] == Stopped.exit_code
+                text = message["text"] if stopped else f"host {self.world[message['node']].name}: {message['text']}"
+                self._lose(message["node"], End(EndKind.LOST, message["code"], text, time.monotonic()))
             case "lost":
                 self._lose_host(message)
 
@@ -290,7 +290,3 @@ class Hosts:
 
 
 _LOST_RELAY = "the process that connects this host with the others has ended"
-
-
-def _gone_kind(message: Mapping[str, Any]) -> EndKind:
-    return EndKind.STOPPED if message["code"] == Stopped.exit_code else EndKind.MESSAGE

@@ -310,7 +310,7 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
 
 
 def _without_hosts(config: Config) -> Config:
-    alone = {"nodes": 1, "rendezvous": None, "node_rank": None, "job_id": config.launch.job_id}
+    alone = {"nodes": 1, "rendezvous": None, "node_rank": None}
     return config.model_copy(update={"launch": config.launch.model_copy(update=alone)})
 
 
