@@ -20,7 +20,6 @@ import contextlib
 import faulthandler
 import multiprocessing.util
 import os
-import resource
 import signal
 import sys
 import threading
@@ -34,6 +33,7 @@ from typing import NoReturn
 
 from lockstep.core.errors import Stopped
 from lockstep.core.failing import reports_failures
+from lockstep.core.open_files import raise_open_file_limit
 from lockstep.core.ranks import STORE_FD
 from lockstep.core.safe_path import let_children_search
 from lockstep.core.secrets import masked, secrets_in
@@ -49,8 +49,6 @@ from lockstep.core.stopping import (
 from lockstep.launch import streams
 from lockstep.launch.ends import End, EndKind, end_of_exception, end_of_return
 from lockstep.launch.other_launchers import set_threads
-
-_OPEN_FILES = 65_536  # more than any run has; a limit of many millions makes other programs slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +123,9 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _raise_open_file_limit() -> None:
-    """Raise the soft limit, often 1,024, as far as the hard one allows: data workers pass tensors as open files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def run_entry(entry: Callable[[], int]) -> End:
     """Run `entry` and return how it ended, whatever it raised."""
-    _raise_open_file_limit()
+    raise_open_file_limit()
     try:
         return end_of_return(entry(), time.monotonic())
     except BaseException as error:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from lockstep.core.open_files import raise_open_file_limit
 from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS
 from lockstep.launch.host_protocol import (
     HEARTBEAT_S,
@@ -371,6 +372,7 @@ def main(channel: int, listener: int, parent: int) -> None:
     """
     for number in (*STOP_SIGNALS, SAVE_SIGNAL):  # the launcher handles them
         signal.signal(number, signal.SIG_IGN)
+    raise_open_file_limit()
     with contextlib.suppress(OSError):
         asyncio.run(_run(channel, listener, parent))
     sys.stderr.flush()
