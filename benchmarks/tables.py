@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -66,6 +67,23 @@ def _seconds(spread: Mapping[str, float]) -> str:
     return f"{spread['median']:.2f} ({spread['least']:.2f} to {spread['most']:.2f})"
 
 
+def hosts(results: Mapping[str, Any]) -> str:
+    """Return the table of two hosts: seconds to the first all-reduce, and microseconds of a round trip to the store."""
+    columns = ["s to the first all-reduce", "us to the store, rank 0", "us to the store, rank 1"]
+    lines = []
+    for name, rows in results["all"].items():
+        spreads = [(1.0, 2, "first all-reduce"), (1e6, 0, "store, host 0"), (1e6, 0, "store, host 1")]
+        cells = [[factor * row[key] for row in rows] for factor, _, key in spreads]
+        texts = [
+            f"{statistics.median(cell):.{digits}f} ({min(cell):.{digits}f} to {max(cell):.{digits}f})"
+            for cell, (_, digits, _) in zip(cells, spreads, strict=True)
+        ]
+        lines.append([name, *texts])
+    facts = f"2 cores, load before: {results['load']:.1f}. Medians, in brackets the least and the most"
+    table = markdown(["", *columns], lines)
+    return f"{table}\n\n`python benchmarks/hosts.py --rounds {results['rounds']}`: {facts}."
+
+
 def data(results: Mapping[str, Any]) -> str:
     """Return the table of million tokens per second of one core."""
     gathered = [[f"{row['samples']} x {row['length']}", row["name"], _millions(row)] for row in results["gather"]]
@@ -94,6 +112,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "strategies": strategies.table,
     "pipelines": pipelines.table,
     "startup": startup,
+    "hosts": hosts,
     "data": data,
     "saving": saving.table,
     "resume": resume.table,
