@@ -125,7 +125,10 @@ ReturnToService=2
 KillWait=10
 MinJobAge=600
 {nodes}
-PartitionName=main Nodes={",".join(NODES)} Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes={",".join(NODES)} Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes={",".join(NODES)} MaxTime=INFINITE State=UP PriorityTier=2
 """
     )
     hosts = "".join(f"{subnet}.{11 + number} {node}\n" for number, node in enumerate(NODES))

@@ -96,3 +96,88 @@ def test_a_job_is_canceled(slurm: Cluster, tmp_path: Path) -> None:
     assert f"lockstep launch slurm cancel {job}" in second.stderr
     assert launch(slurm, tmp_path, "cancel", "run").stdout == f"slurm job {job} is canceled\n"
     assert launch(slurm, tmp_path, "follow", job).returncode == 130
+
+
+FAILING = """
+import os
+import lockstep
+
+class Failing(lockstep.Monitor):
+    def see(self, report):
+        if report.step == 3:
+            os._exit(9)
+        return ()
+"""
+STOPPED_RUN = """
+import os, subprocess
+import lockstep
+
+class Stopped(lockstep.Monitor):
+    def see(self, report):
+        if report.step == 5 and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+            subprocess.run(os.environ["AT_STEP_5"], shell=True, check=True)
+        return ()
+"""
+
+
+def stopped_run(slurm: Cluster, folder: Path, at_step_5: str, *options: str, steps: int = 400) -> Done:
+    """A run on both nodes, or on what the options state, in which a rank executes a command of bash at step 5."""
+    (folder / "stopped.py").write_text(STOPPED_RUN)
+    train = ["train", "digits", "--ranks", "1", "run.epochs=null", f"run.steps={steps}", "run.folder=run"]
+    words = ["launch", "slurm", "--follow", *options, *train, "monitors=[{target: stopped.py:Stopped}]"]
+    return run_lockstep(*words, cwd=folder, AT_STEP_5=at_step_5, **slurm.environment)
+
+
+@pytest.mark.drill
+def test_a_job_that_another_preempts_resumes(slurm: Cluster, tmp_path: Path) -> None:
+    urgent = "echo '#!/bin/sh' | sbatch --partition urgent --nodes 2 --exclusive --output /dev/null"
+    done = stopped_run(slurm, tmp_path, urgent, "--nodes", "2")
+    assert done.returncode == 0, (done, slurm.logs())
+    assert "DUE TO PREEMPTION" in done.stdout
+    assert "resumes from step" in done.stdout
+    assert "COMPLETED, on n[1-2], restart 1" in done.stderr
+
+
+@pytest.mark.drill
+def test_a_job_is_warned_of_its_time_limit(slurm: Cluster, tmp_path: Path) -> None:
+    done = stopped_run(slurm, tmp_path, "sleep 150", "--time", "2", "--signal-before", "60", steps=12)
+    assert done.returncode == 0, (done, slurm.logs())
+    assert "TIME LIMIT" not in done.stdout
+    assert "resumes from step" in done.stdout
+
+
+@pytest.mark.drill
+def test_of_a_sweep_only_the_preempted_run_starts_again(slurm: Cluster, tmp_path: Path) -> None:
+    first = 'if [ "$SLURM_ARRAY_TASK_ID" = 1 ]; then scancel --signal=USR1 "${SLURM_ARRAY_JOB_ID}_1"; sleep 0.5; fi'
+    done = stopped_run(slurm, tmp_path, first, "--sweep", "optim.lr=0.1,0.01", "--sweep", "run.seed=1,2", steps=12)
+    assert done.returncode == 0, (done, slurm.logs())
+    ends = sorted(line.partition("_")[2] for line in done.stderr.splitlines()[-4:])
+    assert [line[:12] for line in ends] == ["0: COMPLETED", "1: COMPLETED", "2: COMPLETED", "3: COMPLETED"]
+    assert [line.endswith("restart 1") for line in ends] == [False, True, False, False]
+    assert all((tmp_path / "run" / str(number) / "summary.json").is_file() for number in range(4))
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("attempt", range(10))
+def test_both_nodes_end_with_75(slurm: Cluster, tmp_path: Path, attempt: int) -> None:
+    preempt = 'scancel --signal=USR1 "$SLURM_JOB_ID"; sleep 0.5'
+    done = stopped_run(slurm, tmp_path, preempt, "--nodes", "2", "--no-requeue", steps=50)
+    assert done.returncode == 75, (done, slurm.logs())
+
+
+@pytest.mark.drill
+def test_a_failure_is_not_tried_again(slurm: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    failing = [*TRAIN, "--ranks", "1", "monitors=[{target: failing.py:Failing}]"]
+    done = launch(slurm, tmp_path, "--nodes", "2", "--follow", *failing)
+    assert done.returncode == 9
+    assert "rank 0 on host n1 ended with exit code 9" in done.stdout
+    assert done.stderr.rstrip().endswith("FAILED, on n[1-2], exit code 9")
+
+
+@pytest.mark.drill
+def test_a_running_job_that_is_canceled_saves(slurm: Cluster, tmp_path: Path) -> None:
+    done = stopped_run(slurm, tmp_path, 'scancel "$SLURM_JOB_ID"', "--nodes", "2", steps=4000)
+    assert done.returncode == 130, (done, slurm.logs())
+    assert "and saved; start it again to resume" in done.stdout
+    assert "restart" not in done.stderr

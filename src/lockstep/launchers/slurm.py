@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lockstep.core.errors import ConfigError, Paused, RunFailed, Stopped
+from lockstep.core.errors import ConfigError, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.terminal import echo
 from lockstep.launchers.slurm_script import SlurmOptions, check, script
@@ -30,7 +30,6 @@ _ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAI
 _POLL_S = 0.5
 _ASK_S = 2.0  # between questions to the controller, which many users share
 _LATE_OUTPUT_S = 1.0  # a shared folder may show the last lines late
-_CODES = (0, 1, 2, 3, Paused.exit_code, Stopped.exit_code)
 
 
 class SlurmLauncher:
@@ -154,7 +153,7 @@ def _code_of(task: Mapping[str, str]) -> int:
         return Stopped.exit_code
     if state == "COMPLETED":
         return 0
-    return code if state == "FAILED" and code in _CODES and code != 0 else 1
+    return (code or 1) if state == "FAILED" else 1
 
 
 def _line(task: Mapping[str, str]) -> str:
@@ -170,7 +169,7 @@ def _line(task: Mapping[str, str]) -> str:
         parts.append(f"on {nodes}")
     if restarts:
         parts.append(f"restart {restarts}")
-    if state in _ENDED and state != "COMPLETED":
+    if state in ("FAILED", "NODE_FAIL", "OUT_OF_MEMORY"):
         parts.append(f"exit code {task['ExitCode'].split(':')[0]}")
     return ", ".join(parts)
 
