@@ -1,4 +1,4 @@
-"""The verb `doctor`: lockstep doctor [--ranks N]."""
+"""The verb `doctor`: lockstep doctor [RUN] [--ranks N] [--known]."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.cli.arguments import Parser, Prepared, add_json, path, port, size, whole
+from lockstep.core.errors import RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Check this machine, or the links between ranks."""
+    """Check this machine, or the links between ranks, or what happened in a run."""
     return prepare(arguments).execute()
 
 
 def prepare(arguments: Sequence[str]) -> Prepared:
     """Read the arguments."""
     parser = Parser("doctor", "Finds what makes training fail; exit code 3 if something is wrong.")
+    parser.add_argument("run", nargs="?", type=path, metavar="RUN", help="a run's folder: state what happened in it")
+    parser.add_argument("--known", action="store_true", help="print the catalog of known failures")
     parser.add_argument(
         "--folder", type=path, default=Path("runs"), metavar="FOLDER", help="where runs are; default %(default)s"
     )
@@ -40,7 +43,11 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     )
     add_json(parser)
     args = parser.parse_args(arguments)
-    return Prepared(partial(_examine if args.ranks is None else _measure, args, _width()), name="doctor")
+    questions = {_diagnose: args.run is not None, _show_known: args.known, _measure: args.ranks is not None}
+    chosen = [action for action, is_asked in questions.items() if is_asked] or [_examine]
+    if len(chosen) > 1:
+        parser.error("RUN, --known and --ranks exclude each other; name one")
+    return Prepared(partial(chosen[0], args, _width()), name="doctor")
 
 
 def _width() -> int:
@@ -67,3 +74,27 @@ def _measure(args: argparse.Namespace, width: int) -> int:
 
     section = Launch(port=args.port, timeout=args.timeout, device=args.device)
     return start(args.ranks, section, args.size, width, as_json=args.json)
+
+
+def _show_known(args: argparse.Namespace, width: int) -> int:
+    from lockstep.doctor.run import describe_known, known_as_json
+
+    if args.json:
+        emit(known_as_json())
+    else:
+        echo(describe_known(width))
+    return 0
+
+
+def _diagnose(args: argparse.Namespace, width: int) -> int:
+    from lockstep.doctor.run import describe_run, diagnose_run, run_as_json
+
+    try:
+        diagnosis = diagnose_run(args.run)
+    except OSError as error:
+        raise RunFailed(f"can't read {error.filename or args.run}: {error.strerror or error}") from error
+    if args.json:
+        emit(run_as_json(diagnosis))
+    else:
+        echo(describe_run(diagnosis, width))
+    return 3 if diagnosis.is_wrong else 0

@@ -35,7 +35,7 @@ VERBS = {
     "verify": ("verify", "check on your model that every strategy trains as a single process does"),
     "plan": ("plan", "show what a run will be, without starting it"),
     "memory": ("memory", "measure on your model what each way to save memory saves and costs"),
-    "doctor": ("doctor", "find what is wrong with this machine"),
+    "doctor": ("doctor", "find what is wrong with a machine, its links, or a run"),
     "config": ("config", "show, check, or describe configs"),
     "recipes": ("recipes", "list the configs that come with Lockstep"),
     "data": ("data", "fetch what a recipe needs; turn text into tokens"),

@@ -32,6 +32,11 @@ def run_locks(machine: MachineView) -> Iterator[Finding]:
         yield ok(f"{len(runs)} run{'s' * (len(runs) != 1)} in {folder}, {len(held)} of them running")
 
 
+def is_locked(lock: Path) -> bool:
+    """Return whether a process holds a run's lock."""
+    return _held(lock) is not None
+
+
 def _held(lock: Path) -> str | None:
     """Return what a held lock states; None if no process holds it."""
     try:
