@@ -33,7 +33,7 @@ _LOG_NAME = re.compile(r"rank-(\d+)\.log")
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class LogEvidence:
     """A line of a run's file. `rank` is None outside of logs."""
 
     file: str
@@ -47,7 +47,7 @@ class SeenFailure:
     """A known failure, and the lines that show it: the last ones of each file."""
 
     failure: KnownFailure
-    evidence: list[Evidence] = field(default_factory=list)
+    evidence: list[LogEvidence] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,12 @@ def _seen(run: Path) -> list[SeenFailure]:
     logs = [(file, "", int(match[1])) for file in _logs(run) if (match := _LOG_NAME.fullmatch(file.name))]
     others = [(run / name, name, None) for name in sorted({failure.file for failure in KNOWN} - {""})]
     for file, name, rank in [*logs, *others]:
-        kept: dict[str, Evidence] = {}
+        kept: dict[str, LogEvidence] = {}
         for number, text in _lines(file):
             failure = failure_in(text, name)
             if failure is None:
                 continue
-            line = Evidence(str(file.relative_to(run)), number, text[:_SHOWN_LINE].strip(), rank)
+            line = LogEvidence(str(file.relative_to(run)), number, text[:_SHOWN_LINE].strip(), rank)
             kept[failure.name] = line
             by_name.setdefault(failure.name, SeenFailure(failure))
         for key, line in kept.items():
