@@ -24,7 +24,6 @@ _SECTIONS = {
     "model.pretrained": {"model": _HUGGING_FACE},
     "data.train.name": {"data": {"train": {"kind": "huggingface", "name": "a/b"}}},
     "data.train.tokenizer": {"data": {"train": {"kind": "huggingface", "name": "a/b"}}},
-    "data.train.folder": {"data": {"train": {"kind": "tokens", "folder": "a"}}},
     "objective.target": {"objective": {"kind": "custom", "target": "a.py:B"}},
 }
 

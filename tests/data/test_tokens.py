@@ -128,7 +128,7 @@ def test_the_fingerprint_depends_on_content_and_length(texts):
 
 def test_missing_folders_splits_and_short_files_are_refused(texts, tmp_path):
     folder = prepared(texts)
-    assert tokenizer_name(folder, "train") == "bytes"
+    assert tokenizer_name(str(folder), "train") == "bytes"
     for wrong, message in [
         (section(tmp_path / "none"), "there is no folder .*; write it with `lockstep data prepare`"),
         (section(folder, split="test"), "has no split test; it has train"),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from lockstep.strategies.section import Auto, Fraction, PathText, Positive, Section
+from lockstep.strategies.section import Auto, Fraction, PathText, PlaceText, Positive, Section
 
 
 class StdlibText(Section):
@@ -45,8 +45,9 @@ class Tokens(Section):
     """Token ids in a memory-mapped file, made by `lockstep data prepare`."""
 
     kind: Literal["tokens"]
-    folder: PathText
-    """Folder that `lockstep data prepare --output` has written."""
+    folder: PlaceText
+    """Folder that `lockstep data prepare --output` has written, or the address of a copy of it in an object store, such
+    as `s3://bucket/books`."""
     split: str = "train"
     """Name of a split in `folder`."""
     length: Positive = 1024

@@ -105,7 +105,7 @@ def cached_stream(key: str, blocks: Callable[[], Iterator[TokenBlock]], document
     what = f"dataset {name}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{key}.lock", what) as show:
+        with locked(folder / f"{key}.lock", f"tokenizing {what}") as show:
             stream = _read(folder / key)  # another process may have written it meanwhile
             if stream is None:
                 _write(folder, key, _shown(blocks(), documents, show))
@@ -119,12 +119,12 @@ def cached_stream(key: str, blocks: Callable[[], Iterator[TokenBlock]], document
     return stream
 
 
-def cache_folder() -> Path:
-    """Return the folder of token streams."""
+def cache_folder(kind: str = "packed") -> Path:
+    """Return the folder of token streams, or of another kind of tokens."""
     if own := os.environ.get(CACHE):
-        return Path(own).expanduser() / "packed"
+        return Path(own).expanduser() / kind
     root = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(root) if os.path.isabs(root) else Path("~/.cache").expanduser()) / "lockstep" / "packed"
+    return (Path(root) if os.path.isabs(root) else Path("~/.cache").expanduser()) / "lockstep" / kind
 
 
 # --- files --------------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def _in_memory(blocks: Iterator[TokenBlock], folder: Path, what: str) -> TokenSt
 
 
 @contextmanager
-def _locked(path: Path, what: str) -> Iterator[Callable[[str], None]]:
+def locked(path: Path, work: str) -> Iterator[Callable[[str], None]]:
     """Hold the lock while the block runs; meanwhile the others show what its holder has done. Raises OSError.
 
     Yields a function that shows how far the work is, to this process's user and those of the others.
@@ -237,7 +237,7 @@ def _locked(path: Path, what: str) -> Iterator[Callable[[str], None]]:
         nonlocal shown_at
         if _prints() and time.monotonic() - shown_at > _SHOWN_S:
             shown_at = time.monotonic()
-            echo(f"lockstep: tokenizing {what}: {text}", file=sys.stderr, flush=True)
+            echo(f"lockstep: {work}: {text}", file=sys.stderr, flush=True)
 
     def publish(text: str) -> None:
         with suppress(OSError):

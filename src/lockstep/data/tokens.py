@@ -27,6 +27,8 @@ from lockstep.core.records import Batch, DataFacts
 from lockstep.data import windows
 from lockstep.data.order import Indices
 from lockstep.data.packing import pack
+from lockstep.data.token_downloads import downloaded_header, downloaded_split
+from lockstep.stores.addresses import is_address
 
 FORMAT = 1
 _PREPARE = "write it with `lockstep data prepare`"
@@ -59,8 +61,14 @@ class Header:
 
 def open_tokens(section: Tokens, *, aligned: bool) -> Source:
     """Return the source of a split; `aligned` as for `windows.WindowSource`."""
-    folder, length = Path(section.folder).expanduser(), section.length
-    header = read_header(folder, section.split)
+    length = section.length
+    if is_address(section.folder):
+        stored = downloaded_header(section.folder, section.split)
+        header = _parsed_header(stored, f"{section.folder}/{section.split}.json")
+        folder = downloaded_split(section.folder, section.split, stored, header.fingerprint)
+    else:
+        folder = Path(section.folder).expanduser()
+        header = read_header(folder, section.split)
     tokens = _mapped(folder / f"{section.split}.tokens", header.dtype, header.tokens)
     if section.documents == "joined":
         return windows.WindowSource(
@@ -74,9 +82,11 @@ def open_tokens(section: Tokens, *, aligned: bool) -> Source:
     return WholeDocuments(tokens, np.array(documents), header, length, aligned=aligned)
 
 
-def tokenizer_name(folder: Path, split: str) -> str:
-    """Return the tokenizer of a split: folder or hub name, or `bytes`."""
-    return read_header(folder.expanduser(), split).tokenizer
+def tokenizer_name(folder: str, split: str) -> str:
+    """Return the tokenizer of a split in a folder or at an address: folder or hub name, or `bytes`."""
+    if is_address(folder):
+        return _parsed_header(downloaded_header(folder, split), f"{folder}/{split}.json").tokenizer
+    return read_header(Path(folder).expanduser(), split).tokenizer
 
 
 class WholeDocuments:
@@ -147,9 +157,17 @@ def read_header(folder: Path, split: str) -> Header:
         splits = sorted(file.stem for file in folder.glob("*.json") if file.with_suffix(".tokens").is_file())
         raise ConfigError(f"{folder} has no split {split}; " + (f"it has {', '.join(splits)}" if splits else _PREPARE))
     try:
-        values = json.loads(read_bounded(path, MAX_JSON_BYTES))
+        data = read_bounded(path, MAX_JSON_BYTES)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not the header of a token file ({error!r}); {_PREPARE}") from error
+    return _parsed_header(data, path)
+
+
+def _parsed_header(data: bytes | str, path: Path | str) -> Header:
+    try:
+        values = json.loads(data)
         header = Header(**{field.name: values[field.name] for field in fields(Header)})
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} is not the header of a token file ({error!r}); {_PREPARE}") from error
     if header.format != FORMAT:
         raise ConfigError(f"{path} has format {header.format}, but this version reads {FORMAT}; {_PREPARE} again")

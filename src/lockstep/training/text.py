@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.core.errors import ConfigError, RunFailed
@@ -59,7 +58,7 @@ def codec_of(model: Model, data: DataSource) -> Codec:
     if data.kind == "tokens":
         from lockstep.data.tokens import tokenizer_name
 
-        name = tokenizer_name(Path(data.folder), data.split)
+        name = tokenizer_name(data.folder, data.split)
         return _BYTES if name == "bytes" else _tokenizer(name)
     if data.kind == "huggingface" and model.kind == "huggingface":
         tokenizer = data.tokenizer or model.pretrained

@@ -154,7 +154,7 @@ def tokenizer_of(model: Model, data: DataSource) -> str | None:
     from lockstep.data.tokens import tokenizer_name
 
     try:
-        name = tokenizer_name(Path(data.folder), data.split)
+        name = tokenizer_name(data.folder, data.split)
     except ConfigError:
         return None
     return None if name == "bytes" else name

@@ -1,0 +1,61 @@
+"""Token files in an object store are downloaded once, verified, and read as local ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kit import s3
+from kit.s3 import BUCKET, Fault
+
+from lockstep.config.schema import Tokens
+from lockstep.core.errors import ConfigError
+from lockstep.data.prepare import prepare
+from lockstep.data.sources import open_source
+from lockstep.data.tokens import tokenizer_name
+
+ADDRESS = f"s3://{BUCKET}/books"
+
+
+@pytest.fixture
+def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.Proxy]:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("to be or not to be " * 200)
+    prepare([str(tmp_path / "text.txt")], tmp_path / "books", tokenizer="bytes")
+    with s3.serving() as server, s3.proxied(server) as between:
+        for name, value in s3.environment(between.endpoint).items():
+            monkeypatch.setenv(name, value)
+        for file in (tmp_path / "books").iterdir():
+            s3.client(server).put_object(Bucket=BUCKET, Key=f"books/{file.name}", Body=file.read_bytes())
+        yield between
+
+
+def test_a_split_is_downloaded_once_and_verified(proxy: s3.Proxy, tmp_path: Path) -> None:
+    local = open_source(Tokens(kind="tokens", folder=str(tmp_path / "books"), length=16), task=None, tokenizer=None)
+    section = Tokens(kind="tokens", folder=ADDRESS, length=16)
+    cuts = [Fault(r"GET .*train.tokens", "lost"), Fault(r"GET .*train.documents", "503")]
+    proxy.plan(*cuts)
+    remote = open_source(section, task=None, tokenizer=None)
+    assert [fault.made for fault in cuts] == [1, 1]
+    assert remote.fingerprint == local.fingerprint
+    indices = torch.arange(5).numpy()
+    assert torch.equal(remote.fetch(indices).inputs["tokens"], local.fetch(indices).inputs["tokens"])
+    assert tokenizer_name(ADDRESS, "train") == "bytes"
+    proxy.plan()
+    open_source(section, task=None, tokenizer=None)
+    assert not [line for line in proxy.requests if ".tokens" in line]
+
+    client = s3.client(proxy.endpoint)
+    stored = client.get_object(Bucket=BUCKET, Key="books/train.tokens")["Body"].read()
+    client.put_object(Bucket=BUCKET, Key="books/train.tokens", Body=bytes([stored[0] ^ 1]) + stored[1:])
+    for entry in (tmp_path / "cache" / "tokens").glob("*/*"):
+        entry.unlink()
+    for entry in (tmp_path / "cache" / "tokens").iterdir():
+        entry.rmdir() if entry.is_dir() else entry.unlink()
+    with pytest.raises(ConfigError, match=r"split train in s3://.* are not those that train\.json describes"):
+        open_source(section, task=None, tokenizer=None)
+    assert not [entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]
+    with pytest.raises(ConfigError, match="has no split other; it has train"):
+        open_source(Tokens(kind="tokens", folder=ADDRESS, split="other", length=16), task=None, tokenizer=None)
