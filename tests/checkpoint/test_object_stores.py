@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,23 @@ def test_every_call_is_repeated_after_a_fault(kind: Any, proxy: s3.Proxy, addres
     assert [fault.pattern for fault in faults if not fault.made] == []
     S3Store(address).remove_unfinished("")  # of an upload whose beginning was not answered
     assert _uploads(server) == []
+
+
+def test_a_server_that_is_started_again_is_waited_for(server: str, proxy: s3.Proxy, address: str) -> None:
+    store = S3Store(address, 30.0)
+    assert store.sizes("") == {}
+    port = int(proxy.endpoint.rpartition(":")[2])
+    proxy.close()
+    with pytest.raises(OSError, match=r"is not reached .* tried for 0.2 s"):
+        S3Store(address, 0.2).sizes("")
+    again: list[s3.Proxy] = []
+    restart = threading.Timer(0.5, lambda: again.append(s3.Proxy(server, port)))
+    restart.start()
+    try:
+        assert store.sizes("") == {}
+    finally:
+        restart.join()
+        again[0].close()
 
 
 def test_a_store_of_fsspec_has_the_same_calls() -> None:

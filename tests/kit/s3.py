@@ -90,10 +90,10 @@ class Fault:
 class Proxy:
     """Forwards each request on a connection of its own."""
 
-    def __init__(self, server: str) -> None:
+    def __init__(self, server: str, port: int = 0) -> None:
         host, _, port = server.removeprefix("http://").partition(":")
         self._server = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", port))
         self._lock = threading.Lock()
         self._faults: list[Fault] = []
         self.requests: list[str] = []

@@ -41,8 +41,8 @@ def is_transient(error: Exception) -> bool:
         return code in _TRANSIENT_CODES or status == 429 or (status >= 500 and status != 501)
     if isinstance(error, exceptions.SSLError | exceptions.ProxyConnectionError):
         return False
-    transient = (exceptions.HTTPClientError, exceptions.IncompleteReadError, exceptions.ResponseStreamingError)
-    return isinstance(error, (*transient, ConnectionError, TimeoutError))
+    transient = (exceptions.ConnectionError, exceptions.HTTPClientError, exceptions.IncompleteReadError)
+    return isinstance(error, (*transient, exceptions.ResponseStreamingError, ConnectionError, TimeoutError))
 
 
 def as_os_error(
