@@ -78,6 +78,16 @@ def test_the_prediction_equals_the_measurement_by_category(feature: str) -> None
     assert actual.by_category["optimizer"] > 0
 
 
+def test_a_budget_for_no_block_holds_what_full_does() -> None:
+    """What the first forward measures is freed."""
+    modes = ({"mode": "full"}, {"mode": "budget", "budget": 0.05})
+    full, budget = (
+        peak_of_rank(decoder(memory={"activation_checkpointing": mode}), 1, 0, NOTHING, UPDATES, "cpu")
+        for mode in modes
+    )
+    assert budget == full
+
+
 def test_shards_and_replicas_hold_what_they_should() -> None:
     config = decoder(parallel={"strategy": "fsdp"}, launch={"device": "auto"}, precision={"compute": "bf16"})
     elements = sum(fact.elements for fact in estimator(config, 4).parameters)

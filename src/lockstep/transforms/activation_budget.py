@@ -84,7 +84,7 @@ class Budget:
             storage = tensor.untyped_storage()
             if storage._cdata not in weights:
                 sizes[storage._cdata] = storage.nbytes()
-            return tensor
+            return tensor.detach()  # an output that its own node saves would never be freed
 
         tensors = [tensor for tensor in tree_leaves((inputs, named)) if isinstance(tensor, Tensor)]
         with torch.random.fork_rng(), self._recompute.muted(), saved_tensors_hooks(measure, lambda kept: kept):
