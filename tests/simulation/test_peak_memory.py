@@ -17,7 +17,8 @@ from lockstep.cli.main import main
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError
 from lockstep.models.build import parameter_facts, sketch_model
-from lockstep.simulation.estimate import Estimator, Unpredictable, under
+from lockstep.simulation.estimate import Estimator, under
+from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.memory import MemoryLedger, Peak, Watched, resizes_seen
 from lockstep.simulation.updates import peak_of_rank, run_updates
 from lockstep.strategies.registry import find_variant

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lockstep.core.errors import ConfigError
 from lockstep.simulation import device
 from lockstep.simulation.choosing import decide
-from lockstep.simulation.estimate import Unpredictable
+from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.planning import estimator_of
 from lockstep.training.deciding import decides
 from lockstep.training.predictions import Explanation

@@ -18,8 +18,9 @@ from lockstep.core.errors import ConfigError
 from lockstep.plan.plan import Machine, make_plan
 from lockstep.plan.stated_facts import sizes_of_config
 from lockstep.simulation import device
+from lockstep.simulation.failing import Unpredictable, UserCodeFails, explained
 from lockstep.simulation.made_up import made_up_data
-from lockstep.simulation.stages import Stages, peaks_of_stages, reason_of
+from lockstep.simulation.stages import Stages, peaks_of_stages
 from lockstep.simulation.updates import UPDATES, peak_of_rank
 from lockstep.strategies.registry import find_strategy, strategies, written_name
 
@@ -37,10 +38,6 @@ _MICRO_BATCHES = 2  # with more, an update takes longer and holds nothing more
 _STRATEGY = "parallel.strategy"
 
 
-class Unpredictable(RuntimeError):
-    """The run can't be simulated."""
-
-
 @dataclass(frozen=True, slots=True)
 class StrategyMemory:
     """The memory of the rank that needs most of it under a strategy.
@@ -52,6 +49,7 @@ class StrategyMemory:
         fits: Whether the peak fits into a rank's memory; None if either is unknown.
         note: The change with which it fits, or why it can't be simulated; may be empty.
         modules: The whole model's parameters by module and dtype, the same under each strategy.
+        fails: Whether the user's own code raises; the note states where.
     """
 
     name: str
@@ -60,6 +58,7 @@ class StrategyMemory:
     fits: bool | None
     note: str = ""
     modules: tuple[ModuleParameters, ...] = ()
+    fails: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Return it for programs: only plain values."""
@@ -120,7 +119,7 @@ class Estimator:
         except ConfigError as error:
             return StrategyMemory(name, planned, None, None, str(error).splitlines()[0])
         except Unpredictable as error:
-            return StrategyMemory(name, planned, None, None, str(error))
+            return StrategyMemory(name, planned, None, None, str(error), fails=isinstance(error, UserCodeFails))
         fits = None if self.memory is None else peak.bytes <= self.memory
         note = self.remedy(config) if planned and fits is False else ""
         return StrategyMemory(name, planned, peak, fits, note)
@@ -142,7 +141,7 @@ class Estimator:
         except (ConfigError, Unpredictable):
             raise
         except Exception as error:  # a model, or torch without data, may raise anything
-            raise Unpredictable(f"can't be simulated: {reason_of(error)}") from error
+            raise explained(error) from error
 
     def _without_files(self, config: Config) -> Config:
         """Return the config with state on the host instead of in files: an accelerator holds the same.

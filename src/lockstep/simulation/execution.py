@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -31,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.simulation import attention, autocast, device, kernels, python_errors, repeats
+from lockstep.simulation.failing import is_users, place
 
 aten, prim = torch.ops.aten, torch.ops.prim
 
@@ -63,7 +65,8 @@ class HostSync:
 
     Attributes:
         operation: What waits.
-        location: The innermost functions of the product there, `file.py:function`, innermost first.
+        location: The innermost functions of the product there, `file.py:function`, innermost first; before them the
+            place in the user's own code that they have called, if that is where it waits.
     """
 
     operation: str
@@ -324,12 +327,15 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
 
 def _location() -> tuple[str, ...]:
     frames: list[str] = []
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(frames) < _FRAMES:
         code = frame.f_code
-        if code.co_filename.startswith(_PACKAGE) and not code.co_filename.startswith(_HERE):
-            frames.append(f"{Path(code.co_filename).name}:{code.co_name}")
-        frame = cast("Any", frame.f_back)
+        if code.co_filename.startswith(_PACKAGE):
+            if not code.co_filename.startswith(_HERE):
+                frames.append(f"{Path(code.co_filename).name}:{code.co_name}")
+        elif not frames and is_users(code.co_filename):
+            frames.append(place(code, frame.f_lineno))
+        frame = frame.f_back
     return tuple(frames)
 
 

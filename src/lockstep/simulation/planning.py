@@ -28,7 +28,8 @@ from lockstep.models.build import parameter_facts, sketch_model
 from lockstep.plan.stated_facts import facts_of_config, sizes_of_config
 from lockstep.simulation import device
 from lockstep.simulation.choosing import decide
-from lockstep.simulation.estimate import Estimator, StrategyMemory, Unpredictable
+from lockstep.simulation.estimate import Estimator, StrategyMemory
+from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.memory import CATEGORIES, Category, MemoryLedger, Peak, Watched, resizes_seen
 from lockstep.simulation.updates import run_updates
 from lockstep.training.api import resolved

@@ -18,6 +18,7 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from lockstep.core.errors import ConfigError
+from lockstep.simulation.failing import Unpredictable, explained
 from lockstep.simulation.groups import OtherRankFailed
 from lockstep.simulation.memory import Peak
 from lockstep.simulation.updates import peak_of_rank
@@ -56,23 +57,18 @@ def peaks_of_stages(stages: Stages) -> list[Peak]:
 
     Raises:
         ConfigError: The run would be refused.
-        NoAnswer: It can't be simulated.
+        Unpredictable, NoAnswer: It can't be simulated.
     """
     made = ask_process(_MODULE, stages, _SECONDS)
+    if isinstance(made, Unpredictable):
+        raise made
     for peak in made:
         if isinstance(peak, ConfigError):
             raise peak
     return list(made)
 
 
-def reason_of(error: BaseException) -> str:
-    """Return the first line of the error behind an error: torch's pipelines wrap what a stage raises."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _simulate(stages: Stages, rank: int, folder: Path) -> Peak | ConfigError | str | None:
+def _simulate(stages: Stages, rank: int, folder: Path) -> Peak | ConfigError | Unpredictable | None:
     torch.set_num_threads(1)
     store = FileStore(str(folder / "store"), len(stages.first))
     ranks, by = len(stages.stage_of), stages.simulated_by
@@ -93,7 +89,7 @@ def _simulate(stages: Stages, rank: int, folder: Path) -> Peak | ConfigError | s
         return None
     except Exception as error:
         traceback.print_exc()
-        return reason_of(error)
+        return explained(error)
 
 
 def main() -> None:
@@ -109,7 +105,7 @@ def main() -> None:
     for child in children.values():
         os.waitpid(child, 0)
     answers = [pickle.loads((folder / f"{rank}").read_bytes()) for rank in stages.first]
-    reasons = [answer for answer in answers if isinstance(answer, str)]
+    reasons = [answer for answer in answers if isinstance(answer, Unpredictable)]
     made = [answer for answer in answers if answer is not None]
     (folder / "answer").write_bytes(pickle.dumps(reasons[0] if reasons else made))
 
