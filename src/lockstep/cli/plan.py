@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.cli.arguments import CONFIG_EPILOG, Parser, add_run, approved_config, size
+from lockstep.core.errors import RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 
@@ -50,15 +51,18 @@ def run(arguments: Sequence[str]) -> int:
         rows = list(estimates_of(estimator, decision[0], args.peak))
         values["strategies"] = [row.as_json() for row in rows]
         if not args.json:
-            echo(f"\n{describe_memory(rows)}", flush=True)
+            echo(f"\n{describe_memory(rows, estimator.memory)}", flush=True)
     if args.measure:
-        from lockstep.simulation.planning import describe_measured, measured_beside_predicted
+        from lockstep.simulation.planning import computes_on_cpu, describe_measured, measured_beside_predicted
 
         predicted, measured = measured_beside_predicted(loaded, trust_remote_code=trust)
         values |= {"predicted_peak_bytes": predicted.bytes, "measured_peak_bytes": measured.bytes}
         values |= {"predicted": dict(predicted.by_category), "measured": dict(measured.by_category)}
         if not args.json:
-            echo(f"\n{describe_measured(predicted, measured)}")
+            on_cpu = computes_on_cpu(loaded.config)
+            echo(f"\n{describe_measured(predicted, measured, on_cpu=on_cpu)}")
     if args.json:
         emit(values)
+    if args.peak != "none" and rows[0].fails and loaded.config.launch.device != "cpu":
+        raise RunFailed(f"the run {rows[0].note}")
     return 0

@@ -202,7 +202,7 @@ def _layout_on(
 def _undecided(plan: Plan, why: str) -> Iterator[str]:
     if why:
         yield (
-            f"The memory of this run was not simulated: {why}. `auto` took {plan.strategy} by the bytes of the "
+            f"The memory of this run was not simulated ({why}). `auto` took {plan.strategy} by the bytes of the "
             f"training state alone, and micro-batches of {plan.batch.micro_size}."
         )
 
@@ -290,7 +290,8 @@ def describe(plan: Plan) -> str:
     """Return the plan for people: a few aligned lines and a table."""
     why = because(plan)
     steps = _UNKNOWN if plan.steps is None else f"{plan.steps:,}"
-    epochs = "" if plan.steps is None else f", so {plan.steps / plan.epoch_steps:.4g} epochs"
+    number = f"{(plan.steps or 0) / plan.epoch_steps:.4g}"
+    epochs = "" if plan.steps is None else f", so {number} epoch{'s' * (number != '1')}"
     lines = [
         ("strategy", f"{strategy_of(plan)} on {plan.ranks:,} rank{'s' * (plan.ranks != 1)}"),
         *([("", why)] if why else []),

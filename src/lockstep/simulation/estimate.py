@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.schema import Parallel
 from lockstep.core.errors import ConfigError
+from lockstep.plan.choosing import USABLE
 from lockstep.plan.plan import Machine, make_plan
 from lockstep.plan.stated_facts import sizes_of_config
 from lockstep.simulation import device
@@ -46,7 +47,7 @@ class StrategyMemory:
         name: The name of the strategy's variant, as in the plan.
         planned: Whether it is the config's own.
         peak: None if it can't be simulated.
-        fits: Whether the peak fits into a rank's memory; None if either is unknown.
+        fits: Whether the peak takes at most nine tenths of a rank's memory; None if either is unknown.
         note: The change with which it fits, or why it can't be simulated; may be empty.
         modules: The whole model's parameters by module and dtype, the same under each strategy.
         fails: Whether the user's own code raises; the note states where.
@@ -114,14 +115,21 @@ class Estimator:
         )
 
     def _estimate(self, name: str, config: Config, *, planned: bool) -> StrategyMemory:
+        refusal = ""
         try:
-            peak = self.peak(config)
-        except ConfigError as error:
-            return StrategyMemory(name, planned, None, None, str(error).splitlines()[0])
+            try:
+                peak = self.peak(config)
+            except ConfigError as error:  # a combination that was never tested has a peak, too
+                refusal = str(error).splitlines()[0]
+                allowed = _replaced(config, ("run", "allow_untested"), True)
+                peak = self.peak(allowed)
+        except ConfigError:
+            return StrategyMemory(name, planned, None, None, refusal)
         except Unpredictable as error:
-            return StrategyMemory(name, planned, None, None, str(error), fails=isinstance(error, UserCodeFails))
-        fits = None if self.memory is None else peak.bytes <= self.memory
-        note = self.remedy(config) if planned and fits is False else ""
+            fails = isinstance(error, UserCodeFails)
+            return StrategyMemory(name, planned, None, None, refusal or str(error), fails=fails)
+        fits = self.fits(peak)
+        note = refusal or (self.remedy(config) if planned and fits is False else "")
         return StrategyMemory(name, planned, peak, fits, note)
 
     def peak(self, config: Config) -> Peak:
@@ -169,21 +177,38 @@ class Estimator:
         first = tuple(stage_of.index(stage) for stage in range(mesh.pipeline))
         return peaks_of_stages(Stages(config, self.given, first, stage_of, self.device_type, updates))
 
+    def fits(self, peak: Peak) -> bool | None:
+        """Return whether a rank's memory has room for a peak, and for what an allocator adds; None: it isn't known."""
+        return None if self.memory is None else peak.bytes <= USABLE * self.memory
+
     def remedy(self, config: Config) -> str:
-        """Return the first of the changes, each on top of those before, with which the run fits."""
-        assert self.memory is not None, "what has no limit fits"
+        """Return the changes with which the run fits: the cheapest that do together, and none that isn't needed."""
         taken: dict[str, object] = {}
         for change in _changes(config, self.planned(config)):
-            changed = _with(config, change)
-            try:
-                peak = self.peak(changed)
-            except (ConfigError, Unpredictable):
+            fits = self._fits_with(config, taken | change)
+            if fits is None:
                 continue
-            config = changed
             taken |= change
-            if peak.bytes <= self.memory:
-                return f"it fits with {' and '.join(f'{key}: {value}' for key, value in taken.items())}"
+            if fits:
+                needed = self._needed(config, taken, change)
+                return f"it fits with {' and '.join(f'{key}: {value}' for key, value in needed.items())}"
         return "no change of micro-batch, activation checkpointing or strategy makes it fit; start more ranks"
+
+    def _needed(self, config: Config, taken: Mapping[str, object], last: Mapping[str, object]) -> dict[str, object]:
+        """Return the changes without which it doesn't fit; the one that was taken last is."""
+        needed = dict(taken)
+        for key in sorted(taken.keys() - last.keys()):
+            without = {other: value for other, value in needed.items() if other != key}
+            if self._fits_with(config, without):
+                needed = without
+        return needed
+
+    def _fits_with(self, config: Config, change: Mapping[str, object]) -> bool | None:
+        """Return whether the config fits with other values; None: it is refused, or can't be simulated."""
+        try:
+            return self.fits(self.peak(_with(config, change)))
+        except (ConfigError, Unpredictable):
+            return None
 
 
 def under(config: Config, strategy: Strategy, variant: Variant) -> Config:

@@ -33,7 +33,7 @@ def explained(error: BaseException) -> Unpredictable:
         error = error.__cause__
     if isinstance(error, Unpredictable):
         return error
-    reason = next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    reason = next((line.strip().rstrip(".!") for line in str(error).splitlines() if line.strip()), type(error).__name__)
     where = _place_of_error(error)
     if isinstance(error, (DynamicOutputShapeException, DataDependentOutputException)):
         at = f" at {where}" if where else ""

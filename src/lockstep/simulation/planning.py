@@ -69,7 +69,7 @@ def estimate_memory(
         ConfigError: the config's own run would be refused.
     """
     given = user_objects(objects)
-    return list(estimator_of(resolved(config, given), ranks, memory, given).estimates())
+    return list(estimates_of(estimator_of(resolved(config, given), ranks, memory, given), None, "all"))
 
 
 def estimator_for(loaded: LoadedConfig, memory: int | None, *, trust_remote_code: bool) -> Estimator:
@@ -120,7 +120,7 @@ def estimator_of(config: Config, ranks: int, memory: int | None, given: UserObje
 # --- text ---------------------------------------------------------------------------------------------------------
 
 
-def describe_memory(rows: Sequence[StrategyMemory]) -> str:
+def describe_memory(rows: Sequence[StrategyMemory], memory: int | None) -> str:
     """Return the table for people: a row for each strategy, a column for each category that any of them has."""
     peaks = [row.peak for row in rows if row.peak is not None]
     columns = [name for name in CATEGORIES if any(peak.by_category[name] > peak.bytes * _SHOWN for peak in peaks)]
@@ -129,18 +129,25 @@ def describe_memory(rows: Sequence[StrategyMemory]) -> str:
     for row in rows:
         mark = "  <-" if row.planned else ""
         if row.peak is None:
-            lines.append(f"{row.name:<14}  {row.note}{mark}")
+            lines.append(
+                f"{row.name:<14}  {'the same' if row.note == rows[0].note and row != rows[0] else row.note}{mark}"
+            )
             continue
         sizes = [*(row.peak.by_category[name] for name in columns), row.peak.bytes]
-        fits = {True: "yes", False: "no", None: "?"}[row.fits]
+        tight = memory is not None and row.peak.bytes <= memory
+        fits = {True: "yes", False: "tight" if tight else "no", None: "?"}[row.fits]
         lines.append(f"{row.name:<14}" + "".join(f"{size(number):>12}" for number in sizes) + f"  {fits}{mark}")
+    if memory is not None and any(row.peak and not row.fits and row.peak.bytes <= memory for row in rows):
+        lines.append(f"tight: over nine tenths of {size(memory)}; an allocator needs about a tenth")
     lines += [f"\n{row.name}: {row.note}." for row in rows if row.planned and row.peak is not None and row.note]
     return "\n".join(lines)
 
 
-def describe_measured(predicted: Peak, measured: Peak) -> str:
-    """Return predicted and measured bytes side by side."""
-    lines = [f"{'':<14}{'predicted':>14}{'measured':>14}{'ratio':>8}"]
+def describe_measured(predicted: Peak, measured: Peak, *, on_cpu: bool) -> str:
+    """Return predicted and measured bytes side by side, and the devices that both are for."""
+    own = "of updates on this machine's CPU, whose kernels hold other bytes than an accelerator's"
+    lines = [f"peak of a rank, {own if on_cpu else 'of updates on the accelerators of this machine'}:"]
+    lines += [f"{'':<14}{'predicted':>14}{'measured':>14}{'ratio':>8}"]
     pairs = [(_HEADS.get(name, name), predicted.by_category[name], measured.by_category[name]) for name in CATEGORIES]
     for name, expected, actual in [*pairs, ("peak", predicted.bytes, measured.bytes)]:
         if expected or actual:
@@ -156,14 +163,22 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
     """Return the predicted and the measured peak of the rank that needs most, over three updates on this machine.
 
     Raises:
-        RunFailed: The ranks ended without a result.
+        RunFailed: They don't fit here, or can't be simulated, or ended without a result.
     """
     given = UserObjects(trust_remote_code=trust_remote_code)
     length = {"steps": _MEASURED_UPDATES, "samples": None, "tokens": None, "epochs": None}
     config = loaded.config.model_copy(update={"run": loaded.config.run.model_copy(update=length)})
     estimator = estimator_for(loaded, None, trust_remote_code=trust_remote_code)
     config = _settled(config, estimator)
-    ranks, on_cpu = choose_ranks(config.launch), not count_accelerators(config.launch)[1]
+    ranks = choose_ranks(config.launch)
+    estimator = replace(estimator, device_type="cpu" if computes_on_cpu(config) else device.NAME)
+    try:
+        predicted = estimator.exactly(config, _MEASURED_UPDATES)
+    except Unpredictable as error:
+        raise RunFailed(f"the run {error}") from error
+    if estimator.memory is not None and predicted.bytes > estimator.memory:
+        held = f"{size(predicted.bytes)}, and has {size(estimator.memory)}"
+        raise RunFailed(f"--measure: a rank would take {held} here; measure fewer ranks, or leave --measure out")
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plan-"))
     remove = partial(shutil.rmtree, folder, ignore_errors=True)
     try:
@@ -173,15 +188,15 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
             files = [folder / f"{rank}.json" for rank in range(ranks)]
             if not all(file.exists() for file in files):
                 raise RunFailed(f"memory can't be measured: the ranks ended with exit code {code}")
-            measured = {rank: Peak(**json.loads(file.read_text())) for rank, file in enumerate(files)}
+            measured = [Peak(**json.loads(file.read_text())) for file in files]
     finally:
         remove()
-    worst = max(measured.values(), key=lambda peak: peak.bytes)
-    estimator = replace(estimator, device_type="cpu" if on_cpu else device.NAME)
-    try:
-        return estimator.exactly(config, _MEASURED_UPDATES), worst
-    except Unpredictable as error:
-        raise RunFailed(f"the run {error}") from error
+    return predicted, max(measured, key=lambda peak: peak.bytes)
+
+
+def computes_on_cpu(config: Config) -> bool:
+    """Return whether ranks of this machine have no accelerator to compute on."""
+    return not count_accelerators(config.launch)[1]
 
 
 def _settled(config: Config, estimator: Estimator) -> Config:
