@@ -1,4 +1,4 @@
-"""A model that fails, or can't be simulated: the user's own line is named, and the exit code tells the two apart."""
+"""A model that fails, or can't be simulated: the user's own line is named, and the exit code differs."""
 
 from __future__ import annotations
 

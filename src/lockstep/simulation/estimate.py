@@ -178,7 +178,7 @@ class Estimator:
         return peaks_of_stages(Stages(config, self.given, first, stage_of, self.device_type, updates))
 
     def fits(self, peak: Peak) -> bool | None:
-        """Return whether a rank's memory has room for a peak, and for what an allocator adds; None: it isn't known."""
+        """Return whether a rank's memory is enough for a peak and what an allocator adds; None: it isn't known."""
         return None if self.memory is None else peak.bytes <= USABLE * self.memory
 
     def remedy(self, config: Config) -> str:
