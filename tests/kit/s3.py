@@ -91,8 +91,8 @@ class Proxy:
     """Forwards each request on a connection of its own."""
 
     def __init__(self, server: str, port: int = 0) -> None:
-        host, _, port = server.removeprefix("http://").partition(":")
-        self._server = (host, int(port))
+        host, _, server_port = server.removeprefix("http://").partition(":")
+        self._server = (host, int(server_port))
         self._listener = socket.create_server(("127.0.0.1", port))
         self._lock = threading.Lock()
         self._faults: list[Fault] = []
