@@ -17,7 +17,10 @@ def run(arguments: Sequence[str]) -> int:
     parser = Parser("plan", summary, CONFIG_EPILOG, "[RECIPE ...] [options] [overrides]")
     add_run(parser, "as if started on N ranks")
     parser.add_argument(
-        "--memory", type=size, metavar="SIZE", help="memory of each rank, such as 80GiB; by default this machine's"
+        "--memory",
+        type=size,
+        metavar="SIZE",
+        help="memory of each rank, such as 80GiB; by default this machine's, if it has devices or cores for all",
     )
     parser.add_argument(
         "--peak",
