@@ -12,28 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cells_page
 from attempts import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 RESULTS = Path(__file__).parent / "results" / "simulated_cells.json"
 PAGE = ROOT / "docs" / "simulated-cells.md"
-FAMILIES = {
-    "single, dp and ddp": lambda name: name in ("single", "dp", "ddp"),
-    "fsdp": lambda name: name.startswith("fsdp"),
-    "deepspeed": lambda name: name.startswith("zero"),
-    "pipeline": lambda name: name.startswith("pipeline") and "+" not in name,
-    "tensor and context": lambda name: name.startswith(("tensor", "context")) and "+" not in name,
-    "products": lambda name: "+" in name,
-}
-"""Tables of the page, and which layouts are columns of each."""
 _CHUNK = 24  # cells that a process runs: the longer it lives, the more caches of torch it fills
 ALL_WAIT = "readback.py:land"  # the wait of all runs, for numbers that have been ready for long
 Results = dict[str, dict[str, Any]]
@@ -106,59 +97,11 @@ def save(results: Results) -> None:
 
 
 def filled(text: str, results: Results) -> str:
-    """Return the page with the tables of the results."""
-    written = tables(results)
-    return re.sub(
-        r"(<!-- cells -->\n).*?(<!-- /cells -->)", lambda at: f"{at[1]}{written}\n{at[2]}", text, flags=re.DOTALL
-    )
+    """Return the page with what the results and the listed waits and failures state."""
+    from kit.cells import KNOWN, SYNCS
 
-
-def tables(results: Results) -> str:
-    """Return a table for each family of layouts, and the reasons that they refer to by number."""
-    reasons: dict[str, int] = {}
-    layouts = list(dict.fromkeys(name.split("/")[0] for name in results))
-    outcomes = [result["outcome"] for result in results.values()]
-    runs = outcomes.count("runs")
-    refused = sum(outcome.startswith("refused") for outcome in outcomes)
-    parts = [f"{len(results)} cells: {runs} run, {refused} are refused, {len(results) - runs - refused} fail in torch."]
-    for family, has in FAMILIES.items():
-        parts += [f"### {family}", _table(results, [layout for layout in layouts if has(layout)], reasons)]
-    listed = [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n\n".join([*parts, "### Why not", "\n".join(listed)])
-
-
-def _table(results: Results, layouts: list[str], reasons: dict[str, int]) -> str:
-    by_cell: dict[tuple[str, str], dict[str, Any]] = {}
-    for name, result in results.items():
-        layout, feature, precision = name.split("/")
-        if layout in layouts:
-            by_cell.setdefault((feature, layout), {})[precision] = result
-    features = list(dict.fromkeys(feature for feature, _ in by_cell))
-    lines = [f"| | {' | '.join(layouts)} |", f"| --- |{' --- |' * len(layouts)}"]
-    for feature in features:
-        marks = [_mark(by_cell.get((feature, layout), {}), reasons) for layout in layouts]
-        lines.append(f"| {feature or '(nothing else)'} | {' | '.join(marks)} |")
-    return "\n".join(lines)
-
-
-def _mark(by_precision: Mapping[str, Mapping[str, Any]], reasons: dict[str, int]) -> str:
-    """Return a cell's text: one for all precisions, or one for each."""
-    marks: dict[str, str] = {}
-    for precision, result in by_precision.items():
-        outcome = " ".join(result["outcome"].split())
-        if outcome == "runs":
-            marks[precision] = "runs, waits" if result["waits"] else "runs"
-        else:
-            number = reasons.setdefault(_reason(outcome), len(reasons) + 1)
-            marks[precision] = f"{'refused' if outcome.startswith('refused') else 'fails'} ({number})"
-    if len(set(marks.values())) == 1:
-        return next(iter(marks.values()))
-    return "<br>".join(f"{precision}: {mark}" for precision, mark in marks.items()) or "-"
-
-
-def _reason(outcome: str) -> str:
-    text = outcome.removeprefix("refused: ").partition(" at ")[0] if not outcome.startswith("refused") else outcome[9:]
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+    waits = {row["where"]: row["why"] for row in SYNCS}
+    return cells_page.filled(text, results, waits, {row["outcome"]: row["why"] for row in KNOWN if "why" in row})
 
 
 if __name__ == "__main__":

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from kit.cells import KNOWN, Cell, allowed, cells, fault, known
 from kit.simulated import Simulated
+
+from lockstep.plan.optimizers import OPTIMIZERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,13 +63,43 @@ def _fault(row: Cell, result: dict[str, object]) -> str | None:
     return fault(row, 0, run)
 
 
+def test_the_page_has_a_config_key_for_each_row_and_few_notes(command: ModuleType) -> None:
+    page = command.PAGE.read_text()
+    results = json.loads(command.RESULTS.read_text())["cells"]
+    asked_by = command.cells_page.ASKED_BY
+    optimizers = {name for name in OPTIMIZERS if name not in ("custom", "given")}
+    assert {name.split("/")[1] for name in results} - {""} == asked_by.keys() | optimizers
+    notes = set(re.findall(r"^\d+\. (.*)$", page, re.MULTILINE))
+    assert 20 < len(notes) < 45, "a strategy's name or a location makes a note of its own"
+    assert [note for note in notes if "\\_" in note or note.count("`") % 2 or "doesn't go with" in note] == []
+
+
 def test_a_table_tells_precisions_and_reasons_apart(command: ModuleType) -> None:
     runs = {"outcome": "runs", "waits": [], "faults": []}
-    refused = {"outcome": "refused: optim.name: no", "waits": [], "faults": []}
-    waits = {**runs, "waits": ["item in a.py:b"]}
-    offload = {"ddp/offload/fp32": runs, "ddp/offload/bf16": waits, "ddp/offload/fp16": refused}
-    page = command.tables({**offload, "ddp/muon/fp32": runs, "ddp/muon/bf16": runs, "single/muon/fp32": refused})
-    assert "6 cells: 4 run, 2 are refused, 0 fail in torch." in page
-    assert "| offload | fp32: runs<br>bf16: runs, waits<br>fp16: refused (1) | - |" in page
-    assert "| muon | runs | refused (1) |" in page
-    assert "\n1. optim.name: no" in page
+    refused = {"outcome": "refused: optim.name: muon doesn't go with ddp: no; take adamw", "waits": [], "faults": []}
+    other = {
+        **refused,
+        "outcome": "refused: Python: batch.size: no\noptim.name: muon doesn't go with dp: no; take adamw",
+    }
+    fails = {**refused, "outcome": "TypeError: needs CUDA. Or not at a.py:3"}
+    waits = {**runs, "waits": ["item in a.py:b < c.py:d"]}
+    cells = {"ddp/offload/fp32": waits, "ddp/offload/bf16": waits, "ddp/offload/fp16": refused, "fsdp/lion/bf16": fails}
+    cells = {**cells, "dp/muon/fp32": other, "ddp/muon/fp32": runs, "ddp/muon/bf16": runs, "single/muon/fp32": refused}
+    page = "\n\n".join(command.cells_page.tables(cells, {"item in a.py": "why"}, {"TypeError": "a build"}))
+    assert "Of 8 cells, **4 run**, 2 of them with a wait" in command.cells_page.counts(cells)
+    assert "**3 are refused** before they start, with a sentence; **1 fail** in torch" in command.cells_page.counts(
+        cells
+    )
+    assert "| offload | fp32, bf16: runs, waits (1)<br>fp16: refused (2) | - | - |" in page
+    assert "| muon | runs | refused (2) | refused (2) |\n\n1. waits: why\n2. refused: no; take adamw\n\n## fsdp" in page
+    assert "\n\n1. fails: `TypeError: needs CUDA`: a build" in page
+
+
+def test_a_refusal_is_shown_without_names_of_its_cell(command: ModuleType) -> None:
+    shown = command.cells_page.refusal
+    unused = "refused: parallel.ddp.static_graph: True is for DDP's own reduction, not with parallel.pipeline 2; no"
+    assert shown(unused, "static graph") == "it is for DDP's own reduction, not with `parallel.pipeline`; no"
+    order = "refused: parallel.strategy: fsdp adds; under run.determinism invariant take ddp"
+    assert shown(order, "invariant") == "the strategy adds; under `run.determinism: invariant` take ddp"
+    plan = "refused: parallel.tensor_parallel.plan: blocks.0.query: colwise is for Linear; in it are a, b_c"
+    assert shown(plan, "adapters") == "`parallel.tensor_parallel.plan: colwise` is for Linear"
