@@ -38,7 +38,7 @@ ASKED_BY = {
     "offload": "parallel.fsdp.cpu_offload: true or parallel.deepspeed.offload_optimizer: cpu",
     "packed data": "data.train.kind: tokens and data.train.documents: whole",
     "adapters": "model.kind: custom",
-    "experts": "model.architecture.model_type: mixtral",
+    "experts": "model.architecture: {model_type: mixtral}",
     "deterministic": "run.determinism: deterministic",
     "invariant": "run.determinism: invariant",
     "unused parameters": "parallel.ddp.find_unused_parameters: true",
