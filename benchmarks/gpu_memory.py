@@ -1,6 +1,6 @@
 """What a GPU holds at the peak of an update: models of 7B to 405B parameters on 8 to 1,024 GPUs, by strategy.
 
-python benchmarks/gpu_memory.py                  all rows (half an hour); writes the tables of docs/gpu-memory.md
+python benchmarks/gpu_memory.py                  all rows (more than an hour); writes the tables of docs/gpu-memory.md
 python benchmarks/gpu_memory.py --only "7B"      rows whose name contains a text; the others keep their results
 python benchmarks/gpu_memory.py --tables         the tables alone, from the results
 

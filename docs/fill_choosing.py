@@ -29,6 +29,8 @@ GIB = 2**30
 RANKS = 8
 REPLICAS = 2
 """Number of replicas under the hybrid strategies."""
+LIVE_UNDER_ZERO3 = 1_000_000_000
+"""DeepSpeed's `stage3_max_live_parameters`, its default."""
 LLAMA_7B = {
     "kind": "transformer", "layers": 32, "width": 4096, "heads": 32, "mlp_width": 11008, "vocabulary": 32000,
     "tie_embeddings": False,
@@ -56,7 +58,8 @@ def filled(page: str, speeds: Path = SPEEDS) -> str:
 def table(results: Mapping[str, Any] | None) -> str:
     config = validate({"model": LLAMA_7B, "data": {"train": {"kind": "given"}}, "run": {"steps": 1}}).config
     parameters = describe_model(config.model, DataFacts(samples=1, tokens_per_sample=None))
-    head = ["", "parameters", "gradients", "optimizer", "GiB a rank", "GiB sent a rank and update", "best for"]
+    sizes = ["parameters", "gradients", "optimizer", "state, GiB a rank", "gathered, GiB", "GiB sent a rank and update"]
+    head = ["", *sizes, "best for"]
     rows = [_row(layout, config, parameters) for layout in LAYOUTS]
     if results is not None:
         head.insert(-1, "ms a step")
@@ -71,7 +74,8 @@ def table(results: Mapping[str, Any] | None) -> str:
 
 def _row(layout: RunLayout, config: Config, parameters: Sequence[ParameterFacts]) -> list[str]:
     place, sent = _placement(layout, config, parameters), _sent(layout, parameters)
-    parts = (place.parameters, place.gradients, place.optimizer, place.total)
+    gathered = _gathered(layout, parameters)
+    parts = (place.parameters, place.gradients, place.optimizer, place.total, gathered)
     return [layout.name, *(f"{size / GIB:.1f}" for size in parts), f"{sent.total / GIB:.1f}", layout.variant.best_for]
 
 
@@ -83,6 +87,18 @@ def _placement(layout: RunLayout, config: Config, parameters: Sequence[Parameter
     mesh = Mesh(data=_replicas(layout), shard=RANKS // _replicas(layout))
     rows = placements(State(config.parallel, config.optim, parameters), RANKS, layout, mesh)
     return next(row for row in rows if row.strategy == layout.name)
+
+
+def _gathered(layout: RunLayout, parameters: Sequence[ParameterFacts]) -> int:
+    """Return the bytes of gathered parameters that a rank holds at a time, at most."""
+    if not layout.variant.divides or layout.name in ("zero0", "zero1", "zero2", "fsdp-no-shard"):
+        return 0
+    sizes = {fact.name: fact.elements * fact.element_bytes for fact in parameters}
+    if layout.variant.name == "zero3":
+        return min(4 * LIVE_UNDER_ZERO3, sum(sizes.values()))
+    all_blocks = layout.name in ("fsdp-grad-op", "fsdp-hybrid-grad-op")
+    held = lambda name: all_blocks or not name.startswith("blocks.") or name.startswith(("blocks.0.", "blocks.1."))  # noqa: E731
+    return sum(size for name, size in sizes.items() if held(name))
 
 
 def _sent(layout: RunLayout, parameters: Sequence[ParameterFacts]) -> Traffic:

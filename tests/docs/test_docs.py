@@ -225,6 +225,23 @@ def test_the_index_lists_all_pages() -> None:
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= listed
 
 
+def test_plans_of_large_models_need_no_weights_and_no_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the peak, which tests/simulation compares."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    pages = [ROOT / name for name in ("README.md", "docs/memory.md", "docs/choosing.md", "docs/gpu-memory.md")]
+    plans = {tuple(words) for page in pages for words in verb_lines(page) if "llama" in words[1] and words[0] == "plan"}
+    assert len(plans) == 2
+    for words in sorted(plans):
+        assert main([*words, "--peak", "none"]) == 0
+    shown = capsys.readouterr().out
+    assert "68,976,648,192" in shown
+    assert "6,738,415,616" in shown
+    assert "6,738,415,616" in (ROOT / "README.md").read_text()
+
+
 # --- examples run ---------------------------------------------------------------------------------------------------
 
 
