@@ -72,8 +72,9 @@ def main() -> None:
         drill = Drill(Path(folder), server, proxy, random.Random(arguments.seed))
         while drill.made < arguments.attempts and time.perf_counter() - began < arguments.seconds:
             drill.attempt()
+        measured = drill.results()  # asks the server, too
     command = f"python drills/s3_drill.py --attempts {arguments.attempts} --seed {arguments.seed}"
-    results = {"command": command, "machine": machine(), **drill.results()}
+    results = {"command": command, "machine": machine(), **measured}
     results["seconds"] = round(time.perf_counter() - began, 1)
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     arguments.results.write_text(json.dumps(results, indent=2) + "\n")
