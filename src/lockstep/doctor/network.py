@@ -106,7 +106,10 @@ def hostname(machine: MachineView) -> Iterator[Finding]:
     finding = wrong if several_hosts else warning
     source = route_to(master if several_hosts else "192.0.2.1")  # an address of no host: the default route
     by = next((item.name for item in interfaces(machine) if item.address == source), "eth0")
-    remedy = f"For ranks on several hosts set GLOO_SOCKET_IFNAME={by}, or give {name} its address in /etc/hosts."
+    remedy = (
+        f"Lockstep takes the interface that leads to the other hosts. For other programs set GLOO_SOCKET_IFNAME={by}, "
+        f"or give {name} its address in /etc/hosts."
+    )
     if not addresses:
         yield finding(f"{name} resolves to nothing, where gloo would listen", remedy)
     elif all(address.startswith(_LOOPBACK) or address == "::1" for address in addresses):
