@@ -333,7 +333,8 @@ def _all_of(path: Path | str, does: str) -> CheckpointLocation:
 
     place = find(path)
     if place.name is not None:
-        raise ConfigError(f"{does} the checkpoints of a run, but {path} is one checkpoint; use {place.place}")
+        all_of_them = path.parent if isinstance(path, Path) else place.place
+        raise ConfigError(f"{does} the checkpoints of a run, but {path} is one checkpoint; use {all_of_them}")
     return place
 
 

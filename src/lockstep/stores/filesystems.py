@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
+from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
 from lockstep.core.secrets import without_secrets
 from lockstep.stores.addresses import parts_of
@@ -131,7 +132,7 @@ def _open(address: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        raise ConfigError(f"{address} needs the package fsspec: pip install 'lockstep-torch[fsspec]'") from None
+        raise ConfigError(f"{address} needs the package fsspec: {pip_install('fsspec')}") from None
     try:
         system, path = url_to_fs(address, use_listings_cache=False)
     except ImportError as error:

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
 from lockstep.stores import s3_faults
 from lockstep.stores.addresses import parts_of
@@ -224,7 +225,7 @@ def _new_client(place: str) -> Any:
         import boto3
         from botocore.config import Config
     except ImportError:
-        raise ConfigError(f"{place} needs the package boto3: pip install 'lockstep-torch[s3]'") from None
+        raise ConfigError(f"{place} needs the package boto3: {pip_install('s3')}") from None
     config = Config(
         connect_timeout=5,
         read_timeout=30,
