@@ -27,6 +27,7 @@ class JobCommand:
         nodes: Whether it can run on several nodes.
         sweep: The words that each run of a sweep adds; empty: there is one run.
         state_bytes: Estimated bytes of a checkpoint; None: unknown.
+        checkpoint_folder: Path or address of the checkpoints, if the config names it.
     """
 
     words: tuple[str, ...]
@@ -38,6 +39,7 @@ class JobCommand:
     nodes: bool = False
     sweep: tuple[tuple[str, ...], ...] = ()
     state_bytes: int | None = None
+    checkpoint_folder: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

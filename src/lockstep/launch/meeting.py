@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep import __version__
 from lockstep.core.errors import ConfigError, Failure, Problem, Stopped, message_of
@@ -106,7 +106,7 @@ def _listener(launch: Launch, host: str, port: int) -> socket.socket | None:
     if launch.node_rank not in (None, 0):
         return None
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = _own_address(host, port)
     except OSError as error:
         if launch.node_rank is None:
             return None  # the relay reports whether it can be reached
@@ -119,6 +119,17 @@ def _listener(launch: Launch, host: str, port: int) -> socket.socket | None:
             return None
         why = f"node 0 can't listen on {host}:{port} ({os.strerror(error.errno or 0)}); give an address of this host"
         raise ConfigError(Problem("", "launch.rendezvous", why)) from None
+
+
+def _own_address(host: str, port: int) -> tuple[int, int, int, str, tuple[Any, ...]]:
+    """Resolve a name of this host. A pod has its name before the cluster's name server knows `NAME.SERVICE`."""
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        name = socket.gethostname()
+        if host.partition(".")[0] != name.partition(".")[0]:
+            raise
+        return socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
 
 
 def _versions() -> dict[str, str]:

@@ -14,6 +14,7 @@ from lockstep.core.extensions import import_target, instance, registered
 from lockstep.core.protocols import Launcher
 
 BUILTIN = {
+    "kubernetes": ("lockstep.launchers.kubernetes:KUBERNETES", "in pods of a Kubernetes cluster"),
     "slurm": ("lockstep.launchers.slurm:SLURM", "on the nodes of a Slurm cluster"),
 }
 """Name -> where the launcher is, and the end of a sentence about it."""

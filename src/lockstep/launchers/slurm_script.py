@@ -17,11 +17,9 @@ from typing import Literal
 
 from lockstep.core.errors import ConfigError, Paused, Problem
 from lockstep.core.jobs import JobCommand
+from lockstep.launchers.tools import seconds_to_save
 from lockstep.strategies.section import Auto, Positive, Section
 
-_LAST_UPDATE_S = 60  # for the update that is running and the ends of the processes
-_WRITTEN_PER_SECOND = 200e6  # bytes, by a node, to a slow shared file system
-_UNKNOWN_STATE_S = 120
 _TIME = re.compile(
     r"(?:(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?|(?P<rest>\d+(?::\d+){0,2}))"
 )
@@ -108,11 +106,7 @@ def check(command: JobCommand, options: SlurmOptions) -> None:
 
 def signal_before(command: JobCommand, options: SlurmOptions) -> int:
     """Return how many seconds before the limit Slurm asks the ranks to stop."""
-    if options.signal_before != "auto":
-        return options.signal_before
-    if command.state_bytes is None:
-        return _UNKNOWN_STATE_S
-    return _LAST_UPDATE_S + round(command.state_bytes / (_WRITTEN_PER_SECOND * options.nodes))
+    return seconds_to_save(command, options.nodes) if options.signal_before == "auto" else options.signal_before
 
 
 def _limit_seconds(time: str | None) -> int | None:

@@ -15,23 +15,37 @@ from pathlib import Path
 
 from lockstep.core.errors import RunFailed
 from lockstep.core.files import write_atomically
+from lockstep.core.jobs import JobCommand
 from lockstep.core.terminal import echo, plain
 
+_LAST_UPDATE_S = 60  # for the update that is running and the ends of the processes
+_WRITTEN_PER_SECOND = 200e6  # bytes, by a node, to a slow shared file system
+_UNKNOWN_STATE_S = 120
 _PATIENCE_S = 120
 _MOST_LINES = 3
 
 
-def execute(words: Sequence[str], remedy: str = "") -> str:
+def seconds_to_save(command: JobCommand, nodes: int) -> int:
+    """Return how many seconds the ranks of a run need from a warning until they have saved and stopped."""
+    if command.state_bytes is None:
+        return _UNKNOWN_STATE_S
+    return _LAST_UPDATE_S + round(command.state_bytes / (_WRITTEN_PER_SECOND * nodes))
+
+
+def execute(words: Sequence[str], remedy: str = "", given: str | None = None) -> str:
     """Run a program and return what it prints on stdout.
 
     Args:
         remedy: What to do if the program isn't there, as the end of a sentence.
+        given: What it reads on stdin; None: it reads this process's.
 
     Raises:
         RunFailed: It isn't there, fails or doesn't answer; with its own words.
     """
     try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=_PATIENCE_S, check=False)
+        done = subprocess.run(
+            words, input=given, capture_output=True, text=True, errors="replace", timeout=_PATIENCE_S, check=False
+        )
     except FileNotFoundError:
         raise RunFailed(f"{words[0]} is not installed here{f'; {remedy}' if remedy else ''}") from None
     except OSError as error:

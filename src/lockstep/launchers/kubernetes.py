@@ -1,0 +1,334 @@
+"""Runs a command in pods of a Kubernetes cluster, by kubectl.
+
+plan      the manifests, and the calls of kubectl       submit    tried by the server, then created with their token
+status    the job's conditions, and its pods            cancel    kubectl delete: the pods save and end
+follow    the log of the first pod, and of those that replace it, then the exit code of the run
+
+A job's identifier is NAMESPACE/KIND/NAME, with CONTEXT/ before it where the context was given.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from lockstep.core.errors import ConfigError, Paused, RunFailed, Stopped
+from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
+from lockstep.core.terminal import echo, plain
+from lockstep.launchers.kubernetes_manifests import REPLICATED, TOKEN, documents, job_name, text_of
+from lockstep.launchers.kubernetes_options import KubernetesOptions, check
+from lockstep.launchers.tools import execute, write_files
+
+_NOT_HERE = "install it, with a context for your cluster; --dry-run prints the manifests anywhere"
+_RESOURCES = {
+    "Job": ("jobs.batch", "batch.kubernetes.io/job-name={}"),
+    "JobSet": ("jobsets.jobset.x-k8s.io", "jobset.sigs.k8s.io/jobset-name={}"),
+    "TrainJob": (
+        "trainjobs.trainer.kubeflow.org",
+        f"jobset.sigs.k8s.io/jobset-name={{}},jobset.sigs.k8s.io/replicatedjob-name={REPLICATED}",
+    ),
+}
+"""Kind -> its resource, and the label by which its pods are selected."""
+_INDEX = "batch.kubernetes.io/job-completion-index"
+_UID = "UID"  # in a planned call, in place of what the call before it prints
+_POLL_S = 2.0
+_OWNED = "{.metadata.uid}"
+_REMEDIES = {
+    "no matches for kind|could not find the requested resource": "--kind job runs on every cluster",
+    "forbidden|Forbidden": "`kubectl auth can-i --list` prints what you may do",
+    'current-context|context ".*" does not exist': "`kubectl config get-contexts` lists the contexts",
+    "[Cc]onnection|Unable to connect": "`kubectl cluster-info` checks the connection",
+}
+
+
+class KubernetesLauncher:
+    """The launcher `kubernetes`."""
+
+    options = KubernetesOptions
+
+    def plan(self, command: JobCommand, options: KubernetesOptions) -> LaunchPlan:
+        """Return the manifests and the calls of kubectl that create them."""
+        check(command, options)
+        name = job_name(command.name, secrets.token_hex(3))
+        manifests = documents(command, options, name)
+        kubectl = _kubectl(options.context, options.namespace)
+        path = command.folder / "job.yaml"
+        kind, version = manifests[-1]["kind"], manifests[-1]["apiVersion"]
+        owned = [f"service/{name}"] * (len(manifests) > 1) + [f"secret/{name}"] * (options.nodes > 1)
+        commands = [(*kubectl, "create", "--dry-run=server", f"--filename={path}")]
+        if options.nodes > 1:
+            commands.append((*kubectl, "create", "secret", "generic", name, f"--from-file={TOKEN}=/dev/stdin"))
+        commands.append((*kubectl, "create", f"--filename={path}"))
+        if owned:
+            commands.append((*kubectl, "get", f"{_RESOURCES[kind][0]}/{name}", f"--output=jsonpath={_OWNED}"))
+            owner = {"apiVersion": version, "kind": kind, "name": name, "uid": _UID}
+            patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
+            commands += [(*kubectl, "patch", each, "--type=merge", f"--patch={patch}") for each in owned]
+        return LaunchPlan({path: text_of(manifests, command)}, tuple(commands), tuple(_notes(options)))
+
+    def submit(self, plan: LaunchPlan) -> str:
+        """Create the job with what belongs to it; delete what was created if a call fails."""
+        (text,) = plan.files.values()
+        manifests = [manifest for manifest in yaml.safe_load_all(text) if manifest]
+        kind, name = manifests[-1]["kind"], manifests[-1]["metadata"]["name"]
+        kubectl = plan.commands[0][: plan.commands[0].index("create")]
+        namespace = _namespace(kubectl)
+        write_files(plan.files)
+        uid = ""
+        for number, words in enumerate(plan.commands):
+            try:
+                given = secrets.token_hex(32) if TOKEN in words[-1] else None
+                uid = _asked([word.replace(f'"{_UID}"', f'"{uid}"') for word in words], given).strip()
+            except RunFailed as failure:
+                if number > 0:
+                    _undo(kubectl, [f"{_RESOURCES[kind][0]}/{name}", f"service/{name}", f"secret/{name}"], failure)
+                raise
+        context = [word.partition("=")[2] for word in kubectl if word.startswith("--context=")]
+        return "/".join([*context, namespace, kind.lower(), name])
+
+    def status(self, job: LaunchedJob) -> JobStatus:
+        """Return the job's state."""
+        state = _ask(_named(job.number))
+        return JobStatus(state.text, state.code)
+
+    def follow(self, job: LaunchedJob) -> int:
+        """Print the log of the first pod, and of those that replace it, until the job has ended."""
+        target = _named(job.number)
+        printed = _PodLogs(target)
+        state, shown = _ask(target), ""
+        while True:
+            if state.text != shown:
+                shown = state.text
+                echo(shown, file=sys.stderr, flush=True)
+            printed.print_new(state)
+            if state.code is not None:
+                return state.code
+            time.sleep(_POLL_S)
+            try:
+                state = _ask(target)
+            except ConfigError:
+                echo(f"Kubernetes {target}: deleted", file=sys.stderr)
+                return Stopped.exit_code
+
+    def cancel(self, job: LaunchedJob) -> None:
+        """Delete the job: its pods get SIGTERM, and the time to save; what belongs to it goes with it."""
+        target = _named(job.number)
+        state = _ask(target)
+        if state.code is not None:
+            raise ConfigError(f"it has ended already: {state.text}")
+        _delete(target.kubectl, [target.resource])
+
+
+KUBERNETES = KubernetesLauncher()
+
+
+def _notes(options: KubernetesOptions) -> list[str]:
+    if options.kind != "trainjob":
+        return []
+    return [
+        f"the runtime {options.runtime} decides how often a pod is started again; a run that was stopped and saved "
+        f"(exit code {Paused.exit_code}) counts as a failure there, unless its Job has a podFailurePolicy"
+    ]
+
+
+# --- kubectl --------------------------------------------------------------------------------------------------------
+
+
+def _kubectl(context: str | None, namespace: str | None) -> tuple[str, ...]:
+    options = [f"--context={context}"] * (context is not None) + [f"--namespace={namespace}"] * (namespace is not None)
+    return ("kubectl", *options)
+
+
+def _asked(words: Sequence[str], given: str | None = None) -> str:
+    """Call kubectl. Raises RunFailed, with a remedy if it is a frequent mistake."""
+    try:
+        return execute(words, _NOT_HERE, given)
+    except RunFailed as failure:
+        text = str(failure)
+        remedy = next((remedy for pattern, remedy in _REMEDIES.items() if re.search(pattern, text)), "")
+        raise RunFailed(f"{text}; {remedy}" if remedy else text) from None
+
+
+def _namespace(kubectl: Sequence[str]) -> str:
+    """Return the namespace of the calls. Raises RunFailed if kubectl or its context is missing."""
+    if not any(word.startswith("--context=") for word in kubectl):
+        _asked(("kubectl", "config", "current-context"))
+    stated = [word.partition("=")[2] for word in kubectl if word.startswith("--namespace=")]
+    return (
+        stated[0] if stated else _asked((*kubectl, "config", "view", "--minify", "--output=jsonpath={..namespace}"))
+    ).strip() or "default"
+
+
+def _delete(kubectl: Sequence[str], resources: Sequence[str]) -> None:
+    _asked((*kubectl, "delete", "--ignore-not-found", "--wait=false", *resources))
+
+
+def _undo(kubectl: Sequence[str], resources: Sequence[str], failure: RunFailed) -> None:
+    """Delete what was created before a call failed. Raises RunFailed, with both reasons, if that fails too."""
+    try:
+        _delete(kubectl, resources)
+    except RunFailed as second:
+        left = shlex.join([*kubectl, "delete", "--ignore-not-found", *resources])
+        raise RunFailed(f"{failure}; what was created is left ({second}); delete it: {left}") from None
+
+
+# --- what the cluster knows of a job --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A job by its identifier."""
+
+    kubectl: tuple[str, ...]
+    kind: str
+    name: str
+    identifier: str
+
+    @property
+    def resource(self) -> str:
+        return f"{_RESOURCES[self.kind][0]}/{self.name}"
+
+    def __str__(self) -> str:
+        return self.identifier
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A job's state: `first` are the pods with node rank 0, the oldest first."""
+
+    text: str
+    code: int | None
+    first: tuple[Mapping[str, Any], ...]
+
+
+def _named(number: str) -> _Target:
+    *context, namespace, kind, name = ["", "", *number.rsplit("/", 3)]
+    kinds = {each.lower(): each for each in _RESOURCES}
+    if kind not in kinds or not namespace or not name:
+        raise ConfigError(
+            f"{number!r} is neither NAMESPACE/KIND/NAME of a job ({', '.join(kinds)}) nor the folder of its run"
+        )
+    return _Target(_kubectl(context[-1] or None, namespace), kinds[kind], name, number)
+
+
+def _ask(target: _Target) -> _State:
+    """Return the state of a job. Raises ConfigError: there is no such job."""
+    try:
+        job = json.loads(_asked((*target.kubectl, "get", target.resource, "--output=json")))
+    except RunFailed as failure:
+        if "NotFound" not in str(failure):
+            raise
+        raise ConfigError(
+            f"Kubernetes knows no {target}: it was canceled, or ended more than a week ago, or is in another context"
+        ) from None
+    selector = _RESOURCES[target.kind][1].format(target.name)
+    listed = _asked((*target.kubectl, "get", "pods", f"--selector={selector}", "--output=json"))
+    pods = sorted(json.loads(listed)["items"], key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
+    conditions = {
+        each["type"]: each for each in job.get("status", {}).get("conditions", ()) if each["status"] == "True"
+    }
+    if "Complete" in conditions or "Completed" in conditions:
+        state, code = "completed", 0
+    elif "Failed" in conditions:
+        code = _code(conditions["Failed"], pods)
+        state = f"failed, exit code {code}: {plain(conditions['Failed'].get('message', 'without a message'))}"
+    else:
+        state, code = _unfinished(pods), None
+    first = tuple(pod for pod in pods if pod["metadata"].get("labels", {}).get(_INDEX, "0") == "0")
+    restarts = max(len(first) - 1, 0)
+    text = f"Kubernetes {target}: {state}{f', restart {restarts}' if restarts else ''}"
+    return _State(text, code, first)
+
+
+def _exit_code(pod: Mapping[str, Any]) -> int | None:
+    """Return the exit code of a pod's container; None if it hasn't ended."""
+    statuses = pod.get("status", {}).get("containerStatuses", ())
+    codes = [each["state"]["terminated"]["exitCode"] for each in statuses if "terminated" in each.get("state", {})]
+    return int(codes[0]) if codes else None
+
+
+def _code(failed: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> int:
+    """Return the exit code of a failed run: the one that the job's condition names, or the last of a pod."""
+    match = re.search(r"exit code (\d+)", failed.get("message", ""))
+    if match is not None:
+        return int(match[1])
+    codes = [code for pod in pods if (code := _exit_code(pod))]
+    return codes[-1] if codes else 1
+
+
+def _unfinished(pods: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the pods of a job do, and what they wait for."""
+    live = [pod for pod in pods if pod.get("status", {}).get("phase") in ("Pending", "Running")]
+    running = sum(pod["status"]["phase"] == "Running" for pod in live)
+    reasons = sorted({reason for pod in live if (reason := _waits_for(pod))})
+    if not live:
+        return "waits for its pods"
+    return f"{running} of {len(live)} pods running" + (f" ({'; '.join(reasons)})" if reasons else "")
+
+
+def _waits_for(pod: Mapping[str, Any]) -> str:
+    status = pod["status"]
+    waiting = [
+        each["state"]["waiting"]
+        for each in status.get("containerStatuses", ())
+        if "waiting" in each.get("state", {}) and each["state"]["waiting"].get("reason") != "ContainerCreating"
+    ]
+    waiting += [
+        each
+        for each in status.get("conditions", ())
+        if each["type"] == "PodScheduled" and each["status"] == "False" and each.get("reason")
+    ]
+    return ": ".join(plain(waiting[0][key]) for key in ("reason", "message") if waiting[0].get(key)) if waiting else ""
+
+
+class _PodLogs:
+    """Prints the logs of a job's first pods, one after another, each line once."""
+
+    def __init__(self, target: _Target) -> None:
+        self._target = target
+        self._printed: dict[str, str] = {}  # pod -> time of its last line, as the cluster writes it
+        self._ended: set[str] = set()
+
+    def print_new(self, state: _State) -> None:
+        """Print what is new, until each pod that runs has ended."""
+        for pod in state.first:
+            name, phase = pod["metadata"]["name"], pod.get("status", {}).get("phase")
+            if name in self._ended or phase not in ("Running", "Succeeded", "Failed"):
+                continue
+            if name not in self._printed and len(state.first) > 1:
+                echo(f"--- {name}", file=sys.stderr, flush=True)
+            self._printed.setdefault(name, "")
+            error = self._stream(name, _container_of(pod))
+            if phase != "Running":
+                self._ended.add(name)
+                if error:
+                    echo(f"note: the log of {name} can't be read: {error}", file=sys.stderr, flush=True)
+
+    def _stream(self, name: str, container: str) -> str:
+        """Print the log until it ends or the connection breaks; return what kubectl complains of."""
+        last = self._printed[name]
+        since = [f"--since-time={last}"] if last else []
+        words = (*self._target.kubectl, "logs", "--follow", "--timestamps", f"--container={container}", *since, name)
+        pipe = subprocess.PIPE
+        with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, errors="replace") as logs:
+            for line in logs.stdout or ():
+                moment, _, text = line.rstrip("\n").partition(" ")
+                if moment > last:
+                    self._printed[name] = moment
+                    echo(text, flush=True)
+            complaint = logs.stderr.read().strip() if logs.stderr is not None else ""
+        return complaint if logs.returncode else ""
+
+
+def _container_of(pod: Mapping[str, Any]) -> str:
+    return str(pod["spec"]["containers"][0]["name"])

@@ -1,0 +1,311 @@
+"""The manifests of a job on Kubernetes.
+
+job        a headless Service, and an Indexed Job         NAME-0.NAME          is the first pod's address
+jobset     a JobSet of one such Job, with its own Service NAME-node-0-0.NAME
+trainjob   a TrainJob of Kubeflow Trainer                 PET_MASTER_ADDR, which its runtime sets
+
+Of several pods each has a launcher. The job's token is in no manifest, only the name of the Secret that holds it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from lockstep.core.errors import ConfigError, Paused, Stopped, VerificationError
+from lockstep.core.jobs import JobCommand
+from lockstep.launchers.kubernetes_options import (
+    KubernetesOptions,
+    claims,
+    grace_seconds,
+    needs_scratch,
+    pairs,
+    shm_size,
+    tolerations,
+    variables,
+    workdir,
+)
+
+TOKEN = "LOCKSTEP_JOB_TOKEN"
+CONTAINERS = {"job": "lockstep", "jobset": "lockstep", "trainjob": "node"}
+"""Kind -> the name of the container that runs the launcher; that of a TrainJob is given by its runtime."""
+REPLICATED = "node"
+
+_KEPT_S = 7 * 24 * 3600
+_MOST_NAME = 40  # characters: pods add a suffix of their own, and a label has 63
+_COMMENTS = {
+    "publishNotReadyAddresses": "The first pod's name resolves as soon as the pod exists.",
+    "completionMode": "Each pod has a number, 0 to completions - 1: its node rank.",
+    "podFailurePolicy": f"The first rule that matches counts; {Paused.exit_code}: stopped and saved.",
+    "ttlSecondsAfterFinished": "The job and its logs are deleted a week after its end.",
+    "terminationGracePeriodSeconds": "After SIGTERM all ranks save and stop, within these seconds.",
+    "envFrom": "Secrets, by name: their values are in no manifest.",
+    "numNodes": "One launcher in each pod starts the ranks, whatever numProcPerNode is.",
+}
+"""Key -> a comment above its first line."""
+
+
+def job_name(name: str, unique: str) -> str:
+    """Return a name for the objects of a job, valid as a host name."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:_MOST_NAME].strip("-")
+    return f"{plain if plain[:1].isalpha() else f'run-{plain}'.strip('-')}-{unique}"
+
+
+def documents(command: JobCommand, options: KubernetesOptions, name: str) -> list[dict[str, Any]]:
+    """Return the manifests, the job's last."""
+    match options.kind:
+        case "job":
+            service = [_service(options, name)] if options.nodes > 1 else []
+            head = {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(options, name)}
+            return [*service, {**head, "spec": _job_spec(command, options, name, ttl=True)}]
+        case "jobset":
+            return [_jobset(command, options, name)]
+        case "trainjob":
+            return [_trainjob(command, options, name)]
+
+
+def text_of(manifests: Sequence[Mapping[str, Any]], command: JobCommand) -> str:
+    """Return the manifests as YAML with comments."""
+    parts = [
+        f"# {' '.join(command.typed.split())}",
+        "# Written by that command, to be read, changed and created again: kubectl create --filename="
+        + shlex.quote(f"{command.folder}/job.yaml"),
+    ]
+    if TOKEN in str(manifests):
+        name = manifests[-1]["metadata"]["name"]
+        parts += [
+            "# The pods prove to each other that they know a secret, which that command also makes:",
+            f"# openssl rand -hex 32 | kubectl create secret generic {name} --from-file={TOKEN}=/dev/stdin",
+        ]
+    commented: set[str] = set()
+    for manifest in manifests:
+        parts.append("---")
+        for line in yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=float("inf")).splitlines():
+            key = line.strip().partition(":")[0]
+            if key in _COMMENTS and key not in commented:
+                commented.add(key)
+                parts.append(f"{line[: len(line) - len(line.lstrip())]}# {_COMMENTS[key]}")
+            parts.append(line)
+    return "\n".join(parts) + "\n"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes a text on one line, and indents lists."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _represent)
+
+
+# --- objects --------------------------------------------------------------------------------------------------------
+
+
+def _labels(options: KubernetesOptions, name: str) -> dict[str, str]:
+    own = {"app.kubernetes.io/name": "lockstep", "app.kubernetes.io/instance": name}
+    return {**own, **pairs(options.label)}
+
+
+def _metadata(options: KubernetesOptions, name: str) -> dict[str, Any]:
+    namespace = {} if options.namespace is None else {"namespace": options.namespace}
+    return {"name": name, **namespace, "labels": _labels(options, name)}
+
+
+def _service(options: KubernetesOptions, name: str) -> dict[str, Any]:
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {"batch.kubernetes.io/job-name": name},
+    }
+    return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(options, name), "spec": spec}
+
+
+def _job_spec(command: JobCommand, options: KubernetesOptions, name: str, *, ttl: bool) -> dict[str, Any]:
+    return {
+        "completionMode": "Indexed",
+        "completions": options.nodes,
+        "parallelism": options.nodes,
+        "backoffLimit": options.retries * options.nodes,
+        **_failures(options),
+        **({"ttlSecondsAfterFinished": _KEPT_S} if ttl else {}),
+        "template": {"metadata": {"labels": _labels(options, name)}, "spec": _pod_spec(command, options, name)},
+    }
+
+
+def _failures(options: KubernetesOptions) -> dict[str, Any]:
+    """Return which ends of a pod count as failures of the job."""
+    if not options.restart:
+        return {}
+    container = CONTAINERS[options.kind]
+
+    def on_code(action: str, operator: str, *codes: int) -> dict[str, Any]:
+        return {
+            "action": action,
+            "onExitCodes": {"containerName": container, "operator": operator, "values": list(codes)},
+        }
+
+    taken = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    final = (ConfigError.exit_code, VerificationError.exit_code, Stopped.exit_code)
+    ends = on_code("FailJob", "In", *final) if options.retries else on_code("FailJob", "NotIn", Paused.exit_code)
+    return {
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {"rules": [on_code("Ignore", "In", Paused.exit_code), taken, ends]},
+    }
+
+
+def _jobset(command: JobCommand, options: KubernetesOptions, name: str) -> dict[str, Any]:
+    job = {"spec": _job_spec(command, options, name, ttl=False)}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(options, name),
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": 0},
+            "ttlSecondsAfterFinished": _KEPT_S,
+            "replicatedJobs": [{"name": REPLICATED, "replicas": 1, "template": job}],
+        },
+    }
+
+
+def _trainjob(command: JobCommand, options: KubernetesOptions, name: str) -> dict[str, Any]:
+    container = _container(command, options, name)
+    trainer = {key: container[key] for key in ("image", "command", "args", "env")}
+    trainer["command"] = ["env", f"--chdir={container['workingDir']}", *container["command"]]  # it has no workingDir
+    if "resources" in container:
+        trainer["resourcesPerNode"] = container["resources"]
+    patched = {key: container[key] for key in ("name", "securityContext", "volumeMounts")}
+    pod = {key: value for key, value in _pod_spec(command, options, name).items() if key in _PATCHED_BY_TRAINJOB}
+    template = {"spec": {"containers": [patched], **pod}}
+    jobs = [{"name": REPLICATED, "template": {"spec": {"template": template}}}]
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(options, name),
+        "spec": {
+            "runtimeRef": {"name": options.runtime},
+            "trainer": {"numNodes": options.nodes, **trainer},
+            "runtimePatches": [
+                {
+                    "manager": "lockstep.launch/kubernetes",
+                    "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}},
+                }
+            ],
+        },
+    }
+
+
+_PATCHED_BY_TRAINJOB = {
+    "terminationGracePeriodSeconds", "serviceAccountName", "securityContext", "imagePullSecrets", "nodeSelector",
+    "tolerations", "volumes",
+}  # fmt: skip
+
+
+# --- pods -----------------------------------------------------------------------------------------------------------
+
+
+def _pod_spec(command: JobCommand, options: KubernetesOptions, name: str) -> dict[str, Any]:
+    identity = {"runAsNonRoot": True, "runAsUser": options.user, "runAsGroup": options.user, "fsGroup": options.user}
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": grace_seconds(command, options),
+        "subdomain": name if options.kind == "job" and options.nodes > 1 else None,
+        "serviceAccountName": options.service_account,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "priorityClassName": options.priority_class,
+        "nodeSelector": pairs(options.node_selector),
+        "tolerations": tolerations(options),
+        "imagePullSecrets": [{"name": secret} for secret in options.image_pull_secret],
+        "securityContext": {
+            **identity,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_container(command, options, name)],
+        "volumes": list(_volumes(options)),
+    }
+    return _without_empty(spec)
+
+
+def _container(command: JobCommand, options: KubernetesOptions, name: str) -> dict[str, Any]:
+    return _without_empty(
+        {
+            "name": CONTAINERS[options.kind],
+            "image": options.image,
+            "imagePullPolicy": options.image_pull_policy,
+            "command": shlex.split(options.program),
+            "args": list(_arguments(command, options, name)),
+            "workingDir": workdir(options),
+            "env": list(_environment(options, name)),
+            "envFrom": [{"secretRef": {"name": text}} for text in options.env_secret if ":" not in text],
+            "resources": _resources(options),
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+            "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+            "volumeMounts": list(_mounts(options)),
+        }
+    )
+
+
+def _without_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value not in (None, [], {})}
+
+
+def _arguments(command: JobCommand, options: KubernetesOptions, name: str) -> Iterator[str]:
+    yield from (word.replace("$(", "$$(") for word in command.words)  # $(NAME) is what Kubernetes replaces
+    if options.nodes == 1:
+        return
+    addresses = {
+        "job": f"{name}-0.{name}:{options.port}",
+        "jobset": f"{name}-{REPLICATED}-0-0.{name}:{options.port}",
+        "trainjob": "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)",
+    }
+    rank = "$(PET_NODE_RANK)" if options.kind == "trainjob" else "$(JOB_COMPLETION_INDEX)"
+    yield from ("--nodes", str(options.nodes), "--rendezvous", addresses[options.kind])
+    yield from ("--node-rank", rank, "--job-id", name)
+
+
+def _environment(options: KubernetesOptions, name: str) -> Iterator[dict[str, Any]]:
+    given = variables(options)
+    for variable, value in {"HOME": "/tmp", "USER": "lockstep", **given}.items():  # the user id may have no name
+        yield {"name": variable, "value": value.replace("$(", "$$(")}
+    for secret, _, key in (text.partition(":") for text in options.env_secret if ":" in text):
+        yield {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+    if options.nodes > 1:
+        yield {"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": name, "key": TOKEN}}}
+
+
+def _resources(options: KubernetesOptions) -> dict[str, Any]:
+    gpus = {} if options.gpus is None else {options.gpu_resource: str(options.gpus)}
+    amounts = _without_empty({"cpu": options.cpu, "memory": options.memory, **gpus})
+    return {"requests": amounts, "limits": amounts} if amounts else {}
+
+
+def _mounts(options: KubernetesOptions) -> Iterator[dict[str, Any]]:
+    yield {"name": "shm", "mountPath": "/dev/shm"}
+    if needs_scratch(options):
+        yield {"name": "scratch", "mountPath": workdir(options)}
+    for number, (_, path, read_only) in enumerate(claims(options)):
+        mount = {"name": f"volume-{number}", "mountPath": path}
+        yield {**mount, "readOnly": True} if read_only else mount
+
+
+def _volumes(options: KubernetesOptions) -> Iterator[dict[str, Any]]:
+    yield {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm_size(options)}}
+    if needs_scratch(options):
+        yield {"name": "scratch", "emptyDir": {}}
+    for number, (claim, _, read_only) in enumerate(claims(options)):
+        source: dict[str, Any] = {"claimName": claim, "readOnly": True} if read_only else {"claimName": claim}
+        yield {"name": f"volume-{number}", "persistentVolumeClaim": source}

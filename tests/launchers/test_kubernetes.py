@@ -1,0 +1,311 @@
+"""`lockstep launch kubernetes` with a program in place of kubectl: its calls, their failures, the ends of jobs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kit.manifests import problem_of
+
+from lockstep.cli.main import main
+from lockstep.launchers import kubernetes
+
+TRAIN = ["train", "digits", "run.folder=runs/a"]
+LAUNCH = ["launch", "kubernetes"]
+OPTIONS = ["--image", "me/train:1", "--volume", "work:/work", "--namespace", "ml"]
+KUBECTL = f"""#!{sys.executable} -S
+import json, os, sys
+words = [word for word in sys.argv[1:] if not word.startswith(("--namespace=", "--context="))]
+folder = os.path.dirname(os.path.abspath(sys.argv[0]))
+stdin = "" if "--follow" in words else sys.stdin.read() if "/dev/stdin" in " ".join(words) else ""
+with open(folder + "/calls", "a") as file:
+    file.write(json.dumps([sys.argv[1:], stdin]) + "\\n")
+with open(folder + "/answers") as file:
+    answers = json.load(file)
+for start, given in answers.items():
+    if " ".join(words).startswith(start):
+        answer = given.pop(0) if len(given) > 1 else given[0]
+        with open(folder + "/answers.new", "w") as file:
+            json.dump(answers, file)
+        os.replace(folder + "/answers.new", folder + "/answers")
+        sys.stdout.write(answer[0])
+        sys.stderr.write(answer[1])
+        sys.exit(1 if answer[1] else 0)
+"""
+
+
+class Cluster:
+    """A program named kubectl that answers what it is given, and records its calls."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        kubectl = folder / "kubectl"
+        kubectl.write_text(KUBECTL)
+        kubectl.chmod(0o755)
+        self.answer({})
+
+    def answer(self, answers: dict[str, list[tuple[str, str]]]) -> None:
+        """Set stdout and stderr of the calls that start with a text, one after another; the last one is repeated."""
+        known = {"config current-context": [("here\n", "")], "get jobs.batch/": [("abc-123", "")]}
+        (self._folder / "answers").write_text(
+            json.dumps({**answers, **known} if "get" not in str(answers) else answers)
+        )
+
+    def calls(self) -> list[tuple[str, str]]:
+        path = self._folder / "calls"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [(shlex.join(words), stdin) for words, stdin in lines]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    for name in ("bin", "here"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(kubernetes, "_POLL_S", 0.0)
+    return Cluster(tmp_path / "bin")
+
+
+def condition(name: str, message: str = "") -> dict[str, str]:
+    return {"type": name, "status": "True", "message": message}
+
+
+def job(*conditions: dict[str, str]) -> tuple[str, str]:
+    return json.dumps({"status": {"conditions": conditions}}), ""
+
+
+def pods(*those: dict[str, Any]) -> tuple[str, str]:
+    return json.dumps({"items": those}), ""
+
+
+def pod(name: str, phase: str, code: int | None = None, index: int = 0, **status: Any) -> dict[str, Any]:
+    ended = [] if code is None else [{"state": {"terminated": {"exitCode": code}}}]
+    return {
+        "metadata": {
+            "name": name,
+            "creationTimestamp": f"2026-11-23T10:00:0{name[-1]}Z",
+            "labels": {"batch.kubernetes.io/job-completion-index": str(index)},
+        },
+        "spec": {"containers": [{"name": "lockstep"}]},
+        "status": {"phase": phase, "containerStatuses": ended, **status},
+    }
+
+
+def launched(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Launch a job, and return its identifier."""
+    assert main([*LAUNCH, *words]) == 0
+    match = re.search(r"kubernetes job (\S+);", capsys.readouterr().err)
+    assert match
+    return match[1]
+
+
+# --- submitting -----------------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_tried_and_then_created_with_its_secret(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    number = launched(capsys, *OPTIONS, "--nodes", "2", *TRAIN)
+    namespace, kind, name = number.split("/")
+    assert (namespace, kind) == ("ml", "job")
+    calls = cluster.calls()
+    verbs = [call.removeprefix("--namespace=ml ").partition(" --")[0].partition(" '--")[0] for call, _ in calls]
+    assert verbs == [
+        "config current-context", "create", f"create secret generic {name}", "create", f"get jobs.batch/{name}",
+        f"patch service/{name}", f"patch secret/{name}",
+    ]  # fmt: skip
+    assert "--dry-run=server" in calls[1][0]
+    assert '"uid": "abc-123"' in calls[-1][0]
+    [token] = [stdin for _, stdin in calls if stdin]
+    assert re.fullmatch("[0-9a-f]{64}", token)
+    assert all(token not in call for call, _ in calls), "a secret is on no command line"
+    written = [path for path in Path().rglob("*") if path.is_file()]
+    assert {path.name for path in written} == {"job.yaml", "job.json"}
+    assert all(token not in path.read_text() for path in written)
+    manifests = list(yaml.safe_load_all(Path("runs/a/launch/job.yaml").read_text()))
+    assert [problem_of(manifest) for manifest in manifests] == ["", ""]
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": name},
+        "stringData": {"LOCKSTEP_JOB_TOKEN": token},
+    }
+    assert problem_of(secret) == ""
+    assert problem_of({**secret, "stringdata": {}}) != ""
+
+
+def test_one_pod_needs_no_secret_and_the_context_is_remembered(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = launched(capsys, *OPTIONS[:4], "--context", "arn:aws:eks:x/y", *TRAIN)
+    assert number.startswith("arn:aws:eks:x/y/default/job/digits-")
+    assert [call.partition(" ")[0] for call, _ in cluster.calls()] == ["--context=arn:aws:eks:x/y"] * 3
+    cluster.answer({"get jobs": [job(condition("Complete"))], "get pods": [pods()]})
+    assert main([*LAUNCH, "status", number]) == 0
+    assert capsys.readouterr().out == f"Kubernetes {number}: completed\n"
+    assert cluster.calls()[-1][0].startswith("--context=arn:aws:eks:x/y --namespace=default get pods")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        ("config current-context", "error: current-context is not set", "lists the contexts"),
+        ("create --dry-run", 'no matches for kind "JobSet" in version', "--kind job runs on every cluster"),
+        ("create --dry-run", "The connection to the server localhost:8080 was refused", "`kubectl cluster-info`"),
+        ("create secret", "secrets is forbidden: User me cannot create", "`kubectl auth can-i --list`"),
+        ("create --filename", "exceeded quota: gpus", "kubectl failed: exceeded quota: gpus"),
+        ("get jobs", "Forbidden", "kubectl failed"),
+        ("patch service", "Forbidden", "kubectl failed"),
+        ("patch secret", "Forbidden", "kubectl failed"),
+    ],
+)
+def test_nothing_is_left_when_a_call_fails(
+    call: str, error: str, message: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.answer({"get": [("abc", "")], call: [("", error)]} if "get" not in call else {call: [("", error)]})
+    assert main([*LAUNCH, *OPTIONS, "--nodes", "2", *TRAIN]) == 1
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert written.err.count("\n") == 1
+    assert message in written.err
+    calls = [words for words, _ in cluster.calls()]
+    name = calls[-1].rpartition("/")[2]
+    made = any("create secret" in words for words in calls)
+    deletes = f"--namespace=ml delete --ignore-not-found --wait=false jobs.batch/{name} service/{name} secret/{name}"
+    assert (calls[-1] == deletes) is made
+    assert not Path("runs/a").exists()
+
+
+def test_what_can_not_be_deleted_is_named(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.answer({"get": [("abc", "")], "create --filename": [("", "quota")], "delete": [("", "no connection")]})
+    assert main([*LAUNCH, *OPTIONS, "--nodes", "2", *TRAIN]) == 1
+    assert re.search(r"quota; what was created is left \(.*\); delete it: kubectl .* secret/", capsys.readouterr().err)
+
+
+def test_where_kubectl_is_not_installed(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main([*LAUNCH, *OPTIONS, *TRAIN]) == 1
+    assert capsys.readouterr().err == (
+        "lockstep: kubectl is not installed here; install it, with a context for your cluster; --dry-run prints the "
+        "manifests anywhere\n"
+    )
+    assert not Path("runs").exists() or not list(Path("runs").iterdir())
+
+
+# --- following ------------------------------------------------------------------------------------------------------
+
+
+def follow(cluster: Cluster, answers: dict[str, list[tuple[str, str]]], number: str = "ml/job/digits-1") -> int:
+    cluster.answer(answers)
+    return main([*LAUNCH, "follow", number])
+
+
+def test_a_preempted_job_is_followed_over_its_pods(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    taken, again = pod("p-1", "Failed", 75), pod("p-2", "Running")
+    image = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
+    code = follow(
+        cluster,
+        {
+            "get jobs": [job(), job(), job(), job(condition("Complete"))],
+            "get pods": [
+                pods(pod("p-1", "Pending", containerStatuses=[{"state": image}])),
+                pods(pod("p-1", "Running")),
+                pods(taken, again, pod("p-3", "Running", index=1)),
+                pods(taken, pod("p-2", "Succeeded", 0)),
+            ],
+            "logs --follow --timestamps --container=lockstep p-1": [
+                ("2026-11-23T10:00:01.1Z step 1\n2026-11-23T10:00:01.2Z step 2\n", "connection reset"),
+            ],
+            "logs --follow --timestamps --container=lockstep --since-time=2026-11-23T10:00:01.2Z p-1": [
+                ("2026-11-23T10:00:01.2Z step 2\n2026-11-23T10:00:01.3Z saved\x1b\n", ""),
+            ],
+            "logs --follow --timestamps --container=lockstep p-2": [("2026-11-23T10:00:02.1Z resumes\n", "")],
+            "logs --follow --timestamps --container=lockstep --since-time=2026-11-23T10:00:02.1Z p-2": [("", "")],
+        },
+    )
+    written = capsys.readouterr()
+    assert code == 0
+    assert written.out == "step 1\nstep 2\nsaved\\x1b\nresumes\n"
+    assert written.err.splitlines() == [
+        "Kubernetes ml/job/digits-1: 0 of 1 pods running (ImagePullBackOff: no such image)",
+        "Kubernetes ml/job/digits-1: 1 of 1 pods running",
+        "Kubernetes ml/job/digits-1: 2 of 2 pods running, restart 1",
+        "--- p-2",
+        "Kubernetes ml/job/digits-1: completed, restart 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "codes", "code"),
+    [
+        ("Container lockstep for pod ml/p-1 failed with exit code 2 matching FailJob rule at index 2", [2, 2], 2),
+        ("Job has reached the specified backoff limit", [1, 9], 9),
+        ("Job has reached the specified backoff limit", [75], 75),
+        ("jobset failed due to one or more job failures", [1], 1),
+        ("Job was active longer than specified deadline", [], 1),
+    ],
+)
+def test_a_failed_job_has_the_exit_code_of_its_run(
+    message: str, codes: list[int], code: int, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = [pod(f"p-{number}", "Failed", each, index=1) for number, each in enumerate(codes)]
+    answers = {"get jobs": [job(condition("Failed", message))], "get pods": [pods(*ended)]}
+    assert follow(cluster, answers) == code
+    assert capsys.readouterr().err == f"Kubernetes ml/job/digits-1: failed, exit code {code}: {message}\n"
+
+
+def test_a_job_that_is_deleted_was_canceled(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = ("", 'Error from server (NotFound): jobs.batch "digits-1" not found')
+    assert follow(cluster, {"get jobs": [job(), gone], "get pods": [pods()]}) == 130
+    assert main([*LAUNCH, "status", "ml/job/digits-1"]) == 2
+    assert "Kubernetes knows no ml/job/digits-1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "resource", "selector"),
+    [
+        ("job", "jobs.batch", "batch.kubernetes.io/job-name=a"),
+        ("jobset", "jobsets.jobset.x-k8s.io", "jobset.sigs.k8s.io/jobset-name=a"),
+        ("trainjob", "trainjobs.trainer.kubeflow.org", "jobset.sigs.k8s.io/jobset-name=a,"),
+    ],
+)
+def test_each_kind_is_canceled_by_deleting_it(kind: str, resource: str, selector: str, cluster: Cluster) -> None:
+    cluster.answer({f"get {resource}": [job()], "get pods": [pods()]})
+    assert main([*LAUNCH, "cancel", f"ml/{kind}/a"]) == 0
+    calls = [words for words, _ in cluster.calls()]
+    assert calls[-1] == f"--namespace=ml delete --ignore-not-found --wait=false {resource}/a"
+    assert selector in calls[1]
+    cluster.answer({f"get {resource}": [job(condition("Completed"))], "get pods": [pods()]})
+    assert main([*LAUNCH, "cancel", f"ml/{kind}/a"]) == 2
+
+
+@pytest.mark.parametrize("number", ["digits-1", "job/digits-1", "ml/pod/digits-1", "ml/job/"])
+def test_an_identifier_has_three_parts(number: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LAUNCH, "status", number]) == 2
+    assert "is neither NAMESPACE/KIND/NAME of a job" in capsys.readouterr().err
+    assert cluster.calls() == []
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+
+def page_commands() -> list[list[str]]:
+    page = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text()
+    lines = [shlex.split(line) for line in page.splitlines() if line.startswith("lockstep launch kubernetes --")]
+    return [[word for word in words[3:] if word not in ("--dry-run", "--follow")] for words in lines]
+
+
+@pytest.mark.parametrize("words", page_commands(), ids=lambda words: str(len(words)))
+def test_each_command_of_the_page_gives_valid_manifests(
+    words: list[str], cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*LAUNCH, "--dry-run", *words]) == 0
+    for manifest in yaml.safe_load_all(capsys.readouterr().out):
+        assert problem_of(manifest) == ""
