@@ -1,4 +1,4 @@
-"""`lockstep launch kubernetes` with a program in place of kubectl: its calls, their failures, the ends of jobs."""
+"""`lockstep launch kubernetes` with a program instead of kubectl: its calls, their failures, the ends of jobs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ KUBECTL = f"""#!{sys.executable} -S
 import json, os, sys
 words = [word for word in sys.argv[1:] if not word.startswith(("--namespace=", "--context="))]
 folder = os.path.dirname(os.path.abspath(sys.argv[0]))
-stdin = "" if "--follow" in words else sys.stdin.read() if "/dev/stdin" in " ".join(words) else ""
+stdin = "" if "--follow" in words else sys.stdin.read() if words[-1].endswith("/dev/stdin") else ""
 with open(folder + "/calls", "a") as file:
     file.write(json.dumps([sys.argv[1:], stdin]) + "\\n")
 with open(folder + "/answers") as file:
     answers = json.load(file)
+line = " ".join(words)
 for start, given in answers.items():
-    if " ".join(words).startswith(start):
+    if line.startswith(start):
         answer = given.pop(0) if len(given) > 1 else given[0]
         with open(folder + "/answers.new", "w") as file:
             json.dump(answers, file)

@@ -40,9 +40,9 @@ _RESOURCES = {
 }
 """Kind -> its resource, and the label by which its pods are selected."""
 _INDEX = "batch.kubernetes.io/job-completion-index"
-_UID = "UID"  # in a planned call, in place of what the call before it prints
+_ITS_UID = "{.metadata.uid}"
+_UID = "UID"  # instead of it, in a planned call
 _POLL_S = 2.0
-_OWNED = "{.metadata.uid}"
 _REMEDIES = {
     "no matches for kind|could not find the requested resource": "--kind job runs on every cluster",
     "forbidden|Forbidden": "`kubectl auth can-i --list` prints what you may do",
@@ -70,7 +70,7 @@ class KubernetesLauncher:
             commands.append((*kubectl, "create", "secret", "generic", name, f"--from-file={TOKEN}=/dev/stdin"))
         commands.append((*kubectl, "create", f"--filename={path}"))
         if owned:
-            commands.append((*kubectl, "get", f"{_RESOURCES[kind][0]}/{name}", f"--output=jsonpath={_OWNED}"))
+            commands.append((*kubectl, "get", f"{_RESOURCES[kind][0]}/{name}", f"--output=jsonpath={_ITS_UID}"))
             owner = {"apiVersion": version, "kind": kind, "name": name, "uid": _UID}
             patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
             commands += [(*kubectl, "patch", each, "--type=merge", f"--patch={patch}") for each in owned]
@@ -88,7 +88,8 @@ class KubernetesLauncher:
         for number, words in enumerate(plan.commands):
             try:
                 given = secrets.token_hex(32) if TOKEN in words[-1] else None
-                uid = _asked([word.replace(f'"{_UID}"', f'"{uid}"') for word in words], given).strip()
+                output = _asked([word.replace(f'"{_UID}"', f'"{uid}"') for word in words], given)
+                uid = output.strip() if words[-1].endswith(_ITS_UID) else uid
             except RunFailed as failure:
                 if number > 0:
                     _undo(kubectl, [f"{_RESOURCES[kind][0]}/{name}", f"service/{name}", f"secret/{name}"], failure)
@@ -315,7 +316,7 @@ class _PodLogs:
                     echo(f"note: the log of {name} can't be read: {error}", file=sys.stderr, flush=True)
 
     def _stream(self, name: str, container: str) -> str:
-        """Print the log until it ends or the connection breaks; return what kubectl complains of."""
+        """Print the log until it ends or the connection breaks; return the error of kubectl."""
         last = self._printed[name]
         since = [f"--since-time={last}"] if last else []
         words = (*self._target.kubectl, "logs", "--follow", "--timestamps", f"--container={container}", *since, name)
