@@ -23,7 +23,7 @@ KUBECTL = f"""#!{sys.executable} -S
 import json, os, sys
 words = [word for word in sys.argv[1:] if not word.startswith(("--namespace=", "--context="))]
 folder = os.path.dirname(os.path.abspath(sys.argv[0]))
-stdin = "" if "--follow" in words else sys.stdin.read() if words[-1].endswith("/dev/stdin") else ""
+stdin = sys.stdin.read() if words[-1].endswith("/dev/stdin") else ""
 with open(folder + "/calls", "a") as file:
     file.write(json.dumps([sys.argv[1:], stdin]) + "\\n")
 with open(folder + "/answers") as file:
