@@ -204,7 +204,7 @@ class _Target:
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _ClusterJob:
     """A job's state: `first` are the pods with node rank 0, the oldest first."""
 
     text: str
@@ -222,7 +222,7 @@ def _named(number: str) -> _Target:
     return _Target(_kubectl(context[-1] or None, namespace), kinds[kind], name, number)
 
 
-def _ask(target: _Target) -> _State:
+def _ask(target: _Target) -> _ClusterJob:
     """Return the state of a job. Raises ConfigError: there is no such job."""
     try:
         job = json.loads(_asked((*target.kubectl, "get", target.resource, "--output=json")))
@@ -248,7 +248,7 @@ def _ask(target: _Target) -> _State:
     first = tuple(pod for pod in pods if pod["metadata"].get("labels", {}).get(_INDEX, "0") == "0")
     restarts = max(len(first) - 1, 0)
     text = f"Kubernetes {target}: {state}{f', restart {restarts}' if restarts else ''}"
-    return _State(text, code, first)
+    return _ClusterJob(text, code, first)
 
 
 def _exit_code(pod: Mapping[str, Any]) -> int | None:
@@ -300,7 +300,7 @@ class _PodLogs:
         self._printed: dict[str, str] = {}  # pod -> time of its last line, as the cluster writes it
         self._ended: set[str] = set()
 
-    def print_new(self, state: _State) -> None:
+    def print_new(self, state: _ClusterJob) -> None:
         """Print what is new, until each pod that runs has ended."""
         for pod in state.first:
             name, phase = pod["metadata"]["name"], pod.get("status", {}).get("phase")

@@ -84,7 +84,7 @@ def text_of(manifests: Sequence[Mapping[str, Any]], command: JobCommand) -> str:
     commented: set[str] = set()
     for manifest in manifests:
         parts.append("---")
-        for line in yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=float("inf")).splitlines():
+        for line in yaml.dump(manifest, Dumper=_ManifestDumper, sort_keys=False, width=float("inf")).splitlines():
             key = line.strip().partition(":")[0]
             if key in _COMMENTS and key not in commented:
                 commented.add(key)
@@ -93,7 +93,7 @@ def text_of(manifests: Sequence[Mapping[str, Any]], command: JobCommand) -> str:
     return "\n".join(parts) + "\n"
 
 
-class _Dumper(yaml.SafeDumper):
+class _ManifestDumper(yaml.SafeDumper):
     """Writes a text on one line, and indents lists."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
@@ -103,11 +103,11 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _represent(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+def _represent(dumper: _ManifestDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\n" in text else None)
 
 
-_Dumper.add_representer(str, _represent)
+_ManifestDumper.add_representer(str, _represent)
 
 
 # --- objects --------------------------------------------------------------------------------------------------------

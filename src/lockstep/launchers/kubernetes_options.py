@@ -42,7 +42,7 @@ class KubernetesOptions(Section):
     image: str | None = None
     """Container image in which Lockstep is installed, such as registry.example/me/train:1; required."""
     kind: Kind = "job"
-    """What is made: an Indexed Job with a headless Service, a JobSet, or a TrainJob of Kubeflow Trainer."""
+    """Kind of job: an Indexed Job with a headless Service, a JobSet, or a TrainJob of Kubeflow Trainer."""
     nodes: Positive = 1
     """Number of pods; in each of them one launcher starts the ranks."""
     gpus: Positive | None = None
@@ -71,7 +71,7 @@ class KubernetesOptions(Section):
     service_account: str | None = None
     """Service account of the pods."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    """When the image is pulled; by default the cluster decides by the image's tag."""
+    """Condition for pulling the image; by default the cluster decides by the image's tag."""
     image_pull_secret: tuple[str, ...] = ()
     """A Secret with the registry's credentials; may be repeated."""
     node_selector: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ class KubernetesOptions(Section):
     port: Annotated[int, Field(ge=1024, le=65535)] = 29500
     """Port of the first pod at which the launchers meet."""
     runtime: str = "torch-distributed"
-    """For --kind trainjob: the ClusterTrainingRuntime."""
+    """ClusterTrainingRuntime of a TrainJob."""
     program: str = "lockstep"
     """Program that starts Lockstep in the image."""
 
