@@ -15,7 +15,10 @@ from types import CodeType
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from lockstep.simulation import device
+
 _PACKAGE = str(Path(__file__).parents[1])
+_DEVICE = f"{device.NAME}:0"
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -39,7 +42,8 @@ def explained(error: BaseException) -> Unpredictable:
         at = f" at {where}" if where else ""
         return Unpredictable(f"can't be simulated: what {reason} returns{at} depends on values, and there are none")
     if where and not isinstance(error, NotImplementedError):
-        return UserCodeFails(f"fails at {where}: {reason}")
+        on = " on an accelerator" if _DEVICE in reason else ""
+        return UserCodeFails(f"fails{on} at {where}: {reason.replace(_DEVICE, 'the accelerator')}")
     return Unpredictable(f"can't be simulated: {reason}{f' at {where}' if where else ''}")
 
 
