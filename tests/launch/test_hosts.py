@@ -15,6 +15,10 @@ from kit.commands import Running, run_lockstep, start_lockstep
 from kit.hosts import needs_hosts, network
 from kit.worlds import free_port
 
+from lockstep.config.schema import Launch
+from lockstep.core.errors import ConfigError
+from lockstep.launch import meeting
+
 RUN = (
     "train", "digits", "run.steps=8", "launch.device=cpu", "monitor.every=1", "data.train.shift=0", "run.folder=run",
     "precision.compute=fp32", "optim.name=sgd", "optim.lr=0.01", "evaluation.at_end=false", "checkpoint.every=5",
@@ -46,6 +50,26 @@ def test_two_hosts_with_two_and_one_rank_train_as_one_process(tmp_path: Path) ->
     assert "2 hosts: this one, host-0 (ranks 0 and 1), is node 0; the others: host-1 (rank 2)" in first.output
     assert "this one, host-1 (rank 2), is node 1; logs are in" in second.output
     assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == [f"rank-{n}.log" for n in range(3)]
+
+
+def test_node_0_knows_its_own_name_before_the_name_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod is NAME-0 in its own /etc/hosts at once, and NAME-0.SERVICE in the cluster's name server seconds later."""
+    known = {"train-0": "127.0.0.1"}
+
+    def resolve(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        if host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known[host], port))]
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "train-0")
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    port = free_port()
+    listener = meeting._listener(Launch(nodes=2, node_rank=0), "train-0.train", port)
+    assert listener is not None
+    with listener:
+        assert listener.getsockname()[1] == port
+    with pytest.raises(ConfigError, match=r"other-0\.train can't be resolved"):
+        meeting._listener(Launch(nodes=2, node_rank=0), "other-0.train", port)
 
 
 @needs_hosts

@@ -235,12 +235,20 @@ def test_words_reach_the_program_as_they_are(capsys: pytest.CaptureFixture[str])
     ]
 
 
+def test_files_that_the_pods_need_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path.parent / "own.yaml"
+    config.write_text((Path(__file__).parents[2] / "recipes" / "digits.yaml").read_text())
+    assert main(["launch", "kubernetes", "--dry-run", *PLAIN, "train", str(config), "run.folder=a"]) == 0
+    assert f"note: {config} is a file here; the pods read it at {config}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (TRAIN, "--image: is missing; give the image"),
         (["--image", "x y", *TRAIN], "--image: is missing"),
         (["--image", "x", *TRAIN], "run.folder: would be lost with the pod: /work/runs/a is in no volume"),
+        ([*PLAIN, "train", "digits", "run.folder=/runs/a"], "run.folder: would be lost with the pod: /runs/a is in no"),
         ([*PLAIN[:2], "--volume", "work:/work:ro", *TRAIN], "run.folder: would be lost with the pod"),
         ([*PLAIN, "--kind", "pod", *TRAIN], "--kind: invalid choice: 'pod'"),
         ([*PLAIN, "--nodes", "2", "doctor"], "--nodes: 2, but `lockstep doctor` runs in one pod"),

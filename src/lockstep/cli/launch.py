@@ -150,6 +150,7 @@ def _job_command(
         nodes=prepared.starts_run,
         sweep=runs,
         state_bytes=_state_bytes(prepared),
+        run_folder=checked.folder,
         checkpoint_folder=config.checkpoint.folder if config is not None else None,
     )
 

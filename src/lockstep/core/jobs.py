@@ -27,6 +27,7 @@ class JobCommand:
         nodes: Whether it can run on several nodes.
         sweep: The words that each run of a sweep adds; empty: there is one run.
         state_bytes: Estimated bytes of a checkpoint; None: unknown.
+        run_folder: Folder of the run as the command names it, relative to where it runs or absolute.
         checkpoint_folder: Path or address of the checkpoints, if the config names it.
     """
 
@@ -39,6 +40,7 @@ class JobCommand:
     nodes: bool = False
     sweep: tuple[tuple[str, ...], ...] = ()
     state_bytes: int | None = None
+    run_folder: Path = Path()
     checkpoint_folder: str | None = None
 
 

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
@@ -26,7 +27,7 @@ from lockstep.core.errors import ConfigError, Paused, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.terminal import echo, plain
 from lockstep.launchers.kubernetes_manifests import REPLICATED, TOKEN, documents, job_name, text_of
-from lockstep.launchers.kubernetes_options import KubernetesOptions, check
+from lockstep.launchers.kubernetes_options import KubernetesOptions, check, workdir
 from lockstep.launchers.tools import execute, write_files
 
 _NOT_HERE = "install it, with a context for your cluster; --dry-run prints the manifests anywhere"
@@ -74,7 +75,7 @@ class KubernetesLauncher:
             owner = {"apiVersion": version, "kind": kind, "name": name, "uid": _UID}
             patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
             commands += [(*kubectl, "patch", each, "--type=merge", f"--patch={patch}") for each in owned]
-        return LaunchPlan({path: text_of(manifests, command)}, tuple(commands), tuple(_notes(options)))
+        return LaunchPlan({path: text_of(manifests, command)}, tuple(commands), tuple(_notes(command, options)))
 
     def submit(self, plan: LaunchPlan) -> str:
         """Create the job with what belongs to it; delete what was created if a call fails."""
@@ -133,13 +134,19 @@ class KubernetesLauncher:
 KUBERNETES = KubernetesLauncher()
 
 
-def _notes(options: KubernetesOptions) -> list[str]:
-    if options.kind != "trainjob":
-        return []
-    return [
-        f"the runtime {options.runtime} decides how often a pod is started again; a run that was stopped and saved "
-        f"(exit code {Paused.exit_code}) counts as a failure there, unless its Job has a podFailurePolicy"
+def _notes(command: JobCommand, options: KubernetesOptions) -> list[str]:
+    folder = workdir(options)
+    notes = [
+        f"{word} is a file here; the pods read it at {PurePosixPath(folder, word)}, in the image or a volume"
+        for word in command.words[1:]
+        if Path(word).is_file()
     ]
+    if options.kind == "trainjob":
+        notes.append(
+            f"the runtime {options.runtime} decides how often a pod is started again; a run that was stopped and saved "
+            f"(exit code {Paused.exit_code}) counts as a failure there, unless its Job has a podFailurePolicy"
+        )
+    return notes
 
 
 # --- kubectl --------------------------------------------------------------------------------------------------------

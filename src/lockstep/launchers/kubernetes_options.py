@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -253,9 +253,7 @@ def needs_scratch(options: KubernetesOptions) -> bool:
 
 def run_folder(command: JobCommand, options: KubernetesOptions) -> str:
     """Return where the pods see the run's folder."""
-    folder, here = command.folder.parent, Path.cwd()
-    inside = folder.relative_to(here) if folder.is_relative_to(here) else folder
-    return str(PurePosixPath(workdir(options)) / inside)
+    return str(PurePosixPath(workdir(options)) / command.run_folder)
 
 
 def _is_kept(command: JobCommand, options: KubernetesOptions) -> bool:
