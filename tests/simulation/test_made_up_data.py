@@ -9,6 +9,7 @@ import pytest
 import torch
 from simulation.test_peak_memory import NOTHING
 
+from lockstep.cli.main import main
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError
 from lockstep.core.extensions import construct
@@ -102,3 +103,12 @@ def test_a_task_without_batches_is_refused_as_its_run_is() -> None:
     assert facts is not None
     with pytest.raises(ConfigError, match=r"has batches for causal-lm, .*, but this model is made for token-class"):
         readable(config, facts)
+
+
+def test_data_that_is_not_here_leaves_the_length_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "{model_type: llama, vocab_size: 64, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}"
+    model = ["--model.pretrained", "null", "--model.architecture", shape]
+    assert main(["plan", "llama2-wikitext", "--ranks", "8", "--peak", "none", *model]) == 0
+    printed = capsys.readouterr().out
+    assert "steps         unknown in advance\n" in printed
+    assert "warning: data.train was not read, so the run's length isn't known: " in printed

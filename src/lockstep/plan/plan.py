@@ -43,8 +43,8 @@ class Plan:
         why: The reason why `auto` chose the strategy.
         steps, samples, tokens: Of the whole run; None if unknown in advance.
         has_tokens: Whether the data is known to consist of tokens, or the run's length is a number of them.
-        epoch_samples: Samples that an epoch trains on.
-        epoch_steps: Updates in an epoch.
+        epoch_samples: Samples that an epoch trains on; 0 if unknown.
+        epoch_steps: Updates in an epoch; 0 if unknown.
         parameters, trainable, frozen: Numbers of elements.
         modules: The parameters by module.
         groups: The trainable parameters by optimizer settings.
@@ -290,13 +290,14 @@ def describe(plan: Plan) -> str:
     """Return the plan for people: a few aligned lines and a table."""
     why = because(plan)
     steps = _UNKNOWN if plan.steps is None else f"{plan.steps:,}"
-    number = f"{(plan.steps or 0) / plan.epoch_steps:.4g}"
+    number = f"{(plan.steps or 0) / max(plan.epoch_steps, 1):.4g}"
     epochs = "" if plan.steps is None else f", so {number} epoch{'s' * (number != '1')}"
+    epoch = f" ({plan.epoch_steps:,} an epoch{epochs})" if plan.epoch_steps else ""
     lines = [
         ("strategy", f"{strategy_of(plan)} on {plan.ranks:,} rank{'s' * (plan.ranks != 1)}"),
         *([("", why)] if why else []),
         ("global batch", f"{plan.batch.product(plan.ranks)} samples per update"),
-        ("steps", f"{steps} ({plan.epoch_steps:,} an epoch{epochs})"),
+        ("steps", f"{steps}{epoch}"),
         ("samples", _UNKNOWN if plan.samples is None else f"{plan.samples:,}"),
         *([("tokens", _UNKNOWN if plan.tokens is None else f"{plan.tokens:,}")] if plan.has_tokens else []),
         ("parameters", f"{plan.parameters:,} ({plan.trainable:,} trained, {plan.frozen:,} frozen)"),

@@ -11,7 +11,7 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.terminal import echo
 from lockstep.distributed.memory import memory_if_started
 from lockstep.launch.devices import choose_ranks, count_accelerators, count_cores
-from lockstep.plan.stated_facts import NOT_READ, facts_of_config
+from lockstep.plan.stated_facts import NOT_READ, facts_of_config, sizes_of_config
 from lockstep.training.parallelize import check_model
 from lockstep.training.sources import open_sources
 from lockstep.training.user_objects import UserObjects, refuse_given
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from lockstep.core.records import DataFacts
     from lockstep.plan.choosing import Decision
     from lockstep.plan.plan import Plan
+
+
+_LONG = {"steps": 1_000_000, "samples": None, "tokens": None, "epochs": None}
+"""A length with which no schedule is too long: no warning of one is printed where the length isn't known."""
 
 
 def plan_run(
@@ -42,13 +46,25 @@ def plan_run(
 
     config = loaded.config
     refuse_given(loaded)
-    facts, notes = data_facts(config, UserObjects(trust_remote_code=trust_remote_code))
+    sizes = sizes_of_config(config)
+    try:
+        facts, notes = data_facts(config, UserObjects(trust_remote_code=trust_remote_code))
+    except ConfigError as error:
+        if sizes is None:
+            raise
+        facts, notes = (
+            sizes,
+            [f"data.train was not read, so the run's length isn't known: {str(error).splitlines()[0]}."],
+        )
+        config = config.model_copy(update={"run": config.run.model_copy(update=_LONG)})
     model = sketch_model(config.model, facts, trust_remote_code=trust_remote_code)
     ranks = choose_ranks(config.launch)
     limit, (decided, undecided) = memory or memory_here(config, ranks), decision
     machine = Machine(memory=limit, decision=decided, undecided=undecided)
     plan = make_plan(config, ranks, facts, parameter_facts(model), machine)
     check_model(model, config, plan)
+    if config is not loaded.config:
+        plan = replace(plan, steps=None, samples=None, tokens=None, epoch_steps=0, epoch_samples=0)
     return replace(plan, warnings=(*plan.warnings, *notes))
 
 
