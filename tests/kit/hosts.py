@@ -36,11 +36,15 @@ needs_hosts = pytest.mark.skipif(
 
 @dataclass
 class Network:
-    """Hosts on one network."""
+    """Hosts on one network.
+
+    `service`: a headless Service of Kubernetes; a pod knows itself as SERVICE-0 and the others as SERVICE-1.SERVICE.
+    """
 
     name: str
     hosts: int
     folder: Path
+    service: str = ""
 
     def address(self, host: int) -> str:
         return f"10.77.0.{host + 1}"
@@ -72,18 +76,23 @@ class Network:
         process.start()
         return Running(process, output)
 
+    def _known(self, host: int, other: int) -> str:
+        """Return how a host knows another, or itself."""
+        if self.service:
+            return f"{self.address(other)} {self.service}-{other}" + f".{self.service}" * (other != host)
+        return f"{self.address(other) if other != host else '127.0.1.1'} host-{other}"
+
     def run(self, host: int, function: Callable[[], Any], hides: Path | None = None) -> Any:
         """Run a function in this process, which is on the host from now on."""
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self.name}-{host}") as namespace:
             assert libc.setns(namespace.fileno(), _NEWNET) == 0, os.strerror(ctypes.get_errno())
         assert libc.unshare(_NEWUTS | _NEWNS) == 0, os.strerror(ctypes.get_errno())
-        name = f"host-{host}".encode()
-        libc.sethostname(name, len(name))
+        hostname = f"{self.service or 'host'}-{host}".encode()
+        libc.sethostname(hostname, len(hostname))
         libc.mount(None, b"/", None, _RECURSIVE | _PRIVATE, None)
         hosts = self.folder / f"hosts-{host}"
-        others = [f"{self.address(other)} host-{other}" for other in range(self.hosts) if other != host]
-        hosts.write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 host-{host}", *others, ""]))
+        hosts.write_text("\n".join(["127.0.0.1 localhost", *map(partial(self._known, host), range(self.hosts)), ""]))
         assert libc.mount(bytes(hosts), b"/etc/hosts", None, _BIND, None) == 0, os.strerror(ctypes.get_errno())
         if hides is not None:
             hides.mkdir(exist_ok=True)
@@ -100,7 +109,7 @@ def _exec(words: list[str], folder: str, environment: dict[str, str], out: str, 
 
 
 @contextlib.contextmanager
-def network(hosts: int, folder: Path) -> Iterator[Network]:
+def network(hosts: int, folder: Path, service: str = "") -> Iterator[Network]:
     """Yield a network of hosts, which is removed afterwards."""
     name = f"lockstep-{os.getpid()}-{next(_numbers)}"
     spaces = [name, *(f"{name}-{host}" for host in range(hosts))]
@@ -112,7 +121,7 @@ def network(hosts: int, folder: Path) -> Iterator[Network]:
             _ip(f"link add port{host} type veth peer name eth0 netns {own}", within=name)
             _ip(f"link set port{host} master hub", f"link set port{host} up", within=name)
             _ip("link set lo up", f"addr add 10.77.0.{host + 1}/24 dev eth0", "link set eth0 up", within=own)
-        yield Network(name, hosts, folder)
+        yield Network(name, hosts, folder, service)
     finally:
         for space in spaces:
             subprocess.run(["ip", "netns", "delete", space], capture_output=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from kit.commands import run_lockstep
 from kit.manifests import problem_of
 
 from lockstep.cli.main import main
@@ -20,7 +23,7 @@ TRAIN = ["train", "digits", "run.folder=runs/a"]
 LAUNCH = ["launch", "kubernetes"]
 OPTIONS = ["--image", "me/train:1", "--volume", "work:/work", "--namespace", "ml"]
 KUBECTL = f"""#!{sys.executable} -S
-import json, os, sys
+import json, os, sys, time
 words = [word for word in sys.argv[1:] if not word.startswith(("--namespace=", "--context="))]
 folder = os.path.dirname(os.path.abspath(sys.argv[0]))
 stdin = sys.stdin.read() if words[-1].endswith("/dev/stdin") else ""
@@ -35,6 +38,9 @@ for start, given in answers.items():
         with open(folder + "/answers.new", "w") as file:
             json.dump(answers, file)
         os.replace(folder + "/answers.new", folder + "/answers")
+        if answer[0] == "stop":
+            os.kill(os.getppid(), int(os.environ["STOP"]))
+            time.sleep(1)
         sys.stdout.write(answer[0])
         sys.stderr.write(answer[1])
         sys.exit(1 if answer[1] else 0)
@@ -180,6 +186,15 @@ def test_nothing_is_left_when_a_call_fails(
     deletes = f"--namespace=ml delete --ignore-not-found --wait=false jobs.batch/{name} service/{name} secret/{name}"
     assert (calls[-1] == deletes) is made
     assert not Path("runs/a").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_submission_leaves_nothing(number: signal.Signals, cluster: Cluster, tmp_path: Path) -> None:
+    cluster.answer({"create --filename": [("stop", "")], "get jobs": [("abc", "")]})
+    done = run_lockstep(*LAUNCH, *OPTIONS, "--nodes", "2", *TRAIN, PATH=os.environ["PATH"], STOP=str(int(number)))
+    assert done.returncode == 130, done
+    call = cluster.calls()[-1][0]
+    assert re.search(r"delete .* jobs\.batch/(\S+) service/\1 secret/\1$", call)
 
 
 def test_what_can_not_be_deleted_is_named(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

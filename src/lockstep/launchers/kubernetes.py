@@ -25,6 +25,7 @@ import yaml
 
 from lockstep.core.errors import ConfigError, Paused, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
+from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import echo, plain
 from lockstep.launchers.kubernetes_manifests import REPLICATED, TOKEN, documents, job_name, text_of
 from lockstep.launchers.kubernetes_options import KubernetesOptions, check, workdir
@@ -85,15 +86,13 @@ class KubernetesLauncher:
         kubectl = plan.commands[0][: plan.commands[0].index("create")]
         namespace = _namespace(kubectl)
         write_files(plan.files)
-        uid = ""
-        for number, words in enumerate(plan.commands):
+        _asked(plan.commands[0])  # the server tries the manifests
+        resources = [f"{_RESOURCES[kind][0]}/{name}", f"service/{name}", f"secret/{name}"]
+        with undo_on_stop(lambda: _delete(kubectl, resources)):
             try:
-                given = secrets.token_hex(32) if TOKEN in words[-1] else None
-                output = _asked([word.replace(f'"{_UID}"', f'"{uid}"') for word in words], given)
-                uid = output.strip() if words[-1].endswith(_ITS_UID) else uid
+                _create(plan.commands[1:])
             except RunFailed as failure:
-                if number > 0:
-                    _undo(kubectl, [f"{_RESOURCES[kind][0]}/{name}", f"service/{name}", f"secret/{name}"], failure)
+                _undo(kubectl, resources, failure)
                 raise
         context = [word.partition("=")[2] for word in kubectl if word.startswith("--context=")]
         return "/".join([*context, namespace, kind.lower(), name])
@@ -179,6 +178,15 @@ def _namespace(kubectl: Sequence[str]) -> str:
 
 def _delete(kubectl: Sequence[str], resources: Sequence[str]) -> None:
     _asked((*kubectl, "delete", "--ignore-not-found", "--wait=false", *resources))
+
+
+def _create(commands: Sequence[Sequence[str]]) -> None:
+    """Execute planned calls: one reads the job's token on stdin, one prints the job's uid, and others contain it."""
+    uid = ""
+    for words in commands:
+        given = secrets.token_hex(32) if TOKEN in words[-1] else None
+        output = _asked([word.replace(f'"{_UID}"', f'"{uid}"') for word in words], given)
+        uid = output.strip() if words[-1].endswith(_ITS_UID) else uid
 
 
 def _undo(kubectl: Sequence[str], resources: Sequence[str], failure: RunFailed) -> None:
