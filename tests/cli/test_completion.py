@@ -56,7 +56,7 @@ def test_every_verb_and_recipe_is_offered() -> None:
         ("train data.evaluation.$(x).kin", []),
         ("eval --optim.l", []),
         ("nothing --fr", []),
-        ("launch sl", ["slurm"]),
+        ("launch s", ["slurm", "ssh"]),
         ("launch slurm --parti", ["--partition"]),
         ("launch slurm --nodes 2 tr", ["train"]),
         ("launch slurm --exclusive --nodes 2 train --fre", ["--fresh"]),

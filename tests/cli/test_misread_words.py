@@ -27,7 +27,7 @@ MESSAGES: dict[str, tuple[str, str]] = {
     "an average": ("train --ema 0.99", "--ema: averaging of weights is not supported yet"),
     "a launcher": (
         "launch train.py",
-        "'train.py' is no place to launch at; it can be kubernetes, slurm; lockstep train --ranks N starts N "
+        "'train.py' is no place to launch at; it can be kubernetes, slurm, ssh; lockstep train --ranks N starts N "
         "ranks here",
     ),
     "another's verb": ("predict x", "there is no verb 'predict'; lockstep generate RUN continues a text"),

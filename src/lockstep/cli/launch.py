@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -26,7 +26,7 @@ from lockstep.cli.section_flags import add_section, section_of
 from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
-from lockstep.core.jobs import JOB_FILES, JobCommand, LaunchedJob, LaunchPlan
+from lockstep.core.jobs import JOB_FILES, HostOptions, JobCommand, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop, write_stderr
 from lockstep.core.terminal import echo
 from lockstep.launchers.registry import find_launcher, summaries
@@ -42,6 +42,8 @@ OF_JOBS = {
     "cancel": "stop a job for good",
 }
 """Commands about a job, which take the place of VERB."""
+WorldSize = Callable[[int | None], int | None]
+"""Ranks of each node, if they are stated -> ranks on all nodes, if they follow."""
 _RECORD = "job.json"
 _MOST_RUNS = 1000  # of a sweep: more are a mistake
 
@@ -60,6 +62,10 @@ those of the command: 0 done, 1 failed, 2 fix your config, 75 stopped and saved,
 def run(arguments: Sequence[str]) -> int:
     """Submit a command line to a launcher, or ask it about a job."""
     where = arguments[0] if arguments else ""
+    if list(arguments) == ["ssh", "at-host"]:
+        from lockstep.launchers.ssh_host import serve
+
+        return serve()
     if ":" in where and not where.startswith("-"):
         return _launch(where, arguments[1:])
     if where and where not in ("-h", "--help", *COMMANDS):
@@ -88,7 +94,7 @@ def _launch(where: str, arguments: Sequence[str]) -> int:
     if words[0] in OF_JOBS:
         return _of_job(where, launcher, words)
     options = section_of(args, launcher.options)
-    command = _job_command(where, args.sweep, arguments, words, _nodes(options))
+    command = _job_command(where, args.sweep, arguments, words, partial(_world_size, options))
     plan = launcher.plan(command, options)
     for note in plan.notes:
         echo(f"note: {note}", file=sys.stderr)
@@ -98,8 +104,11 @@ def _launch(where: str, arguments: Sequence[str]) -> int:
     _refuse_second(where, launcher, command)
     number = _submit(launcher, plan, command.folder)
     _remember(where, command, number)
-    echo(f"{where} job {number}; its files are in {_short(command.folder)}", file=sys.stderr)
-    return _follow(where, launcher, LaunchedJob(number, command.folder)) if args.follow else 0
+    echo(f"{where} job {number}; its files are in {_short(command.folder)}", file=sys.stderr, flush=True)
+    job = LaunchedJob(number, command.folder)
+    if plan.attached:
+        return launcher.follow(job)
+    return _follow(where, launcher, job) if args.follow else 0
 
 
 def _divided(arguments: Sequence[str], flags: dict[str, bool]) -> tuple[list[str], list[str]]:
@@ -110,9 +119,11 @@ def _divided(arguments: Sequence[str], flags: dict[str, bool]) -> tuple[list[str
     return list(arguments[:number]), list(arguments[number:])
 
 
-def _nodes(options: object) -> int:
-    """Return the number of nodes, if the launcher has such an option."""
-    return int(getattr(options, "nodes", 1))
+def _world_size(options: object, ranks: int | None) -> int | None:
+    """Return the number of ranks on all nodes; None if the command line doesn't show it."""
+    if isinstance(options, HostOptions):
+        return options.world_size(ranks)
+    return None if ranks is None else int(getattr(options, "nodes", 1)) * ranks
 
 
 # --- the command line that is launched ------------------------------------------------------------------------------
@@ -130,12 +141,12 @@ class _Checked:
 
 
 def _job_command(
-    where: str, sweep: Sequence[str], typed: Sequence[str], words: Sequence[str], nodes: int
+    where: str, sweep: Sequence[str], typed: Sequence[str], words: Sequence[str], world_size: WorldSize
 ) -> JobCommand:
     """Check the command line and return it with what a launcher needs to know of it. Raises ConfigError."""
-    checked = _checked(words, nodes)
+    checked = _checked(words, world_size)
     prepared, verb = checked.prepared, checked.verb
-    runs = _sweep(sweep, checked, nodes)
+    runs = _sweep(sweep, checked, world_size)
     naming = () if runs else checked.naming
     restart = checked.arguments if prepared.restart is None else prepared.restart
     config = prepared.config
@@ -152,6 +163,7 @@ def _job_command(
         state_bytes=_state_bytes(prepared),
         run_folder=checked.folder,
         checkpoint_folder=config.checkpoint.folder if config is not None else None,
+        in_folder=config is None or config.checkpoint.storage is None,
     )
 
 
@@ -175,12 +187,12 @@ def _state_bytes(prepared: Prepared) -> int | None:
     return sum(_BYTES_OF_TRAINED * each.elements if each.trainable else each.bytes for each in parameters)
 
 
-def _checked(words: Sequence[str], nodes: int) -> _Checked:
+def _checked(words: Sequence[str], world_size: WorldSize) -> _Checked:
     verb, *arguments = words
     if verb not in VERBS:
         raise ConfigError(f"lockstep launch can't run {verb!r}; {did_you_mean(verb, [*VERBS, *OF_JOBS])}")
     prepared = cast("Prepared", import_module(f"lockstep.cli.{VERBS[verb]}").prepare(arguments))
-    _check_ranks(prepared, nodes)
+    _check_ranks(prepared, world_size)
     if prepared.folder is not None:
         return _Checked(verb, tuple(arguments), prepared, prepared.folder, ())
     folder = _free_folder(prepared.name)
@@ -188,14 +200,16 @@ def _checked(words: Sequence[str], nodes: int) -> _Checked:
     return _Checked(verb, tuple(arguments), prepared, folder, naming)
 
 
-def _check_ranks(prepared: Prepared, nodes: int) -> None:
+def _check_ranks(prepared: Prepared, world_size: WorldSize) -> None:
     """Raise ConfigError if the run can't be distributed over the ranks of all nodes, as far as arithmetic shows."""
     config = prepared.config
-    if config is None or not prepared.starts_run or config.launch.ranks == "auto":
+    if config is None or not prepared.starts_run:
         return
-    from lockstep.plan.plan import check_on_ranks
+    total = world_size(None if config.launch.ranks == "auto" else config.launch.ranks)
+    if total is not None:
+        from lockstep.plan.plan import check_on_ranks
 
-    check_on_ranks(config, nodes * config.launch.ranks)
+        check_on_ranks(config, total)
 
 
 def _free_folder(name: str) -> Path:
@@ -205,7 +219,7 @@ def _free_folder(name: str) -> Path:
     return next(path for path in names if not path.exists())
 
 
-def _sweep(sweep: Sequence[str], checked: _Checked, nodes: int) -> tuple[tuple[str, ...], ...]:
+def _sweep(sweep: Sequence[str], checked: _Checked, world_size: WorldSize) -> tuple[tuple[str, ...], ...]:
     """Return the words of each run of the sweep, all checked. Raises ConfigError."""
     if not sweep:
         return ()
@@ -224,7 +238,7 @@ def _sweep(sweep: Sequence[str], checked: _Checked, nodes: int) -> tuple[tuple[s
     if len(runs) > _MOST_RUNS:
         raise ConfigError(Problem("--sweep", "", f"these are more than {_MOST_RUNS:,} runs; give fewer values"))
     for words in runs:
-        _checked((checked.verb, *checked.arguments, *words), nodes)
+        _checked((checked.verb, *checked.arguments, *words), world_size)
     return tuple(runs)
 
 

@@ -71,6 +71,11 @@ def interface_names() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 
 
+def outside_addresses() -> list[str]:
+    """Return the addresses at which other hosts may reach this one."""
+    return [str(own) for _, own in _addresses() if not own.is_loopback and not own.is_link_local]
+
+
 def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
     libc = ctypes.CDLL(None, use_errno=True)
     head = ctypes.POINTER(_InterfaceAddress)()

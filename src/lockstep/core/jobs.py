@@ -5,6 +5,7 @@ lockstep launch slurm --nodes 2 train digits    JobCommand --> Launcher.plan -->
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ class JobCommand:
         state_bytes: Estimated bytes of a checkpoint; None: unknown.
         run_folder: Folder of the run as the command names it, relative to where it runs or absolute.
         checkpoint_folder: Path or address of the checkpoints, if the config names it.
+        in_folder: Whether checkpoints are in a folder, or at an address, and not in a store that is an object.
     """
 
     words: tuple[str, ...]
@@ -42,6 +44,19 @@ class JobCommand:
     state_bytes: int | None = None
     run_folder: Path = Path()
     checkpoint_folder: str | None = None
+    in_folder: bool = True
+
+
+class HostOptions(ABC):
+    """Options of a launcher that name hosts, each with its own number of ranks."""
+
+    @abstractmethod
+    def world_size(self, ranks: int | None) -> int | None:
+        """Return the number of ranks on all hosts; None if it isn't known. Raises ConfigError.
+
+        Args:
+            ranks: Ranks on each host for which the options don't state it, if the command states them.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +67,13 @@ class LaunchPlan:
         files: Contents by absolute path.
         commands: Programs with their arguments, executed in this order once the files are written.
         notes: Sentences that the user should read.
+        attached: Whether the job ends with this command, which therefore follows it.
     """
 
     files: Mapping[Path, str]
     commands: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
+    attached: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ def connected_hosts(launch: Launch, ranks: int, settings: Mapping[str, str]) -> 
         "node_rank": 0 if listener is not None else launch.node_rank,
         "nodes": launch.nodes,
         "ranks": ranks,
-        "versions": _versions(),
+        "versions": versions(),
         "settings": dict(settings),
     }
     address = [host if listener is None else listener.getsockname()[0], port]
@@ -132,7 +132,8 @@ def _own_address(host: str, port: int) -> tuple[int, int, int, str, tuple[Any, .
         return socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions that must be equal on all hosts. Raises PackageNotFoundError."""
     from importlib.metadata import version
 
     return {

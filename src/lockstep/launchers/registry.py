@@ -16,6 +16,7 @@ from lockstep.core.protocols import Launcher
 BUILTIN = {
     "kubernetes": ("lockstep.launchers.kubernetes:KUBERNETES", "in pods of a Kubernetes cluster"),
     "slurm": ("lockstep.launchers.slurm:SLURM", "on the nodes of a Slurm cluster"),
+    "ssh": ("lockstep.launchers.ssh:SSH", "on hosts that ssh reaches, until it ends"),
 }
 """Name -> where the launcher is, and the end of a sentence about it."""
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from lockstep.core.errors import ConfigError, Paused, Problem
 from lockstep.core.jobs import JobCommand
-from lockstep.launchers.tools import seconds_to_save
+from lockstep.launchers.tools import own_program, seconds_to_save
 from lockstep.strategies.section import Auto, Positive, Section
 
 _TIME = re.compile(
@@ -239,8 +238,7 @@ def _program(options: SlurmOptions) -> str:
         return options.program
     if options.container_image is not None:
         return "lockstep"
-    script = Path(sys.executable).parent / "lockstep"
-    return shlex.quote(str(script)) if script.is_file() else f"{shlex.quote(sys.executable)} -m lockstep"
+    return own_program()
 
 
 def _meeting(options: SlurmOptions) -> Iterator[str]:

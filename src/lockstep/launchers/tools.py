@@ -59,6 +59,12 @@ def execute(words: Sequence[str], remedy: str = "", given: str | None = None) ->
     return done.stdout
 
 
+def own_program() -> str:
+    """Return the words, for a shell, that start this Lockstep at the same path of another machine."""
+    script = Path(sys.executable).parent / "lockstep"
+    return shlex.quote(str(script)) if script.is_file() else f"{shlex.quote(sys.executable)} -m lockstep"
+
+
 def write_files(files: Mapping[Path, str]) -> None:
     """Write a job's files. Raises RunFailed."""
     for path, text in files.items():

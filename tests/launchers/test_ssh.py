@@ -1,0 +1,147 @@
+"""`lockstep launch ssh` over a real sshd: checked, started on two hosts, followed, stopped, nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kit.commands import Done, Running, run_lockstep, start_lockstep
+from kit.ssh import SshHosts, processes_in, ssh_hosts, why_not
+
+from lockstep import __version__
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"a real sshd: {why_not()}")
+
+RUN = (
+    "train", "digits", "run.steps=8", "launch.device=cpu", "monitor.every=1", "data.train.shift=0", "run.folder=run",
+    "precision.compute=fp32", "optim.name=sgd", "optim.lr=0.01", "evaluation.at_end=false", "checkpoint.every=5",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
+    with ssh_hosts(tmp_path_factory.mktemp("ssh")) as running:
+        yield running
+
+
+def launch(hosts: SshHosts, folder: Path, *words: object) -> Done:
+    return run_lockstep("launch", "ssh", hosts.option, "--env", "OMP_NUM_THREADS=1", *words, cwd=folder)
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_hosts_with_two_and_one_rank_train_as_one_process(hosts: SshHosts, tmp_path: Path) -> None:
+    alone = run_lockstep(*RUN, "--ranks", 1, "run.folder=alone", cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    done = launch(hosts, tmp_path, "--hosts", "a:2,b:1", *RUN)
+    assert done.returncode == 0, done
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=2e-6)
+    assert processes_in(tmp_path) == {}
+
+
+@pytest.fixture
+def another_lockstep(tmp_path: Path) -> Path:
+    """A program that has another version on b."""
+    program = tmp_path / "another"
+    program.write_text(
+        f"""#!{sys.executable}
+import os, sys
+import lockstep
+if "127.0.0.3" in os.environ["SSH_CONNECTION"]:
+    lockstep.__version__ = "9.9.9"
+from lockstep.__main__ import command
+command()
+"""
+    )
+    program.chmod(0o755)
+    return program
+
+
+def test_all_that_is_wrong_with_any_host_is_in_one_message(
+    hosts: SshHosts, tmp_path: Path, another_lockstep: Path
+) -> None:
+    done = launch(hosts, tmp_path, "--hosts", "a,b,c,d,nowhere.invalid", "--program", another_lockstep, *RUN)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()[1:]  # after a note on run.steps
+    assert lines[0] == "lockstep: 4 of 5 hosts can't take part, and nothing was started:"
+    assert lines[1] == (
+        f"  b: it has Lockstep 9.9.9, and here is {__version__}; install the same version, or give --program"
+    )
+    assert lines[2] == "  c: its host key is not known: call `ssh c` once and compare the fingerprint"
+    assert lines[3].startswith("  d: it can't be reached (")
+    assert lines[3].endswith("Connection refused); `ssh d true` has to work without a question")
+    assert lines[4].startswith("  nowhere.invalid: there is no such host (")
+    assert len(lines) == 5
+    assert not (tmp_path / "run").exists()
+    assert processes_in(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--program", "/opt/none/lockstep"), "/opt/none/lockstep is not there ("),
+        (("--program", "false"), "false has ended with 1: "),
+        (("--folder", "/no/folder"), "its working folder /no/folder can't be entered (No such file or directory); "),
+        (("--ssh=-oIdentityFile=none", "--ssh=-Fconfig"), "it refuses your key ("),
+        (("--rendezvous", "203.0.113.1:29500"), "it doesn't reach a at 203.0.113.1, port 29500; open the firewall"),
+    ],
+    ids=["program", "no-lockstep", "folder", "key", "firewall"],
+)
+def test_a_missing_thing_is_named_with_its_remedy(
+    options: tuple[str, ...], message: str, hosts: SshHosts, tmp_path: Path
+) -> None:
+    without_key = (hosts.folder / "config").read_text().replace(f"{hosts.folder}/user\n", "/none\n")
+    (tmp_path / "config").write_text(without_key)
+    done = launch(hosts, tmp_path, *options, "--hosts", "a,b", *RUN)
+    assert done.returncode == 1
+    assert f"\n  b: {message}" in done.stderr, done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def start(hosts: SshHosts, folder: Path, *words: object) -> Running:
+    """An endless run on two hosts, once it has saved."""
+    options = ("--env", "OMP_NUM_THREADS=1", "--hosts", "a:1,b:1")
+    endless = ("run.steps=1000000", *words)
+    launched = start_lockstep("launch", "ssh", hosts.option, *options, *RUN, *endless, cwd=folder)
+    launched.wait_for(lambda: any(folder.glob("run/checkpoints/*/manifest.json")))
+    return launched
+
+
+def wait_until_nothing_is_left(folder: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while left := processes_in(folder):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def test_ctrl_c_stops_all_hosts_saved_and_sigkill_leaves_nothing_there(hosts: SshHosts, tmp_path: Path) -> None:
+    launched = start(hosts, tmp_path)
+    launched.send(signal.SIGINT, group=True)
+    assert launched.end() == 75, launched.output
+    assert processes_in(tmp_path) == {}
+    reached = losses(tmp_path / "run")
+    launched = start(hosts, tmp_path)
+    launched.wait_for(lambda: len(losses(tmp_path / "run")) > len(reached) + 2)
+    launched.send(signal.SIGKILL)
+    wait_until_nothing_is_left(tmp_path, 15)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [*range(1, len(steps) + 1)]
+
+
+@pytest.mark.drill
+def test_a_rank_that_is_killed_on_the_second_host_is_named(hosts: SshHosts, tmp_path: Path) -> None:
+    launched = start(hosts, tmp_path)
+    of_second = [pid for pid, words in processes_in(tmp_path).items() if "--node-rank 1" in words]
+    os.kill(max(of_second), signal.SIGKILL)  # the launcher, and its rank
+    assert launched.end() == 1
+    assert re.search(r"lockstep: rank 1 \S*.*SIGKILL", launched.output)
+    assert processes_in(tmp_path) == {}
