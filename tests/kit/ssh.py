@@ -1,6 +1,6 @@
 """A real sshd for tests: keys only, made for it, on a high port; its hosts are addresses of loopback.
 
-    a   127.0.0.2        b   127.0.0.3        c   127.0.0.4, whose key nobody knows        d   127.0.0.5, a closed port
+    a   127.0.0.2        b   127.0.0.3        c   127.0.0.4, whose key is unknown        d   127.0.0.5, a closed port
 
 `why_not` returns what is missing.
 """
