@@ -24,7 +24,7 @@ Answer = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the hosts must have.
+    """Requirements of a run to its hosts.
 
     Attributes:
         folder: The working folder.

@@ -23,7 +23,7 @@ SSH_OPTIONS = (
     *("-T", "-x", "-oBatchMode=yes", "-oLogLevel=ERROR", "-oConnectTimeout=10"),
     *("-oServerAliveInterval=5", "-oServerAliveCountMax=6", "-oControlMaster=no", "-oControlPath=none"),
 )
-"""It never asks, notices a lost connection, and ends with it: no other process keeps it open."""
+"""Options with which ssh never asks, notices a lost connection, and shares none with other processes."""
 
 _REMEDIES = {
     "IDENTIFICATION HAS CHANGED": "its host key is not the one in known_hosts: find out why before you remove the old "

@@ -32,7 +32,7 @@ _SHOWN_LINES = 5
 
 
 @dataclass
-class _Stream:
+class _HostOutput:
     """Output of a host: of node 0 to this terminal, of others to a file."""
 
     source: IO[bytes]
@@ -69,7 +69,7 @@ class RemoteRun:
     logs: Sequence[Path]
     grace: float
     _codes: dict[HostConnection, int] = field(default_factory=dict)
-    _streams: dict[IO[bytes], _Stream] = field(default_factory=dict)
+    _streams: dict[IO[bytes], _HostOutput] = field(default_factory=dict)
     _stops: int = 0
     _hung_up: bool = False
     _deadline: float = float("inf")
@@ -95,7 +95,7 @@ class RemoteRun:
         with selectors.DefaultSelector() as selector:
             for number, connection in enumerate(self.connections):
                 for source, target in ((connection.output, sys.stdout), (connection.errors, sys.stderr)):
-                    stream = _Stream(source, target if number == 0 else None, self.logs[number])
+                    stream = _HostOutput(source, target if number == 0 else None, self.logs[number])
                     self._streams[source] = stream
                     selector.register(source, selectors.EVENT_READ, (connection, stream))
             while selector.get_map():

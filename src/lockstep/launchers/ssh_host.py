@@ -95,7 +95,7 @@ def _reply(answer: Message) -> None:
 
 
 class _Questions:
-    """What the terminal asks before it starts anything; each has a method of its name."""
+    """Questions of the terminal before it starts anything; each is a method."""
 
     def __init__(self) -> None:
         self._marks: list[Path] = []

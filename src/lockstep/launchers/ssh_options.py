@@ -57,7 +57,7 @@ class SshHost:
 
     @property
     def file_name(self) -> str:
-        """Its name as the name of a file."""
+        """Return its name as that of a file."""
         return re.sub(r"[^\w.@-]", "_", self.name)
 
 
