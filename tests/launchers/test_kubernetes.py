@@ -277,6 +277,21 @@ def test_a_failed_job_has_the_exit_code_of_its_run(
     assert capsys.readouterr().err == f"Kubernetes ml/job/digits-1: failed, exit code {code}: {message}\n"
 
 
+def test_a_container_that_was_killed_has_its_reason(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    killed = {"state": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}}
+    ended = pods(pod("p-1", "Failed", index=1, containerStatuses=[killed]))
+    assert follow(cluster, {"get jobs": [job(condition("Failed", "BackoffLimitExceeded"))], "get pods": [ended]}) == 137
+    assert "failed, exit code 137 (OOMKilled): BackoffLimitExceeded" in capsys.readouterr().err
+
+
+def test_following_outlasts_a_short_outage(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    outage = ("", "Unable to connect to the server: EOF")
+    answers = {"get jobs": [job(), outage, outage, job(condition("Complete"))], "get pods": [pods()]}
+    assert follow(cluster, answers) == 0
+    monkeypatch.setattr(kubernetes, "_PATIENCE_S", 0.0)
+    assert follow(cluster, {"get jobs": [job(), outage], "get pods": [pods()]}) == 1
+
+
 def test_a_job_that_is_deleted_was_canceled(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     gone = ("", 'Error from server (NotFound): jobs.batch "digits-1" not found')
     assert follow(cluster, {"get jobs": [job(), gone], "get pods": [pods()]}) == 130

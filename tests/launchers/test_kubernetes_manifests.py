@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 from kit.manifests import VERSIONS, problem_of
 
 from lockstep.cli.main import main
+from lockstep.launchers.kubernetes_manifests import job_name
 
 TRAIN = ["train", "digits", "run.folder=runs/a"]
 PLAIN = ["--image", "me/train:1", "--volume", "work:/work"]
@@ -240,6 +242,13 @@ def test_files_that_the_pods_need_are_named(capsys: pytest.CaptureFixture[str], 
     config.write_text((Path(__file__).parents[2] / "recipes" / "digits.yaml").read_text())
     assert main(["launch", "kubernetes", "--dry-run", *PLAIN, "train", str(config), "run.folder=a"]) == 0
     assert f"note: {config} is a file here; the pods read it at {config}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["digits", "7B", "Größe_1.5", "", "-", "a" * 80])
+def test_names_are_host_names(name: str) -> None:
+    valid = re.compile("[a-z]([-a-z0-9]*[a-z0-9])?")
+    assert valid.fullmatch(job_name(name, "abc123"))
+    assert len(f"{job_name(name, 'abc123')}-node-0-0-xxxxx") <= 63
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ _INDEX = "batch.kubernetes.io/job-completion-index"
 _ITS_UID = "{.metadata.uid}"
 _UID = "UID"  # instead of it, in a planned call
 _POLL_S = 2.0
+_PATIENCE_S = 300.0  # without an answer of the API server, while a job is followed
 _REMEDIES = {
     "no matches for kind|could not find the requested resource": "--kind job runs on every cluster",
     "forbidden|Forbidden": "`kubectl auth can-i --list` prints what you may do",
@@ -106,7 +107,7 @@ class KubernetesLauncher:
         """Print the log of the first pod, and of those that replace it, until the job has ended."""
         target = _named(job.number)
         printed = _PodLogs(target)
-        state, shown = _ask(target), ""
+        state, shown, answered_at = _ask(target), "", time.monotonic()
         while True:
             if state.text != shown:
                 shown = state.text
@@ -116,7 +117,10 @@ class KubernetesLauncher:
                 return state.code
             time.sleep(_POLL_S)
             try:
-                state = _ask(target)
+                state, answered_at = _ask(target), time.monotonic()
+            except RunFailed:  # the API server can't be reached at the moment; the job continues
+                if time.monotonic() - answered_at > _PATIENCE_S:
+                    raise
             except ConfigError:
                 echo(f"Kubernetes {target}: deleted", file=sys.stderr)
                 return Stopped.exit_code
@@ -257,7 +261,8 @@ def _ask(target: _Target) -> _ClusterJob:
         state, code = "completed", 0
     elif "Failed" in conditions:
         code = _code(conditions["Failed"], pods)
-        state = f"failed, exit code {code}: {plain(conditions['Failed'].get('message', 'without a message'))}"
+        why = f" ({', '.join(reasons)})" if (reasons := _reasons(pods)) else ""
+        state = f"failed, exit code {code}{why}: {plain(conditions['Failed'].get('message', 'without a message'))}"
     else:
         state, code = _unfinished(pods), None
     first = tuple(pod for pod in pods if pod["metadata"].get("labels", {}).get(_INDEX, "0") == "0")
@@ -271,6 +276,15 @@ def _exit_code(pod: Mapping[str, Any]) -> int | None:
     statuses = pod.get("status", {}).get("containerStatuses", ())
     codes = [each["state"]["terminated"]["exitCode"] for each in statuses if "terminated" in each.get("state", {})]
     return int(codes[0]) if codes else None
+
+
+def _reasons(pods: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return why containers were ended by the cluster, such as OOMKilled or Evicted."""
+    ends = [pod.get("status", {}).get("reason") for pod in pods]
+    for pod in pods:
+        statuses = pod.get("status", {}).get("containerStatuses", ())
+        ends += [each.get("state", {}).get("terminated", {}).get("reason") for each in statuses]
+    return sorted({plain(reason) for reason in ends if reason not in (None, "Error", "Completed")})
 
 
 def _code(failed: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> int:
