@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -107,13 +107,22 @@ def test_a_missing_thing_is_named_with_its_remedy(
     assert not (tmp_path / "run").exists()
 
 
-def start(hosts: SshHosts, folder: Path, *words: object) -> Running:
+def start(hosts: SshHosts, folder: Path, options: Sequence[str] = ()) -> Running:
     """An endless run on two hosts, once it has saved."""
-    options = ("--env", "OMP_NUM_THREADS=1", "--hosts", "a:1,b:1")
-    endless = ("run.steps=1000000", *words)
-    launched = start_lockstep("launch", "ssh", hosts.option, *options, *RUN, *endless, cwd=folder)
+    common = ("--env", "OMP_NUM_THREADS=1", "--hosts", "a:1,b:1", *options)
+    launched = start_lockstep("launch", "ssh", hosts.option, *common, *RUN, "run.steps=1000000", cwd=folder)
     launched.wait_for(lambda: any(folder.glob("run/checkpoints/*/manifest.json")))
     return launched
+
+
+def of_node(node: int, folder: Path) -> list[int]:
+    """Processes of a launcher and its ranks, in the order of their start."""
+    return sorted(pid for pid, words in processes_in(folder).items() if f"--node-rank {node}" in words)
+
+
+def token_of(process: int) -> str:
+    variables = Path(f"/proc/{process}/environ").read_text().split("\0")
+    return next(text for text in variables if text.startswith("LOCKSTEP_JOB_TOKEN=")).partition("=")[2]
 
 
 def wait_until_nothing_is_left(folder: Path, seconds: float) -> None:
@@ -125,6 +134,10 @@ def wait_until_nothing_is_left(folder: Path, seconds: float) -> None:
 
 def test_ctrl_c_stops_all_hosts_saved_and_sigkill_leaves_nothing_there(hosts: SshHosts, tmp_path: Path) -> None:
     launched = start(hosts, tmp_path)
+    token = token_of(of_node(1, tmp_path)[0])
+    assert len(token) == 64
+    assert not any(token in words for words in processes_in(tmp_path).values())
+    assert not any(token.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     launched.send(signal.SIGINT, group=True)
     assert launched.end() == 75, launched.output
     assert processes_in(tmp_path) == {}
@@ -140,8 +153,99 @@ def test_ctrl_c_stops_all_hosts_saved_and_sigkill_leaves_nothing_there(hosts: Ss
 @pytest.mark.drill
 def test_a_rank_that_is_killed_on_the_second_host_is_named(hosts: SshHosts, tmp_path: Path) -> None:
     launched = start(hosts, tmp_path)
-    of_second = [pid for pid, words in processes_in(tmp_path).items() if "--node-rank 1" in words]
-    os.kill(max(of_second), signal.SIGKILL)  # the launcher, and its rank
+    os.kill(of_node(1, tmp_path)[-1], signal.SIGKILL)
     assert launched.end() == 1
     assert re.search(r"lockstep: rank 1 \S*.*SIGKILL", launched.output)
     assert processes_in(tmp_path) == {}
+
+
+def hides_on_b(folder: Path, name: str) -> Path:
+    """A program, Lockstep's, that has another, empty folder of this name on b."""
+    lockstep, program = Path(sys.executable).with_name("lockstep"), folder / "hides"
+    program.write_text(
+        f"""#!/bin/sh
+case "$SSH_CONNECTION" in
+*127.0.0.3*) exec unshare --mount sh -c 'mount -t tmpfs none {folder / name} && exec {lockstep} "$@"' - "$@" ;;
+esac
+exec {lockstep} "$@"
+"""
+    )
+    program.chmod(0o755)
+    (folder / name).mkdir()
+    return program
+
+
+def test_hosts_that_share_no_folder_are_refused(hosts: SshHosts, tmp_path: Path) -> None:
+    hidden = hides_on_b(tmp_path, "data")
+    done = launch(hosts, tmp_path, "--program", hidden, "--hosts", "a,b", *RUN, "run.folder=data/run")
+    assert done.returncode == 1
+    assert (
+        f"\n  b: it doesn't share {tmp_path}/data/run with a, where the checkpoints are; give run.folder" in done.stderr
+    )
+    assert list((tmp_path / "data").iterdir()) == [], "the file that the hosts looked for is gone"
+
+
+@pytest.mark.drill
+def test_the_second_ctrl_c_stops_all_at_once(hosts: SshHosts, tmp_path: Path) -> None:
+    launched = start(hosts, tmp_path)
+    os.kill(of_node(1, tmp_path)[-1], signal.SIGSTOP)  # a rank that doesn't come to an update's end
+    launched.send(signal.SIGINT)
+    time.sleep(1)
+    assert launched.lives
+    launched.send(signal.SIGINT)
+    assert launched.end() == 130, launched.output
+    assert processes_in(tmp_path) == {}
+
+
+@pytest.mark.drill
+def test_a_lost_connection_saves_and_stops_all(hosts: SshHosts, tmp_path: Path) -> None:
+    launched = start(hosts, tmp_path)
+    clients = [pid for pid, words in processes_in(tmp_path).items() if words.startswith("ssh ") and " -- b " in words]
+    os.kill(clients[0], signal.SIGKILL)
+    assert launched.end() == 75, launched.output
+    assert "lockstep: the connection to b is lost: " in launched.output
+    assert processes_in(tmp_path) == {}
+
+
+@pytest.mark.drill
+def test_a_host_whose_launcher_is_killed_is_named(hosts: SshHosts, tmp_path: Path) -> None:
+    launched = start(hosts, tmp_path)
+    os.kill(of_node(1, tmp_path)[0], signal.SIGKILL)
+    assert launched.end() == 1, launched.output
+    assert "(rank 1) is lost: " in launched.output
+    assert processes_in(tmp_path) == {}
+
+
+@pytest.mark.drill
+def test_a_host_that_hangs_is_killed_after_its_grace(hosts: SshHosts, tmp_path: Path) -> None:
+    launched = start(hosts, tmp_path, options=("--grace", "2"))
+    for pid in of_node(1, tmp_path):
+        os.kill(pid, signal.SIGSTOP)
+    launched.send(signal.SIGKILL)
+    wait_until_nothing_is_left(tmp_path, 30)
+
+
+@pytest.mark.drill
+def test_a_launcher_that_fails_before_the_hosts_meet_ends_the_others(hosts: SshHosts, tmp_path: Path) -> None:
+    program = hides_on_b(tmp_path, "recipes")
+    (tmp_path / "recipes" / "own.yaml").write_text("{}")
+    words = [*RUN[:2], "recipes/own.yaml", *RUN[2:]]
+    done = launch(hosts, tmp_path, "--program", program, "--hosts", "a:1,b:1", *words)
+    assert done.returncode == 2, done
+    assert "lockstep: host b has ended with 2:\n  lockstep: " in done.stderr
+    assert "recipes/own.yaml" in done.stderr
+    assert processes_in(tmp_path) == {}
+
+
+@pytest.mark.drill
+def test_a_job_is_asked_and_canceled_by_the_folder_of_its_run(hosts: SshHosts, tmp_path: Path) -> None:
+    launched = start(hosts, tmp_path)
+    status = run_lockstep("launch", "ssh", "status", "run", cwd=tmp_path)
+    assert status.stdout.endswith(f" on a, b: runs, launched by process {launched.pid}\n")
+    second = launch(hosts, tmp_path, "--hosts", "a,b", *RUN)
+    assert second.returncode == 2
+    assert "this run has a job already" in second.stderr
+    assert run_lockstep("launch", "ssh", "cancel", "run", cwd=tmp_path).returncode == 0
+    assert launched.end() == 75, launched.output
+    status = run_lockstep("launch", "ssh", "status", "run", cwd=tmp_path)
+    assert status.stdout.endswith(" on a, b: ended with exit code 75\n")

@@ -25,7 +25,7 @@ from lockstep.core.terminal import echo, plain
 from lockstep.launchers.ssh_connection import HostConnection
 from lockstep.launchers.ssh_host import BEAT_S
 
-_OTHERS_END_S = 30.0  # after the first host has failed or node 0 has ended
+_OTHERS_END_S = 10.0  # after a launcher has failed or node 0 has ended: all know of it by then, if they have met
 _KILLED_S = 15.0  # beyond the grace of a host
 _CHUNK = 1 << 16
 _SHOWN_LINES = 5
@@ -123,7 +123,8 @@ class RemoteRun:
             with suppress(OSError):
                 echo(f"lockstep: the connection to {connection.host} is lost: {why}", file=sys.stderr, flush=True)
         if connection is self.connections[0] or code not in (0, Paused.exit_code):
-            self._deadline = min(self._deadline, time.monotonic() + _OTHERS_END_S)
+            saves = self.grace if why is not None else 0.0  # a host whose connection is lost saves, and so do all
+            self._deadline = min(self._deadline, time.monotonic() + saves + _OTHERS_END_S)
 
     def _end_rest(self) -> None:
         """Hang up, so that what still runs is ended there; then end ssh itself."""

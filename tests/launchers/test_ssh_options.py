@@ -1,0 +1,95 @@
+"""What `launch ssh` would start on each host, and what is refused before any host is asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("# ours\nme@a slots=2\nb:3   # faster\n\n[fe80::1%eth0]\nc\n")
+    (tmp_path / "twice").write_text("a\na:2\n")
+    (tmp_path / "odd").write_text("a\nb c\n")
+
+
+def record(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, str]]:
+    before = set(Path().iterdir())
+    assert main(["launch", "ssh", "--dry-run", *words]) == 0
+    assert set(Path().iterdir()) == before, "a dry run writes nothing"
+    planned: dict[str, dict[str, str]] = json.loads(capsys.readouterr().out)
+    return planned
+
+
+def test_each_host_gets_its_ranks_and_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    planned = record(capsys, "--hostfile", "hosts", "train", "digits", "run.folder=run", "--ranks", "1")
+    common = "train digits run.folder=run --ranks 1"
+    meeting = "--nodes 4 --rendezvous ADDRESS:PORT --node-rank"
+    assert planned["hosts"] == {
+        "me@a": f"{common} --ranks 2 {meeting} 0 --job-id {planned['job']}",
+        "b": f"{common} --ranks 3 {meeting} 1 --job-id {planned['job']}",
+        "fe80::1%eth0": f"{common} {meeting} 2 --job-id {planned['job']}",
+        "c": f"{common} {meeting} 3 --job-id {planned['job']}",
+    }
+
+
+def test_one_host_meets_no_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert record(capsys, "--hosts", "a", "verify", "digits")["hosts"] == {"a": "verify digits"}
+
+
+@pytest.mark.parametrize(
+    ("config", "shared"),
+    [
+        (["run.folder=run"], ["/there/run"]),
+        (["run.folder=/data/run"], ["/data/run"]),
+        (["run.folder=run", "checkpoint.folder=saved"], ["/there/saved"]),
+        (["run.folder=run", "checkpoint.folder=s3://bucket/run"], []),
+    ],
+)
+def test_the_folder_of_the_checkpoints_is_shared(
+    config: list[str], shared: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert record(capsys, "--hosts", "a,b", "--folder", "/there", "train", "digits", *config)["shared"] == shared
+
+
+def test_a_value_from_here_is_not_written_down(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUR_SECRET", "hidden value")
+    assert main(["launch", "ssh", "--dry-run", "--hosts", "a", "--env", "OUR_SECRET", "train", "digits"]) == 0
+    output = capsys.readouterr()
+    assert "OUR_SECRET" in output.out
+    assert "hidden value" not in output.out + output.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "digits"], "--hosts a,b or --hostfile FILE names the hosts, and none is given; give one of them"),
+        (["--hosts", "a", "--hostfile", "b", "train"], "and both are given; give one of them"),
+        (["--hosts", "a,b:0", "train"], "--hosts: 'b:0' is not a host; write NAME, or NAME:8 for 8 ranks"),
+        (["--hosts=-oProxyCommand=x", "train"], "'-oProxyCommand=x' is not a host"),
+        (["--hosts", "a,", "train"], "--hosts: '' is not a host"),
+        (["--hostfile", "nowhere", "train"], "--hostfile: nowhere can't be read: No such file or directory"),
+        (["--hostfile", "odd", "train"], "odd:2: 'b c' is not a host"),
+        (["--hostfile", "twice", "train"], "host a is named twice; name it once, with the number of its ranks: a:8"),
+        (["--hosts", "a,b", "verify", "digits"], "--hosts: 2 hosts, but `lockstep verify` runs on one; name one"),
+        (["--hosts", "a:2", "verify", "digits"], "--hosts: `lockstep verify` takes no number of ranks from its host"),
+        (["--hosts", "a", "--sweep", "optim.lr=1,2", "train", "digits"], "--sweep: needs a queue, which ssh has not"),
+        (["--hosts", "a", "--env", "NOT_SET_HERE", "train", "digits"], "--env: NOT_SET_HERE isn't set here; set it"),
+        (["--hosts", "a", "--env", "1=2", "train", "digits"], "--env: '1=2' is not an option of it; write --env NAME="),
+        (["--hosts", "a", "--ssh=p2222", "train", "digits"], "--ssh: 'p2222' is not an option of it; write --ssh=-p2"),
+        (["--hosts", "a,b", "--rendezvous", "a", "train", "digits"], "--rendezvous: 'a' is not HOST:PORT"),
+        (["--hosts", "a:2,b", "train", "digits", "--ranks", "1", "parallel.pipeline=2"], "but there are 3 ranks"),
+        (["status", "4711", "--hosts"], "unrecognized arguments: --hosts"),
+        (["status", "4711"], "give the folder of the run instead of 4711: no service knows the jobs of ssh"),
+    ],
+)
+def test_what_cannot_work_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "ssh", *words]) == 2
+    assert message in capsys.readouterr().err
