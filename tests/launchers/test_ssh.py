@@ -188,7 +188,7 @@ def test_hosts_that_share_no_folder_are_refused(hosts: SshHosts, tmp_path: Path)
 @pytest.mark.drill
 def test_the_second_ctrl_c_stops_all_at_once(hosts: SshHosts, tmp_path: Path) -> None:
     launched = start(hosts, tmp_path)
-    os.kill(of_node(1, tmp_path)[-1], signal.SIGSTOP)  # a rank that doesn't come to an update's end
+    os.kill(of_node(1, tmp_path)[-1], signal.SIGSTOP)  # a rank that no longer ends its update
     launched.send(signal.SIGINT)
     time.sleep(1)
     assert launched.lives
