@@ -297,8 +297,8 @@ def _with_interface(root: Path, name: str, state: str = "up") -> Path:
 @pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
 def test_a_wrong_interface_is_named(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = {"ethA": "10.1.0.5", "ethB": "10.2.0.5", "loop": "127.0.0.1"}
-    monkeypatch.setattr(interfaces, "_address", lambda name: addresses.get(name, ""))
-    monkeypatch.setattr(network, "route_to", lambda host: "10.1.0.5")
+    monkeypatch.setattr(interfaces, "address_of", lambda name: addresses.get(name, ""))
+    monkeypatch.setattr(network, "route_to", lambda host, family: "10.1.0.5")
     for name in ("ethA", "ethB", "loop"):
         _with_interface(tmp_path, name)
     _with_interface(tmp_path, "ib0", "down")
@@ -315,7 +315,7 @@ def test_a_wrong_interface_is_named(variable: str, tmp_path: Path, monkeypatch: 
 
 
 def test_ncclls_forms_of_interface_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interfaces, "_address", lambda name: "10.1.0.5")
+    monkeypatch.setattr(interfaces, "address_of", lambda name: "10.1.0.5")
     _with_interface(tmp_path, "eth0")
     for value in ("eth", "=eth0", "^docker", "ib,eth"):
         assert not _bad(network.network_interfaces(_machine({"NCCL_SOCKET_IFNAME": value}, root=tmp_path)))

@@ -55,10 +55,19 @@ def interface_of(address: str) -> str | None:
     return exact
 
 
-def route_to(host: str) -> str | None:
-    """Return the address from which this host sends to another; None if there is no route, or no such host."""
+def address_of(interface: str) -> str | None:
+    """Return the first IPv4 address of an interface; None if it has none."""
+    return next((str(own) for name, own in _addresses() if name == interface and own.version == 4), None)
+
+
+def route_to(host: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> str | None:
+    """Return the address from which this host sends to another; None if there is no route, or no such host.
+
+    Args:
+        family: Of the address; by default the one that the host's name resolves to first.
+    """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host, _ANY_PORT, family, socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
-import socket
-import struct
-from contextlib import suppress
 from dataclasses import dataclass
 
+from lockstep.core.interfaces import address_of
 from lockstep.doctor.findings import MachineView
-
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR, of Linux's linux/sockios.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +33,10 @@ def interfaces(machine: MachineView) -> list[Interface]:
     return [_interface(machine, name) for name in machine.names("sys/class/net")]
 
 
-def route_to(host: str) -> str:
-    """Return the address of this machine from which packets to a host leave; empty if there is no route."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        return str(probe.getsockname()[0])
-    return ""
-
-
 def _interface(machine: MachineView, name: str) -> Interface:
     folder = f"sys/class/net/{name}"
     state = machine.text(f"{folder}/operstate")
     speed = machine.text(f"{folder}/speed")  # -1, or an error, if it isn't known
     flags = machine.text(f"{folder}/flags")
     is_up = state == "up" or (state == "unknown" and flags.startswith("0x") and bool(int(flags, 16) & 1))
-    return Interface(name, is_up, _address(name), int(speed) if speed.isdecimal() else 0)
-
-
-def _address(name: str) -> str:
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", name.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)[20:24])
-    return ""
+    return Interface(name, is_up, address_of(name) or "", int(speed) if speed.isdecimal() else 0)

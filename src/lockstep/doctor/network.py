@@ -12,8 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.core import hub
+from lockstep.core.interfaces import route_to
 from lockstep.doctor.findings import Finding, MachineView, ok, warning, wrong
-from lockstep.doctor.interfaces import Interface, interfaces, route_to
+from lockstep.doctor.interfaces import Interface, interfaces
 
 _TORCH_PORT = 29500
 _FEW_PORTS = 1000
@@ -86,7 +87,7 @@ def _named(machine: MachineView, variable: str, here: list[Interface]) -> Iterat
         )
         return
     master = machine.environ.get("MASTER_ADDR", "")
-    source = route_to(master) if master and not _is_local(master) else ""
+    source = route_to(master, socket.AF_INET) if master and not _is_local(master) else ""
     if source and all(item.address != source for item in chosen):
         by = next((item.name for item in here if item.address == source), source)
         finding = wrong if all(item.address.startswith(_LOOPBACK) for item in chosen) else warning
@@ -104,7 +105,9 @@ def hostname(machine: MachineView) -> Iterator[Finding]:
         yield ok(f"{name} is {', '.join(addresses) or 'unknown'}; GLOO_SOCKET_IFNAME is set, which counts")
         return
     finding = wrong if several_hosts else warning
-    source = route_to(master if several_hosts else "192.0.2.1")  # an address of no host: the default route
+    source = route_to(
+        master if several_hosts else "192.0.2.1", socket.AF_INET
+    )  # an address of no host: the default route
     by = next((item.name for item in interfaces(machine) if item.address == source), "eth0")
     remedy = (
         f"Lockstep takes the interface that leads to the other hosts. For other programs set GLOO_SOCKET_IFNAME={by}, "

@@ -23,11 +23,12 @@ from typing import Any
 from lockstep.config.schema import Launch
 from lockstep.core.errors import RunFailed
 from lockstep.core.formatting import duration, size
+from lockstep.core.interfaces import route_to
 from lockstep.core.json_output import emit
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.terminal import echo
 from lockstep.doctor.findings import Finding, FindingState, MachineView
-from lockstep.doctor.interfaces import interfaces, route_to
+from lockstep.doctor.interfaces import interfaces
 from lockstep.doctor.output import describe, exit_code
 from lockstep.launch.local import launch
 
@@ -183,7 +184,7 @@ def _slow(seen: str, is_inside: bool, place: RankPlace) -> Finding:
 
 def _place(copies: float) -> RankPlace:
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    source = route_to(master)
+    source = route_to(master, socket.AF_INET)
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
     here = interfaces(MachineView())
     interface = next((item for item in here if item.name == chosen or (not chosen and item.address == source)), None)
