@@ -129,7 +129,7 @@ def test_the_ranks_get_the_time_to_save(words: list[str], seconds: int, capsys: 
     ("words", "message"),
     [
         (["train", "digits", "--optim.lrr", "1"], "--optim.lrr: unknown key; did you mean lr?"),
-        (["--partitoin", "x", "train", "digits"], "unrecognized arguments: --partitoin"),
+        (["--partitoin", "x", "train", "digits"], "--partitoin: there is no such flag of launch slurm; did you mean"),
         (["--nodes", "0", "train", "digits"], "--nodes: '0' is not a whole number above 0"),
         (["--time", "1:0:0:0", "train", "digits"], "--time: '1:0:0:0' is not a time of Slurm; write 30, 4:00:00"),
         (

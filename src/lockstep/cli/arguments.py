@@ -37,6 +37,8 @@ RECIPE is a recipe (`lockstep recipes`) or a YAML or JSON file; further files ar
   --section.key value, --section.key=value or section.key=value      such as --optim.lr 3e-4
 Environment variables LOCKSTEP_SECTION__KEY come between the two. `lockstep config show` prints each value's origin."""
 
+_collections: list[dict[str, None]] = []  # of `collected_notes`, the innermost last
+
 
 class Command(NamedTuple):
     """A command below a verb, such as `ckpt ls`."""
@@ -167,7 +169,10 @@ def read_config(names: Sequence[str], overrides: Sequence[Override]) -> tuple[Lo
         of_runs = [recipe.path for recipe in recipes if recipe.of_run]
         loaded = load([recipe.path for recipe in recipes], overrides, of_runs=of_runs)
     for note in loaded.notes:
-        echo(f"lockstep: {note}", file=sys.stderr)
+        if _collections:
+            _collections[-1][f"lockstep: {note}"] = None
+        else:
+            echo(f"lockstep: {note}", file=sys.stderr)
     return loaded, recipes[0].name
 
 
@@ -184,6 +189,17 @@ def approved_config(
     from lockstep.config.approval import approved
 
     return replace(loaded, config=approved(loaded, trusted=trusted, writes=writes)), name
+
+
+@contextmanager
+def collected_notes() -> Iterator[dict[str, None]]:
+    """Collect the notes on configs that are read in the block, each once, instead of printing them."""
+    notes: dict[str, None] = {}
+    _collections.append(notes)
+    try:
+        yield notes
+    finally:
+        _collections.pop()
 
 
 @contextmanager

@@ -18,6 +18,8 @@ from unittest.mock import patch
 
 from lockstep.cli import launch
 from lockstep.cli.arguments import Command, Parser
+from lockstep.cli.launch_command import OF_JOBS
+from lockstep.cli.launch_command import VERBS as VERBS_OF_LAUNCH
 from lockstep.cli.main import VERBS
 from lockstep.config import reference, shape
 from lockstep.config.init_templates import STARTS
@@ -60,7 +62,7 @@ def _command(module: str, summary: str) -> dict[str, Any]:
 
 def _launched(verb: ModuleType) -> dict[str, Any]:
     """Return the words that follow the flags of a launcher."""
-    return {"verbs": [*launch.VERBS], "of_jobs": [*launch.OF_JOBS]} if verb is launch else {}
+    return {"verbs": [*VERBS_OF_LAUNCH], "of_jobs": [*OF_JOBS]} if verb is launch else {}
 
 
 class _Built(Exception):

@@ -8,23 +8,47 @@ lockstep launch mine                   an object that an installed package decla
 
 from __future__ import annotations
 
-from typing import cast
+from typing import NamedTuple, cast
 
 from lockstep.core.extensions import import_target, instance, registered
 from lockstep.core.protocols import Launcher
 
+_DIGITS = "train digits --ranks 2"
+
+
+class _Builtin(NamedTuple):
+    """A launcher of Lockstep: where it is, the end of a sentence about it, and options for an example."""
+
+    target: str
+    place: str
+    example: str
+
+
 BUILTIN = {
-    "kubernetes": ("lockstep.launchers.kubernetes:KUBERNETES", "in pods of a Kubernetes cluster"),
-    "slurm": ("lockstep.launchers.slurm:SLURM", "on the nodes of a Slurm cluster"),
-    "ssh": ("lockstep.launchers.ssh:SSH", "on hosts that ssh reaches, until it ends"),
+    "kubernetes": _Builtin(
+        "lockstep.launchers.kubernetes:KUBERNETES",
+        "in pods of a Kubernetes cluster",
+        "--image registry.example/me/train:1 --volume work:/work",
+    ),
+    "slurm": _Builtin("lockstep.launchers.slurm:SLURM", "on the nodes of a Slurm cluster", "--nodes 2 --time 4:00:00"),
+    "ssh": _Builtin("lockstep.launchers.ssh:SSH", "on hosts that ssh reaches, until it ends", "--hosts a,b"),
 }
-"""Name -> where the launcher is, and the end of a sentence about it."""
 
 
 def summaries() -> dict[str, str]:
     """Return the launchers that have a name."""
-    own = {name: f"run the command {text}" for name, (_, text) in BUILTIN.items()}
+    own = {name: f"run the command {each.place}" for name, each in BUILTIN.items()}
     return own | {name: f"run the command by {target}" for name, target in registered("launchers").items()}
+
+
+def introduction(name: str) -> str:
+    """Return what a launcher does, and an example."""
+    if name not in BUILTIN:
+        return f"Runs a command line of Lockstep by {name}."
+    return (
+        f"Runs a command line of Lockstep {BUILTIN[name].place}. Example:\n\n"
+        f"  lockstep launch {name} {BUILTIN[name].example} {_DIGITS}"
+    )
 
 
 def find_launcher(name: str) -> Launcher:
@@ -34,5 +58,5 @@ def find_launcher(name: str) -> Launcher:
         ConfigError: There is none, or it doesn't implement the protocol.
     """
     if name in BUILTIN:
-        return cast("Launcher", import_target(BUILTIN[name][0]))
+        return cast("Launcher", import_target(BUILTIN[name].target))
     return cast("Launcher", instance("launchers", name, {}, Launcher))

@@ -1,0 +1,148 @@
+"""The command line that `lockstep launch` runs elsewhere, checked as its verb would, with a name for its run folder.
+
+train digits optim.lr=0.1    the verb's own `prepare`, and the number of ranks on all nodes
+--sweep optim.lr=0.1,0.01    the same for each run of it
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+from lockstep.cli.arguments import Prepared
+from lockstep.core.closest import did_you_mean
+from lockstep.core.errors import ConfigError, Failure, Problem
+from lockstep.core.jobs import JOB_FILES, JobCommand
+
+VERBS = {"train": "train", "eval": "evaluate", "verify": "verify", "memory": "memory", "doctor": "doctor"}
+"""Verbs that a launcher can run -> their modules, each with a function `prepare`."""
+OF_JOBS = {
+    "status": "print the state of a job",
+    "follow": "print a job's output until it has ended, and return its exit code",
+    "cancel": "stop a job for good",
+}
+"""Commands about a job, which take the place of VERB."""
+WorldSize = Callable[[int | None], int | None]
+"""Ranks of each node, if they are stated -> ranks on all nodes, if they follow."""
+_MOST_RUNS = 1000  # of a sweep: more are a mistake
+
+_BYTES_OF_TRAINED = 12  # of a parameter in fp32 and two moments
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A command line that has been checked, and the arguments that name its run's folder."""
+
+    verb: str
+    arguments: tuple[str, ...]
+    prepared: Prepared
+    folder: Path
+    naming: tuple[str, ...]
+
+
+def job_command(
+    where: str, sweep: Sequence[str], typed: Sequence[str], words: Sequence[str], world_size: WorldSize
+) -> JobCommand:
+    """Check the command line and return it with what a launcher needs to know of it. Raises ConfigError."""
+    checked = _checked(words, world_size)
+    prepared, verb = checked.prepared, checked.verb
+    runs = _sweep(sweep, checked, world_size)
+    naming = () if runs else checked.naming
+    restart = checked.arguments if prepared.restart is None else prepared.restart
+    config = prepared.config
+    ranks = config.launch.ranks if config is not None and prepared.starts_run else "auto"
+    return JobCommand(
+        words=(verb, *checked.arguments, *naming),
+        restart_words=(verb, *restart, *naming),
+        typed=shlex.join(["lockstep", "launch", where, *typed]),
+        name=Path(prepared.name).name,
+        folder=checked.folder.absolute() / JOB_FILES,
+        ranks=ranks if isinstance(ranks, int) else None,
+        nodes=prepared.starts_run,
+        sweep=runs,
+        state_bytes=_state_bytes(prepared),
+        run_folder=checked.folder,
+        checkpoint_folder=config.checkpoint.folder if config is not None else None,
+        in_folder=config is None or config.checkpoint.storage is None,
+    )
+
+
+def _state_bytes(prepared: Prepared) -> int | None:
+    """Return about how large a checkpoint is; None if the config doesn't show it, or the model can't be built here."""
+    config = prepared.config
+    if config is None or not prepared.starts_run:
+        return None
+    from lockstep.core.records import DataFacts
+    from lockstep.plan.stated_facts import model_states_sizes
+
+    if not model_states_sizes(config.model):
+        return None
+    from lockstep.models.build import describe_model
+
+    try:
+        facts = DataFacts(config.batch.global_size, None)
+        parameters = describe_model(config.model, facts, trust_remote_code=prepared.trust_remote_code)
+    except Failure:  # a login node may lack what the nodes have; there it would be reported
+        return None
+    return sum(_BYTES_OF_TRAINED * each.elements if each.trainable else each.bytes for each in parameters)
+
+
+def _checked(words: Sequence[str], world_size: WorldSize) -> _Checked:
+    verb, *arguments = words
+    if verb not in VERBS:
+        raise ConfigError(f"lockstep launch can't run {verb!r}; {did_you_mean(verb, [*VERBS, *OF_JOBS])}")
+    prepared = cast("Prepared", import_module(f"lockstep.cli.{VERBS[verb]}").prepare(arguments))
+    _check_ranks(prepared, world_size)
+    if prepared.folder is not None:
+        return _Checked(verb, tuple(arguments), prepared, prepared.folder, ())
+    folder = _free_folder(prepared.name)
+    naming = (f"run.folder={folder}",) if prepared.starts_run else ()
+    return _Checked(verb, tuple(arguments), prepared, folder, naming)
+
+
+def _check_ranks(prepared: Prepared, world_size: WorldSize) -> None:
+    """Raise ConfigError if the run can't be distributed over the ranks of all nodes, as far as arithmetic shows."""
+    config = prepared.config
+    if config is None or not prepared.starts_run:
+        return
+    total = world_size(None if config.launch.ranks == "auto" else config.launch.ranks)
+    if total is not None:
+        from lockstep.plan.plan import check_on_ranks
+
+        check_on_ranks(config, total)
+
+
+def _free_folder(name: str) -> Path:
+    """Return a folder that doesn't exist, named like that of a run without `run.folder`."""
+    stem = Path("runs", f"{Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    names = itertools.chain([stem], (Path(f"{stem}-{number}") for number in itertools.count(2)))
+    return next(path for path in names if not path.exists())
+
+
+def _sweep(sweep: Sequence[str], checked: _Checked, world_size: WorldSize) -> tuple[tuple[str, ...], ...]:
+    """Return the words of each run of the sweep, all checked. Raises ConfigError."""
+    if not sweep:
+        return ()
+    if not checked.prepared.starts_run:
+        raise ConfigError(f"--sweep trains several runs, and {checked.verb} trains none")
+    values = []
+    for text in sweep:
+        key, equals, listed = text.partition("=")
+        if not equals or not key or "" in listed.split(","):
+            raise ConfigError(Problem("--sweep", "", f"{text!r} is not KEY=A,B, such as optim.lr=0.1,0.01"))
+        values.append([f"{key}={value}" for value in listed.split(",")])
+    runs = [
+        (*combination, f"run.folder={checked.folder / str(number)}")
+        for number, combination in enumerate(itertools.islice(itertools.product(*values), _MOST_RUNS + 1))
+    ]
+    if len(runs) > _MOST_RUNS:
+        raise ConfigError(Problem("--sweep", "", f"these are more than {_MOST_RUNS:,} runs; give fewer values"))
+    for words in runs:
+        _checked((checked.verb, *checked.arguments, *words), world_size)
+    return tuple(runs)

@@ -1,0 +1,60 @@
+"""What all launchers share: flags that were meant, help, notes on the config."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.main import main
+from lockstep.launchers.registry import BUILTIN, introduction
+
+NO_SUCH = "there is no such flag of launch"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["slurm", "--node", "2"], f"--node: {NO_SUCH} slurm; did you mean --nodes?"),
+        (["slurm", "--partitoin=x"], f"--partitoin: {NO_SUCH} slurm; did you mean --partition?"),
+        (["slurm", "--memory", "2G"], f"--memory: {NO_SUCH} slurm; did you mean --mem?"),
+        (["slurm", "--time", "9:00", "--image", "x"], f"--image: {NO_SUCH} slurm; did you mean --container-image?"),
+        (["kubernetes", "--gpus-per-node", "8"], f"--gpus-per-node: {NO_SUCH} kubernetes; did you mean --gpus?"),
+        (["ssh", "--nodes", "2"], f"--nodes: {NO_SUCH} ssh; did you mean --hosts?"),
+        (["slurm", "--frobnicate"], f"--frobnicate: {NO_SUCH} slurm; lockstep launch slurm --help prints"),
+        (["slurm", "--ranks", "2"], "--ranks: belongs to the command, as --ranks N after its verb: train digits"),
+        (["slurm", "--optim.lr=2"], "--optim.lr: belongs to the command, after its verb: train digits --optim.lr"),
+    ],
+)
+def test_an_unknown_flag_names_the_one_that_is_meant(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", *words, "train", "digits"]) == 2
+    assert capsys.readouterr().err.startswith(f"lockstep: {message}")
+
+
+@pytest.mark.parametrize("where", sorted(BUILTIN))
+def test_help_begins_with_what_it_does_and_an_example_that_works(
+    where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", where, "--help"]) == 0
+    shown = capsys.readouterr().out.partition("\n\n")[2]
+    assert shown.startswith(introduction(where))
+    example = next(line for line in shown.splitlines() if line.startswith(f"  lockstep launch {where}"))
+    words = shlex.split(example)[3:]
+    assert main(["launch", where, "--dry-run", *words]) == 0
+
+
+def test_a_note_on_the_config_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    train, note = ["train", "digits", "run.steps=8"], "lockstep: run.steps (--run.steps) replaces run.epochs\n"
+    sweep = ["--sweep", "optim.lr=0.1,0.01"]
+    assert main(["launch", "slurm", "--dry-run", *sweep, *train]) == 0
+    assert capsys.readouterr().err.count(note) == 1
+    assert main(["launch", "ssh", "--hosts", "a,b", "--program", "false", "--ssh=-Fnone", *train]) == 1
+    assert note not in capsys.readouterr().err, "node 0 prints it"
