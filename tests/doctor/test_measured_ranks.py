@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +19,9 @@ from kit.worlds import in_process, in_world
 
 from lockstep.config.schema import Launch
 from lockstep.distributed.measurements import _OPERATIONS, TimedPair, copy_bandwidth, timed_collectives, timed_pairs
-from lockstep.doctor.findings import FindingState
-from lockstep.doctor.ranks import RankPlace, _pairs, check_of_clocks, check_of_pairs, check_of_values, check_ranks
+from lockstep.doctor.findings import Finding, FindingState
+from lockstep.doctor.links import RankPlace, check_of_clocks, check_of_hosts, check_of_pairs, check_of_values
+from lockstep.doctor.ranks import Measurement, _pairs, check_ranks
 from lockstep.launch.local import launch
 
 SECTION = Launch(timeout=20, device="cpu")
@@ -77,32 +80,33 @@ def test_wrong_values_are_named() -> None:
 def _slow_messages() -> None:
     from lockstep.distributed import measurements
 
-    there_and_back = measurements._there_and_back
-
-    def slow(rank: int, first: int, second: int, buffer: Any) -> None:
-        if second == 2:
-            time.sleep(0.02)
-        there_and_back(rank, first, second, buffer)
-
-    measurements._there_and_back = slow
+    seconds = measurements._seconds
+    if os.environ["RANK"] == "2":
+        measurements._seconds = lambda call, device: 0.5 + seconds(call, device)
 
 
 def test_a_slow_link_is_named() -> None:
     _, pairs, _ = in_world(3, _measured, _slow_messages)[0]
     hosts = [RankPlace(f"node{rank}", 0.0, "eth0", 0.0, 1e10) for rank in range(3)]
-    texts = [finding.seen for finding in check_of_pairs(pairs, hosts) if finding.state is FindingState.WARNING]
-    assert len(texts) == 2
-    assert all("rank 2 (node2)" in text for text in texts)
+    (finding,) = check_of_pairs(pairs, hosts)
+    assert finding.state is FindingState.WARNING
+    assert re.match(r"all links of node2 are slow\. node0 and node2: \S+ [KM]iB/s from node2, expected ", finding.seen)
+    assert "; node1 and node2: " in finding.seen
+    (one,) = check_of_pairs([replace(pair, there=9.0, back=1.0 if pair.second == 1 else 9.0) for pair in pairs], hosts)
+    assert one.seen == "node0 and node1: 1 B/s from node1, expected 9 B/s, as the fastest link between hosts has"
 
 
 def test_a_link_slower_than_its_interface_is_named() -> None:
     hosts = [RankPlace(name, 0.0, "eth0", 1.25e9, 1e10) for name in "ab"]
-    (finding,) = check_of_pairs([TimedPair(0, 1, 1e-4, 1e8, True)], hosts)
+    (finding,) = check_of_pairs([TimedPair(0, 1, 1e-4, 1e8, 2e8, True)], hosts)
     assert finding.state is FindingState.WARNING
-    assert "the interface has 1.16 GiB/s" in finding.seen
-    (finding,) = check_of_pairs([TimedPair(0, 1, 1e-4, 1e9, True)], hosts)
+    assert finding.seen == "a and b: 95.4 MiB/s from a, expected 1.16 GiB/s, as eth0 of a gives"
+    slow_cores = [replace(place, tcp=2e8) for place in hosts]  # one connection can't be faster than within a host
+    (finding,) = check_of_pairs([TimedPair(0, 1, 1e-4, 1e8, 2e8, True)], slow_cores)
     assert finding.state is FindingState.OK
-    (finding,) = check_of_pairs([TimedPair(0, 1, 1e-4, 1e9, False)], hosts)
+    (finding,) = check_of_pairs([TimedPair(0, 1, 1e-4, 1e9, 1e9, True)], hosts)
+    assert finding.state is FindingState.OK
+    (finding,) = check_of_pairs([TimedPair(0, 1, 1e-4, 1e9, 1e9, False)], hosts)
     assert finding.state is FindingState.WRONG
 
 
@@ -112,8 +116,15 @@ def test_a_host_whose_clock_differs_is_named_once() -> None:
     ]
     (finding,) = check_of_clocks(places)
     assert finding.state is FindingState.WRONG
-    assert "the clock of b differs by 20.0 s" in finding.seen
+    assert finding.seen == "the clock of b is 20.0 s ahead of that of a"
     assert check_of_clocks(places[:2]) == []
+
+
+def test_what_is_wrong_with_hosts_is_named_once() -> None:
+    full, old = (Finding(FindingState.WRONG, text, "Do.", "x") for text in ("/dev/shm is full", "torch is old"))
+    places = [RankPlace("a", 0.0, wrong=(full,)), RankPlace("a", 0.0), RankPlace("b", 0.0, wrong=(full, old))]
+    texts = [finding.seen for finding in check_of_hosts(places)]
+    assert texts == ["on a, b: /dev/shm is full", "on b: torch is old"]
 
 
 def test_many_ranks_are_measured_by_hosts_and_neighbors() -> None:
@@ -139,7 +150,7 @@ def _entry(fault: Callable[[], None]) -> int:
 
     if os.environ["RANK"] == "1":
         measurements.timed_pairs = lambda *_: fault()  # type: ignore[assignment, return-value]
-    return check_ranks(Launch(timeout=1.5, device="cpu"), 64, None, 80, as_json=False)
+    return check_ranks(Measurement(Launch(timeout=1.5, device="cpu"), 64, 80, as_json=False), None)
 
 
 def _launched(fault: Callable[[], None]) -> tuple[int, str]:

@@ -94,6 +94,12 @@ class Network:
         hosts = self.folder / f"hosts-{host}"
         hosts.write_text("\n".join(["127.0.0.1 localhost", *map(partial(self._known, host), range(self.hosts)), ""]))
         assert libc.mount(bytes(hosts), b"/etc/hosts", None, _BIND, None) == 0, os.strerror(ctypes.get_errno())
+        sysfs = self.folder / f"sys-{host}"
+        sysfs.mkdir(exist_ok=True)
+        assert libc.mount(b"sysfs", bytes(sysfs), b"sysfs", 0, None) == 0, os.strerror(ctypes.get_errno())
+        for part in ("class/net", "devices/virtual/net"):  # of this host; the machine's control groups stay
+            source, place = bytes(sysfs / part), f"/sys/{part}".encode()
+            assert libc.mount(source, place, None, _BIND, None) == 0, os.strerror(ctypes.get_errno())
         if hides is not None:
             hides.mkdir(exist_ok=True)
             assert libc.mount(b"none", bytes(hides), b"tmpfs", 0, None) == 0, os.strerror(ctypes.get_errno())

@@ -73,7 +73,9 @@ class Prepared:
         config: The config, if the verb reads one from its arguments.
         name: What a run with it is called.
         folder: The folder of the run, if the arguments or the config name it.
-        starts_run: Whether it starts or resumes a run, on any number of nodes.
+        starts_run: Whether it starts or resumes a run.
+        nodes: Whether it can be started on several hosts, as `add_hosts` adds the flags for.
+        ranks: Ranks on each host, if the arguments state them; the config may do so, too.
         restart: The arguments with which the same run is resumed; None: the same ones.
         trust_remote_code: Whether code that comes with a downloaded model may run.
     """
@@ -83,6 +85,8 @@ class Prepared:
     name: str = ""
     folder: Path | None = None
     starts_run: bool = False
+    nodes: bool = False
+    ranks: int | None = None
     restart: tuple[str, ...] | None = None
     trust_remote_code: bool = False
 

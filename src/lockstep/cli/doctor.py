@@ -1,15 +1,14 @@
-"""The verb `doctor`: lockstep doctor [RUN] [--ranks N] [--known]."""
+"""The verb `doctor`: lockstep doctor [RUN] [--ranks N [--nodes M --rendezvous HOST:PORT]] [--known]."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from lockstep.cli.arguments import Parser, Prepared, add_json, path, port, size, whole
+from lockstep.cli.arguments import Parser, Prepared, add_hosts, add_json, path, port, size, whole
 from lockstep.core.errors import RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
@@ -29,7 +28,9 @@ def prepare(arguments: Sequence[str]) -> Prepared:
         "--folder", type=path, default=Path("runs"), metavar="FOLDER", help="where runs are; default %(default)s"
     )
     parser.add_argument("--port", type=port, default=0, metavar="N", help="the port that launch.port will have")
-    parser.add_argument("--ranks", type=whole, metavar="N", help="measure collectives between N ranks instead")
+    parser.add_argument("--ranks", type=whole, metavar="N", help="measure between N ranks on this machine instead")
+    add_hosts(parser)
+    parser.add_argument("--interface", metavar="NAME", help="with --ranks: as launch.interface")
     parser.add_argument("--device", default="auto", metavar="NAME", help="with --ranks: as launch.device")
     parser.add_argument(
         "--timeout",
@@ -43,11 +44,20 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     )
     add_json(parser)
     args = parser.parse_args(arguments)
-    questions = {_diagnose: args.run is not None, _show_known: args.known, _measure: args.ranks is not None}
+    measures = args.ranks is not None or args.launch_nodes is not None
+    questions = {_diagnose: args.run is not None, _show_known: args.known, _measure: measures}
     chosen = [action for action, is_asked in questions.items() if is_asked] or [_examine]
     if len(chosen) > 1:
-        parser.error("RUN, --known and --ranks exclude each other; name one")
-    return Prepared(partial(chosen[0], args, _width()), name="doctor")
+        parser.error("RUN, --known and --ranks (or --nodes) exclude each other; name one")
+    of_hosts = {
+        "--rendezvous": args.launch_rendezvous,
+        "--node-rank": args.launch_node_rank,
+        "--job-id": args.launch_job_id,
+    }
+    if (args.launch_nodes or 1) == 1 and (alone := [flag for flag, value in of_hosts.items() if value is not None]):
+        parser.error(f"{alone[0]} is for several hosts; give --nodes N too")
+    answers_here = args.run is not None or args.known
+    return Prepared(partial(chosen[0], args, _width()), name="doctor", nodes=not answers_here, ranks=args.ranks)
 
 
 def _width() -> int:
@@ -59,8 +69,7 @@ def _examine(args: argparse.Namespace, width: int) -> int:
     from lockstep.doctor.findings import MachineView
     from lockstep.doctor.output import as_json, describe, exit_code
 
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    findings = examine(MachineView(folder=args.folder, cache=cache, port=args.port))
+    findings = examine(MachineView(folder=args.folder, port=args.port))
     if args.json:
         emit(as_json(findings))
     else:
@@ -70,10 +79,19 @@ def _examine(args: argparse.Namespace, width: int) -> int:
 
 def _measure(args: argparse.Namespace, width: int) -> int:
     from lockstep.config.schema import Launch
-    from lockstep.doctor.ranks import start
+    from lockstep.doctor.ranks import Measurement, start
 
-    section = Launch(port=args.port, timeout=args.timeout, device=args.device)
-    return start(args.ranks, section, args.size, width, as_json=args.json)
+    of_hosts = {"nodes": args.launch_nodes or 1, "rendezvous": args.launch_rendezvous, "job_id": args.launch_job_id}
+    section = Launch(
+        ranks=args.ranks or "auto",
+        port=args.port,
+        timeout=args.timeout,
+        device=args.device,
+        interface=args.interface,
+        node_rank=args.launch_node_rank,
+        **of_hosts,
+    )
+    return start(Measurement(section, args.size, width, args.json))
 
 
 def _show_known(args: argparse.Namespace, width: int) -> int:

@@ -56,7 +56,7 @@ def job_command(
     naming = () if runs else checked.naming
     restart = checked.arguments if prepared.restart is None else prepared.restart
     config = prepared.config
-    ranks = config.launch.ranks if config is not None and prepared.starts_run else "auto"
+    ranks = config.launch.ranks if config is not None and prepared.starts_run else prepared.ranks
     return JobCommand(
         words=(verb, *checked.arguments, *naming),
         restart_words=(verb, *restart, *naming),
@@ -64,7 +64,8 @@ def job_command(
         name=Path(prepared.name).name,
         folder=checked.folder.absolute() / JOB_FILES,
         ranks=ranks if isinstance(ranks, int) else None,
-        nodes=prepared.starts_run,
+        nodes=prepared.nodes,
+        starts_run=prepared.starts_run,
         sweep=runs,
         state_bytes=_state_bytes(prepared),
         run_folder=checked.folder,

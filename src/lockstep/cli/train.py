@@ -63,6 +63,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
         name,
         Path(folder) if folder is not None else None,
         starts_run=True,
+        nodes=True,
         restart=_restart(arguments, args),
         trust_remote_code=args.trust_remote_code,
     )

@@ -26,6 +26,7 @@ class JobCommand:
         folder: Absolute path of the folder for the job's files.
         ranks: Ranks on each node, if the command states them.
         nodes: Whether it can run on several nodes.
+        starts_run: Whether it starts or resumes a run, whose folder all nodes share.
         sweep: The words that each run of a sweep adds; empty: there is one run.
         state_bytes: Estimated bytes of a checkpoint; None: unknown.
         run_folder: Folder of the run as the command names it, relative to where it runs or absolute.
@@ -40,6 +41,7 @@ class JobCommand:
     folder: Path
     ranks: int | None = None
     nodes: bool = False
+    starts_run: bool = False
     sweep: tuple[tuple[str, ...], ...] = ()
     state_bytes: int | None = None
     run_folder: Path = Path()

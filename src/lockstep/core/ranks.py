@@ -1,13 +1,14 @@
 """Reads the environment variables that make a process a rank.
 
     any launcher sets     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT      as torchrun names them
-    Lockstep's adds       LOCAL_WORLD_SIZE, LOCKSTEP_LAUNCHER, LOCKSTEP_NODES, for rank 0 LOCKSTEP_STORE_FD
+    Lockstep's adds       LOCAL_WORLD_SIZE, LOCKSTEP_LAUNCHER, LOCKSTEP_NODES, ..., for rank 0 LOCKSTEP_STORE_FD
                           --> RankEnvironment.read(os.environ), the same under every launcher
 
 LOCKSTEP_STORE_FD is the file descriptor of a socket that already listens on MASTER_PORT, on loopback only: rank 0
 creates its store from it (`TCPStore(..., master_listen_fd=...)`), so no other process can take the port in between.
 LOCKSTEP_LAUNCHER is the process id of Lockstep's launcher. LOCKSTEP_NODES is the number of hosts; on several,
-MASTER_PORT is a port on loopback of each, from which the launchers forward connections to the store.
+MASTER_PORT is a port on loopback of each, from which the launchers forward connections to the store, and
+LOCKSTEP_ADDRESS is this host's address on the network on which the launchers have met.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lockstep.core.errors import ConfigError, Problem
 STORE_FD = "LOCKSTEP_STORE_FD"
 LAUNCHER = "LOCKSTEP_LAUNCHER"
 NODES = "LOCKSTEP_NODES"
+ADDRESS = "LOCKSTEP_ADDRESS"
 
 _LOOPBACK = "127.0.0.1"
 _REMEDIES = {

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from lockstep.distributed.process_group import World
 
 _MOST_CALLS, _LEAST_CALLS, _SECONDS = 20, 3, 0.2
+_LONGEST_CALL_S = 2.0  # an operation gets no size that is expected to take longer
+_PAIR_CALLS, _PAIR_ENOUGH_S = 3, 0.05
+_PAIR_SIZES = (64 << 10, 512 << 10)  # bytes, before the size that is asked for
 _PATTERN = 97  # small whole numbers: their sums are exact in float32
 
 
@@ -63,15 +66,21 @@ class TimedPair:
 
     Attributes:
         latency: Seconds of a message of a few bytes, one way.
-        bandwidth: Bytes per second, one way.
-        is_right: Whether the message came back as it was sent.
+        there, back: Bytes per second from the first to the second, and from the second to the first.
+        is_right: Whether messages arrived as they were sent.
     """
 
     first: int
     second: int
     latency: float
-    bandwidth: float
+    there: float
+    back: float
     is_right: bool
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of the slower direction."""
+        return min(self.there, self.back)
 
 
 @dataclass(frozen=True)
@@ -88,14 +97,21 @@ class _Operation:
 
 
 def timed_collectives(world: World, sizes: Iterable[int]) -> Iterator[TimedCollective]:
-    """Yield each operation with each size, in bytes. All ranks together; all yield the same.
+    """Yield each operation with each size, in bytes, up to one that is slow. All ranks together; all yield the same.
+
+    Args:
+        sizes: The smallest first.
 
     Raises:
         RuntimeError: A collective failed, or took longer than the group's timeout.
     """
+    sizes = list(sizes)
     for operation in _OPERATIONS:
-        for size in sizes:
-            yield _timed_collective(world, operation, max(1, size // (4 * world.size)) * world.size)
+        for size, following in zip(sizes, [*sizes[1:], 0], strict=True):
+            row = _timed_collective(world, operation, max(1, size // (4 * world.size)) * world.size)
+            yield row
+            if row.seconds * following > _LONGEST_CALL_S * size:
+                break
 
 
 def _timed_collective(world: World, operation: _Operation, elements: int) -> TimedCollective:
@@ -113,18 +129,13 @@ def _timed_collective(world: World, operation: _Operation, elements: int) -> Tim
 def timed_pairs(world: World, pairs: Sequence[tuple[int, int]], size: int) -> list[TimedPair]:
     """Return each pair's latency and bandwidth, one pair after the other. All ranks together; all return the same.
 
+    Args:
+        size: Bytes of the largest message; a slow pair exchanges smaller ones.
+
     Raises:
         RuntimeError: As `timed_collectives`.
     """
-    timed: list[TimedPair] = []
-    for first, second in pairs:
-        world.axis.gather(None)  # a barrier with a time limit
-        own = _timed_pair(world, first, second, size) if world.rank in (first, second) else None
-        results = world.axis.gather(own)
-        result = results[first]
-        assert isinstance(result, TimedPair)
-        timed.append(result)
-    return timed
+    return [_timed_pair(world, first, second, size) for first, second in pairs]
 
 
 def copy_bandwidth(size: int, device: torch.device) -> float:
@@ -136,26 +147,44 @@ def copy_bandwidth(size: int, device: torch.device) -> float:
 
 
 def _timed_pair(world: World, first: int, second: int, size: int) -> TimedPair:
-    small, large = (_values(world, first, max(1, bytes_ // 4)) for bytes_ in (4, size))
-    times: list[float] = []
-    for tensor in (small, large):
-        buffer = tensor.clone() if world.rank == first else torch.zeros_like(tensor)
-        _there_and_back(world.rank, first, second, buffer)
-        calls = [
-            _seconds(lambda buffer=buffer: _there_and_back(world.rank, first, second, buffer), world.device)  # type: ignore[misc]
-            for _ in range(5)
-        ]
-        times.append(statistics.median(calls) / 2)
-    return TimedPair(first, second, times[0], 4 * large.numel() / times[1], torch.equal(buffer, large))
+    there_s, is_right = _timed_message(world, first, second, 4)
+    back_s, _ = _timed_message(world, second, first, 4)
+    there, arrives_there = _bandwidth(world, first, second, size)
+    back, arrives_back = _bandwidth(world, second, first, size)
+    return TimedPair(first, second, (there_s + back_s) / 4, there, back, is_right and arrives_there and arrives_back)
 
 
-def _there_and_back(rank: int, first: int, second: int, buffer: Tensor) -> None:
-    if rank == first:
-        dist.send(buffer, second)
-        dist.recv(buffer, second)
-    else:
-        dist.recv(buffer, first)
-        dist.send(buffer, first)
+def _bandwidth(world: World, sender: int, receiver: int, size: int) -> tuple[float, bool]:
+    """Return the bytes per second from one rank to another, and whether they arrive as they are sent."""
+    for bytes_ in (*(each for each in _PAIR_SIZES if each < size), size):
+        seconds, is_right = _timed_message(world, sender, receiver, bytes_)
+        if seconds > _PAIR_ENOUGH_S or not is_right:
+            break
+    return bytes_ / seconds, is_right
+
+
+def _timed_message(world: World, sender: int, receiver: int, size: int) -> tuple[float, bool]:
+    """Return the seconds until a message of `size` bytes is answered by one of 4, and whether it arrived as sent."""
+    world.axis.gather(None)  # a barrier with a time limit
+    own = (0.0, True)
+    if world.rank in (sender, receiver):
+        message = _values(world, sender, size // 4)
+        buffer = message.clone() if world.rank == sender else torch.zeros_like(message)
+        answer = torch.zeros(1, device=world.device)
+
+        def call() -> None:
+            if world.rank == sender:
+                dist.send(buffer, receiver)
+                dist.recv(answer, receiver)
+            else:
+                dist.recv(buffer, sender)
+                dist.send(answer, sender)
+
+        call()
+        seconds = statistics.median(_seconds(call, world.device) for _ in range(_PAIR_CALLS))
+        own = (seconds, torch.equal(buffer, message))
+    answers: list[Any] = world.axis.gather(own)
+    return answers[sender][0], answers[receiver][1]
 
 
 def _median(world: World, call: Callable[[], None]) -> float:

@@ -2,11 +2,13 @@
 
 one machine                             loopback, where no other machine can connect
 the variable is set                     what the user, or Lockstep's launcher, has chosen
+Lockstep's launcher of several hosts    the interface by which it has met the others
 MASTER_ADDR is another machine          the interface of the route to it
 MASTER_ADDR is this machine             the interface that has the address to which the others connect
 
 Left alone, gloo takes the interface of the address that the hostname resolves to: any machine may connect there, or,
-where it is a loopback address (Debian: 127.0.1.1), no other machine can. NCCL guesses.
+where it is a loopback address (Debian: 127.0.1.1), no other machine can. NCCL guesses. An interface that the user has set
+may be one that others don't reach: if the ranks can't join, the message names it.
 """
 
 from __future__ import annotations
@@ -15,17 +17,19 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from lockstep.core.interfaces import (
     GLOO_INTERFACE,
     NCCL_INTERFACE,
+    address_of,
     interface_names,
     interface_of,
     is_loopback,
     route_to,
 )
+from lockstep.core.ranks import ADDRESS
 from lockstep.distributed.rounds import poll
 
 if TYPE_CHECKING:
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
 
     from lockstep.core.ranks import RankEnvironment
 
-_ADDRESS = "network/address-of-rank-0"
+_ADDRESS, _OTHER = "network/address-of-rank-0", "network/other-interface-of-rank-"
 _OTHERS_S = 30.0  # for ranks of other machines to post the address to which they have connected
 
 
@@ -60,9 +64,28 @@ def use_interface(environment: RankEnvironment, store: Store) -> None:
     if interface is not None:
         for variable in (GLOO_INTERFACE, NCCL_INTERFACE):
             os.environ.setdefault(variable, interface)
+        chosen = os.environ[GLOO_INTERFACE]
+        if chosen != interface:
+            store.set(f"{_OTHER}{environment.rank}", f"{socket.gethostname()} uses {_addressed(chosen)} "
+                      f"({GLOO_INTERFACE}), and reaches the others by {_addressed(interface)}")  # fmt: skip
+
+
+def other_interfaces(environment: RankEnvironment, store: Store) -> list[str]:
+    """Return a clause for each host whose ranks use another interface than the one by which it reaches the others."""
+    keys = [f"{_OTHER}{rank}" for rank in range(environment.world_size)]
+    with suppress(RuntimeError):  # the store has ended
+        return [*dict.fromkeys(store.get(key).decode() for key in keys if store.check([key]))]
+    return []
+
+
+def _addressed(interface: str) -> str:
+    return f"{interface}, {address_of(interface) or 'which has no address'}"
 
 
 def _interface_to_others(environment: RankEnvironment, store: Store) -> str | None:
+    met = os.environ.get(ADDRESS)
+    if met:
+        return interface_of(met)
     source = route_to(environment.master_addr)
     if source is not None and not is_loopback(source):
         store.set(_ADDRESS, socket.gethostbyname(environment.master_addr))

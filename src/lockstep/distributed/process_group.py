@@ -28,7 +28,7 @@ from lockstep.distributed.device_check import refuse_shared_devices
 from lockstep.distributed.host_group import forget_host_groups
 from lockstep.distributed.leaving import abort_groups, is_aborting, is_orderly, refuse_unfinished_abort
 from lockstep.distributed.memory import keep_freed_memory
-from lockstep.distributed.network import own_interface, use_interface
+from lockstep.distributed.network import other_interfaces, own_interface, use_interface
 from lockstep.distributed.rounds import next_round
 from lockstep.distributed.store_exchange import StoreExchange
 from lockstep.distributed.timeouts import collective_timeout
@@ -167,6 +167,7 @@ def _world(environment: RankEnvironment, device: torch.device, backend: str, tim
 
 def _make_group(environment: RankEnvironment, backend: str, device: torch.device, timeout: float) -> None:
     limit = timedelta(seconds=timeout)
+    store: Store | None = None
     try:
         store = _store(environment, limit)
         use_interface(environment, store)
@@ -183,10 +184,10 @@ def _make_group(environment: RankEnvironment, backend: str, device: torch.device
             )
     except (RuntimeError, ValueError, OSError) as error:
         place = f"{environment.master_addr}:{environment.master_port}"
-        reason = str(error).splitlines()[0]
+        reasons = [str(error).splitlines()[0], *(other_interfaces(environment, store) if store is not None else ())]
         raise RunFailed(
             f"rank {environment.rank} could not join the other {environment.world_size - 1} ranks at {place} "
-            f"within {timeout:g} s: {reason}"
+            f"within {timeout:g} s: {'; '.join(reasons)}"
         ) from error
 
 

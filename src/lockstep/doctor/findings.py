@@ -102,7 +102,7 @@ class MachineView:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     search_path: Sequence[str] = field(default_factory=lambda: tuple(sys.path))
     folder: Path = Path("runs")
-    cache: Path = Path("~/.cache")
+    cache: Path = field(default_factory=lambda: Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
     port: int = 0
     device: str = "auto"
     root: Path = Path("/")

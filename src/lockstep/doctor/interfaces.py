@@ -1,7 +1,10 @@
-"""The network interfaces of this machine, as Linux describes them."""
+"""The network interfaces of this machine, as Linux describes them, and how fast TCP is without any."""
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from dataclasses import dataclass
 
 from lockstep.core.interfaces import address_of
@@ -40,3 +43,43 @@ def _interface(machine: MachineView, name: str) -> Interface:
     flags = machine.text(f"{folder}/flags")
     is_up = state == "up" or (state == "unknown" and flags.startswith("0x") and bool(int(flags, 16) & 1))
     return Interface(name, is_up, address_of(name) or "", int(speed) if speed.isdecimal() else 0)
+
+
+def infiniband(machine: MachineView) -> dict[str, float]:
+    """Return the InfiniBand and RoCE adapters with an active port, and the bytes per second of the fastest."""
+    rates = {}
+    for adapter in machine.names("sys/class/infiniband"):
+        ports = [
+            f"sys/class/infiniband/{adapter}/ports/{port}"
+            for port in machine.names(f"sys/class/infiniband/{adapter}/ports")
+        ]
+        active = [machine.text(f"{port}/rate").split() for port in ports if "ACTIVE" in machine.text(f"{port}/state")]
+        gigabits = [float(words[0]) for words in active if words and words[0].replace(".", "", 1).isdecimal()]
+        if gigabits:
+            rates[adapter] = max(gigabits) * 125e6
+    return rates
+
+
+def tcp_bandwidth(size: int = 32 << 20) -> float:
+    """Return the bytes per second of a TCP connection to this host itself, the best of some."""
+    return max(_tcp_bandwidth(size) for _ in range(3))
+
+
+def _tcp_bandwidth(size: int) -> float:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = threading.Thread(target=_send, args=(server.getsockname(), size), daemon=True)
+        sender.start()
+        received, buffer = 0, bytearray(1 << 20)
+        with server.accept()[0] as connection:
+            began = time.perf_counter()
+            while count := connection.recv_into(buffer):
+                received += count
+            seconds = time.perf_counter() - began
+        sender.join()
+    return received / seconds
+
+
+def _send(address: tuple[str, int], size: int) -> None:
+    with socket.create_connection(address) as connection:
+        for _ in range(size >> 20):
+            connection.sendall(bytes(1 << 20))

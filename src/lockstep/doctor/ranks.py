@@ -1,9 +1,9 @@
-"""Collectives between N ranks: are their values right, how fast are they, which link is slow?
+"""Collectives between ranks: are their values right, how fast are they, which link or host is slow or wrong?
 
-    start --> `check_ranks` on each rank --> RankResults of rank 0, in a file --> text or JSON
+    start --> `check_ranks` on each rank --> figures and findings, the same on all; rank 0 prints --> exit code 0 or 3
 
-Started by Lockstep's launcher, or as a rank of any other one. A rank that hangs or ends is named by the launcher when
-`launch.timeout` is over.
+Started by Lockstep's launcher on one or several hosts, or as a rank of any other one. A rank that hangs or ends is
+named when `launch.timeout` is over: by Lockstep's launcher, or under another one by the ranks that are left.
 """
 
 from __future__ import annotations
@@ -14,183 +14,201 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.schema import Launch
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import CollectiveTimeout, RunFailed, VerificationError, blames_a_peer
 from lockstep.core.formatting import duration, size
-from lockstep.core.interfaces import route_to
+from lockstep.core.interfaces import GLOO_INTERFACE, route_to
 from lockstep.core.json_output import emit
-from lockstep.core.ranks import names_a_rank
+from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.core.terminal import echo
+from lockstep.doctor.checks import CHECKS, examine
 from lockstep.doctor.findings import Finding, FindingState, MachineView
-from lockstep.doctor.interfaces import interfaces
-from lockstep.doctor.output import describe, exit_code
-from lockstep.launch.local import launch
+from lockstep.doctor.interfaces import infiniband, interfaces, tcp_bandwidth
+from lockstep.doctor.links import (
+    RankPlace,
+    check_of_clocks,
+    check_of_hosts,
+    check_of_pairs,
+    check_of_values,
+    expected,
+    hosts_of,
+)
+from lockstep.doctor.output import describe
+from lockstep.launch.devices import choose_ranks
+from lockstep.launch.local import import_ahead, launch
+from lockstep.launch.meeting import connected_hosts
+from lockstep.launch.outcome import LaunchResult, print_on_stderr
+
+if TYPE_CHECKING:
+    from lockstep.distributed.process_group import World
 
 _SMALLEST, _STEP = 1 << 10, 16
 _PAIR_BYTES = 4 << 20
 _ALL_PAIRS_UP_TO = 16  # ranks; beyond, the first ranks of hosts, and neighbors
-_SLOW = 1 / 3  # of the fastest such link, or of the interface's speed
-_SKEW_WARNS, _SKEW_BREAKS = 1.0, 15.0  # seconds, as in `system`
+_OF_ONE_PROCESS = ("rank variables", "port", "threads", "run locks", "clock", "hub")
+"""Checks of a host that are left out here: other ranks have answered them, or they don't concern the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
-    """A rank's host, its clock, and the interface by which it reaches the store.
+class Measurement:
+    """What is measured, and how it is shown.
 
     Attributes:
-        clock: Seconds of the epoch, read by all ranks at about the same time.
-        interface: Empty on loopback.
-        speed: The interface's, in bytes per second; 0 if it isn't known.
-        copies: Bytes per second at which memory is copied.
+        largest: Bytes of the largest buffer.
+        width: Columns of the terminal.
     """
 
-    host: str
-    clock: float
-    interface: str
-    speed: float
-    copies: float
+    section: Launch
+    largest: int
+    width: int
+    as_json: bool
 
 
-def start(ranks: int, section: Launch, largest: int, width: int, *, as_json: bool) -> int:
-    """Measure between `ranks` ranks of this machine, or as one of another launcher's; return the exit code."""
+def start(measurement: Measurement) -> int:
+    """Measure between ranks of this machine or of several hosts, or as a rank of another launcher; return 0 or 3."""
     if names_a_rank(os.environ):
-        return check_ranks(section, largest, None, width, as_json)
+        return check_ranks(measurement, None)
+    section = measurement.section
+    ranks = choose_ranks(section)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "results.json")
-        result = launch(partial(check_ranks, section, largest, file, width, as_json), ranks, section, None)
-        if result.code == RunFailed.exit_code:
-            result.show()
-            return 3
-        if as_json and file.is_file():
+        entry = partial(check_ranks, measurement, file)
+        try:
+            result = _on_hosts(entry, ranks, section) if section.nodes > 1 else launch(entry, ranks, section, None)
+        except RunFailed as failure:  # not all hosts have come
+            result = LaunchResult(VerificationError.exit_code, str(failure))
+        if measurement.as_json and file.is_file():
             emit(json.loads(file.read_text()))
-        return result.show()
+        code = result.show()
+        return VerificationError.exit_code if code == RunFailed.exit_code else code
 
 
-def check_ranks(section: Launch, largest: int, file: Path | None, width: int, as_json: bool) -> int:
-    """Measure, on a rank; the first one prints. Return 3 if something is wrong."""
-    from lockstep.distributed.measurements import copy_bandwidth, timed_collectives, timed_pairs
+def _on_hosts(entry: Callable[[], int], ranks: int, section: Launch) -> LaunchResult:
+    """Measure as one of several hosts; all return the same result."""
+    with connected_hosts(section, ranks, {}) as hosts:
+        import_ahead(())
+        hosts.meet()
+        others = ", ".join(str(host) for host in hosts.world if host is not hosts.here)
+        print_on_stderr(f"{len(hosts.world)} hosts: this one, {hosts.here}, is node {hosts.node}; the others: {others}")
+        result = launch(entry, ranks, section, None, hosts=hosts)
+        if hosts.leads:
+            hosts.finish(result)
+        return result
+
+
+def check_ranks(measurement: Measurement, file: Path | None) -> int:
+    """Measure, on a rank; the first one prints, or writes its results to `file`.
+
+    Raises:
+        VerificationError: Something is wrong; all ranks raise the same.
+    """
+    from lockstep.distributed.measurements import timed_collectives, timed_pairs
     from lockstep.distributed.process_group import joined
 
-    with joined(section, grouped=True) as world:
-        copies = copy_bandwidth(min(largest, 64 << 20), world.device)
-        world.axis.gather(None)  # a barrier with a time limit: the clocks are read at the same time
-        places: list[Any] = world.axis.gather(_place(copies))
-        is_first = world.rank == 0
-        if is_first and not as_json:
+    with joined(measurement.section, grouped=True) as world, _missing_ranks_named(world):
+        places = _places(world, measurement)
+        shows = world.rank == 0 and not measurement.as_json
+        if shows:
             echo(f"{_title(places)}, {world.backend} on {world.device.type}\n\n{_HEADER}", flush=True)
         rows = []
-        for row in timed_collectives(world, _sizes(largest)) if world.size > 1 else ():
+        for row in timed_collectives(world, _sizes(measurement.largest)) if world.size > 1 else ():
             rows.append(row)
-            if is_first and not as_json:
+            if shows:
                 echo(_row(row), flush=True)
         pairs = timed_pairs(world, _pairs(places), _PAIR_BYTES)
-        findings = [*check_of_values(rows), *check_of_pairs(pairs, places), *check_of_clocks(places)]
-        if is_first:
-            if not as_json:
-                _show(findings, pairs, places, width)
-            content = {
-                "ranks": world.size,
-                "hosts": [place.host for place in places],
-                "backend": world.backend,
-                "device": world.device.type,
-                "collectives": [
-                    {
-                        **asdict(row),
-                        "algorithm_bytes_per_second": row.algorithm_bandwidth,
-                        "bus_bytes_per_second": row.bus_bandwidth,
-                    }
-                    for row in rows
-                ],
-                "pairs": [asdict(pair) for pair in pairs],
-                "findings": [finding.as_json() for finding in findings],
-            }
+        findings = [
+            *check_of_hosts(places),
+            *check_of_values(rows),
+            *check_of_pairs(pairs, places),
+            *check_of_clocks(places),
+        ]
+        if shows:
+            _show(findings, pairs, places, measurement.width)
+        elif world.rank == 0:
+            content = _as_json(world, places, rows, pairs, findings)
             if file is not None:
                 file.write_text(json.dumps(content))
-            elif as_json:
+            else:
                 emit(content)
-    return exit_code(findings)
+    wrong = [f"{finding.name}: {finding.seen}" for finding in findings if finding.state is FindingState.WRONG]
+    if wrong:
+        raise VerificationError(f"{len(wrong)} wrong: {'; '.join(wrong)}")
+    return 0
 
 
-# --- what the figures show ----------------------------------------------------------------------------------------
+@contextmanager
+def _missing_ranks_named(world: World) -> Iterator[None]:
+    """Name the ranks that hang or have ended when a collective fails; Lockstep's launcher does that itself.
+
+    Raises:
+        CollectiveTimeout: The message names them.
+    """
+    from lockstep.distributed.timeouts import is_timeout
+
+    try:
+        yield
+    except Exception as error:
+        if world.exchange is None or started_by_lockstep(os.environ) or not (blames_a_peer(error) or is_timeout(error)):
+            raise
+        try:
+            world.exchange.meet(None)
+        except RunFailed as missing:
+            raise CollectiveTimeout(f"{missing}, after a collective had failed") from error
+        raise
 
 
-def check_of_values(rows: Sequence[Any]) -> list[Finding]:
-    """Return the collectives whose values are wrong."""
-    bad = [f"{row.operation} of {size(row.size)}" for row in rows if not row.is_right]
-    if bad:
-        remedy = "Find the host: run with fewer ranks; then check its memory, cables and drivers."
-        return [Finding(FindingState.WRONG, f"wrong values: {', '.join(bad)}", remedy, "values")]
-    operations = len({row.operation for row in rows})
-    return [Finding(FindingState.OK, f"{operations} operations gave the right values on all ranks", "", "values")]
+# --- a rank's own part ----------------------------------------------------------------------------------------------
 
 
-def check_of_pairs(pairs: Sequence[Any], places: Sequence[RankPlace]) -> list[Finding]:
-    """Return the pairs of ranks that are much slower than others, or than their interface."""
-    findings: list[Finding] = []
-    for is_inside in (True, False):
-        kind = [pair for pair in pairs if (places[pair.first].host == places[pair.second].host) is is_inside]
-        fastest = max((pair.bandwidth for pair in kind), default=0.0)
-        for pair in kind:
-            hosts = f"rank {pair.first} ({places[pair.first].host}) and rank {pair.second} ({places[pair.second].host})"
-            speed = 0.0 if is_inside else min(places[pair.first].speed, places[pair.second].speed)
-            seen = f"{hosts}: {size(pair.bandwidth)}/s"
-            if not pair.is_right:
-                remedy = "Check memory, cables and drivers of both hosts."
-                findings.append(Finding(FindingState.WRONG, f"{hosts}: a message was changed", remedy, "link"))
-            elif pair.bandwidth < _SLOW * fastest:
-                findings.append(
-                    _slow(f"{seen}; the fastest such link has {size(fastest)}/s", is_inside, places[pair.second])
-                )
-            elif speed and pair.bandwidth < _SLOW * speed:
-                findings.append(_slow(f"{seen}; the interface has {size(speed)}/s", is_inside, places[pair.second]))
-    if pairs and not findings:
-        slowest = min(pairs, key=lambda pair: pair.bandwidth)
-        text = f"{len(pairs)}, the slowest {slowest.first}-{slowest.second}: {size(slowest.bandwidth)}/s"
-        findings.append(Finding(FindingState.OK, text, "", "links"))
-    return findings
+def _places(world: World, measurement: Measurement) -> list[RankPlace]:
+    """Return where all ranks are, and what their hardware gives."""
+    hosts: list[Any] = world.axis.gather(socket.gethostname())
+    has_hosts, leads_host = len(set(hosts)) > 1, world.local_rank == 0
+    on_cpu = world.device.type == "cpu"
+    interface, speed = _interface(world.backend)
+    copies, tcp, wrong = 0.0, 0.0, tuple[Finding, ...]()
+    if on_cpu:
+        from lockstep.distributed.measurements import copy_bandwidth
 
-
-def check_of_clocks(places: Sequence[RankPlace]) -> list[Finding]:
-    """Return hosts whose clock differs from that of rank 0's host."""
-    findings = []
-    for rank, place in enumerate(places):
-        skew = abs(place.clock - places[0].clock)
-        is_first_of_host = all(other.host != place.host for other in places[:rank])
-        if is_first_of_host and skew >= _SKEW_WARNS:
-            state = FindingState.WRONG if skew >= _SKEW_BREAKS else FindingState.WARNING
-            seen = f"the clock of {place.host} differs by {skew:.1f} s from that of {places[0].host}"
-            findings.append(Finding(state, seen, f"Set it by NTP on {place.host}: timedatectl set-ntp true", "clock"))
-    return findings
-
-
-def _slow(seen: str, is_inside: bool, place: RankPlace) -> Finding:
-    by = f" (here {place.interface})" if place.interface else ""
-    remedy = (
-        "Look for other programs on these cores or GPUs, and see nvidia-smi topo -m."
-        if is_inside
-        else f"Check cable, switch and route of that host, and set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME{by}."
+        copies = copy_bandwidth(min(measurement.largest, 64 << 20), world.device)
+    if has_hosts and leads_host:
+        tcp = tcp_bandwidth() if world.backend == "gloo" else 0.0
+        wrong = _wrong_here(measurement.section)
+    world.axis.gather(None)  # a barrier with a time limit: the clocks are read at the same time
+    places: list[Any] = world.axis.gather(
+        RankPlace(socket.gethostname(), time.time(), interface, speed, copies, tcp, wrong)
     )
-    return Finding(FindingState.WARNING, seen, remedy, "slow link")
+    return places
 
 
-# --- a rank's own part --------------------------------------------------------------------------------------------
+def _interface(backend: str) -> tuple[str, float]:
+    """Return the interface by which this host reaches others, and its bytes per second; empty and 0 on loopback."""
+    machine = MachineView()
+    if backend == "nccl" and os.environ.get("NCCL_IB_DISABLE") != "1" and (adapters := infiniband(machine)):
+        return max(adapters.items(), key=lambda item: item[1])
+    source = route_to(os.environ.get("MASTER_ADDR", "127.0.0.1"), socket.AF_INET)
+    chosen = os.environ.get(GLOO_INTERFACE, "")
+    here = next(
+        (item for item in interfaces(machine) if item.name == chosen or (not chosen and item.address == source)), None
+    )
+    is_network = here is not None and not here.address.startswith("127.")
+    return (here.name, here.speed * 125_000.0) if here is not None and is_network else ("", 0.0)
 
 
-def _place(copies: float) -> RankPlace:
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    source = route_to(master, socket.AF_INET)
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    here = interfaces(MachineView())
-    interface = next((item for item in here if item.name == chosen or (not chosen and item.address == source)), None)
-    is_network = interface is not None and not interface.address.startswith("127.")
-    name, speed = (interface.name, interface.speed * 125_000.0) if interface and is_network else ("", 0.0)
-    return RankPlace(socket.gethostname(), time.time(), name, speed, copies)
+def _wrong_here(section: Launch) -> tuple[Finding, ...]:
+    """Return what is wrong with this host, as `lockstep doctor` finds it without a launcher's variables."""
+    of_rank = RankEnvironment().variables()
+    environ = {name: value for name, value in os.environ.items() if name not in of_rank}
+    machine = MachineView(environ=environ, device=section.device)
+    findings = examine(machine, [check for check in CHECKS if check.name not in _OF_ONE_PROCESS])
+    return tuple(finding for finding in findings if finding.state is FindingState.WRONG)
 
 
 def _pairs(places: Sequence[RankPlace]) -> list[tuple[int, int]]:
@@ -210,7 +228,7 @@ def _sizes(largest: int) -> list[int]:
     return sizes if sizes[-1] >= largest else [*sizes, largest]
 
 
-# --- text ---------------------------------------------------------------------------------------------------------
+# --- text and JSON --------------------------------------------------------------------------------------------------
 
 _HEADER = f"{'operation':<15} {'size':>9} {'time':>10} {'algorithm':>13} {'bus':>13}"
 
@@ -228,19 +246,41 @@ def _time(seconds: float) -> str:
 
 
 def _title(places: Sequence[RankPlace]) -> str:
-    hosts = list(dict.fromkeys(place.host for place in places))
+    hosts = hosts_of(places)
     return f"{len(places)} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)} ({', '.join(hosts)})"
 
 
 def _show(findings: Sequence[Finding], pairs: Sequence[Any], places: Sequence[RankPlace], width: int) -> None:
-    lines = [f"\n{'pair':<9} {'latency':>10} {'bandwidth':>13}   what the hardware gives"]
+    lines = [f"\n{'pair':<7} {'latency':>8} {'there':>13} {'back':>13}   what the hardware gives"]
     for pair in pairs:
-        first, second = places[pair.first], places[pair.second]
-        speed = min(first.speed, second.speed)
-        best = f"memory copies {size(first.copies)}/s" if first.host == second.host else "unknown"
-        if first.host != second.host and speed:
-            best = f"{first.interface} {size(speed)}/s"
-        bandwidth = f"{size(pair.bandwidth)}/s"
-        lines.append(f"{f'{pair.first}-{pair.second}':<9} {_time(pair.latency):>10} {bandwidth:>13}   {best}")
+        best, by = expected(places[pair.first], places[pair.second], places)
+        there, back = f"{size(pair.there)}/s", f"{size(pair.back)}/s"
+        gives = f"{size(best)}/s, {by}" if best else "unknown"
+        ranks = f"{pair.first}-{pair.second}"
+        lines.append(f"{ranks:<7} {_time(pair.latency):>8} {there:>13} {back:>13}   {gives}")
     echo("\n".join(lines), flush=True)
     echo(f"\n{describe(findings, width)}", flush=True)
+
+
+def _as_json(
+    world: World, places: Sequence[RankPlace], rows: Sequence[Any], pairs: Sequence[Any], findings: Sequence[Finding]
+) -> dict[str, Any]:
+    return {
+        "ranks": world.size,
+        "hosts": [place.host for place in places],
+        "backend": world.backend,
+        "device": world.device.type,
+        "collectives": [
+            {
+                **asdict(row),
+                "algorithm_bytes_per_second": row.algorithm_bandwidth,
+                "bus_bytes_per_second": row.bus_bandwidth,
+            }
+            for row in rows
+        ],
+        "pairs": [
+            {**asdict(pair), "expected": expected(places[pair.first], places[pair.second], places)[0] or None}
+            for pair in pairs
+        ],
+        "findings": [finding.as_json() for finding in findings],
+    }

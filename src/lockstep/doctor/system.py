@@ -10,13 +10,11 @@ from pathlib import Path
 
 from lockstep.core.formatting import size
 from lockstep.doctor.findings import Finding, MachineView, ok, warning, wrong
+from lockstep.doctor.links import SKEW_BREAKS, SKEW_WARNS
 
 _GIB = 1 << 30
 _LITTLE_SHARED = 64 << 20  # what a container gets by default
 _FEW_FILES, _FEW_PROCESSES, _FEW_INODES = 4096, 1024, 1000
-_SKEW_WARNS, _SKEW_BREAKS = 1.0, 15.0
-"""Seconds. torch's c10d rendezvous takes a host for dead whose last sign of life is older than 3 x 5 s by its own clock
-(torch/distributed/elastic/rendezvous/dynamic_rendezvous.py)."""
 
 
 def run_disk(machine: MachineView) -> Iterator[Finding]:
@@ -132,9 +130,9 @@ def clock(machine: MachineView) -> Iterator[Finding]:
     remedy = "Set the clocks of all hosts by NTP: systemctl enable --now chrony (or timedatectl set-ntp true)."
     if file_time < 1.6e9:
         yield wrong(f"it is {time.strftime('%Y-%m-%d', time.gmtime(file_time))} here: certificates fail", remedy)
-    elif seconds >= _SKEW_BREAKS:
+    elif seconds >= SKEW_BREAKS:
         yield wrong(f"the clock differs by {seconds:.0f} s from {where}: rendezvous takes hosts for dead", remedy)
-    elif seconds >= _SKEW_WARNS:
+    elif seconds >= SKEW_WARNS:
         yield warning(f"the clock differs by {seconds:.1f} s from {where}", remedy)
     else:
         yield ok(f"agrees with {where}")

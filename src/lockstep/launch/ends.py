@@ -36,6 +36,7 @@ from lockstep.core.errors import (
     named_ranks,
     timeout_message,
 )
+from lockstep.core.formatting import listed
 from lockstep.core.stopping import STOP_SIGNALS
 
 
@@ -62,6 +63,7 @@ _WEIGHT = {EndKind.PAUSED: 1, EndKind.TIMED_OUT: 2, EndKind.PEER_FAILED: 3, EndK
 
 _LATE = 2.0  # seconds after the first timeout: a rank that then finds the group broken was not waiting
 _NOTICE_DELAY = 0.5  # seconds by which a rank's death by a signal may be noticed after its consequences
+_MOST_HOSTS = 4  # in a message
 _MOST_CHARACTERS = 12_000  # of a report, so that it reaches the launcher in one piece
 
 
@@ -173,7 +175,7 @@ def describe(
         ):
             return end.text
         case EndKind.TIMED_OUT:
-            return "\n".join([_timeout(ends, end.time, timeout), *end.text.splitlines()[1:]])
+            return "\n".join([_timeout(ends, end.time, timeout, hosts), *end.text.splitlines()[1:]])
         case EndKind.TRACEBACK | EndKind.PEER_FAILED if "\n" in end.text:
             return f"{name} failed:\n{end.text}" if len(ends) > 1 else end.text
         case EndKind.KILLED if end.text.endswith("SIGKILL") and sigkill:
@@ -186,7 +188,7 @@ def describe(
             return f"{name}: {end.text}" if end.text else ""
 
 
-def _timeout(ends: Sequence[End | None], since: float, timeout: float) -> str:
+def _timeout(ends: Sequence[End | None], since: float, timeout: float, hosts: Sequence[str]) -> str:
     """Return which ranks kept others waiting: those that had to be ended, or else those that failed later."""
     reported = [(rank, end) for rank, end in enumerate(ends) if end is not None]
     missing = [rank for rank, end in reported if end.kind is EndKind.ENDED] or [
@@ -194,10 +196,14 @@ def _timeout(ends: Sequence[End | None], since: float, timeout: float) -> str:
     ]
     if missing:
         waiting = [rank for rank, _ in reported if rank not in missing]
-        return timeout_message(
-            named_ranks(missing), named_ranks(waiting) if len(waiting) == 1 else "the others", timeout
-        )
+        others = named_ranks(waiting) if len(waiting) == 1 else "the others"
+        return timeout_message(named_ranks(missing) + _places(missing, hosts), others, timeout)
     return (
         f"no rank hangs, and yet a collective took longer than {timeout:g} s (launch.timeout). Either not all ranks "
         "call the same ones in the same order, or one is slow: then raise launch.timeout"
     )
+
+
+def _places(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    names = [*dict.fromkeys(hosts[rank] for rank in ranks)] if hosts else []
+    return f" on host{'s' * (len(names) > 1)} {listed(names, _MOST_HOSTS)}" if names else ""

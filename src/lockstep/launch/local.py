@@ -39,7 +39,7 @@ from lockstep.config.schema import Launch
 from lockstep.core.closed_streams import open_closed_streams
 from lockstep.core.control_groups import kernel_kills, why_killed
 from lockstep.core.errors import ConfigError, Problem, Stopped
-from lockstep.core.ranks import LAUNCHER, NODES, RankEnvironment, started_by_lockstep
+from lockstep.core.ranks import ADDRESS, LAUNCHER, NODES, RankEnvironment, started_by_lockstep
 from lockstep.core.safe_path import safe_interpreters
 from lockstep.core.stopping import blocked_signals, handled_signals
 from lockstep.launch import streams
@@ -276,7 +276,7 @@ def _store_port(job: _Launch, listener: socket.socket | None) -> int:
 
 def _network_variables(job: _Launch) -> dict[str, str]:
     """Return variables for ranks of several hosts, which a user may override: the interface that connects them."""
-    nodes = {} if job.hosts is None else {NODES: str(len(job.hosts.world))}
+    nodes = {} if job.hosts is None else {NODES: str(len(job.hosts.world)), ADDRESS: job.hosts.address}
     return {**nodes, **interface_variables(job.section.interface, job.hosts.address if job.hosts is not None else "")}
 
 

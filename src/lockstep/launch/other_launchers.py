@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from lockstep.config.schema import Launch
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.interfaces import GLOO_INTERFACE, NCCL_INTERFACE, interface_names, interface_of
-from lockstep.core.ranks import LAUNCHER, NODES, STORE_FD, RankEnvironment, names_a_rank, started_by_lockstep
+from lockstep.core.ranks import ADDRESS, LAUNCHER, NODES, STORE_FD, RankEnvironment, names_a_rank, started_by_lockstep
 
 # Variables of the dynamic linker, the C library, the interpreter, OpenMP, MKL, and torch's import.
 _READ_AT_START = re.compile(
@@ -33,7 +33,7 @@ def read_at_start(variables: Mapping[str, str]) -> list[str]:
 
 def refuse_unsettable(variables: Mapping[str, str]) -> None:
     """Raise ConfigError for variables of `launch.environment` that can't be set only for the ranks."""
-    own = {*RankEnvironment().variables(), STORE_FD, LAUNCHER, NODES}
+    own = {*RankEnvironment().variables(), STORE_FD, LAUNCHER, NODES, ADDRESS}
     problems = [
         Problem("", f"launch.environment.{name}", "is set for each rank by the launcher; leave it out")
         for name in variables

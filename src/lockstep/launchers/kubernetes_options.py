@@ -184,7 +184,7 @@ def _misfitting(command: JobCommand, options: KubernetesOptions) -> list[Problem
         if names_a_secret(name)
     ]  # fmt: skip
     problems += _trainjob_problems(options)
-    if not problems and command.nodes and not _is_kept(command, options):
+    if not problems and command.starts_run and not _is_kept(command, options):
         folder = run_folder(command, options)
         message = (
             f"would be lost with the pod: {folder} is in no volume; give --volume CLAIM:{PurePosixPath(folder).parent} "

@@ -144,7 +144,7 @@ def _words(command: JobCommand, host: SshHost, node: int, nodes: int, job: str) 
 def _shared(command: JobCommand) -> tuple[str, ...]:
     """Return the folder of the checkpoints; none if there is no run, or an object store holds them."""
     place = command.checkpoint_folder or str(command.run_folder)
-    return (place,) if command.nodes and command.in_folder and not is_address(place) else ()
+    return (place,) if command.starts_run and command.in_folder and not is_address(place) else ()
 
 
 def _there(path: str, here: Path, folder: str) -> str:
