@@ -110,6 +110,14 @@ def test_a_link_slower_than_its_interface_is_named() -> None:
     assert finding.state is FindingState.WRONG
 
 
+def test_slow_links_between_gpus_of_a_host_are_named() -> None:
+    pairs = [TimedPair(0, 1, 1e-5, 2e11, 2e11, True), TimedPair(0, 2, 1e-5, 2e10, 2e11, True)]
+    (finding,) = check_of_pairs(pairs, [RankPlace("a", 0.0) for _ in range(3)])
+    assert "ranks 0 and 2 on a: 18.6 GiB/s; the fastest two ranks of one host have 186 GiB/s" in finding.seen
+    (finding,) = check_of_pairs(pairs, [RankPlace("a", 0.0, copies=1e10) for _ in range(3)])
+    assert finding.state is FindingState.OK
+
+
 def test_a_host_whose_clock_differs_is_named_once() -> None:
     places = [
         RankPlace(host, clock, "", 0.0, 1.0) for host, clock in (("a", 0.0), ("a", 0.1), ("b", 20.0), ("b", 20.0))

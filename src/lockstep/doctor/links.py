@@ -78,7 +78,7 @@ def check_of_values(rows: Sequence[Any]) -> list[Finding]:
 def check_of_pairs(pairs: Sequence[Any], places: Sequence[RankPlace]) -> list[Finding]:
     """Return the links that change messages, or are much slower than others or than their hardware."""
     findings = [_changed(pair, places) for pair in pairs if not pair.is_right]
-    inside = [pair for pair in pairs if places[pair.first].host == places[pair.second].host]
+    inside = [pair for pair in pairs if _has_links(places[pair.first], places[pair.second])]
     findings += [_slow_inside(pair, inside, places) for pair in inside if pair.bandwidth < _SLOW * _fastest(inside)]
     findings += _slow_links(_between_hosts(pairs, places), places)
     if pairs and not findings:
@@ -123,12 +123,17 @@ def _changed(pair: Any, places: Sequence[RankPlace]) -> Finding:
     return Finding(FindingState.WRONG, f"{ranks}: a message was changed", remedy, "link")
 
 
+def _has_links(first: RankPlace, second: RankPlace) -> bool:
+    """Return whether two ranks of one host exchange over links, as GPUs do; on CPUs differences are other programs'."""
+    return first.host == second.host and not first.copies
+
+
 def _slow_inside(pair: Any, inside: Sequence[Any], places: Sequence[RankPlace]) -> Finding:
     seen = (
         f"ranks {pair.first} and {pair.second} on {places[pair.first].host}: {size(pair.bandwidth)}/s; the fastest two "
         f"ranks of one host have {size(_fastest(inside))}/s"
     )
-    remedy = "Look for other programs on these cores or GPUs, and see nvidia-smi topo -m."
+    remedy = "Look for other programs on these GPUs, and see how they are connected: nvidia-smi topo -m."
     return Finding(FindingState.WARNING, seen, remedy, "slow link")
 
 
