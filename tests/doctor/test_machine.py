@@ -329,14 +329,18 @@ def test_this_machines_interfaces_are_read() -> None:
     assert loopback.address == "127.0.0.1"
 
 
-def test_a_hostname_on_loopback_is_named() -> None:
+def test_a_hostname_on_loopback_is_a_warning_only_for_other_programs_on_several_hosts() -> None:
     debian = {"hostname": "node1", "addresses": lambda name: ["127.0.1.1"]}
-    assert "node1 resolves to 127.0.1.1" in _warning(network.hostname(_machine(**debian)))
-    text = _wrong(network.hostname(_machine({"MASTER_ADDR": "192.0.2.77"}, **debian)))
+    elsewhere = {"MASTER_ADDR": "192.0.2.77"}
+    text = _warning(network.hostname(_machine(elsewhere, **debian)))
+    assert "node1 is 127.0.1.1, where gloo of programs other than Lockstep listens" in text
     assert "GLOO_SOCKET_IFNAME=" in text
-    assert "resolves to nothing" in _warning(network.hostname(_machine(addresses=lambda name: [])))
-    assert not _bad(network.hostname(_machine({"GLOO_SOCKET_IFNAME": "eth0"}, **debian)))
-    assert not _bad(network.hostname(_machine(addresses=lambda name: ["10.0.0.4"])))
+    assert "node1 is unknown" in _warning(
+        network.hostname(_machine(elsewhere, hostname="node1", addresses=lambda _: []))
+    )
+    assert not _bad(network.hostname(_machine(**debian)))
+    assert not _bad(network.hostname(_machine({**elsewhere, "GLOO_SOCKET_IFNAME": "eth0"}, **debian)))
+    assert not _bad(network.hostname(_machine(elsewhere, addresses=lambda name: ["10.0.0.4"])))
 
 
 def test_the_hub_is_asked_unless_it_is_offline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_a_host_whose_clock_differs_is_named_once() -> None:
 
 def test_what_is_wrong_with_hosts_is_named_once() -> None:
     full, old = (Finding(FindingState.WRONG, text, "Do.", "x") for text in ("/dev/shm is full", "torch is old"))
-    places = [RankPlace("a", 0.0, wrong=(full,)), RankPlace("a", 0.0), RankPlace("b", 0.0, wrong=(full, old))]
+    places = [RankPlace("a", 0.0, findings=(full,)), RankPlace("a", 0.0), RankPlace("b", 0.0, findings=(full, old))]
     texts = [finding.seen for finding in check_of_hosts(places)]
     assert texts == ["on a, b: /dev/shm is full", "on b: torch is old"]
 

@@ -7,8 +7,9 @@ MASTER_ADDR is another machine          the interface of the route to it
 MASTER_ADDR is this machine             the interface that has the address to which the others connect
 
 Left alone, gloo takes the interface of the address that the hostname resolves to: any machine may connect there, or,
-where it is a loopback address (Debian: 127.0.1.1), no other machine can. NCCL guesses. An interface that the user has set
-may be one that others don't reach: if the ranks can't join, the message names it.
+where it is a loopback address (Debian: 127.0.1.1), no other machine can. NCCL guesses. The user may have set an
+interface that others don't reach: if the ranks can't join, the message names it. With gloo that depends on addresses:
+of two ranks the one with the lower address listens.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class RankPlace:
         copies: Bytes per second at which memory is copied on the CPU; 0 where ranks don't exchange by that.
         tcp: Bytes per second of a TCP connection within the host, the most that one to another host can have; 0 where
             the backend doesn't use TCP, or the host was not measured by this rank.
-        wrong: What is wrong with the host, as `lockstep doctor` finds it there; of one rank of each host.
+        findings: What `lockstep doctor` finds wrong on the host; of one rank of each host.
     """
 
     host: str
@@ -41,7 +41,7 @@ class RankPlace:
     speed: float = 0.0
     copies: float = 0.0
     tcp: float = 0.0
-    wrong: tuple[Finding, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
 
 def hosts_of(places: Sequence[RankPlace]) -> list[str]:
@@ -106,7 +106,7 @@ def check_of_hosts(places: Sequence[RankPlace]) -> list[Finding]:
     """Return what is wrong with hosts, each fact once."""
     hosts: dict[Finding, list[str]] = {}
     for place in places:
-        for finding in place.wrong:
+        for finding in place.findings:
             hosts.setdefault(finding, []).append(place.host)
     return [
         Finding(finding.state, f"on {listed(names, _MOST_NAMED)}: {finding.seen}", finding.remedy, finding.name)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.core import hub
-from lockstep.core.interfaces import route_to
+from lockstep.core.interfaces import is_loopback, route_to
 from lockstep.doctor.findings import Finding, MachineView, ok, warning, wrong
 from lockstep.doctor.interfaces import Interface, interfaces
 
@@ -97,28 +97,24 @@ def _named(machine: MachineView, variable: str, here: list[Interface]) -> Iterat
 
 
 def hostname(machine: MachineView) -> Iterator[Finding]:
-    """Check what the hostname resolves to: gloo listens there unless GLOO_SOCKET_IFNAME is set."""
+    """Check what the hostname resolves to. Lockstep's ranks don't use it; gloo of other programs listens there."""
     name, master = machine.hostname, machine.environ.get("MASTER_ADDR", "")
     addresses = machine.addresses(name)
-    several_hosts = bool(master) and not _is_local(master)
-    if machine.environ.get("GLOO_SOCKET_IFNAME"):
-        yield ok(f"{name} is {', '.join(addresses) or 'unknown'}; GLOO_SOCKET_IFNAME is set, which counts")
-        return
-    finding = wrong if several_hosts else warning
-    source = route_to(
-        master if several_hosts else "192.0.2.1", socket.AF_INET
-    )  # an address of no host: the default route
-    by = next((item.name for item in interfaces(machine) if item.address == source), "eth0")
-    remedy = (
-        f"Lockstep takes the interface that leads to the other hosts. For other programs set GLOO_SOCKET_IFNAME={by}, "
-        f"or give {name} its address in /etc/hosts."
-    )
-    if not addresses:
-        yield finding(f"{name} resolves to nothing, where gloo would listen", remedy)
-    elif all(address.startswith(_LOOPBACK) or address == "::1" for address in addresses):
-        yield finding(f"{name} resolves to {', '.join(addresses)}: gloo of other hosts can't connect there", remedy)
+    seen = f"{name} is {', '.join(addresses) or 'unknown'}"
+    set_to = machine.environ.get("GLOO_SOCKET_IFNAME")
+    is_reached = any(not is_loopback(address) for address in addresses)
+    if set_to or is_reached:
+        yield ok(f"{seen}; gloo uses {set_to} (GLOO_SOCKET_IFNAME)" if set_to else seen)
+    elif not master or _is_local(master):
+        yield ok(f"{seen}, which matters to other programs on several hosts; Lockstep chooses by the route")
     else:
-        yield ok(f"{name} is {', '.join(addresses)}")
+        source = route_to(master, socket.AF_INET)
+        by = next((item.name for item in interfaces(machine) if item.address == source), "eth0")
+        yield warning(
+            f"{seen}, where gloo of programs other than Lockstep listens, and no other host reaches it",
+            f"For those, set GLOO_SOCKET_IFNAME={by}, or give {name} its address in /etc/hosts. Lockstep's ranks use "
+            f"the interface that leads to MASTER_ADDR.",
+        )
 
 
 def hugging_face_hub(machine: MachineView) -> Iterator[Finding]:

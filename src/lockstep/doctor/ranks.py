@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.schema import Launch
 from lockstep.core.errors import CollectiveTimeout, RunFailed, VerificationError, blames_a_peer
 from lockstep.core.formatting import duration, size
-from lockstep.core.interfaces import GLOO_INTERFACE, route_to
+from lockstep.core.interfaces import GLOO_INTERFACE, address_of, interface_of, is_loopback, route_to
 from lockstep.core.json_output import emit
-from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
+from lockstep.core.ranks import ADDRESS, RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.core.terminal import echo
 from lockstep.doctor.checks import CHECKS, examine
-from lockstep.doctor.findings import Finding, FindingState, MachineView
+from lockstep.doctor.findings import Finding, FindingState, MachineView, warning
 from lockstep.doctor.interfaces import infiniband, interfaces, tcp_bandwidth
 from lockstep.doctor.links import (
     RankPlace,
@@ -173,17 +173,17 @@ def _places(world: World, measurement: Measurement) -> list[RankPlace]:
     has_hosts, leads_host = len(set(hosts)) > 1, world.local_rank == 0
     on_cpu = world.device.type == "cpu"
     interface, speed = _interface(world.backend)
-    copies, tcp, wrong = 0.0, 0.0, tuple[Finding, ...]()
+    copies, tcp, here = 0.0, 0.0, list[Finding]()
     if on_cpu:
         from lockstep.distributed.measurements import copy_bandwidth
 
         copies = copy_bandwidth(min(measurement.largest, 64 << 20), world.device)
     if has_hosts and leads_host:
         tcp = tcp_bandwidth() if world.backend == "gloo" else 0.0
-        wrong = _wrong_here(measurement.section)
+        here = [*_wrong_here(measurement.section), *_other_interface()]
     world.axis.gather(None)  # a barrier with a time limit: the clocks are read at the same time
     places: list[Any] = world.axis.gather(
-        RankPlace(socket.gethostname(), time.time(), interface, speed, copies, tcp, wrong)
+        RankPlace(socket.gethostname(), time.time(), interface, speed, copies, tcp, tuple(here))
     )
     return places
 
@@ -202,13 +202,25 @@ def _interface(backend: str) -> tuple[str, float]:
     return (here.name, here.speed * 125_000.0) if here is not None and is_network else ("", 0.0)
 
 
-def _wrong_here(section: Launch) -> tuple[Finding, ...]:
+def _other_interface() -> Iterator[Finding]:
+    """Warn if gloo uses another interface than the one by which this host reaches the others."""
+    address = os.environ.get(ADDRESS) or route_to(os.environ.get("MASTER_ADDR", ""), socket.AF_INET)
+    met = interface_of(address) if address else None
+    chosen = os.environ.get(GLOO_INTERFACE, met)
+    if met is None or chosen is None or chosen == met or is_loopback(address or ""):
+        return
+    seen = f"{GLOO_INTERFACE}={chosen} ({address_of(chosen)}), and this host reaches the others by {met} ({address})"
+    remedy = f"Unset it, or set it to {met}; if {chosen} is the faster network, set it so on all hosts."
+    yield replace(warning(seen, remedy), name="interfaces")
+
+
+def _wrong_here(section: Launch) -> list[Finding]:
     """Return what is wrong with this host, as `lockstep doctor` finds it without a launcher's variables."""
     of_rank = RankEnvironment().variables()
     environ = {name: value for name, value in os.environ.items() if name not in of_rank}
     machine = MachineView(environ=environ, device=section.device)
     findings = examine(machine, [check for check in CHECKS if check.name not in _OF_ONE_PROCESS])
-    return tuple(finding for finding in findings if finding.state is FindingState.WRONG)
+    return [finding for finding in findings if finding.state is FindingState.WRONG]
 
 
 def _pairs(places: Sequence[RankPlace]) -> list[tuple[int, int]]:
