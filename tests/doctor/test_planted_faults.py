@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import socket
 from pathlib import Path
 
 import pytest
-from kit.planted import FAULTS, FULL_SHM, PlantedFault, _doctor, install, stale_lock
+from kit.planted import FAULTS, PlantedFault
 
 
 @pytest.mark.drill

@@ -8,14 +8,12 @@ Faults between hosts are planted on network namespaces, and need root (`kit.host
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -63,7 +61,7 @@ class PlantedFault:
 
 
 def _doctor(folder: Path, *words: str, before: str = "", **environment: str) -> Answer:
-    """Run `lockstep doctor` in a fresh interpreter. `before`: lines of sh that run first, in namespaces of their own."""
+    """Run `lockstep doctor` in a fresh interpreter. `before`: lines of sh that run first, with mounts of their own."""
     start = [sys.executable, "-m", "lockstep", "doctor", *words]
     if before:
         start = ["unshare", "--mount", "sh", "-c", f'{before}\nexec "$@"', "sh", *start]
@@ -195,8 +193,11 @@ def _end(process: int) -> None:
 def _second_interface(net: Network) -> None:
     """Give host 0 an interface of another network, of which host 1 knows nothing."""
     for words in (
-        "link add eth1 type veth peer name far1", "addr add 10.5.0.5/24 dev eth1", "link set eth1 up", "link set far1 up"
-    ):  # fmt: skip
+        "link add eth1 type veth peer name far1",
+        "addr add 10.5.0.5/24 dev eth1",
+        "link set eth1 up",
+        "link set far1 up",
+    ):
         subprocess.run(["ip", "-n", f"{net.name}-0", *words.split()], check=True)
 
 
@@ -211,15 +212,21 @@ def _missing_host(folder: Path) -> Answer:
 def slow(net: Network, host: int, *others: int) -> None:
     """Limit what a host sends, to all or to some others, to 20 Mbit/s."""
     tc = ["ip", "netns", "exec", f"{net.name}-{host}", "tc"]
-    limit = "tbf rate 20mbit burst 32kbit latency 400ms".split()
+    limit = ["tbf", "rate", "20mbit", "burst", "32kbit", "latency", "400ms"]
     if not others:
         subprocess.run([*tc, "qdisc", "add", "dev", "eth0", "root", *limit], check=True)
         return
-    subprocess.run([*tc, "qdisc", "add", "dev", "eth0", "root", "handle", "1:", "prio"], check=True)
-    subprocess.run([*tc, "qdisc", "add", "dev", "eth0", "parent", "1:3", *limit], check=True)
-    for other in others:
-        match = ["u32", "match", "ip", "dst", f"{net.address(other)}/32", "flowid", "1:3"]
-        subprocess.run([*tc, "filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", *match], check=True)
+    for words in (
+        "qdisc add dev eth0 root handle 1: htb default 1",
+        "class add dev eth0 parent 1: classid 1:1 htb rate 10gbit",
+        "class add dev eth0 parent 1: classid 1:2 htb rate 10gbit",
+        f"qdisc add dev eth0 parent 1:2 {' '.join(limit)}",
+        *(
+            f"filter add dev eth0 parent 1: protocol ip u32 match ip dst {net.address(other)}/32 flowid 1:2"
+            for other in others
+        ),
+    ):
+        subprocess.run([*tc, *words.split()], check=True)
 
 
 def _slow_link(folder: Path) -> Answer:
