@@ -260,7 +260,7 @@ def test_names_are_host_names(name: str) -> None:
         ([*PLAIN, "train", "digits", "run.folder=/runs/a"], "run.folder: would be lost with the pod: /runs/a is in no"),
         ([*PLAIN[:2], "--volume", "work:/work:ro", *TRAIN], "run.folder: would be lost with the pod"),
         ([*PLAIN, "--kind", "pod", *TRAIN], "--kind: invalid choice: 'pod'"),
-        ([*PLAIN, "--nodes", "2", "doctor"], "--nodes: 2, but `lockstep doctor` runs in one pod"),
+        ([*PLAIN, "--nodes", "2", "memory", "digits"], "--nodes: 2, but `lockstep memory` runs in one pod"),
         ([*PLAIN, "--memory", "200GB", *TRAIN], "--memory: '200GB' is not a size; write 200Gi"),
         ([*PLAIN, "--memory", "4Gi", "--shm", "5Gi", *TRAIN], "--shm: 5Gi is more than --memory 4Gi"),
         ([*PLAIN, "--volume", "work", *TRAIN], "--volume: 'work' is not CLAIM:/PATH"),
