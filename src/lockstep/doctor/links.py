@@ -1,4 +1,4 @@
-"""Finds in what was measured between ranks: wrong values, slow links, clocks that differ, hosts where something is wrong.
+"""Finds what is wrong in what was measured between ranks: values, slow links, clocks that differ, hosts.
 
 pairs of ranks --> links between hosts --> slow: less than a third of the fastest link, or of what the hardware gives
                                            all links of a host slow, and no other: that host, not its links
