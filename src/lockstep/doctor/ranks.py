@@ -58,7 +58,7 @@ _OF_ONE_PROCESS = ("rank variables", "port", "threads", "run locks", "clock", "h
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What is measured, and how it is shown.
+    """The extent of a measurement, and how it is shown.
 
     Attributes:
         largest: Bytes of the largest buffer.
