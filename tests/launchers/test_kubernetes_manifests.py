@@ -13,7 +13,7 @@ import yaml
 from kit.manifests import VERSIONS, problem_of
 
 from lockstep.cli.main import main
-from lockstep.launchers.kubernetes_manifests import job_name
+from lockstep.launchers.tools import job_name
 
 TRAIN = ["train", "digits", "run.folder=runs/a"]
 PLAIN = ["--image", "me/train:1", "--volume", "work:/work"]

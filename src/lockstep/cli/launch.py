@@ -130,7 +130,7 @@ def _of_job(where: str, launcher: Launcher, words: Sequence[str]) -> int:
     job = job_of(where, parser.parse_args(list(words[1:])).job)
     if words[0] == "follow":
         return _follow(where, launcher, job)
-    if words[0] == "cancel":
+    if words[0] in ("cancel", "stop"):
         launcher.cancel(job)
         echo(f"{where} job {job.number} is canceled")
         return 0

@@ -26,6 +26,7 @@ OF_JOBS = {
     "status": "print the state of a job",
     "follow": "print a job's output until it has ended, and return its exit code",
     "cancel": "stop a job for good",
+    "stop": "stop a job for good, as cancel",
 }
 """Commands about a job, which take the place of VERB."""
 WorldSize = Callable[[int | None], int | None]

@@ -89,8 +89,12 @@ def _file(path: Path) -> Recipe:
     raise ConfigError(f"there is no file {path}" + (f"; did you mean {neighbors[near]}?" if near else ""))
 
 
-def _folder() -> Path:
+def recipes_folder() -> Path:
+    """Return the folder of the recipes, in the package or beside it."""
     installed = _PACKAGE / "recipes"
-    folder = installed if installed.is_dir() else _PACKAGE.parents[1] / "recipes"
-    here = Path.cwd()
+    return installed if installed.is_dir() else _PACKAGE.parents[1] / "recipes"
+
+
+def _folder() -> Path:
+    folder, here = recipes_folder(), Path.cwd()
     return folder.relative_to(here) if folder.is_relative_to(here) else folder  # short paths in messages

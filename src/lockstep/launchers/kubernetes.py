@@ -27,9 +27,9 @@ from lockstep.core.errors import ConfigError, Paused, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import echo, plain
-from lockstep.launchers.kubernetes_manifests import REPLICATED, TOKEN, documents, job_name, text_of
+from lockstep.launchers.kubernetes_manifests import REPLICATED, TOKEN, documents, text_of
 from lockstep.launchers.kubernetes_options import KubernetesOptions, check, workdir
-from lockstep.launchers.tools import execute, write_files
+from lockstep.launchers.tools import execute, job_name, write_files
 
 _NOT_HERE = "install it, with a context for your cluster; --dry-run prints the manifests anywhere"
 _RESOURCES = {

@@ -9,7 +9,6 @@ Of several pods each has a launcher. The job's token is in no manifest, only the
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -36,7 +35,6 @@ CONTAINERS = {"job": "lockstep", "jobset": "lockstep", "trainjob": "node"}
 REPLICATED = "node"
 
 _KEPT_S = 7 * 24 * 3600
-_MOST_NAME = 40  # characters: pods add a suffix of their own, and a label has 63
 _COMMENTS = {
     "publishNotReadyAddresses": "The first pod's name resolves as soon as the pod exists.",
     "completionMode": "Each pod has a number, 0 to completions - 1: its node rank.",
@@ -47,12 +45,6 @@ _COMMENTS = {
     "numNodes": "One launcher in each pod starts the ranks, whatever numProcPerNode is.",
 }
 """Key -> a comment above its first line."""
-
-
-def job_name(name: str, unique: str) -> str:
-    """Return a name for the objects of a job, valid as a host name."""
-    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:_MOST_NAME].strip("-")
-    return f"{plain if plain[:1].isalpha() else f'run-{plain}'.strip('-')}-{unique}"
 
 
 def documents(command: JobCommand, options: KubernetesOptions, name: str) -> list[dict[str, Any]]:

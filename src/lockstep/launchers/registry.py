@@ -25,6 +25,11 @@ class _Builtin(NamedTuple):
 
 
 BUILTIN = {
+    "aws": _Builtin(
+        "lockstep.launchers.aws:AWS",
+        "on instances of AWS that are started for it",
+        "--type g6.12xlarge --bucket my-bucket --instance-profile train",
+    ),
     "kubernetes": _Builtin(
         "lockstep.launchers.kubernetes:KUBERNETES",
         "in pods of a Kubernetes cluster",

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 from lockstep.core.errors import ConfigError, Paused, Problem
 from lockstep.core.jobs import JobCommand
-from lockstep.launchers.tools import own_program, seconds_to_save
+from lockstep.launchers.tools import bash_array, own_program, seconds_to_save
 from lockstep.strategies.section import Auto, Positive, Section
 
 _TIME = re.compile(
@@ -214,22 +214,17 @@ def _command(command: JobCommand, options: SlurmOptions) -> Iterator[str]:
     yield ""
     yield f"program=({_program(options)})"
     if command.restart_words == command.words:
-        yield f"command=({_array(command.words)})"
+        yield f"command=({bash_array(command.words)})"
     else:
         yield 'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then'
-        yield f"    command=({_array(command.words)})"
+        yield f"    command=({bash_array(command.words)})"
         yield "else # queued again: resume what the first start has begun"
-        yield f"    command=({_array(command.restart_words)})"
+        yield f"    command=({bash_array(command.restart_words)})"
         yield "fi"
     if command.sweep:
         yield "case $SLURM_ARRAY_TASK_ID in"
-        yield from (f"{number}) command+=({_array(words)}) ;;" for number, words in enumerate(command.sweep))
+        yield from (f"{number}) command+=({bash_array(words)}) ;;" for number, words in enumerate(command.sweep))
         yield "esac"
-
-
-def _array(words: Sequence[str]) -> str:
-    """Return the words for an array of bash; commas are quoted, too, because they look like a mistake there."""
-    return " ".join(f"'{word}'" if "," in word and shlex.quote(word) == word else shlex.quote(word) for word in words)
 
 
 def _program(options: SlurmOptions) -> str:

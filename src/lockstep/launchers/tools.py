@@ -7,6 +7,7 @@ OutputTail(pattern)         prints what is new in the files that match
 from __future__ import annotations
 
 import glob
+import re
 import shlex
 import subprocess
 import sys
@@ -23,6 +24,7 @@ _WRITTEN_PER_SECOND = 200e6  # bytes, by a node, to a slow shared file system
 _UNKNOWN_STATE_S = 120
 _PATIENCE_S = 120
 _MOST_LINES = 3
+_MOST_NAME = 40  # characters: pods of Kubernetes add a suffix of their own, and a label has 63
 
 
 def seconds_to_save(command: JobCommand, nodes: int) -> int:
@@ -63,6 +65,17 @@ def own_program() -> str:
     """Return the words, for a shell, that start this Lockstep at the same path of another machine."""
     script = Path(sys.executable).parent / "lockstep"
     return shlex.quote(str(script)) if script.is_file() else f"{shlex.quote(sys.executable)} -m lockstep"
+
+
+def job_name(name: str, unique: str) -> str:
+    """Return a name for a job and what belongs to it, valid as a host name."""
+    plain_name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:_MOST_NAME].strip("-")
+    return f"{plain_name if plain_name[:1].isalpha() else f'run-{plain_name}'.strip('-')}-{unique}"
+
+
+def bash_array(words: Sequence[str]) -> str:
+    """Return the words for an array of bash; commas are quoted, too, because they look like a mistake there."""
+    return " ".join(f"'{word}'" if "," in word and shlex.quote(word) == word else shlex.quote(word) for word in words)
 
 
 def write_files(files: Mapping[Path, str]) -> None:

@@ -1,0 +1,282 @@
+"""A cloud for tests: moto's server over HTTP, and faults between boto3 and it.
+
+with cloud() as aws:                        moto has no placement groups, and keeps an instance's own interface when it
+                                            is terminated, which EC2 doesn't: both are mended in its server
+    aws.left()                              all that exists: instances that aren't terminated, groups, volumes, objects
+    with faults(Fault(3, "lost")) as calls: the fourth request takes effect, and its answer is lost; calls: all so far
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import signal
+import urllib.parse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial, partialmethod
+from typing import Any, Literal
+from unittest import mock
+
+from kit.s3 import environment
+
+BUCKET = "my-bucket"
+_IMAGE = {"Name": "/aws/ami"}
+
+
+@dataclass
+class Cloud:
+    """The server, and clients of it."""
+
+    endpoint: str
+    image: str
+    subnet: str
+    _clients: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        nowhere = "http://127.0.0.1:1"
+        return {**environment(self.endpoint), "AWS_ENDPOINT_URL_PRICING": nowhere, "AWS_PROFILE": ""}
+
+    def client(self, service: str) -> Any:
+        import boto3
+
+        if service not in self._clients:
+            keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
+            session = boto3.session.Session()
+            self._clients[service] = session.client(service, endpoint_url=self.endpoint, **keys)
+        return self._clients[service]
+
+    def left(self) -> list[str]:
+        """What exists and was made by a launch, the checkpoints apart."""
+        ec2 = self.client("ec2")
+        found = [
+            f"{each['InstanceId']} {each['State']['Name']}"
+            for reservation in ec2.describe_instances()["Reservations"]
+            for each in reservation["Instances"]
+            if each["State"]["Name"] != "terminated"
+        ]
+        found += [each["VolumeId"] for each in ec2.describe_volumes()["Volumes"]]
+        found += [each["NetworkInterfaceId"] for each in ec2.describe_network_interfaces()["NetworkInterfaces"]]
+        groups = ec2.describe_security_groups()["SecurityGroups"]
+        found += [each["GroupName"] for each in groups if each["GroupName"] != "default"]
+        found += [each["GroupName"] for each in ec2.describe_placement_groups()["PlacementGroups"]]
+        found += [
+            each["SpotInstanceRequestId"]
+            for each in ec2.describe_spot_instance_requests()["SpotInstanceRequests"]
+            if each["State"] in ("open", "active")
+        ]
+        return found + [name for name in self.objects() if "/checkpoints/" not in name]
+
+    def objects(self) -> list[str]:
+        listed = self.client("s3").list_objects_v2(Bucket=BUCKET).get("Contents", ())
+        return [each["Key"] for each in listed]
+
+    def put(self, key: str, text: str) -> None:
+        self.client("s3").put_object(Bucket=BUCKET, Key=key, Body=text.encode())
+
+    def clean(self) -> None:
+        """Delete what a test has left."""
+        ec2, s3 = self.client("ec2"), self.client("s3")
+        live = [{"Name": "instance-state-name", "Values": ["pending", "running", "stopped"]}]
+        for reservation in ec2.describe_instances(Filters=live)["Reservations"]:
+            ec2.terminate_instances(InstanceIds=[each["InstanceId"] for each in reservation["Instances"]])
+        for group in ec2.describe_security_groups()["SecurityGroups"]:
+            if group["GroupName"] != "default":
+                ec2.delete_security_group(GroupId=group["GroupId"])
+        for placed in ec2.describe_placement_groups()["PlacementGroups"]:
+            ec2.delete_placement_group(GroupName=placed["GroupName"])
+        for name in self.objects():
+            s3.delete_object(Bucket=BUCKET, Key=name)
+
+
+@contextmanager
+def cloud() -> Iterator[Cloud]:
+    from botocore.loaders import JSONFileLoader
+    from moto.ec2.models.instances import Instance
+    from moto.ec2.responses import EC2Response
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
+    prepare = Instance.prep_nics
+    stand_ins = {each.__name__: each for each in (_create_group, _delete_group, _describe_groups)}
+    names = {"_create_group": "create_placement_group", "_delete_group": "delete_placement_group"}
+    names["_describe_groups"] = "describe_placement_groups"
+    for name, function in stand_ins.items():
+        setattr(EC2Response, names[name], function)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    read = functools.cache(partial(JSONFileLoader.load_file, JSONFileLoader()))  # of 10 MB, for each new client
+    try:
+        with (
+            mock.patch.object(JSONFileLoader, "load_file", lambda loader, path: read(path)),
+            mock.patch.object(Instance, "prep_nics", partialmethod(_with_own_interface, prepare)),
+        ):
+            yield _filled(Cloud(f"http://{host}:{port}", "", ""))
+    finally:
+        server.stop()
+        for name in names.values():
+            delattr(EC2Response, name)
+
+
+def _filled(made: Cloud) -> Cloud:
+    made.client("s3").create_bucket(Bucket=BUCKET)
+    made.client("iam").create_instance_profile(InstanceProfileName="train")
+    ec2 = made.client("ec2")
+    images = ec2.describe_images(Filters=[{"Name": "architecture", "Values": ["x86_64"]}])["Images"]
+    made.image = images[0]["ImageId"]
+    made.subnet = ec2.describe_subnets()["Subnets"][0]["SubnetId"]
+    made.client("ssm").put_parameter(Name="/my/ami", Value=made.image, Type="String")
+    return made
+
+
+def _with_own_interface(instance: Any, prepare: Callable[..., None], interfaces: list[Any], **options: Any) -> None:
+    prepare(instance, interfaces, **options)
+    if not interfaces:
+        for interface in instance.nics.values():
+            interface.delete_on_termination = True
+
+
+# --- placement groups, as EC2 answers for them ----------------------------------------------------------------------
+
+
+def _groups(response: Any) -> dict[str, str]:
+    groups: dict[str, str] = response.ec2_backend.__dict__.setdefault("stand_in_placement_groups", {})
+    return groups
+
+
+def _create_group(response: Any) -> str:
+    from moto.ec2.exceptions import EC2ClientError
+
+    name = response._get_param("GroupName")
+    if name in _groups(response):
+        raise EC2ClientError("InvalidPlacementGroup.Duplicate", f"The placement group '{name}' already exists.")
+    _groups(response)[name] = response._get_param("Strategy")
+    return _xml("CreatePlacementGroup", "<return>true</return>")
+
+
+def _delete_group(response: Any) -> str:
+    from moto.ec2.exceptions import EC2ClientError
+
+    name = response._get_param("GroupName")
+    reservations = response.ec2_backend.all_reservations()
+    if any(
+        each.state == "running" and each.placement_group == name
+        for reservation in reservations
+        for each in reservation.instances
+        if hasattr(each, "placement_group")
+    ):
+        raise EC2ClientError("InvalidPlacementGroup.InUse", f"The placement group '{name}' is in use.")
+    _known(response, name)
+    del _groups(response)[name]
+    return _xml("DeletePlacementGroup", "<return>true</return>")
+
+
+def _describe_groups(response: Any) -> str:
+    wanted = list(response._get_param("GroupNames", [])) or list(_groups(response))
+    for name in wanted:
+        _known(response, name)
+    items = "".join(
+        f"<item><groupName>{name}</groupName><state>available</state><strategy>cluster</strategy></item>"
+        for name in wanted
+    )
+    return _xml("DescribePlacementGroups", f"<placementGroupSet>{items}</placementGroupSet>")
+
+
+def _known(response: Any, name: str) -> None:
+    from moto.ec2.exceptions import EC2ClientError
+
+    if name not in _groups(response):
+        raise EC2ClientError("InvalidPlacementGroup.Unknown", f"The Placement Group '{name}' is unknown.")
+
+
+def _xml(action: str, content: str) -> str:
+    space = "http://ec2.amazonaws.com/doc/2016-11-15/"
+    return f'<{action}Response xmlns="{space}"><requestId>r</requestId>{content}</{action}Response>'
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+Kind = Literal["refused", "throttled", "lost", "never answered", "stopped before", "stopped after"]
+
+
+@dataclass
+class Fault:
+    """What happens to a request.
+
+    Attributes:
+        at: Its number, from 0 on.
+        kind: `refused`: a permission is missing; `lost`: it takes effect, and its answer is lost; `never answered`:
+            the same, and its repetitions aren't answered either; `stopped`: a SIGINT arrives before or after it.
+    """
+
+    at: int
+    kind: Kind
+    pattern: str = ""
+    repeated: str = field(default="", init=False)
+
+
+@contextmanager
+def faults(*planned: Fault) -> Iterator[list[str]]:
+    """Make faults; yield the names of all requests so far, such as `ec2:RunInstances` and `PUT token`."""
+    from botocore.exceptions import ReadTimeoutError
+    from botocore.httpsession import URLLib3Session
+
+    calls: list[str] = []
+    send: Callable[..., Any] = URLLib3Session.send
+
+    def sent(session: Any, request: Any) -> Any:
+        name, number = _name_of(request), len(calls)
+        calls.append(name)
+        for fault in planned:
+            if fault.kind == "never answered" and fault.repeated == name:
+                raise ReadTimeoutError(endpoint_url=request.url)
+            is_due = re.search(fault.pattern, name) is not None if fault.pattern else number == fault.at
+            if not is_due:
+                continue
+            if fault.kind in ("refused", "throttled"):
+                return _refusal(fault.kind)
+            if fault.kind == "stopped before":
+                os.kill(os.getpid(), signal.SIGINT)
+            answer = send(session, request)
+            if fault.kind == "stopped after":
+                os.kill(os.getpid(), signal.SIGINT)
+            if fault.kind in ("lost", "never answered"):
+                fault.repeated = name
+                raise ReadTimeoutError(endpoint_url=request.url)
+            return answer
+        return send(session, request)
+
+    with mock.patch.object(URLLib3Session, "send", sent):
+        yield calls
+
+
+def _name_of(request: Any) -> str:
+    body = request.body
+    text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
+    action = re.search(r"(?:^|&)Action=(\w+)", text)
+    if action is not None:
+        return f"ec2:{action[1]}"
+    target = dict(request.headers.items()).get("X-Amz-Target", b"")
+    if target:
+        return target.decode() if isinstance(target, bytes) else str(target)
+    path = urllib.parse.urlsplit(request.url)
+    return f"{request.method} {path.path.rpartition('/')[2]}{'?' + path.query if path.query else ''}"
+
+
+def _refusal(kind: str) -> Any:
+    from botocore.awsrequest import AWSResponse
+
+    code, status = ("RequestLimitExceeded", 503) if kind == "throttled" else ("UnauthorizedOperation", 403)
+    errors = f"<Errors><Error><Code>{code}</Code><Message>planned</Message></Error></Errors>"
+    text = f"<Response>{errors}<RequestID>r</RequestID></Response>".encode()
+
+    class Raw:
+        def stream(self, **options: Any) -> Iterator[bytes]:
+            yield text
+
+    return AWSResponse("http://x", status, {"content-length": str(len(text))}, Raw())
