@@ -155,7 +155,7 @@ def test_without_credentials_the_rest_is_shown(
         ([*NEEDED, "--env", "HF_TOKEN=hf_x", *TRAIN], "--env: HF_TOKEN looks like a secret, and every process"),
         ([*NEEDED, "--tag", "aws:x=1", *TRAIN], "--tag: 'aws:x=1' is not KEY=VALUE, such as team=vision"),
         ([*NEEDED, "--setup", "a\nb", *TRAIN], "--setup: 'a\\nb' is not one line"),
-        ([*NEEDED, "--profile", "nobody", *TRAIN], "the AWS configuration has no profile nobody"),
+        ([*NEEDED, "--profile", "unknown", *TRAIN], "the AWS configuration has no profile unknown"),
         ([*NEEDED, *TRAIN, "checkpoint.folder=/data/c"], "checkpoint.folder: /data/c would be lost with the instances"),
         ([*NEEDED, *TRAIN, "run.folder=/data/run"], "run.folder: /data/run is not in the folder in which the command"),
         ([*NEEDED, "train", "mine.yaml"], "mine.yaml is here, and not among the files that are copied"),

@@ -93,7 +93,7 @@ def _missing(options: AwsOptions) -> Iterator[Problem]:
     if options.type is None:
         yield Problem("--type", "", "is missing; give an instance type, such as g6.12xlarge")
     if options.bucket is None:
-        yield Problem("--bucket", "", "is missing; give a bucket of yours, for the logs, results and checkpoints")
+        yield Problem("--bucket", "", "is missing; give your bucket, for the logs, results and checkpoints")
     if options.instance_profile is None:
         message = "is missing; give an instance profile whose role may use the bucket (the page AWS has its policy)"
         yield Problem("--instance-profile", "", message)
@@ -130,7 +130,7 @@ def _misfitting(command: JobCommand, options: AwsOptions) -> Iterator[Problem]:
     if command.sweep:
         yield Problem("--sweep", "", "needs a queue, which EC2 has not; launch the runs one after the other")
     if options.ssh_from is not None and options.key_name is None:
-        yield Problem("--ssh-from", "", "needs a key pair, without which nobody can log in; give --key-name, too")
+        yield Problem("--ssh-from", "", "needs a key pair, without which no login is possible; give --key-name, too")
     if options.ssh_from is not None and options.security_group:
         yield Problem("--ssh-from", "", "is for the group that is created; allow ssh in --security-group instead")
     if options.image is not None and options.program is not None:

@@ -39,7 +39,7 @@ def cost_note(aws: AwsCalls | None, region: str, instance_type: str, nodes: int,
         return f"the cost of {instance_type} is unknown here; see AWS's price list"
     less = "; spot instances cost less, and how much changes by the hour" if spot else ""
     sum_text = f"{nodes} x {price:.4g} = {nodes * price:,.2f} dollars an hour on demand"
-    return f"cost: {sum_text} ({source}), besides disks and traffic{less}"
+    return f"cost: {sum_text} ({source}), without disks and traffic{less}"
 
 
 def _listed(aws: AwsCalls | None, region: str, instance_type: str) -> float | None:

@@ -13,6 +13,7 @@ they meet there. User data can be read by every process of an instance: the job'
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -111,6 +112,7 @@ code=0
 wait $! || code=$?
 exit $code
 """
+_MOST_TYPED = 500  # characters, of 16 KiB in all
 _READY_S = 3600
 _WATCH_S = 10
 
@@ -139,7 +141,7 @@ def user_data(command: JobCommand, options: AwsOptions, job: NodeJob) -> str:
     every, minutes = _WATCH_S, max(round(60 * options.max_hours), 1)
     parts = [
         "#!/usr/bin/env bash",
-        f"# {without_secrets(' '.join(command.typed.split()))}",
+        f"# {textwrap.shorten(without_secrets(command.typed), _MOST_TYPED, placeholder=' ...')}",
         "# Runs as root on each instance when it starts. The instance terminates itself afterwards.",
         "set -euo pipefail",
         "",
