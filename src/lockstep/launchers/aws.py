@@ -211,7 +211,7 @@ class _AwsState:
     first: str | None
 
 
-class _Target:
+class _FollowedJob:
     """A job of AWS, and what its run's folder here remembers of it."""
 
     def __init__(self, job: AwsJob, profile: str | None, record: Path | None, code: int | None) -> None:
@@ -258,7 +258,7 @@ def _code(ends: Mapping[str, int], nodes: int) -> int:
     return failed[0] if failed else int(len(ends) < nodes or not ends)
 
 
-def _target(job: LaunchedJob) -> _Target:
+def _target(job: LaunchedJob) -> _FollowedJob:
     profile, code, path = None, None, None
     if job.folder is not None:
         path = job.folder / RECORD_FILE
@@ -267,10 +267,10 @@ def _target(job: LaunchedJob) -> _Target:
             profile, code = record.get("profile"), record.get("code")
         except (OSError, ValueError, AttributeError):
             raise ConfigError(f"{path} is missing or damaged; give the job's identifier") from None
-    return _Target(job_named(job.number), profile, path, code)
+    return _FollowedJob(job_named(job.number), profile, path, code)
 
 
-def _wait_for_end(target: _Target, record: Mapping[str, Any]) -> _AwsState:
+def _wait_for_end(target: _FollowedJob, record: Mapping[str, Any]) -> _AwsState:
     """Print log and state until the job has ended. Raises RunFailed if AWS doesn't answer for long."""
     began = answered_at = time.monotonic()
     first_end: float | None = None
@@ -307,7 +307,7 @@ def _with_code(state: _AwsState, code: int) -> _AwsState:
     return _AwsState(state.text, code, state.live, state.ends, state.first)
 
 
-def _explain(target: _Target, state: _AwsState) -> None:
+def _explain(target: _FollowedJob, state: _AwsState) -> None:
     """Print the log of the instance that has failed, if it isn't instance 0, or the console of one without a log."""
     failed = next((node for node, code in sorted(state.ends.items()) if code), None)
     if failed not in (None, "0") and not state.ends.get("0"):
@@ -317,7 +317,7 @@ def _explain(target: _Target, state: _AwsState) -> None:
         echo(f"--- the console of {state.first} ends with:\n{text}", file=sys.stderr, flush=True)
 
 
-def _stop(target: _Target) -> None:
+def _stop(target: _FollowedJob) -> None:
     """Ask the run to save and stop, and wait for it; a job whose run has not begun needs no waiting."""
     try:
         state = target.state()

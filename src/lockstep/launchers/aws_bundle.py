@@ -1,4 +1,4 @@
-"""What is copied to the instances: the project, and this Lockstep.
+"""Copies the project and this Lockstep to the instances.
 
 project.tar.gz      what git knows of the folder: its files, and new ones that .gitignore doesn't name
 WHEEL               this very Lockstep, so that the instances run what was tried here; pip installs what it needs

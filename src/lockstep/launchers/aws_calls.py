@@ -67,7 +67,7 @@ class CallFailed(RunFailed):
 
 
 class NoAccess(CallFailed):
-    """There are no credentials, or no way to AWS: a plan can be made without them."""
+    """Credentials or a way to AWS are missing: a plan can be made without them."""
 
 
 class AwsCalls:

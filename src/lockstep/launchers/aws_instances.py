@@ -1,4 +1,4 @@
-"""What a job has on EC2: found by its tag, and removed again, in the order of what it costs.
+"""Finds what a job has on EC2 by its tag, and removes it, in the order of what it costs.
 
 instances -> (they are gone) -> spot requests, volumes, interfaces -> security group, placement group -> objects
 """

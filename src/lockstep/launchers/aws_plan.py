@@ -30,7 +30,7 @@ IMAGE, ROOT, NETWORK = "IMAGE", "ROOT_DEVICE", "VPC"
 
 @dataclass(frozen=True, slots=True)
 class AwsFacts:
-    """What AWS knows of the image, the instance type and the subnet.
+    """Facts about the image, the instance type and the subnet, from AWS.
 
     Attributes:
         image: The image's id.

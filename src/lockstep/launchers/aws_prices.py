@@ -1,4 +1,4 @@
-"""What instances cost: AWS's price list where the credentials may read it, or a small table with a date.
+"""Looks up what instances cost: in AWS's price list if the credentials may read it, or in a small table with a date.
 
 The table is no offer: prices change, and regions, spot, discounts, disks and traffic differ from it.
 """

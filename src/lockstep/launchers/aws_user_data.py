@@ -119,7 +119,7 @@ _WATCH_S = 10
 
 @dataclass(frozen=True, slots=True)
 class NodeJob:
-    """What an instance has to know of its job.
+    """Facts about a job that its instances need.
 
     Attributes:
         name: Name of the job.
