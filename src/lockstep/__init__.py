@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from lockstep.core.jobs import JobStatus as JobStatus
     from lockstep.core.jobs import LaunchedJob as LaunchedJob
     from lockstep.core.jobs import LaunchPlan as LaunchPlan
+    from lockstep.core.jobs import ProjectFiles as ProjectFiles
     from lockstep.core.protocols import Launcher as Launcher
     from lockstep.core.protocols import Monitor as Monitor
     from lockstep.core.protocols import Objective as Objective
     from lockstep.core.protocols import ObjectStore as ObjectStore
+    from lockstep.core.protocols import ProjectLauncher as ProjectLauncher
     from lockstep.core.protocols import Source as Source
     from lockstep.core.protocols import Transform as Transform
     from lockstep.core.records import Batch as Batch
@@ -67,8 +69,8 @@ _HOMES = {
     for module, names in {
         "lockstep.config.schema": "Config",
         "lockstep.core.errors": "CollectiveTimeout ConfigError Failure RunFailed VerificationError",
-        "lockstep.core.jobs": "JobCommand JobStatus LaunchPlan LaunchedJob",
-        "lockstep.core.protocols": "Launcher Monitor ObjectStore Objective Source Transform",
+        "lockstep.core.jobs": "JobCommand JobStatus LaunchPlan LaunchedJob ProjectFiles",
+        "lockstep.core.protocols": "Launcher Monitor ObjectStore Objective ProjectLauncher Source Transform",
         "lockstep.core.records": "Batch DataFacts EvaluationReport Request RestartReport RunInfo SaveReport StepReport",
         "lockstep.distributed.forward_mode": "positions",
         "lockstep.distributed.generators": "register_generator",

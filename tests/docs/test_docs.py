@@ -15,7 +15,7 @@ import pytest
 import yaml
 from kit.commands import run_lockstep, run_script
 
-from lockstep.cli.launch import VERBS as LAUNCHED
+from lockstep.cli.launch_command import VERBS as LAUNCHED
 from lockstep.cli.main import VERBS, main
 from lockstep.config import shape
 from lockstep.config.loading import validate

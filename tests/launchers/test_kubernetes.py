@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import yaml
 from kit.commands import run_lockstep
 from kit.manifests import problem_of
+from kit.programs import Program
 
 from lockstep.cli.main import main
 from lockstep.launchers import kubernetes
@@ -22,52 +22,17 @@ from lockstep.launchers import kubernetes
 TRAIN = ["train", "digits", "run.folder=runs/a"]
 LAUNCH = ["launch", "kubernetes"]
 OPTIONS = ["--image", "me/train:1", "--volume", "work:/work", "--namespace", "ml"]
-KUBECTL = f"""#!{sys.executable} -S
-import json, os, sys, time
-words = [word for word in sys.argv[1:] if not word.startswith(("--namespace=", "--context="))]
-folder = os.path.dirname(os.path.abspath(sys.argv[0]))
-stdin = sys.stdin.read() if words[-1].endswith("/dev/stdin") else ""
-with open(folder + "/calls", "a") as file:
-    file.write(json.dumps([sys.argv[1:], stdin]) + "\\n")
-with open(folder + "/answers") as file:
-    answers = json.load(file)
-line = " ".join(words)
-for start, given in answers.items():
-    if line.startswith(start):
-        answer = given.pop(0) if len(given) > 1 else given[0]
-        with open(folder + "/answers.new", "w") as file:
-            json.dump(answers, file)
-        os.replace(folder + "/answers.new", folder + "/answers")
-        if answer[0] == "stop":
-            os.kill(os.getppid(), int(os.environ["STOP"]))
-            time.sleep(1)
-        sys.stdout.write(answer[0])
-        sys.stderr.write(answer[1])
-        sys.exit(1 if answer[1] else 0)
-"""
 
 
-class Cluster:
-    """A program named kubectl that answers what it is given, and records its calls."""
+class Cluster(Program):
+    """A program named kubectl."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        kubectl = folder / "kubectl"
-        kubectl.write_text(KUBECTL)
-        kubectl.chmod(0o755)
-        self.answer({})
+        super().__init__(folder, "kubectl")
 
     def answer(self, answers: dict[str, list[tuple[str, str]]]) -> None:
-        """Set stdout and stderr of the calls that start with a text, one after another; the last one is repeated."""
         known = {"config current-context": [("here\n", "")], "get jobs.batch/": [("abc-123", "")]}
-        (self._folder / "answers").write_text(
-            json.dumps({**answers, **known} if "get" not in str(answers) else answers)
-        )
-
-    def calls(self) -> list[tuple[str, str]]:
-        path = self._folder / "calls"
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [(shlex.join(words), stdin) for words, stdin in lines]
+        super().answer({**answers, **known} if "get" not in str(answers) else answers)
 
 
 @pytest.fixture
@@ -121,16 +86,17 @@ def test_a_job_is_tried_and_then_created_with_its_secret(cluster: Cluster, capsy
     namespace, kind, name = number.split("/")
     assert (namespace, kind) == ("ml", "job")
     calls = cluster.calls()
-    verbs = [call.removeprefix("--namespace=ml ").partition(" --")[0].partition(" '--")[0] for call, _ in calls]
+    words = [call.words for call in calls]
+    verbs = [call.removeprefix("--namespace=ml ").partition(" --")[0].partition(" '--")[0] for call in words]
     assert verbs == [
         "config current-context", "create", f"create secret generic {name}", "create", f"get jobs.batch/{name}",
         f"patch service/{name}", f"patch secret/{name}",
     ]  # fmt: skip
-    assert "--dry-run=server" in calls[1][0]
-    assert '"uid": "abc-123"' in calls[-1][0]
-    [token] = [stdin for _, stdin in calls if stdin]
+    assert "--dry-run=server" in words[1]
+    assert '"uid": "abc-123"' in words[-1]
+    [token] = [call.stdin for call in calls if call.stdin]
     assert re.fullmatch("[0-9a-f]{64}", token)
-    assert all(token not in call for call, _ in calls), "a secret is on no command line"
+    assert all(token not in call for call in words), "a secret is on no command line"
     written = [path for path in Path().rglob("*") if path.is_file()]
     assert {path.name for path in written} == {"job.yaml", "job.json"}
     assert all(token not in path.read_text() for path in written)
@@ -151,11 +117,11 @@ def test_one_pod_needs_no_secret_and_the_context_is_remembered(
 ) -> None:
     number = launched(capsys, *OPTIONS[:4], "--context", "arn:aws:eks:x/y", *TRAIN)
     assert number.startswith("arn:aws:eks:x/y/default/job/digits-")
-    assert [call.partition(" ")[0] for call, _ in cluster.calls()] == ["--context=arn:aws:eks:x/y"] * 3
+    assert [call.words.partition(" ")[0] for call in cluster.calls()] == ["--context=arn:aws:eks:x/y"] * 3
     cluster.answer({"get jobs": [job(condition("Complete"))], "get pods": [pods()]})
     assert main([*LAUNCH, "status", number]) == 0
     assert capsys.readouterr().out == f"Kubernetes {number}: completed\n"
-    assert cluster.calls()[-1][0].startswith("--context=arn:aws:eks:x/y --namespace=default get pods")
+    assert cluster.calls()[-1].words.startswith("--context=arn:aws:eks:x/y --namespace=default get pods")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +146,7 @@ def test_nothing_is_left_when_a_call_fails(
     assert written.out == ""
     assert written.err.count("\n") == 1
     assert message in written.err
-    calls = [words for words, _ in cluster.calls()]
+    calls = [call.words for call in cluster.calls()]
     name = calls[-1].rpartition("/")[2]
     made = any("create secret" in words for words in calls)
     deletes = f"--namespace=ml delete --ignore-not-found --wait=false jobs.batch/{name} service/{name} secret/{name}"
@@ -193,7 +159,7 @@ def test_a_stopped_submission_leaves_nothing(number: signal.Signals, cluster: Cl
     cluster.answer({"create --filename": [("stop", "")], "get jobs": [("abc", "")]})
     done = run_lockstep(*LAUNCH, *OPTIONS, "--nodes", "2", *TRAIN, PATH=os.environ["PATH"], STOP=str(int(number)))
     assert done.returncode == 130, done
-    call = cluster.calls()[-1][0]
+    call = cluster.calls()[-1].words
     assert re.search(r"delete .* jobs\.batch/(\S+) service/\1 secret/\1$", call)
 
 
@@ -310,7 +276,7 @@ def test_a_job_that_is_deleted_was_canceled(cluster: Cluster, capsys: pytest.Cap
 def test_each_kind_is_canceled_by_deleting_it(kind: str, resource: str, selector: str, cluster: Cluster) -> None:
     cluster.answer({f"get {resource}": [job()], "get pods": [pods()]})
     assert main([*LAUNCH, "cancel", f"ml/{kind}/a"]) == 0
-    calls = [words for words, _ in cluster.calls()]
+    calls = [call.words for call in cluster.calls()]
     assert calls[-1] == f"--namespace=ml delete --ignore-not-found --wait=false {resource}/a"
     assert selector in calls[1]
     cluster.answer({f"get {resource}": [job(condition("Completed"))], "get pods": [pods()]})

@@ -12,17 +12,18 @@ import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli.arguments import Command, Parser, collected_notes, run_command
 from lockstep.cli.launch_command import OF_JOBS, VERBS, job_command
 from lockstep.cli.launch_flags import refuse_unknown
 from lockstep.cli.launch_jobs import job_of, submit_job
+from lockstep.cli.launch_project import print_files, refuse_others, short, write_project
 from lockstep.cli.section_flags import add_section, section_of
 from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError
 from lockstep.core.jobs import HostOptions, LaunchedJob, LaunchPlan
+from lockstep.core.protocols import ProjectLauncher
 from lockstep.core.stopping import undo_on_stop, write_stderr
 from lockstep.core.terminal import echo
 from lockstep.launchers.registry import find_launcher, introduction, summaries
@@ -68,9 +69,14 @@ def _launch(where: str, arguments: Sequence[str]) -> int:
         metavar="KEY=A,B",
         help="train one run for each value of a key; may be repeated, for all combinations",
     )
+    if isinstance(launcher, ProjectLauncher):
+        parser.add_argument("--init", action="store_true", help="write the files that a project needs; takes no VERB")
     own, words = _divided(arguments, parser.flags())
     refuse_unknown(where, own, parser.flags())
     args = parser.parse_args(own)
+    if isinstance(launcher, ProjectLauncher) and args.init:
+        refuse_others(where, args, words)
+        return write_project(launcher, section_of(args, launcher.options), dry_run=args.dry_run)
     if not words:
         raise ConfigError(f"lockstep launch {where} needs the command line to run, such as: train digits --ranks 2")
     if words[0] in OF_JOBS:
@@ -86,7 +92,7 @@ def _launch(where: str, arguments: Sequence[str]) -> int:
         _print_plan(plan)
         return 0
     job = submit_job(where, launcher, command, plan)
-    echo(f"{where} job {job.number}; its files are in {_short(command.folder)}", file=sys.stderr, flush=True)
+    echo(f"{where} job {job.number}; its files are in {short(command.folder)}", file=sys.stderr, flush=True)
     if plan.attached:
         return launcher.follow(job)
     return _follow(where, launcher, job) if args.follow else 0
@@ -111,9 +117,7 @@ def _world_size(options: object, ranks: int | None) -> int | None:
 
 
 def _print_plan(plan: LaunchPlan) -> None:
-    for path, text in plan.files.items():
-        echo(f"would write {_short(path)}:", file=sys.stderr, flush=True)
-        echo(text, end="", flush=True)
+    print_files(plan.files)
     for words in plan.commands:
         echo(f"would execute: {shlex.join(words)}", file=sys.stderr)
 
@@ -136,11 +140,6 @@ def _of_job(where: str, launcher: Launcher, words: Sequence[str]) -> int:
         return 0
     echo(launcher.status(job).text)
     return 0
-
-
-def _short(path: Path) -> Path:
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 COMMANDS = {name: Command(text, partial(_launch, name)) for name, text in summaries().items()}

@@ -54,9 +54,8 @@ def section_of(args: argparse.Namespace, section: type[BaseModel]) -> BaseModel:
     try:
         return section.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(
-            [_problem(section, str(each["loc"][0]), each["msg"], args) for each in error.errors()]
-        ) from None
+        problems = [_problem(section, str(each["loc"][0]), each["msg"], args) for each in error.errors()]
+        raise ConfigError(list(dict.fromkeys(problems))) from None  # a union has an error for each of its parts
 
 
 def _flag(name: str) -> str:

@@ -13,10 +13,9 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from lockstep.core.errors import ConfigError, Paused, Stopped, VerificationError
 from lockstep.core.jobs import JobCommand
+from lockstep.launchers.commented_yaml import yaml_lines
 from lockstep.launchers.kubernetes_options import (
     KubernetesOptions,
     claims,
@@ -73,33 +72,10 @@ def text_of(manifests: Sequence[Mapping[str, Any]], command: JobCommand) -> str:
             "# The pods prove to each other that they know a secret, which that command also makes:",
             f"# openssl rand -hex 32 | kubectl create secret generic {name} --from-file={TOKEN}=/dev/stdin",
         ]
-    commented: set[str] = set()
+    comments = dict(_COMMENTS)
     for manifest in manifests:
-        parts.append("---")
-        for line in yaml.dump(manifest, Dumper=_ManifestDumper, sort_keys=False, width=float("inf")).splitlines():
-            key = line.strip().partition(":")[0]
-            if key in _COMMENTS and key not in commented:
-                commented.add(key)
-                parts.append(f"{line[: len(line) - len(line.lstrip())]}# {_COMMENTS[key]}")
-            parts.append(line)
+        parts += ["---", *yaml_lines(manifest, comments)]
     return "\n".join(parts) + "\n"
-
-
-class _ManifestDumper(yaml.SafeDumper):
-    """Writes a text on one line, and indents lists."""
-
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        super().increase_indent(flow, False)
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _represent(dumper: _ManifestDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\n" in text else None)
-
-
-_ManifestDumper.add_representer(str, _represent)
 
 
 # --- objects --------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ BUILTIN = {
         "on instances of AWS that are started for it",
         "--type g6.12xlarge --bucket my-bucket --instance-profile train",
     ),
+    "docker": _Builtin("lockstep.launchers.docker:DOCKER", "in containers of this machine", "--image me/train:1"),
     "kubernetes": _Builtin(
         "lockstep.launchers.kubernetes:KUBERNETES",
         "in pods of a Kubernetes cluster",

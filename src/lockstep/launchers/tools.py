@@ -7,6 +7,7 @@ OutputTail(pattern)         prints what is new in the files that match
 from __future__ import annotations
 
 import glob
+import os
 import re
 import shlex
 import subprocess
@@ -34,26 +35,42 @@ def seconds_to_save(command: JobCommand, nodes: int) -> int:
     return _LAST_UPDATE_S + round(command.state_bytes / (_WRITTEN_PER_SECOND * nodes))
 
 
-def execute(words: Sequence[str], remedy: str = "", given: str | None = None) -> str:
+def execute(
+    words: Sequence[str],
+    remedy: str = "",
+    given: str | None = None,
+    *,
+    patience_s: float = _PATIENCE_S,
+    variables: Mapping[str, str] | None = None,
+) -> str:
     """Run a program and return what it prints on stdout.
 
     Args:
         remedy: What to do if the program isn't there, as the end of a sentence.
         given: What it reads on stdin; None: it reads this process's.
+        patience_s: Seconds in which it has to answer.
+        variables: What its environment has beside this process's.
 
     Raises:
         RunFailed: It isn't there, fails or doesn't answer; with its own words.
     """
     try:
         done = subprocess.run(
-            words, input=given, capture_output=True, text=True, errors="replace", timeout=_PATIENCE_S, check=False
+            words,
+            input=given,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=patience_s,
+            env={**os.environ, **(variables or {})},
+            check=False,
         )
     except FileNotFoundError:
         raise RunFailed(f"{words[0]} is not installed here{f'; {remedy}' if remedy else ''}") from None
     except OSError as error:
         raise RunFailed(f"{words[0]} can't be started: {error.strerror}") from None
     except subprocess.TimeoutExpired:
-        raise RunFailed(f"{shlex.join(words)} did not answer within {_PATIENCE_S} s") from None
+        raise RunFailed(f"{shlex.join(words)} did not answer within {patience_s:g} s") from None
     if done.returncode != 0:
         lines = [line.strip().removeprefix(f"{words[0]}: error: ") for line in done.stderr.splitlines() if line.strip()]
         why = "; ".join(lines[:_MOST_LINES]) or f"exit code {done.returncode}"

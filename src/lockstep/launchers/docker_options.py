@@ -1,0 +1,204 @@
+"""The options of a job in containers, and what is refused before anything is made."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.jobs import HostOptions, JobCommand
+from lockstep.core.secrets import names_a_secret
+from lockstep.launchers.tools import seconds_to_save
+from lockstep.stores.addresses import is_address
+from lockstep.strategies.section import Auto, Positive, Section
+
+_VOLUME = re.compile(r"(?P<host>[^:]+):(?P<path>/[^:]*)(?P<mode>:ro|:rw)?")
+_VARIABLE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)(=(?P<value>[^\0]*))?", re.DOTALL)
+_SIZE = re.compile(r"[1-9]\d*([kmg]b?)?", re.IGNORECASE)
+_USER = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
+_OTHER_THAN_ROOT = "1000:1000"
+_FOR_PROJECTS = ("nodes", "cuda", "gpus_per_node", "shm", "port")
+"""Fields that count with --init."""
+
+
+class DockerOptions(Section, HostOptions):
+    """Options of a job in containers on this machine."""
+
+    image: str | None = None
+    """Image in which Lockstep is installed; by default it is built from the Dockerfile in the current folder."""
+    nodes: Positive | Auto = "auto"
+    """Number of containers; in each of them one launcher starts the ranks. auto: 1, and 2 with --init."""
+    cuda: bool = False
+    """Use NVIDIA GPUs: one for each node, or --gpus-per-node."""
+    gpus_per_node: Positive | None = None
+    """NVIDIA GPUs of each node, in their order; without --ranks, each gets a rank."""
+    volume: tuple[str, ...] = ()
+    """A further folder, and its path in the containers, such as /data:/data:ro; may be repeated. They see the
+    current folder anyway, at its own path."""
+    env: tuple[str, ...] = ()
+    """An environment variable, as NAME=VALUE, or NAME with its value here, which no file has; may be repeated."""
+    shm: str = "8gb"
+    """Size of /dev/shm of each container."""
+    user: str | None = None
+    """User id, or UID:GID, that the containers run with; by default yours."""
+    grace: Positive | Auto = "auto"
+    """Seconds that a container has to save and stop; auto: a minute, and the time that 200 MB/s take to save."""
+    port: Annotated[int, Field(ge=1024, le=65535)] = 29500
+    """Port of node 0, in the containers' own network, at which the launchers meet."""
+    program: str = "lockstep"
+    """Program that starts Lockstep in the image."""
+
+    def world_size(self, ranks: int | None) -> int | None:
+        """Return the number of ranks on all nodes."""
+        return None if ranks is None else ranks * number_of_nodes(self)
+
+
+def number_of_nodes(options: DockerOptions, auto: int = 1) -> int:
+    """Return the number of containers."""
+    return auto if options.nodes == "auto" else options.nodes
+
+
+def gpus(options: DockerOptions) -> int:
+    """Return the number of GPUs of each node."""
+    return options.gpus_per_node or int(options.cuda)
+
+
+def check(command: JobCommand, options: DockerOptions, folder: Path) -> None:
+    """Raise ConfigError if the options aren't valid, or don't fit together or with the command.
+
+    Args:
+        folder: Where the command is run.
+    """
+    problems = [*_malformed(options, folder), *_misfitting(command, options, folder)]
+    if not problems and command.nodes:
+        problems += _lost(command, options, folder)
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_for_project(options: DockerOptions) -> None:
+    """Raise ConfigError if an option that is given has no meaning with --init."""
+    problems = [
+        Problem(f"--{name.replace('_', '-')}", "", "is for a job, and --init starts none; leave it out")
+        for name in sorted(options.model_fields_set)
+        if name not in _FOR_PROJECTS
+    ]
+    if not _SIZE.fullmatch(options.shm):
+        problems.append(_bad_size(options))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _bad_size(options: DockerOptions) -> Problem:
+    return Problem("--shm", "", f"{options.shm!r} is not a size; write 8gb")
+
+
+def _malformed(options: DockerOptions, folder: Path) -> Iterator[Problem]:
+    if not _SIZE.fullmatch(options.shm):
+        yield _bad_size(options)
+    if options.image is not None and not re.fullmatch(r"[A-Za-z0-9][^\s$]*", options.image):
+        yield Problem("--image", "", f"{options.image!r} is not the name of an image, such as me/train:1")
+    if not options.program.strip():
+        yield Problem("--program", "", "is empty")
+    if options.user is not None and not _USER.fullmatch(options.user):
+        yield Problem("--user", "", f"{options.user!r} is not UID or UID:GID, numbers other than 0, such as 1000:1000")
+    for text in options.env:
+        match = _VARIABLE.fullmatch(text)
+        if match is None:
+            yield Problem("--env", "", f"{text!r} is not NAME=VALUE or NAME, such as NCCL_DEBUG=INFO")
+        elif match["value"] is None and match["name"] not in os.environ:
+            yield Problem("--env", "", f"{text} isn't set here; set it, or write {text}=VALUE")
+        elif match["value"] is not None and names_a_secret(match["name"]):
+            name = match["name"]
+            yield Problem("--env", "", f"{name} looks like a secret, which would be written down; set it, and give "
+                          f"--env {name}")  # fmt: skip
+    for text in options.volume:
+        match = _VOLUME.fullmatch(text)
+        if match is None:
+            yield Problem("--volume", "", f"{text!r} is not FOLDER:/PATH or FOLDER:/PATH:ro, such as /data:/data:ro")
+        elif not (folder / Path(match["host"]).expanduser()).exists():
+            yield Problem("--volume", "", f"there is no {match['host']} here; create it")
+
+
+def _misfitting(command: JobCommand, options: DockerOptions, folder: Path) -> Iterator[Problem]:
+    if options.image is None and not (folder / "Dockerfile").is_file():
+        yield Problem("--image", "", "is missing, and there is no Dockerfile here to build it from; give an image in "
+                      "which Lockstep is installed, or write a Dockerfile: lockstep launch docker --init")  # fmt: skip
+    if number_of_nodes(options) > 1 and not command.nodes:
+        message = f"{options.nodes}, but `lockstep {command.words[0]}` runs in one container; leave it out"
+        yield Problem("--nodes", "", message)
+    if command.sweep:
+        yield Problem("--sweep", "", "needs a queue, which Docker has not; launch the runs one after the other")
+    if folder == Path("/"):
+        yield Problem("", "", "containers see the current folder, which is /; call this in the folder of your project")
+
+
+def _lost(command: JobCommand, options: DockerOptions, folder: Path) -> list[Problem]:
+    """Return a problem if what the run saves would end with its containers."""
+    place = command.checkpoint_folder
+    if place is not None and is_address(place):
+        return []
+    kept = folder / (place or command.run_folder)
+    if _is_seen(kept, options, folder, writing=True):
+        return []
+    message = f"would be lost with the container: {kept} is in no volume; give --volume {kept.parent}:{kept.parent}"
+    return [Problem("", "run.folder" if place is None else "checkpoint.folder", message)]
+
+
+def container_user(options: DockerOptions, folder: Path) -> str:
+    """Return UID:GID of the containers: by default yours; if you are root, the folder's owner's, and never root's."""
+    if options.user is not None:
+        return options.user if ":" in options.user else f"{options.user}:{options.user}"
+    user, group = os.getuid(), os.getgid()
+    if user == 0:
+        owner = folder.stat()
+        user, group = owner.st_uid, owner.st_gid
+    return f"{user}:{group}" if user else _OTHER_THAN_ROOT
+
+
+def grace_seconds(command: JobCommand, options: DockerOptions) -> int:
+    """Return the seconds between SIGTERM and SIGKILL."""
+    return seconds_to_save(command, 1) if options.grace == "auto" else options.grace
+
+
+def volumes(options: DockerOptions, folder: Path) -> list[tuple[str, str, bool]]:
+    """Return each mount: the folder of this machine, its path in the containers, whether it is read-only."""
+    matches = [match for text in options.volume if (match := _VOLUME.fullmatch(text)) is not None]
+    given = [
+        (
+            os.path.normpath(folder / Path(match["host"]).expanduser()),
+            os.path.normpath(match["path"]),
+            match["mode"] == ":ro",
+        )
+        for match in matches
+    ]
+    return [(str(folder), str(folder), False), *given]
+
+
+def variables(options: DockerOptions) -> dict[str, str | None]:
+    """Return the environment variables that the user gives; None: the value here."""
+    matches = [match for text in options.env if (match := _VARIABLE.fullmatch(text)) is not None]
+    return {match["name"]: match["value"] for match in matches}
+
+
+def unseen(words: Sequence[str], options: DockerOptions, folder: Path) -> list[str]:
+    """Return the files and folders of a command line that the containers don't see."""
+    paths = [folder / Path(word.rpartition("=")[2]).expanduser() for word in words]
+    return [str(path) for path in paths if _exists(path) and not _is_seen(path, options, folder)]
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a word that is too long for a path, or has a null byte
+        return False
+
+
+def _is_seen(path: Path, options: DockerOptions, folder: Path, *, writing: bool = False) -> bool:
+    place = Path(os.path.normpath(path))
+    return any(place.is_relative_to(at) for _, at, read_only in volumes(options, folder) if not (writing and read_only))

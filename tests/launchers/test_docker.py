@@ -1,0 +1,399 @@
+"""`lockstep launch docker` with a program instead of docker: its compose files, its calls, the ends of jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kit.commands import run_lockstep
+from kit.compose import problem_of
+from kit.programs import Program
+
+from lockstep.cli.main import main
+from lockstep.launchers import docker
+
+LAUNCH = ["launch", "docker"]
+IMAGE = ["--image", "me/train:1"]
+USER = 1234
+TRAIN = ["train", "digits", "run.folder=runs/a"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, which belongs to a user other than root."""
+    folder = tmp_path / "my project"
+    folder.mkdir()
+    if os.getuid() == 0:
+        os.chown(folder, USER, USER)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def engine(tmp_path: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(docker, "_POLL_S", 0.0)
+    return Program(tmp_path / "bin", "docker")
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """Return the compose file, which is valid."""
+    assert main([*LAUNCH, "--dry-run", *words]) == 0
+    compose: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
+    assert problem_of(compose) == ""
+    return compose
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main([*LAUNCH, "--dry-run", *words]) == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    return written.err.removeprefix("lockstep: ")
+
+
+# --- compose files --------------------------------------------------------------------------------------------------
+
+
+def test_containers_see_the_current_folder_as_its_owner(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "data").mkdir()
+    words = [*IMAGE, "--nodes", "2", "--volume", "data:/data:ro", "--grace", "300", "--port", "1234", *TRAIN]
+    services = dry_run(capsys, *words, "--ranks", "1")["services"]
+    assert list(services) == ["node0", "node1"]
+    for node, service in enumerate(services.values()):
+        user = USER if os.getuid() == 0 else os.getuid()
+        assert service["user"].split(":")[0] == str(user)
+        assert (service["image"], service["entrypoint"], service["working_dir"]) == (
+            "me/train:1",
+            ["lockstep"],
+            str(here),
+        )
+        assert service["stop_grace_period"] == "300s"
+        job = service["container_name"].removesuffix(f"-node{node}")
+        joining = ["--nodes", "2", "--rendezvous", "node0:1234", "--node-rank", str(node), "--job-id", job]
+        assert service["command"] == [*TRAIN, "--ranks", "1", *joining]
+        seen = [(each["source"], each["target"], each.get("read_only", False)) for each in service["volumes"]]
+        assert seen == [(str(here), str(here), False), (str(here / "data"), "/data", True)]
+        assert all(each["bind"] == {"create_host_path": False} for each in service["volumes"])
+
+
+def test_words_and_values_reach_the_program_as_they_are(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = ["train", "digits", "run.folder=it's ${HOME} #1: ä"]
+    compose = dry_run(capsys, *IMAGE, "--env", "A=$B: '", *odd)
+    service = compose["services"]["node0"]
+    assert service["command"] == [*odd[:2], "run.folder=it's $${HOME} #1: ä"]
+    assert service["environment"]["A"] == "$$B: '"
+    assert "LOCKSTEP_JOB_TOKEN" not in service["environment"], "one node meets no other"
+
+
+def test_a_secret_is_named_and_not_written(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_very-secret")
+    assert main([*LAUNCH, "--dry-run", *IMAGE, "--env", "HF_TOKEN", *TRAIN]) == 0
+    written = capsys.readouterr()
+    assert "very-secret" not in written.out + written.err
+    assert yaml.safe_load(written.out)["x-node"]["environment"]["HF_TOKEN"] is None
+    assert refusal(capsys, *IMAGE, "--env", "HF_TOKEN=hf_x", *TRAIN) == (
+        "--env: HF_TOKEN looks like a secret, which would be written down; set it, and give --env HF_TOKEN\n"
+    )
+
+
+def test_an_image_is_built_from_the_dockerfile_here(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, *TRAIN).startswith("--image: is missing, and there is no Dockerfile here")
+    (here / "Dockerfile").touch()
+    service = dry_run(capsys, *TRAIN)["services"]["node0"]
+    assert service["image"] == "my-project:latest"
+    assert service["build"]["context"] == str(here)
+
+
+def test_a_verb_that_starts_no_ranks_has_no_health_check(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "healthcheck" in dry_run(capsys, *IMAGE, *TRAIN)["services"]["node0"]
+    assert "healthcheck" not in dry_run(capsys, *IMAGE, "doctor")["services"]["node0"]
+
+
+def test_files_that_the_containers_do_not_see_are_named(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "own.yaml"
+    config.write_text((Path(__file__).parents[2] / "recipes" / "digits.yaml").read_text())
+    inside = here / "inside.yaml"
+    inside.write_text(config.read_text())
+    words = ["train", str(config), str(inside), "run.folder=runs/a"]
+    note = f"note: {config} is here, but the containers don't see it; give --volume {config}:{config}:ro\n"
+    assert main([*LAUNCH, "--dry-run", *IMAGE, *words]) == 0
+    assert note in capsys.readouterr().err
+    assert main([*LAUNCH, "--dry-run", *IMAGE, "--volume", f"{config}:{config}:ro", *words]) == 0
+    assert str(config) not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*IMAGE, "--image", "a b", *TRAIN], "--image: 'a b' is not the name of an image"),
+        ([*IMAGE, "--image", "-x", *TRAIN], "--image: expected one argument"),
+        ([*IMAGE, "--user", "0", *TRAIN], "--user: '0' is not UID or UID:GID, numbers other than 0"),
+        ([*IMAGE, "--user", "root", *TRAIN], "--user: 'root' is not UID or UID:GID"),
+        ([*IMAGE, "--shm", "8Gi", *TRAIN], "--shm: '8Gi' is not a size; write 8gb"),
+        ([*IMAGE, "--env", "1A=2", *TRAIN], "--env: '1A=2' is not NAME=VALUE or NAME"),
+        ([*IMAGE, "--env", "NOT_SET_X", *TRAIN], "--env: NOT_SET_X isn't set here; set it, or write NOT_SET_X=VALUE"),
+        ([*IMAGE, "--volume", "data", *TRAIN], "--volume: 'data' is not FOLDER:/PATH"),
+        ([*IMAGE, "--volume", "nope:/data", *TRAIN], "--volume: there is no nope here; create it"),
+        ([*IMAGE, "--program", " ", *TRAIN], "--program: is empty"),
+        ([*IMAGE, "--nodes", "2", "doctor"], "--nodes: 2, but `lockstep doctor` runs in one container"),
+        ([*IMAGE, "--sweep", "optim.lr=1,2", *TRAIN], "--sweep: needs a queue, which Docker has not"),
+        ([*IMAGE, "train", "digits", "run.folder=/elsewhere/a"], "run.folder: would be lost with the container"),
+        ([*IMAGE, "train", "digits", "run.folder=../a"], "run.folder: would be lost with the container"),
+        (
+            [*IMAGE, *TRAIN, "checkpoint.folder=/c/d"],
+            "checkpoint.folder: would be lost with the container: /c/d is in no",
+        ),
+        ([*IMAGE, "--port", "80", *TRAIN], "--port: '80' is not"),
+        ([*IMAGE, "--nodes", "3", *TRAIN, "--ranks", "3", "parallel.tensor=2"], "parallel"),
+        ([*IMAGE, "train", "digits", "--optim.lrr", "1"], "--optim.lrr: unknown key; did you mean lr?"),
+    ],
+)
+def test_mistakes_are_refused_here(
+    words: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refusal(capsys, *words).startswith(message)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder root's")
+def test_containers_do_not_run_as_root(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.chown(here, 0, 0)
+    assert dry_run(capsys, *IMAGE, *TRAIN)["services"]["node0"]["user"] == "1000:1000"
+    assert dry_run(capsys, *IMAGE, "--user", "7", *TRAIN)["services"]["node0"]["user"] == "7:7"
+
+
+# --- submitting -----------------------------------------------------------------------------------------------------
+
+
+def launched(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Launch a job, and return its name."""
+    assert main([*LAUNCH, *words]) == 0
+    match = re.search(r"docker job (\S+);", capsys.readouterr().err)
+    assert match
+    return match[1]
+
+
+def test_an_image_is_built_and_a_job_started_with_a_secret(
+    engine: Program, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "Dockerfile").touch()
+    number = launched(capsys, "--nodes", "2", *TRAIN)
+    assert re.fullmatch("digits-[0-9a-f]{6}", number)
+    calls = engine.calls()
+    file = here / "runs/a/launch/compose.yaml"
+    compose = f"compose {shlex.quote(f'--file={file}')}"
+    assert [call.words for call in calls] == [
+        "--version", "compose version", "info --format '{{.ServerVersion}}'", f"{compose} build node0",
+        f"{compose} up --detach --no-build",
+    ]  # fmt: skip
+    token = calls[-1].token
+    assert re.fullmatch("[0-9a-f]{64}", token)
+    written = [path for path in here.rglob("*") if path.is_file()]
+    assert {path.name for path in written} == {"Dockerfile", "compose.yaml", "job.json"}
+    assert all(token not in path.read_text() for path in written)
+    assert yaml.safe_load(file.read_text())["name"] == number
+    if os.getuid() == 0:
+        assert {path.stat().st_uid for path in (file, *list(file.parents)[:3])} == {USER}, "the containers write there"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        ("compose version", "docker: unknown command: docker compose", "install Docker Compose 2, a plugin of Docker"),
+        ("info", "Cannot connect to the Docker daemon at unix:///x", "`docker info` shows whether it answers you"),
+        ("compose build", "failed to solve: no such stage", "docker compose failed: failed to solve: no such stage"),
+        ("compose up", 'could not select device driver "nvidia"', "install the NVIDIA Container Toolkit"),
+        ("compose up", "pull access denied for me/train", "give an image that is there: --image"),
+    ],
+)
+def test_nothing_is_left_when_a_call_fails(
+    call: str, error: str, message: str, engine: Program, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "Dockerfile").touch()
+    engine.answer({call: [("", error)]})
+    assert main([*LAUNCH, *TRAIN]) == 1
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    down = engine.calls()[-1].words.endswith(" down")
+    assert down is ("build" in call or "up" in call)
+    assert not Path("runs/a").exists()
+
+
+def test_what_can_not_be_removed_is_named(engine: Program, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.answer({"compose up": [("", "no space left")], "compose down": [("", "no connection")]})
+    assert main([*LAUNCH, *IMAGE, *TRAIN]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(
+        r"no space left; what was made is left \(.*\); remove it: docker compose --project-name \S+ down", last
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_submission_leaves_nothing(number: signal.Signals, engine: Program, here: Path) -> None:
+    engine.answer({"compose up": [("stop", "")]})
+    done = run_lockstep(*LAUNCH, *IMAGE, *TRAIN, PATH=os.environ["PATH"], STOP=str(int(number)))
+    assert done.returncode == 130, done
+    assert re.search(r"--project-name=digits-\w+ .*compose\.yaml'? down$", engine.calls()[-1].words)
+
+
+def test_where_docker_is_not_installed(
+    engine: Program, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main([*LAUNCH, *IMAGE, *TRAIN]) == 1
+    assert capsys.readouterr().err == (
+        "lockstep: docker is not installed here; install Docker with its plugin Compose; --dry-run prints the compose "
+        "file anywhere\n"
+    )
+    assert not Path("runs/a").exists()
+
+
+# --- following ------------------------------------------------------------------------------------------------------
+
+
+def container(node: int, status: str, code: int = 0, folder: Path | None = None, **state: Any) -> dict[str, Any]:
+    labels = {"com.docker.compose.service": f"node{node}"} | ({"lockstep.folder": str(folder)} if folder else {})
+    return {
+        "Id": f"id{node}",
+        "Config": {"Labels": labels, "StopTimeout": 3},
+        "State": {"Status": status, "ExitCode": code, **state},
+    }
+
+
+def inspected(*those: dict[str, Any]) -> tuple[str, str]:
+    return json.dumps(those), ""
+
+
+def follow(engine: Program, answers: dict[str, list[tuple[str, str]]], number: str = "digits-1") -> int:
+    engine.answer({"ps": [("id0\nid1\n", "")], **answers})
+    return main([*LAUNCH, "follow", number])
+
+
+def test_a_job_is_followed_to_its_end_which_is_kept(
+    engine: Program, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = launched(capsys, *IMAGE, "--nodes", "2", *TRAIN)
+    folder = here / "runs/a/launch"
+    run, end = [container(node, "running", folder=folder) for node in (1, 0)], container(0, "exited", 0, folder)
+    answers = {
+        "ps": [("id0\nid1\n", "")],
+        "inspect": [inspected(*run), inspected(*run), inspected(end, container(1, "exited"))],
+        "logs --follow --timestamps id0": [("2026-11-23T10:00:01.1Z step 1\n2026-11-23T10:00:01.2Z step 2\n", "")],
+        "logs --follow --timestamps --since=2026-11-23T10:00:01.2Z id0": [
+            ("2026-11-23T10:00:01.2Z step 2\n2026-11-23T10:00:01.3Z done\x1b\n", ""),
+        ],
+        "logs --follow --timestamps --since=2026-11-23T10:00:01.3Z id0": [("", "")],
+        "logs id0": [("step 1\nstep 2\ndone\n", "")],
+        "logs id1": [("node 1\n", "")],
+    }
+    engine.answer(answers)
+    assert main([*LAUNCH, "follow", "runs/a"]) == 0
+    written = capsys.readouterr()
+    assert written.out == "step 1\nstep 2\ndone\\x1b\n"
+    assert written.err.splitlines() == [
+        f"Docker {number}: 2 of 2 nodes running",
+        f"Docker {number}: ended, exit code 0",
+    ]
+    assert engine.calls()[-1].words == f"compose --project-name={number} --file=runs/a/launch/compose.yaml down"
+    assert (folder / "node-1.log").read_text() == "node 1\n"
+    before = len(engine.calls())
+    assert main([*LAUNCH, "status", "runs/a"]) == 0
+    assert main([*LAUNCH, "follow", "runs/a"]) == 0
+    assert capsys.readouterr().out == f"Docker {number}: ended, exit code 0\nstep 1\nstep 2\ndone\n"
+    assert len(engine.calls()) == before, "nothing is left to ask Docker for"
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "text"),
+    [
+        ([(0, {}), (0, {})], 0, "ended, exit code 0"),
+        ([(2, {}), (2, {})], 2, "ended, exit code 2"),
+        ([(75, {}), (75, {})], 75, "ended, exit code 75"),
+        ([(130, {}), (130, {})], 130, "ended, exit code 130"),
+        ([(1, {}), (137, {"OOMKilled": True})], 1, "ended, exit code 1 (node1 was killed: out of memory)"),
+        ([(1, {}), (137, {})], 1, "ended, exit code 1 (node1 ended with exit code 137)"),
+        ([(127, {"Error": "exec: no lockstep"}), (0, {})], 1,
+         "ended, exit code 1 (node0 ended with exit code 127; node0: exec: no lockstep)"),
+        ([(75, {}), (1, {})], 1, "ended, exit code 1"),
+        ([(75, {}), (0, {})], 75, "ended, exit code 75"),
+    ],
+)  # fmt: skip
+def test_a_job_has_the_exit_code_of_its_run(
+    ends: list[tuple[int, dict[str, Any]]], code: int, text: str, engine: Program, capsys: pytest.CaptureFixture[str]
+) -> None:
+    those = [container(node, "exited", code, **state) for node, (code, state) in enumerate(ends)]
+    assert follow(engine, {"inspect": [inspected(*those)]}) == code
+    assert capsys.readouterr().err == f"Docker digits-1: {text}\n"
+    assert not any("down" in call.words for call in engine.calls()), "its folder isn't known here: nothing is lost"
+
+
+def test_what_is_wrong_with_a_node_is_told(engine: Program, capsys: pytest.CaptureFixture[str]) -> None:
+    sick = container(1, "running", Health={"Status": "unhealthy"})
+    engine.answer({"ps": [("id0\n", "")], "inspect": [inspected(container(0, "created"), sick)]})
+    assert main([*LAUNCH, "status", "digits-1"]) == 0
+    assert capsys.readouterr().out == "Docker digits-1: 1 of 2 nodes running (node1 has no ranks)\n"
+
+
+def test_a_job_that_is_canceled_saves_first(engine: Program, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    number = launched(capsys, *IMAGE, *TRAIN)
+    folder = here / "runs/a/launch"
+    states = [container(0, "running", folder=folder), container(0, "exited", 75, folder)]
+    engine.answer({"ps": [("id0\n", "")], "inspect": [inspected(state) for state in states]})
+    assert main([*LAUNCH, "cancel", "runs/a"]) == 0
+    words = [call.words for call in engine.calls()]
+    assert "stop id0" in words
+    assert words.index("stop id0") < len(words) - 1
+    assert words[-1].endswith(" down")
+    assert main([*LAUNCH, "cancel", "runs/a"]) == 2
+    assert f"it has ended already: Docker {number}: ended, exit code 75" in capsys.readouterr().err
+
+
+def test_a_second_job_of_a_run_is_refused_while_the_first_runs(
+    engine: Program, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched(capsys, *IMAGE, *TRAIN)
+    engine.answer({"ps": [("id0\n", "")], "inspect": [inspected(container(0, "running"))]})
+    assert main([*LAUNCH, *IMAGE, *TRAIN]) == 2
+    assert "this run has a job already" in capsys.readouterr().err
+    engine.answer({"ps": [("", "")]})
+    launched(capsys, *IMAGE, *TRAIN)
+
+
+def test_a_followed_job_that_vanishes_was_canceled(engine: Program, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = [("id0\n", ""), ("", "")]
+    assert follow(engine, {"ps": listed, "inspect": [inspected(container(0, "running"))]}) == 130
+    assert main([*LAUNCH, "status", "digits-1"]) == 2
+    assert "Docker knows no job digits-1; if it has ended, give the folder of its run" in capsys.readouterr().err
+    assert main([*LAUNCH, "status", "a/b c"]) == 2
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+
+def page_commands() -> list[list[str]]:
+    page = (Path(__file__).parents[2] / "docs" / "docker.md").read_text()
+    lines = [shlex.split(line) for line in page.splitlines() if line.startswith("lockstep launch docker --")]
+    return [[word for word in words[3:] if word not in ("--dry-run", "--follow")] for words in lines]
+
+
+@pytest.mark.parametrize("words", page_commands(), ids=lambda words: " ".join(words)[:40])
+def test_each_command_of_the_page_gives_a_valid_compose_file(
+    words: list[str], here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    (here / "Dockerfile").touch()
+    (here / "data").mkdir()
+    assert main([*LAUNCH, "--dry-run", *words]) == 0
+    documents = re.split(r"(?m)^(?=name: )", capsys.readouterr().out)
+    assert problem_of(yaml.safe_load(documents[-1].partition("# What isn't copied")[0])) == ""

@@ -1,0 +1,43 @@
+"""The health check of a container, on process tables and on a real launcher with its ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.launchers import docker_health
+
+INIT, LAUNCHER, RANK = "/sbin/docker-init", "/opt/venv/bin/python3", "/opt/venv/bin/python3"
+
+
+def table(folder: Path, *processes: tuple[int, int, str, str]) -> Path:
+    """Write a /proc of processes: number, parent, program, state."""
+    for number, parent, program, state in processes:
+        place = folder / str(number)
+        place.mkdir()
+        (place / "stat").write_text(f"{number} (a b) c) {state} {parent} 1 1 0 -1\n")
+        (place / "cmdline").write_bytes(b"\0".join([program.encode(), b"lockstep", b"train"]))
+    (folder / "self").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("processes", "code", "text"),
+    [
+        ([(1, 0, INIT, "S"), (7, 1, LAUNCHER, "S"), (8, 7, RANK, "R"), (9, 7, RANK, "R")], 0, "2 ranks run"),
+        ([(1, 0, LAUNCHER, "S"), (8, 1, RANK, "R"), (99, 0, RANK, "R")], 0, "1 ranks run"),
+        ([(1, 0, INIT, "S"), (7, 1, LAUNCHER, "S"), (99, 0, RANK, "R")], 1, "no rank runs: the launcher starts them"),
+        ([(1, 0, INIT, "S"), (7, 1, LAUNCHER, "S"), (8, 7, RANK, "Z")], 1, "no rank runs"),
+        ([(1, 0, INIT, "S")], 1, "no launcher runs"),
+    ],
+)
+def test_it_is_healthy_once_its_ranks_run(
+    processes: list[tuple[int, int, str, str]],
+    code: int,
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert docker_health.main(table(tmp_path, *processes)) == code
+    assert capsys.readouterr().out.startswith(text)
