@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from kit.commands import Done, Running, run_lockstep, start_lockstep
-from kit.hosts import needs_hosts, network
 from kit.ssh import SshHosts, processes_in, ssh_hosts, why_not
 
 from lockstep import __version__
@@ -250,31 +249,3 @@ def test_a_job_is_asked_and_canceled_by_the_folder_of_its_run(hosts: SshHosts, t
     assert launched.end() == 75, launched.output
     status = run_lockstep("launch", "ssh", "status", "run", cwd=tmp_path)
     assert status.stdout.endswith(" on a, b: ended with exit code 75\n")
-
-
-@pytest.mark.drill
-@needs_hosts
-def test_hosts_on_a_network_meet_where_all_reach_the_first(hosts: SshHosts, tmp_path: Path) -> None:
-    """It resolves its own name to 127.0.1.1, where the other doesn't. In the second run, the other is cut off."""
-    server = ("/usr/sbin/sshd", "-D", "-e", "-f", hosts.folder / "sshd_config", "-oListenAddress=0.0.0.0")
-    options = ("--env", "OMP_NUM_THREADS=1", "--ssh=-oStrictHostKeyChecking=no", "--ssh=-oUserKnownHostsFile=/dev/null")
-    words = ("launch", "ssh", hosts.option, *options, "--hosts", "host-0:2,host-1:1", *RUN)
-    for name in ("sshd", "command"):
-        (tmp_path / name).mkdir()
-    with network(2, tmp_path) as net:
-        servers = [net.start(host, *server, cwd=tmp_path / "sshd") for host in range(2)]
-        try:
-            servers[0].wait_for(lambda: servers[0].output.count("Server listening on 0.0.0.0") and servers[1].output)
-            launched = net.start(0, *words, cwd=tmp_path)
-            assert launched.end() == 0, launched.output
-            assert "--rendezvous 10.77.0.1:" in (tmp_path / "run" / "launch" / "ssh.json").read_text()
-            launched = net.start(0, *words, "run.steps=1000000", cwd=tmp_path)
-            launched.wait_for(lambda: len(losses(tmp_path / "run")) > 12)
-            net.cut(1)
-            assert launched.end() == 1, launched.output
-            assert "host host-1 (rank 2) is lost" in launched.output
-            wait_until_nothing_is_left(tmp_path, 60)
-        finally:
-            for each in servers:
-                each.send(signal.SIGTERM)
-                each.end()

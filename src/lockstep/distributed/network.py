@@ -10,6 +10,9 @@ Left alone, gloo takes the interface of the address that the hostname resolves t
 where it is a loopback address (Debian: 127.0.1.1), no other machine can. NCCL guesses. The user may have set an
 interface that others don't reach: if the ranks can't join, the message names it. With gloo that depends on addresses:
 of two ranks the one with the lower address listens.
+
+Ranks find each other's addresses in the store. Left alone, gloo asks it twice for each peer: 512 ranks make half a
+million questions for one group. With GLOO_ENABLE_STORE_V2_API each rank asks once for all.
 """
 
 from __future__ import annotations
@@ -39,19 +42,25 @@ if TYPE_CHECKING:
     from lockstep.core.ranks import RankEnvironment
 
 _ADDRESS, _OTHER = "network/address-of-rank-0", "network/other-interface-of-rank-"
+_ALL_AT_ONCE = "GLOO_ENABLE_STORE_V2_API"
 _OTHERS_S = 30.0  # for ranks of other machines to post the address to which they have connected
 
 
 @contextmanager
 def own_interface() -> Iterator[None]:
-    """Unset what `use_interface` has set when the block has ended."""
-    before = {name: os.environ.get(name) for name in (GLOO_INTERFACE, NCCL_INTERFACE)}
+    """Unset what `use_interface` and `ask_store_once` have set when the block has ended."""
+    before = {name: os.environ.get(name) for name in (GLOO_INTERFACE, NCCL_INTERFACE, _ALL_AT_ONCE)}
     try:
         yield
     finally:
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
+
+
+def ask_store_once() -> None:
+    """Have gloo ask the store once for the addresses of all ranks, unless the user has decided about that."""
+    os.environ.setdefault(_ALL_AT_ONCE, "1")
 
 
 def use_interface(environment: RankEnvironment, store: Store) -> None:

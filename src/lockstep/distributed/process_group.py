@@ -28,7 +28,7 @@ from lockstep.distributed.device_check import refuse_shared_devices
 from lockstep.distributed.host_group import forget_host_groups
 from lockstep.distributed.leaving import abort_groups, is_aborting, is_orderly, refuse_unfinished_abort
 from lockstep.distributed.memory import keep_freed_memory
-from lockstep.distributed.network import other_interfaces, own_interface, use_interface
+from lockstep.distributed.network import ask_store_once, other_interfaces, own_interface, use_interface
 from lockstep.distributed.rounds import next_round
 from lockstep.distributed.store_exchange import StoreExchange
 from lockstep.distributed.timeouts import collective_timeout
@@ -171,6 +171,7 @@ def _make_group(environment: RankEnvironment, backend: str, device: torch.device
     try:
         store = _store(environment, limit)
         use_interface(environment, store)
+        ask_store_once()
         refuse_shared_devices(store, environment.rank, environment.world_size, device, timeout)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's advice on device_id, which is given where it applies

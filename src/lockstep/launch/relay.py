@@ -38,11 +38,18 @@ from lockstep.launch.host_protocol import (
     refusal_of,
     welcome,
 )
+from lockstep.launch.splicing import End, connect_with_store, listen_for_ranks, taken_over
 
 _LAST_WORDS_S = 5.0  # for the other hosts to read how the run ended
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0  # between two attempts to reach the leader
 _CONNECT_S = 5.0
-_CHUNK = 1 << 16
+_BACKLOG = 1024  # connections that wait to be accepted: all ranks of a run connect at once
+_HANDSHAKES = 64  # that the ranks of a host make at the same time
+_UNPROVEN, _UNPROVEN_OF_HOST = (
+    4096,
+    2 * _HANDSHAKES,
+)  # connections without a proof of the token, of all and of an address
+_REFUSALS = 16  # addresses that are reported
 _CONFIG_ERROR, _FAILED = 2, 1  # exit codes
 
 _BEAT: Message = {"type": "beat"}
@@ -58,6 +65,11 @@ def _why_lost(error: OSError) -> str:
     if isinstance(error, TimeoutError) and not error.errno:
         return f"nothing has come from it for {SILENCE_S:g} s"
     return "its connection was closed"
+
+
+def _address(writer: asyncio.StreamWriter) -> str:
+    peer = writer.get_extra_info("peername")
+    return str(peer[0]).removeprefix("::ffff:") if peer else "unknown"
 
 
 class _Relay:
@@ -91,9 +103,10 @@ class _Leader(_Relay):
         self._over: Message | None = None
         self._store = asyncio.get_running_loop().create_future()
         self._refused: set[str] = set()
+        self._unproven: dict[asyncio.StreamWriter, str] = {}  # the oldest first
 
     async def run(self, listener: socket.socket) -> None:
-        await asyncio.start_server(self._connected, sock=listener)
+        await asyncio.start_server(self._connected, sock=listener, backlog=_BACKLOG)
         self.start(self._wait_for_hosts())
         if self.hello["nodes"] == 1:
             self._begin()
@@ -118,22 +131,34 @@ class _Leader(_Relay):
             self._end({"type": "result", "code": _FAILED, "text": text})
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._limit_unproven(writer)
         try:
             wants = await welcome(reader, writer, self.key)
+            self._unproven.pop(writer, None)
             if wants == STORE:
-                await _splice(reader, writer, await self._store)
+                near = taken_over(writer)
+                await connect_with_store(near, await self._store)
             elif wants == HOST:
                 await self._serve(Link(reader, writer))
         except (NotAuthorized, NotLauncher) as error:
-            self._note_refusal(writer.get_extra_info("peername"), error)
+            self._note_refusal(_address(writer), error)
         finally:
+            self._unproven.pop(writer, None)
             with contextlib.suppress(OSError):
                 await writer.drain()
             writer.close()
 
-    def _note_refusal(self, peer: Any, error: Exception) -> None:
-        host = str(peer[0]) if peer else "unknown"
-        if host not in self._refused:
+    def _limit_unproven(self, writer: asyncio.StreamWriter) -> None:
+        """Note a connection, and end the oldest of those whose address holds too many without a proof."""
+        self._unproven[writer] = _address(writer)
+        same = [other for other, address in self._unproven.items() if address == _address(writer)]
+        if len(same) > _UNPROVEN_OF_HOST or len(self._unproven) > _UNPROVEN:
+            oldest = same[0] if len(same) > _UNPROVEN_OF_HOST else next(iter(self._unproven))
+            del self._unproven[oldest]
+            oldest.transport.abort()
+
+    def _note_refusal(self, host: str, error: Exception) -> None:
+        if host not in self._refused and len(self._refused) < _REFUSALS:
             self._refused.add(host)
             reason = "has another job token" if isinstance(error, NotAuthorized) else "isn't a launcher of Lockstep"
             self.launcher.send({"type": "note", "text": f"a connection from {host} was refused: it {reason}"})
@@ -274,7 +299,6 @@ class _Follower(_Relay):
         except BaseException:
             writer.close()
             raise
-        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return reader, writer
 
     def _unreachable(self, error: Exception) -> Message:
@@ -296,46 +320,19 @@ class _Follower(_Relay):
 
     async def _forward(self) -> int:
         """Listen on loopback for this host's ranks, whose connections go to the store; return the port."""
+        handshakes = asyncio.Semaphore(_HANDSHAKES)
 
-        async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def connect(near: End) -> None:
             try:
-                far_reader, far_writer = await self._open(STORE)
+                async with handshakes:
+                    _, writer = await self._open(STORE)
             except (NotAuthorized, NotLauncher, OSError):
-                writer.close()
+                near.close()
                 return
-            await _join(reader, writer, far_reader, far_writer)
+            near.join(taken_over(writer))
+            await near.is_over.wait()  # as long, `writer` must live
 
-        server = await asyncio.start_server(connect, "127.0.0.1", 0)
-        return int(server.sockets[0].getsockname()[1])
-
-
-# --- the ranks' store -------------------------------------------------------------------------------------------------
-
-
-async def _splice(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
-    """Connect a rank of another host with the store."""
-    try:
-        store_reader, store_writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:  # rank 0 has ended
-        return
-    writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    await _join(reader, writer, store_reader, store_writer)
-
-
-async def _join(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    far_reader: asyncio.StreamReader,
-    far_writer: asyncio.StreamWriter,
-) -> None:
-    async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await source.read(_CHUNK):
-                target.write(data)
-                await target.drain()
-        target.close()
-
-    await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
+        return await listen_for_ranks(lambda near: self.start(connect(near)))
 
 
 # --- the process ------------------------------------------------------------------------------------------------------
@@ -374,6 +371,6 @@ def main(channel: int, listener: int, parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     raise_open_file_limit()
     with contextlib.suppress(OSError):
-        asyncio.run(_run(channel, listener, parent))
+        asyncio.new_event_loop().run_until_complete(_run(channel, listener, parent))
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(0)  # connections that are open end with the process

@@ -1,0 +1,93 @@
+"""The connections of ranks with a store on another host, passed on as they are: a callback for each piece of data.
+
+    rank --> End . other --> End --> relay of the leader --> End . other --> End --> store
+
+A stream's reader and writer would cost a task that is woken for each piece, which is twice the processor time; hundreds
+of ranks share the relay at the rendezvous.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+_LOOPBACK = "127.0.0.1"
+
+
+class End(asyncio.Protocol):
+    """One end of two connections that are joined: what it receives, the other sends. It reads nothing until then.
+
+    Attributes:
+        is_over: Set when the connection has ended.
+    """
+
+    def __init__(self, opened: Callable[[End], None] | None = None) -> None:
+        self.is_over = asyncio.Event()
+        self._opened = opened
+        self._transport: asyncio.Transport | None = None
+        self._other: asyncio.Transport | None = None
+
+    def join(self, other: End) -> None:
+        """Pass on what each of both receives from now on, until one has ended."""
+        pairs = ((self, other), (other, self))
+        for one, far in pairs:
+            one._other = far._transport
+        for one, far in pairs:
+            if far.is_over.is_set():
+                one.close()
+            elif one._transport is not None and not one._transport.is_closing():
+                one._transport.resume_reading()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.pause_reading()
+        if self._opened is not None:
+            self._opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._other is not None:
+            self._other.write(data)
+
+    def pause_writing(self) -> None:
+        if self._other is not None and not self._other.is_closing():
+            self._other.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._other is not None and not self._other.is_closing():
+            self._other.resume_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_over.set()
+        if self._other is not None:
+            self._other.close()
+
+
+def taken_over(writer: asyncio.StreamWriter) -> End:
+    """Return the end of a stream's connection, over which nothing more has been sent to this side yet."""
+    end = End()
+    writer.transport.set_protocol(end)
+    end.connection_made(writer.transport)
+    return end
+
+
+async def connect_with_store(near: End, port: int) -> None:
+    """Connect a rank of another host with the store on loopback, until one side ends."""
+    far = End()
+    try:
+        await asyncio.get_running_loop().create_connection(lambda: far, _LOOPBACK, port)
+    except OSError:  # rank 0 has ended
+        near.close()
+        return
+    near.join(far)
+    await near.is_over.wait()
+
+
+async def listen_for_ranks(opened: Callable[[End], None]) -> int:
+    """Listen on loopback, and pass each connection to a function; return the port."""
+    server = await asyncio.get_running_loop().create_server(lambda: End(opened), _LOOPBACK, 0, backlog=1024)
+    return int(server.sockets[0].getsockname()[1])
