@@ -8,7 +8,7 @@
 A host is a launcher on loopback, and a rank is a thread of it with a connection of its own. All do what ranks of a run
 do at the store when they start: connect, agree on a name (`next_round`), exchange addresses as gloo does for one group
 (with a question for each peer, or with one for all), and then wait for each other three times, in
-`StoreExchange.barrier`. Seconds are those of the slowest rank. The processor time is that of the relay at the rendezvous.
+`StoreExchange.barrier`. Seconds are those of the slowest rank; the processor time is the relay's at the rendezvous.
 """
 
 from __future__ import annotations
