@@ -57,6 +57,7 @@ drill: .venv/.installed-dev  ## kills runs and saves by the hundred, for an hour
 	$(BIN)/python drills/kill_drill.py saves --kills 300
 	$(BIN)/python drills/signal_drill.py --times 25
 	$(BIN)/python drills/elastic_drill.py
+	$(BIN)/python drills/hosts_drill.py
 	$(BIN)/python drills/versions_drill.py
 	$(BIN)/python drills/peers_drill.py --contestants Lockstep --kills 300
 

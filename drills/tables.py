@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import elastic_drill
+import hosts_drill
 import kill_drill
 import peers_drill
 import signal_drill
@@ -18,6 +19,7 @@ TABLES = {
     "kill_drill_saves": lambda results: _as_code(kill_drill.saves_table(results)),
     "signal_drill": signal_drill.table,
     "elastic_drill": elastic_drill.table,
+    "hosts_drill": hosts_drill.table,
     "versions": versions_drill.table,
     "peers_drill": peers_drill.table,
 }

@@ -137,7 +137,7 @@ def test_an_sshd_that_refuses_in_the_middle_is_named_and_the_rest_ends(keys: Ssh
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        (("eval", "run"), "test"),
+        (("eval", "run"), "held-out"),
         (("verify", "digits", "--ranks", "1,2", "--strategies", "ddp", "launch.device=cpu"), "ddp"),
         (("doctor", "--ranks", "2"), "all-reduce"),
     ],
