@@ -44,12 +44,14 @@ STRATEGIES = ("ddp", "fsdp", "pipeline")
 RENDEZVOUS = ("static", "c10d")
 COMPARED = 12  # updates
 TOKEN = {"LOCKSTEP_JOB_TOKEN": "a token that only the hosts know"}
+STARTED: list[Running] = []  # the last launchers
 LOST = re.compile(r"host (host-\d) \(ranks? [\d and to]+\) is lost: nothing has come from it for 10 s")
 
 
 def losses(run: Path) -> list[float]:
     path = run / "metrics.jsonl"
-    return [json.loads(line)["loss"] for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]  # the last may be half written
 
 
 def difference(run: Path, alone: list[float]) -> float:
@@ -66,7 +68,8 @@ def start(net: Network, folder: Path, ranks: tuple[int, ...], rendezvous: str, w
     for host in reversed(range(len(ranks))):
         place = ("--node-rank", host) if rendezvous == "static" else ()
         launched[host] = net.start(host, *common, "--ranks", ranks[host], *place, cwd=folder, **TOKEN)
-    return [launched[host] for host in range(len(ranks))]
+    STARTED[:] = [launched[host] for host in range(len(ranks))]
+    return [*STARTED]
 
 
 def stop(launched: list[Running]) -> None:
@@ -111,7 +114,7 @@ def _named(launched: list[Running]) -> list[float]:
 
 
 def single_process(updates: int) -> list[float]:
-    """Return the losses of one process, which is stopped after so many updates: a schedule depends on the run's length."""
+    """Return the losses of one process, stopped after so many updates: the schedule depends on the run's length."""
     with tempfile.TemporaryDirectory() as place:
         launched = start_lockstep(*RUN, "--ranks", 1, "run.folder=run", cwd=Path(place))
         launched.wait_for(lambda: len(losses(Path(place) / "run")) > updates)
@@ -145,6 +148,9 @@ def main() -> None:
         try:
             row |= trial(ranks, rendezvous, strategy, alone)
         except AssertionError as failure:
+            for launcher in STARTED:
+                if launcher.lives:
+                    os.killpg(launcher.pid, signal.SIGKILL)
             row["failure"] = str(failure).strip().splitlines()[-1]
         rows.append(row)
         print(row, file=sys.stderr, flush=True)

@@ -39,15 +39,21 @@ class Network:
     """Hosts on one network.
 
     `service`: a headless Service of Kubernetes; a pod knows itself as SERVICE-0 and the others as SERVICE-1.SERVICE.
+    `prefix`: of addresses, 10.77.0. or one of IPv6.
     """
 
     name: str
     hosts: int
     folder: Path
     service: str = ""
+    prefix: str = "10.77.0."
 
     def address(self, host: int) -> str:
-        return f"10.77.0.{host + 1}"
+        return f"{self.prefix}{host + 1}"
+
+    def add_interface(self, host: int, name: str) -> None:
+        """Add an interface that is up and has no address."""
+        _ip(f"link add {name} type bridge", f"link set {name} addrgenmode none up", within=f"{self.name}-{host}")
 
     def cut(self, host: int) -> None:
         _ip(f"netns exec {self.name} ip link set port{host} down")
@@ -115,8 +121,9 @@ def _exec(words: list[str], folder: str, environment: dict[str, str], out: str, 
 
 
 @contextlib.contextmanager
-def network(hosts: int, folder: Path, service: str = "") -> Iterator[Network]:
-    """Yield a network of hosts, which is removed afterwards."""
+def network(hosts: int, folder: Path, service: str = "", prefix: str = "10.77.0.") -> Iterator[Network]:
+    """Yield a network of hosts, which is removed afterwards. Arguments as of `Network`."""
+    length = "64 nodad" if ":" in prefix else "24"
     name = f"lockstep-{os.getpid()}-{next(_numbers)}"
     spaces = [name, *(f"{name}-{host}" for host in range(hosts))]
     try:
@@ -126,8 +133,8 @@ def network(hosts: int, folder: Path, service: str = "") -> Iterator[Network]:
             own = f"{name}-{host}"
             _ip(f"link add port{host} type veth peer name eth0 netns {own}", within=name)
             _ip(f"link set port{host} master hub", f"link set port{host} up", within=name)
-            _ip("link set lo up", f"addr add 10.77.0.{host + 1}/24 dev eth0", "link set eth0 up", within=own)
-        yield Network(name, hosts, folder, service)
+            _ip("link set lo up", f"addr add {prefix}{host + 1}/{length} dev eth0", "link set eth0 up", within=own)
+        yield Network(name, hosts, folder, service, prefix)
     finally:
         for space in spaces:
             subprocess.run(["ip", "netns", "delete", space], capture_output=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from lockstep.config.schema import Launch
 from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
 from lockstep.core.ranks import RankEnvironment
-from lockstep.launch import group
+from lockstep.launch import group, meeting
 from lockstep.launch.local import launch, may_fork
 from lockstep.launch.meeting import connected_hosts
 
@@ -36,9 +36,15 @@ def acts(
 
 
 def host_acts(
-    script: Sequence[str], ranks: int, section: dict[str, object], settings: dict[str, str] | None = None
+    script: Sequence[str],
+    ranks: int,
+    section: dict[str, object],
+    settings: dict[str, str] | None = None,
+    versions: dict[str, str] | None = None,
 ) -> int:
     """Launch the ranks of one of several hosts; rank N of all performs script[N]. Return the exit code."""
+    if versions is not None:
+        meeting.versions = lambda: versions
     group._GRACE, group._SETTLE, group._SETTLE_PEER = 0.5, 0.2, 4.0
     launch_section = Launch(**section)
     try:

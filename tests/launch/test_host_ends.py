@@ -150,6 +150,20 @@ def test_missing_hosts_and_contradictions_are_named_on_all_hosts(fork_server: Fo
         assert part in texts[0]
 
 
+@pytest.mark.parametrize("differing", ["Lockstep", "torch", "Python"])
+def test_versions_that_differ_are_named_on_all_hosts(fork_server: ForkServer, differing: str) -> None:
+    section = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port()}", "timeout": 20.0}
+    same = {"Lockstep": "1.0", "torch": "2.13.0", "Python": "3.11"}
+    launched = [
+        fork_server.start("host_acts", script=["return:0"] * 2, ranks=1, section=own, versions=versions)
+        for own, versions in (({**section, "node_rank": 0}, same), (section, {**same, differing: "9.9"}))
+    ]
+    text = (
+        f"host {HOST} has {differing} 9.9, and host {HOST} {same[differing]}; install the same version on all hosts\n"
+    )
+    assert ended(launched) == ([2, 2], [text, text])
+
+
 def test_a_host_with_another_token_and_a_stranger_are_refused(
     fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

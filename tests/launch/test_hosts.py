@@ -27,7 +27,8 @@ TOKEN = {"LOCKSTEP_JOB_TOKEN": "a token that only the hosts know"}
 
 
 def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]  # the last may be half written
 
 
 def has_relay(launcher: Running) -> bool:

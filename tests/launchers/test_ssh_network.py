@@ -37,7 +37,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
 
 def losses(run: Path) -> list[float]:
     path = run / "metrics.jsonl"
-    return [json.loads(line)["loss"] for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]  # the last may be half written
 
 
 @contextmanager

@@ -73,6 +73,7 @@ Node: TypeAlias = Leaf | Items | Table
 MOST_BYTES = 2**18
 MOST_VALUES = 10_000
 MOST_DEPTH = 64
+_IPV6_PORT = re.compile(r"\[[0-9A-Fa-f]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(%[\w.-]+)?\]:\d+")  # [::1]:29500 is no list
 _TOO_DEEP = f"lists and mappings are nested more than {MOST_DEPTH} deep"
 _TOO_MANY = f"holds more than {MOST_VALUES:,} values, including those that aliases repeat"
 _NOT_READ = {".toml": "TOML", ".ini": "INI", ".cfg": "INI", ".py": "Python"}
@@ -138,7 +139,7 @@ def read_yaml(text: str, name: str) -> tuple[Table | None, list[Problem]]:
 
 def read_value(text: str, where: str) -> tuple[Node, list[Problem]]:
     """Return a value of the command line or the environment: a YAML list, mapping or quoted text, or else a scalar."""
-    if not text.lstrip().startswith(("[", "{", '"', "'")):
+    if not text.lstrip().startswith(("[", "{", '"', "'")) or _IPV6_PORT.fullmatch(text):
         return Leaf(resolve(text) if text else "", text, where), []
     try:
         root = yaml.compose(text, Loader=_Loader)

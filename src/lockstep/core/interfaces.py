@@ -60,6 +60,11 @@ def address_of(interface: str) -> str | None:
     return next((str(own) for name, own in _addresses() if name == interface and own.version == 4), None)
 
 
+def has_address(interface: str) -> bool:
+    """Return whether an interface has an address at which other hosts, or this one, can reach it."""
+    return any(name == interface and not own.is_link_local for name, own in _addresses())
+
+
 def route_to(host: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> str | None:
     """Return the address from which this host sends to another; None if there is no route, or no such host.
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 
 from lockstep.config.schema import Launch
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.interfaces import GLOO_INTERFACE, NCCL_INTERFACE, interface_names, interface_of
+from lockstep.core.interfaces import GLOO_INTERFACE, NCCL_INTERFACE, has_address, interface_names, interface_of
 from lockstep.core.ranks import ADDRESS, LAUNCHER, NODES, STORE_FD, RankEnvironment, names_a_rank, started_by_lockstep
 
 # Variables of the dynamic linker, the C library, the interpreter, OpenMP, MKL, and torch's import.
@@ -140,11 +140,15 @@ def interface_variables(interface: str | None, address: str = "") -> dict[str, s
         address: One of this host; empty: gloo and NCCL choose.
 
     Raises:
-        ConfigError: There is no such interface.
+        ConfigError: There is no such interface, or it has no address.
     """
     names = interface_names()
     if interface is not None and interface not in names:
         why = f"this host has no interface {interface}; it has {', '.join(names)}"
+        raise ConfigError(Problem("", "launch.interface", why))
+    if interface is not None and not has_address(interface):
+        others = ", ".join(name for name in names if has_address(name))
+        why = f"interface {interface} of this host is down, or has no address but a link-local one; others: {others}"
         raise ConfigError(Problem("", "launch.interface", why))
     name = interface or (interface_of(address) if address else None)
     if name is None:

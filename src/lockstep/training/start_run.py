@@ -30,6 +30,7 @@ from lockstep.launch.devices import choose_ranks
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.local import import_ahead, launch
 from lockstep.launch.meeting import connected_hosts
+from lockstep.launch.other_launchers import interface_variables
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.monitor.folder import CONFIG, LOGS, RunFolder, is_finished, recipe_of
 from lockstep.plan.schedule import used_of_budget
@@ -271,6 +272,7 @@ def train_on_hosts(job: Job, ranks: int | Literal["auto"]) -> tuple[Path | None,
     with connected_hosts(section, number, _common_settings(job)) as hosts:
         import_ahead(imports_ahead(job.config))
         hosts.meet()
+        interface_variables(section.interface)  # refused here, before anything is made, all hosts report it
         job = replace(job, config=_without_hosts(job.config))  # a run's config may be trained from on one host
         return _lead(job, number, hosts) if hosts.leads else _follow(job, number, hosts)
 
