@@ -114,7 +114,7 @@ def _named(launched: list[Running]) -> list[float]:
 
 
 def single_process(updates: int) -> list[float]:
-    """Return the losses of one process, stopped after so many updates: the schedule depends on the run's length."""
+    """Return the losses of one process, stopped after this many updates: the schedule depends on the run's length."""
     with tempfile.TemporaryDirectory() as place:
         launched = start_lockstep(*RUN, "--ranks", 1, "run.folder=run", cwd=Path(place))
         launched.wait_for(lambda: len(losses(Path(place) / "run")) > updates)

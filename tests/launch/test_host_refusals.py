@@ -33,9 +33,9 @@ ROWS = {
         "launch.interface: this host has no interface eth7; it has lo, eth0",
     ),
     "interface without an address": (
-        ("launch.interface=bare",),
+        ("launch.interface=empty0",),
         (),
-        "launch.interface: interface bare of this host is down, or has no address but a link-local one; others: lo,",
+        "launch.interface: interface empty0 of this host is down, or has no address but a link-local one; others: lo,",
     ),
     "node rank out of range": (
         ("--node-rank", 0),
@@ -48,7 +48,7 @@ ROWS = {
 @pytest.fixture(scope="module")
 def net(tmp_path_factory: pytest.TempPathFactory) -> Network:
     with network(3, tmp_path_factory.mktemp("network")) as hosts:
-        hosts.add_interface(0, "bare")
+        hosts.add_interface(0, "empty0")
         yield hosts
 
 

@@ -66,7 +66,7 @@ def _listens(server: Running) -> bool:
 
 
 def launch(net: Network, keys: SshHosts, folder: Path, hosts: str, *words: object) -> Running:
-    """Call the command on host 0, whose known_hosts knows nobody."""
+    """Call the command on host 0, whose known_hosts is empty."""
     trusting = ("--ssh=-oStrictHostKeyChecking=no", "--ssh=-oUserKnownHostsFile=/dev/null")
     common = ("--env", "OMP_NUM_THREADS=1", "--hosts", hosts)
     return net.start(0, "launch", "ssh", keys.option, *trusting, *common, *words, cwd=folder)
