@@ -20,7 +20,7 @@ from kit.hosts import needs_hosts, network
 from kit.worlds import served
 
 from lockstep.launch.host_protocol import STORE, _proof, job_key
-from lockstep.launch.splicing import End, taken_over
+from lockstep.launch.splicing import StoreEnd, taken_over
 
 RUN = (
     "train", "digits", "run.steps=100000", "launch.device=cpu", "monitor.every=1", "run.folder=run",
@@ -147,7 +147,7 @@ async def _passed_on(size: int) -> tuple[int, int]:
         writer.close()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        near, far = taken_over(writer), End()
+        near, far = taken_over(writer), StoreEnd()
         await loop.create_connection(lambda: far, *source.sockets[0].getsockname())
         near.join(far)
         await near.is_over.wait()

@@ -38,7 +38,7 @@ from lockstep.launch.host_protocol import (
     refusal_of,
     welcome,
 )
-from lockstep.launch.splicing import End, connect_with_store, listen_for_ranks, taken_over
+from lockstep.launch.splicing import StoreEnd, connect_with_store, listen_for_ranks, taken_over
 
 _LAST_WORDS_S = 5.0  # for the other hosts to read how the run ended
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0  # between two attempts to reach the leader
@@ -322,7 +322,7 @@ class _Follower(_Relay):
         """Listen on loopback for this host's ranks, whose connections go to the store; return the port."""
         handshakes = asyncio.Semaphore(_HANDSHAKES)
 
-        async def connect(near: End) -> None:
+        async def connect(near: StoreEnd) -> None:
             try:
                 async with handshakes:
                     _, writer = await self._open(STORE)

@@ -1,6 +1,6 @@
 """The connections of ranks with a store on another host, passed on as they are: a callback for each piece of data.
 
-    rank --> End . other --> End --> relay of the leader --> End . other --> End --> store
+    rank --> end . other --> end --> relay of the leader --> end . other --> end --> store
 
 A stream's reader and writer would cost a task that is woken for each piece, which is twice the processor time; hundreds
 of ranks share the relay at the rendezvous.
@@ -15,29 +15,29 @@ from typing import cast
 _LOOPBACK = "127.0.0.1"
 
 
-class End(asyncio.Protocol):
-    """One end of two connections that are joined: what it receives, the other sends. It reads nothing until then.
+class StoreEnd(asyncio.Protocol):
+    """An end of two connections that are joined: what it receives, the other sends. It reads nothing until then.
 
     Attributes:
         is_over: Set when the connection has ended.
     """
 
-    def __init__(self, opened: Callable[[End], None] | None = None) -> None:
+    def __init__(self, opened: Callable[[StoreEnd], None] | None = None) -> None:
         self.is_over = asyncio.Event()
         self._opened = opened
         self._transport: asyncio.Transport | None = None
         self._other: asyncio.Transport | None = None
 
-    def join(self, other: End) -> None:
+    def join(self, other: StoreEnd) -> None:
         """Pass on what each of both receives from now on, until one has ended."""
         pairs = ((self, other), (other, self))
-        for one, far in pairs:
-            one._other = far._transport
-        for one, far in pairs:
+        for near, far in pairs:
+            near._other = far._transport
+        for near, far in pairs:
             if far.is_over.is_set():
-                one.close()
-            elif one._transport is not None and not one._transport.is_closing():
-                one._transport.resume_reading()
+                near.close()
+            elif near._transport is not None and not near._transport.is_closing():
+                near._transport.resume_reading()
 
     def close(self) -> None:
         if self._transport is not None:
@@ -67,17 +67,17 @@ class End(asyncio.Protocol):
             self._other.close()
 
 
-def taken_over(writer: asyncio.StreamWriter) -> End:
+def taken_over(writer: asyncio.StreamWriter) -> StoreEnd:
     """Return the end of a stream's connection, over which nothing more has been sent to this side yet."""
-    end = End()
+    end = StoreEnd()
     writer.transport.set_protocol(end)
     end.connection_made(writer.transport)
     return end
 
 
-async def connect_with_store(near: End, port: int) -> None:
+async def connect_with_store(near: StoreEnd, port: int) -> None:
     """Connect a rank of another host with the store on loopback, until one side ends."""
-    far = End()
+    far = StoreEnd()
     try:
         await asyncio.get_running_loop().create_connection(lambda: far, _LOOPBACK, port)
     except OSError:  # rank 0 has ended
@@ -87,7 +87,7 @@ async def connect_with_store(near: End, port: int) -> None:
     await near.is_over.wait()
 
 
-async def listen_for_ranks(opened: Callable[[End], None]) -> int:
+async def listen_for_ranks(opened: Callable[[StoreEnd], None]) -> int:
     """Listen on loopback, and pass each connection to a function; return the port."""
-    server = await asyncio.get_running_loop().create_server(lambda: End(opened), _LOOPBACK, 0, backlog=1024)
+    server = await asyncio.get_running_loop().create_server(lambda: StoreEnd(opened), _LOOPBACK, 0, backlog=1024)
     return int(server.sockets[0].getsockname()[1])
