@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from kit.worlds import served
 
+from lockstep.core import cache_files
 from lockstep.core.errors import ConfigError
 from lockstep.data import packed_cache, windows
 from lockstep.data.packed_cache import TokenBlock, cached_stream
@@ -20,7 +21,7 @@ IDS = np.arange(5000, dtype=np.uint32)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv(packed_cache.CACHE, str(tmp_path))
+    monkeypatch.setenv(cache_files.CACHE, str(tmp_path))
     return tmp_path / "packed"
 
 
@@ -63,8 +64,8 @@ def _slowly(count: Path, seconds: float) -> Iterator[TokenBlock]:
 
 
 def _opened(cache: str, count: Path, seconds: float, results: Path) -> None:
-    os.environ[packed_cache.CACHE] = cache
-    packed_cache._SHOWN_S = 0.05
+    os.environ[cache_files.CACHE] = cache
+    cache_files._SHOWN_S = 0.05
     stream = cached_stream("key", lambda: _slowly(count, seconds), 5, "data")
     (results / str(os.getpid())).write_text(str(int(stream.tokens.sum())))
 
@@ -94,16 +95,16 @@ def test_several_processes_write_one_stream(killed, tmp_path, folder):
 
 
 def test_waiting_processes_show_what_the_writer_has_done(folder, monkeypatch, capsys):
-    monkeypatch.setattr(packed_cache, "_SHOWN_S", -1.0)
+    monkeypatch.setattr(cache_files, "_SHOWN_S", -1.0)
     attempts = iter([False, False, True])
-    monkeypatch.setattr(packed_cache, "_try_lock", lambda handle: next(attempts))
+    monkeypatch.setattr(cache_files, "_try_lock", lambda handle: next(attempts))
     folder.mkdir()
     (folder / "key.lock").write_text("3 of 5 documents")
     cached_stream("key", blocks, 5, "data")
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == ["lockstep: tokenizing dataset data: 3 of 5 documents"] * 2
     assert lines[-1] == "lockstep: tokenizing dataset data: 5 of 5 documents"
-    monkeypatch.setattr(packed_cache, "_try_lock", lambda handle: True)
+    monkeypatch.setattr(cache_files, "_try_lock", lambda handle: True)
     monkeypatch.setenv("LOCAL_RANK", "1")
     cached_stream("another", blocks, 5, "data")
     assert capsys.readouterr().err == ""
@@ -119,7 +120,7 @@ def _fail(number: int):
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
 def test_another_users_cache_is_read_and_what_it_lacks_is_kept_in_memory(number, folder, monkeypatch, capsys):
     cached_stream("key", blocks, 5, "data")
-    monkeypatch.setattr(packed_cache, "_opened", _fail(number))
+    monkeypatch.setattr(cache_files, "_opened", _fail(number))
     monkeypatch.setattr(packed_cache, "write_atomically", _fail(number))
     stream = cached_stream("key", blocks, 5, "data")
     assert stream.fingerprint(8) == windows.fingerprint("packed", 8, IDS)

@@ -305,6 +305,17 @@ def path_or_address(text: str) -> Path | str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def run_path(text: str) -> Path:
+    """Return the folder of a run; of one in a bucket, its working copy, as the bucket has it now."""
+    place = path_or_address(text)
+    if isinstance(place, Path):
+        return place
+
+    from lockstep.training.working_copy import fetched
+
+    return fetched(place)
+
+
 def size(text: str) -> int:
     """Return bytes for 80GiB, 80GB, 24G (GiB), or a number of at least a MiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)

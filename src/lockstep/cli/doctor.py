@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from lockstep.cli.arguments import Parser, Prepared, add_hosts, add_json, path, port, size, whole
+from lockstep.cli.arguments import Parser, Prepared, add_hosts, add_json, path, port, run_path, size, whole
 from lockstep.core.errors import RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
@@ -22,7 +22,9 @@ def run(arguments: Sequence[str]) -> int:
 def prepare(arguments: Sequence[str]) -> Prepared:
     """Read the arguments."""
     parser = Parser("doctor", "Finds what makes training fail; exit code 3 if something is wrong.")
-    parser.add_argument("run", nargs="?", type=path, metavar="RUN", help="a run's folder: state what happened in it")
+    parser.add_argument(
+        "run", nargs="?", type=run_path, metavar="RUN", help="a run's folder or address: state what happened in it"
+    )
     parser.add_argument("--known", action="store_true", help="print the catalog of known failures")
     parser.add_argument(
         "--folder", type=path, default=Path("runs"), metavar="FOLDER", help="where runs are; default %(default)s"

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from functools import partial
 
-from lockstep.cli.arguments import Parser, Prepared, add_json, add_trust, path, ranks
+from lockstep.cli.arguments import Parser, Prepared, add_json, add_trust, ranks, run_path
 from lockstep.core.json_output import emit
 
 
@@ -18,7 +18,7 @@ def run(arguments: Sequence[str]) -> int:
 def prepare(arguments: Sequence[str]) -> Prepared:
     """Read the arguments."""
     parser = Parser("eval", "Evaluates the model of a run on its evaluation sets, exactly, on any number of ranks.")
-    parser.add_argument("run", type=path, metavar="RUN", help="the run's folder")
+    parser.add_argument("run", type=run_path, metavar="RUN", help="the run's folder, or its address")
     parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="processes; by default those of the run's config")
     add_json(parser)
     add_trust(parser)

@@ -19,6 +19,7 @@ from lockstep.cli.arguments import Prepared
 from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.jobs import JOB_FILES, JobCommand
+from lockstep.stores.addresses import is_address
 
 VERBS = {"train": "train", "eval": "evaluate", "verify": "verify", "memory": "memory", "doctor": "doctor"}
 """Verbs that a launcher can run -> their modules, each with a function `prepare`."""
@@ -70,9 +71,15 @@ def job_command(
         sweep=runs,
         state_bytes=_state_bytes(prepared),
         run_folder=checked.folder,
-        checkpoint_folder=config.checkpoint.folder if config is not None else None,
+        checkpoint_folder=config.checkpoint.folder or _bucket(prepared) if config is not None else None,
         in_folder=config is None or config.checkpoint.storage is None,
     )
+
+
+def _bucket(prepared: Prepared) -> str | None:
+    """Return the address of the run; None: its folder isn't in a bucket."""
+    folder = prepared.config.run.folder if prepared.config is not None else None
+    return folder if folder is not None and is_address(folder) else None
 
 
 def _state_bytes(prepared: Prepared) -> int | None:
@@ -139,8 +146,9 @@ def _sweep(sweep: Sequence[str], checked: _Checked, world_size: WorldSize) -> tu
         if not equals or not key or "" in listed.split(","):
             raise ConfigError(Problem("--sweep", "", f"{text!r} is not KEY=A,B, such as optim.lr=0.1,0.01"))
         values.append([f"{key}={value}" for value in listed.split(",")])
+    parent = _bucket(checked.prepared) or checked.folder
     runs = [
-        (*combination, f"run.folder={checked.folder / str(number)}")
+        (*combination, f"run.folder={parent}/{number}")
         for number, combination in enumerate(itertools.islice(itertools.product(*values), _MOST_RUNS + 1))
     ]
     if len(runs) > _MOST_RUNS:

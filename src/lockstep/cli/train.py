@@ -16,18 +16,22 @@ from lockstep.cli.arguments import (
     add_run,
     approved_config,
     count,
-    path,
+    path_or_address,
+    run_path,
 )
 from lockstep.config.override import Override
 from lockstep.core.errors import ConfigError
 from lockstep.core.json_output import emit
+from lockstep.stores.addresses import checked_address, is_address
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
+    from lockstep.config.schema import Config
 
 _EPILOG = f"""{CONFIG_EPILOG}
-RUN is the folder of a run: it resumes from its newest checkpoint that verifies. So does a RECIPE whose run.folder is
-that of a run. Exit codes: 0 done, 1 failed, 2 fix your config, 75 stopped and saved (start it again), 130 stopped.
+RUN is the folder or the address of a run: it resumes from its newest checkpoint that verifies. So does a RECIPE whose
+run.folder is that of a run. Exit codes: 0 done, 1 failed, 2 fix your config, 75 stopped and saved (start it again),
+130 stopped.
 SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGUSR1 save and stop, SIGUSR2 saves and continues."""
 
 
@@ -43,28 +47,32 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     add_hosts(parser)
     parser.add_argument("--fresh", action="store_true", help="start over, whatever was saved before")
     parser.add_argument("--from", type=count, metavar="STEP", dest="step", help="resume from this step's checkpoint")
-    parser.add_argument("--fork", type=path, metavar="FOLDER", help="start a new run in FOLDER from RUN's checkpoint")
+    parser.add_argument(
+        "--fork", type=path_or_address, metavar="FOLDER", help="start a new run in FOLDER from RUN's checkpoint"
+    )
     parser.add_argument(
         "--accept-changes", action="store_true", help="resume although data, model or seed have changed"
     )
     args, overrides = parser.parse(arguments)
-    first = Path(args.config[0]) if args.config else None
-    origin = first if first is not None and (first / "config.yaml").is_file() else None
+    named = args.config[0] if args.config else ""
+    first = run_path(named) if is_address(named) else Path(named)
+    origin = first if named and (first / "config.yaml").is_file() else None
     if args.fork is not None and origin is None:
         raise ConfigError("--fork starts from another run: lockstep train RUN --fork FOLDER")
     if args.fresh and (args.step is not None or args.fork is not None):
         raise ConfigError("--fresh starts over, but --from and --fork start from a checkpoint; use one of them")
-    overrides = [*_run_folder(origin, args.fork), *overrides]
+    if origin is not None:
+        overrides = [*_run_folder(checked_address(named) if is_address(named) else named, args.fork), *overrides]
+        args.config[0] = str(origin)
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run, writes=True)
-    folder = loaded.config.run.folder
     return Prepared(
         partial(_train, args, loaded, name, origin),
         loaded.config,
         name,
-        Path(folder) if folder is not None else None,
+        _folder(loaded.config),
         starts_run=True,
         nodes=True,
-        restart=_restart(arguments, args),
+        restart=_restart(arguments, named, args.fork),
         trust_remote_code=args.trust_remote_code,
     )
 
@@ -84,7 +92,18 @@ def _train(args: argparse.Namespace, loaded: LoadedConfig, name: str, origin: Pa
     return code
 
 
-def _restart(arguments: Sequence[str], args: argparse.Namespace) -> tuple[str, ...]:
+def _folder(config: Config) -> Path | None:
+    """Return the folder of the run, or one for what a launcher writes about a run in a bucket."""
+    folder = config.run.folder
+    if folder is None or not is_address(folder):
+        return Path(folder) if folder is not None else None
+
+    from lockstep.training.working_copy import working_folder
+
+    return Path("runs") / working_folder(folder).name
+
+
+def _restart(arguments: Sequence[str], run: str, fork: Path | str | None) -> tuple[str, ...]:
     """Return the arguments that resume what these have started: without flags that start over, and a fork by itself."""
     words, kept = iter(arguments), list[str]()
     for word in words:
@@ -94,15 +113,13 @@ def _restart(arguments: Sequence[str], args: argparse.Namespace) -> tuple[str, .
                 next(words)
         elif word != "--fresh":
             kept.append(word)
-    if args.fork is not None:
-        kept[kept.index(args.config[0])] = str(args.fork)
+    if fork is not None:
+        kept[kept.index(run)] = str(fork)
     return tuple(kept)
 
 
-def _run_folder(origin: Path | None, fork: Path | None) -> list[Override]:
+def _run_folder(run: str, fork: Path | str | None) -> list[Override]:
     """Return the run's folder as overrides: the config of a run doesn't contain it if Lockstep named the folder."""
-    if origin is None:
-        return []
     if fork is None:
-        return [Override("run.folder", str(origin))]
+        return [Override("run.folder", run)]
     return [Override("run.folder", str(fork), "--fork"), Override("checkpoint.folder", "null", "--fork")]

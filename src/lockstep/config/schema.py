@@ -62,7 +62,7 @@ from lockstep.strategies.deepspeed import DeepSpeed
 from lockstep.strategies.fsdp import FSDP, FSDPPrecision
 from lockstep.strategies.partitions import PipelineParallel, TensorParallelOptions
 from lockstep.strategies.registry import StrategyName, checked_options, names, option_sections
-from lockstep.strategies.section import Auto, PathText, PlaceText, Positive, Section
+from lockstep.strategies.section import Auto, PathText, PlaceText, Positive, RunPlaceText, Section
 
 __all__ = [
     "DDP", "FSDP", "ActivationCheckpointing", "BatchConfig", "Checkpoint", "Config", "CustomData", "CustomModel",
@@ -223,8 +223,8 @@ class Run(Section):
     """Length as passes over the training data; may be a fraction."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
     """Seed of initial weights, order of samples, dropout and augmentation. The same seed gives the same run."""
-    folder: PathText | None = None
-    """Folder that the run writes to; null: runs/RECIPE-DATE-TIME."""
+    folder: RunPlaceText | None = None
+    """Folder that the run writes to, or an address such as `s3://bucket/digits`; null: runs/RECIPE-DATE-TIME."""
     end_with: Literal["last", "best"] = "last"
     """Weights of the finished run; best: those of `checkpoint.best`."""
     allow_untested: bool = False

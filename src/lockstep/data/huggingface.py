@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.schema import Config, HuggingFaceData
+from lockstep.core.cache_files import cache_folder
 from lockstep.core.errors import ConfigError
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
@@ -39,7 +40,7 @@ from lockstep.data.hub import (
     tokenizer_identity,
 )
 from lockstep.data.order import Indices
-from lockstep.data.packed_cache import FORMAT, TokenBlock, cache_folder, cached_stream
+from lockstep.data.packed_cache import FORMAT, TokenBlock, cached_stream
 from lockstep.data.sources import LANGUAGE_MODEL
 from lockstep.data.unreadable import read_or_explain
 
@@ -377,5 +378,5 @@ def fetch_tokens(config: Config) -> Iterator[str]:
     for section in sections:
         if section.packed and (section.tokenizer or pretrained):
             facts = open_huggingface(section, task=None, tokenizer=pretrained).facts
-            sizes = f"{facts.samples:,} samples of {section.max_length:,} tokens, in {cache_folder()}"
+            sizes = f"{facts.samples:,} samples of {section.max_length:,} tokens, in {cache_folder('packed')}"
             yield f"tokens of {section.name}, split {section.split}: {sizes}"

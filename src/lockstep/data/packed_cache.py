@@ -13,7 +13,6 @@ so that no time limit applies. Where the folder can't be written, each rank keep
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -22,26 +21,23 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.core.cache_files import CACHE, cache_folder, locked, prints
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import MAX_JSON_BYTES, flush, read_bounded, write_atomically
 from lockstep.core.formatting import size
 from lockstep.core.terminal import echo
 from lockstep.data import windows
 
-CACHE = "LOCKSTEP_CACHE"
 FORMAT = 1
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.ENOSYS)
-_POLL_S = 0.1
-_SHOWN_S = 10.0
 _ABANDONED_S = 3600.0
 
 
@@ -99,7 +95,7 @@ def cached_stream(key: str, blocks: Callable[[], Iterator[TokenBlock]], document
     Raises:
         ConfigError: The disk is full or fails.
     """
-    folder = cache_folder()
+    folder = cache_folder("packed")
     if (stream := _read(folder / key)) is not None:
         return stream
     what = f"dataset {name}"
@@ -117,14 +113,6 @@ def cached_stream(key: str, blocks: Callable[[], Iterator[TokenBlock]], document
     if stream is None:
         raise ConfigError(f"the tokens of {what} vanished from {folder} right after they were written; is it shared?")
     return stream
-
-
-def cache_folder(kind: str = "packed") -> Path:
-    """Return the folder of token streams, or of another kind of tokens."""
-    if own := os.environ.get(CACHE):
-        return Path(own).expanduser() / kind
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(root) if os.path.isabs(root) else Path("~/.cache").expanduser()) / "lockstep" / kind
 
 
 # --- files --------------------------------------------------------------------------------------------------------
@@ -209,7 +197,7 @@ def _not_written(error: OSError, folder: Path, what: str) -> ConfigError:
 
 
 def _in_memory(blocks: Iterator[TokenBlock], folder: Path, what: str) -> TokenStream:
-    if _prints():
+    if prints():
         echo(
             f"lockstep: {folder} can't be written, so every rank tokenizes {what} at every start; set {CACHE} to a "
             "folder that you can write",
@@ -221,66 +209,7 @@ def _in_memory(blocks: Iterator[TokenBlock], folder: Path, what: str) -> TokenSt
     return TokenStream(tokens, sum(block.text_bytes for block in parts), None)
 
 
-# --- one writer ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def locked(path: Path, work: str) -> Iterator[Callable[[str], None]]:
-    """Hold the lock while the block runs; meanwhile the others show what its holder has done. Raises OSError.
-
-    Yields a function that shows how far the work is, to this process's user and those of the others.
-    """
-    handle = _opened(path)
-    shown_at = time.monotonic()
-
-    def show(text: str) -> None:
-        nonlocal shown_at
-        if _prints() and time.monotonic() - shown_at > _SHOWN_S:
-            shown_at = time.monotonic()
-            echo(f"lockstep: {work}: {text}", file=sys.stderr, flush=True)
-
-    def publish(text: str) -> None:
-        with suppress(OSError):
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, text.encode(), 0)
-        show(text)
-
-    try:
-        while not _try_lock(handle):
-            show(os.pread(handle, 200, 0).decode(errors="replace") or "begun by another process")
-            time.sleep(_POLL_S)
-        yield publish
-        with suppress(OSError):
-            os.ftruncate(handle, 0)
-    finally:
-        os.close(handle)  # which releases the lock, as does this process's end
-
-
-def _opened(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except PermissionError:  # another user's, whose work can still be waited for
-        if not path.exists():
-            raise
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _try_lock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:  # a file system without locks: each process writes its own draft, and one is kept
-        if error.errno not in _NO_LOCKS:
-            raise
-    return True
-
-
 def _shown(blocks: Iterator[TokenBlock], documents: int, show: Callable[[str], None]) -> Iterator[TokenBlock]:
     for block in blocks:
         yield block
         show(f"{block.documents:,} of {documents:,} documents")
-
-
-def _prints() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.core.cache_files import CACHE, cache_folder, locked
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import MAX_JSON_BYTES, flush
 from lockstep.core.formatting import size as size_text
-from lockstep.data.packed_cache import CACHE, cache_folder, locked
 from lockstep.stores.opening import open_store
 
 if TYPE_CHECKING:

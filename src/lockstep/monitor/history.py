@@ -48,11 +48,18 @@ class HistoryFiles:
     Args:
         run: The run's folder.
         monitors: Those that write files there.
+        publish: Uploads what the folder of a run in a bucket has; raises Failure.
     """
 
-    def __init__(self, run: Path, monitors: Sequence[EventLog | TensorBoard] = ()) -> None:
+    def __init__(
+        self,
+        run: Path,
+        monitors: Sequence[EventLog | TensorBoard] = (),
+        publish: Callable[[], None] = lambda: None,
+    ) -> None:
         self._run = run
         self._monitors = monitors
+        self._publish = publish
         self._earlier: dict[str, FileMark] = {}  # TensorBoard files of earlier attempts
         self._warned = False
         for file in _event_files(run):
@@ -62,7 +69,7 @@ class HistoryFiles:
                 self._earlier[f"{_TENSORBOARD}{file.name}"] = mark
 
     def flush(self) -> None:
-        """Flush all files to the disk, in any thread. A disk that fails is reported once."""
+        """Flush all files to the disk, and publish them, in any thread. A disk that fails is reported once."""
         for file in self._files():
             try:
                 file.flush()
@@ -70,6 +77,7 @@ class HistoryFiles:
                 if not self._warned:
                     self._warned = True
                     _log.warning("can't flush %s: %s; a power failure may take its last lines", file.path, error)
+        self._publish()
 
     def reopen(self) -> None:
         """Continue each file that was deleted or moved under its name, in any thread. Raises OSError."""

@@ -25,6 +25,18 @@ def checked_place_text(text: str) -> str:
     return checked_address(text) if is_address(text) else text
 
 
+def checked_run_place_text(text: str) -> str:
+    """Return `text`, for the place of a run: a path, or an address in S3. Raises ValueError."""
+    checked = checked_place_text(text)
+    if is_address(text) and not checked.startswith("s3://"):
+        scheme = parts_of(checked)[0]
+        raise ValueError(
+            f"the folder of a run can be in s3:// alone, where one process at a time can lock it, and not in "
+            f"{scheme}://; give a path here, and checkpoint.folder: {checked}"
+        )
+    return checked
+
+
 def checked_address(text: str) -> str:
     """Return an address in its shortest form. Raises ValueError if it can't be one, or holds credentials."""
     match = _ADDRESS.fullmatch(text.strip())

@@ -4,6 +4,7 @@ small object    PutObject
 large           CreateMultipartUpload -> UploadPart x N, in threads -> CompleteMultipartUpload      failed: Abort...
 read            GetObject with a range
 new             PutObject, If-None-Match: *
+replaced        PutObject, If-Match: the tag that was read
 
 boto3 alone, and not s3fs: s3fs pins an old botocore, and a save needs what a file interface hides, which upload is
 open, and when it is aborted. Credentials come from boto3's chain (variables, profile, role) and stay in its client.
@@ -62,15 +63,11 @@ class S3Store:
     # --- reading --------------------------------------------------------------------------------------------------
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        listed: dict[str, int] = {}
-        following: dict[str, str] = {}
-        while True:
-            page = self._call("list_objects_v2", "", Prefix=self._prefix + prefix, **following)
-            for entry in page.get("Contents", ()):
-                listed[entry["Key"].removeprefix(self._prefix)] = entry["Size"]
-            if not page.get("IsTruncated"):
-                return dict(sorted(listed.items()))
-            following = {"ContinuationToken": page["NextContinuationToken"]}
+        return {name: entry["Size"] for name, entry in self._listed(prefix).items()}
+
+    def tags(self, prefix: str) -> dict[str, str]:
+        """Return the tags of all objects whose names begin with `prefix`: what is replaced gets another one."""
+        return {name: entry["ETag"] for name, entry in self._listed(prefix).items()}
 
     def size(self, name: str) -> int:
         return int(self._call("head_object", name, "ContentLength")["ContentLength"])
@@ -89,6 +86,27 @@ class S3Store:
         if len(data) != len(into):
             raise ended_early(offset, len(data), len(into))
         into[:] = data
+
+    def read_tagged(self, name: str) -> tuple[bytes, str]:
+        """Return a small object and its tag."""
+
+        def call(client: Any) -> tuple[bytes, str]:
+            reply = client.get_object(Bucket=self._bucket, Key=self._prefix + name)
+            with reply["Body"] as body:
+                return bytes(body.read()), str(reply["ETag"])
+
+        return self._repeated("get_object", name, call)
+
+    def _listed(self, prefix: str) -> dict[str, Any]:
+        listed: dict[str, Any] = {}
+        following: dict[str, str] = {}
+        while True:
+            page = self._call("list_objects_v2", "", Prefix=self._prefix + prefix, **following)
+            for entry in page.get("Contents", ()):
+                listed[entry["Key"].removeprefix(self._prefix)] = entry
+            if not page.get("IsTruncated"):
+                return dict(sorted(listed.items()))
+            following = {"ContinuationToken": page["NextContinuationToken"]}
 
     # --- writing --------------------------------------------------------------------------------------------------
 
@@ -116,6 +134,14 @@ class S3Store:
             if name in self.sizes(name):
                 raise s3_faults.exists(f"{self.place}/{name}") from None
             self._call("put_object", name, Body=body)
+
+    def replace(self, name: str, data: bytes, tag: str) -> None:
+        """Replace a small object that has this tag. Raises FileExistsError if it has another, or was deleted."""
+        try:
+            self._call("put_object", name, Body=data, IfMatch=tag)
+        except (FileExistsError, FileNotFoundError):
+            if not self._holds(name, data):  # an answer that was lost, and a repeated call
+                raise s3_faults.exists(f"{self.place}/{name}") from None
 
     def copy(self, source: str, target: str) -> None:
         origin = {"Bucket": self._bucket, "Key": self._prefix + source}

@@ -7,13 +7,14 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from lockstep.core.local_paths import checked_path_text
-from lockstep.stores.addresses import checked_place_text
+from lockstep.stores.addresses import checked_place_text, checked_run_place_text
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Literal["auto"]
 PathText = Annotated[str, AfterValidator(checked_path_text)]
 PlaceText = Annotated[str, AfterValidator(checked_place_text)]  # a path, or the address of an object store
+RunPlaceText = Annotated[str, AfterValidator(checked_run_place_text)]  # a path, or an address in S3
 
 
 class Section(BaseModel):

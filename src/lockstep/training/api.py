@@ -31,6 +31,7 @@ from lockstep.training.job import Finished, Job, opened, run_job
 from lockstep.training.rescue import rescuing
 from lockstep.training.resuming import Resume
 from lockstep.training.session import Session
+from lockstep.training.stored_run import opened_run
 from lockstep.training.user_objects import Objects, UserObjects, refuse_missing, user_objects
 
 if TYPE_CHECKING:
@@ -74,13 +75,15 @@ def train(
     job = Job(resolved(config, given, trusted=trust_run, writes=True), name, given=given, resume=resume)
     if names_a_rank(os.environ) and isinstance(ranks, int):
         refuse_rank_count(ranks, "ranks")
-    on_hosts = job.config.launch.nodes > 1 and not names_a_rank(os.environ)
-    finished = None if fresh or on_hosts else _finished(job)  # of several hosts, the leader looks
-    if finished is not None:
-        return finished
-    if ranks is None or names_a_rank(os.environ):
-        return run_job(job)
-    return _train_in_ranks(job, ranks)
+    if job.config.launch.nodes > 1 and not names_a_rank(os.environ):  # the leader looks whether anything is left
+        return run_job(job) if ranks is None else _train_in_ranks(job, ranks)
+    with opened_run(job, is_first=os.environ.get("RANK", "0") == "0") as job:
+        finished = None if fresh else _finished(job)
+        if finished is not None:
+            return finished
+        if ranks is None or names_a_rank(os.environ):
+            return run_job(job)
+        return _train_in_ranks(job, ranks)
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from lockstep.training.rescue import Rescue
 from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, refuse_unknown_best, restore
 from lockstep.training.saved_state import check_state, data_identity
 from lockstep.training.session import Session, attach, components_of
+from lockstep.training.working_copy import owns, place_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
@@ -204,7 +205,7 @@ class Checkpoints(VoteParticipant):
         owner = self._storage.owner()
         if self._home is None and owner is not None and owner.run == self.run:
             return
-        self._owner = Owner(self.run, str(self._home) if self._home is not None else None, self._recipe)
+        self._owner = Owner(self.run, place_of(self._home) if self._home is not None else None, self._recipe)
         self._storage.set_owner(self._owner)
 
     def _published(self, manifest: Manifest) -> None:
@@ -214,7 +215,7 @@ class Checkpoints(VoteParticipant):
     def _refuse_other_run(self, resume: Resume) -> None:
         """Raise ConfigError if the storage has another run's checkpoints; a folder of a run was checked before."""
         config = components_of(self._session).config
-        if self._home is not None and isinstance(self._storage, LocalStorage):
+        if self._home is not None and (isinstance(self._storage, LocalStorage) or owns(self._home, self.place)):
             return
         refusal: str | None = None
         if self._axis.rank == 0:

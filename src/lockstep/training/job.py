@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.known_runs import recorded
@@ -55,12 +55,10 @@ from lockstep.training.resuming import Resume
 from lockstep.training.run import Results, SaveFailed, run
 from lockstep.training.run_info import run_info
 from lockstep.training.session import Session, components_of, ledger_of
+from lockstep.training.stored_run import StoredRun, in_bucket
 from lockstep.training.text import codec_of, sample
 from lockstep.training.user_logs import UserLogs
 from lockstep.training.user_objects import UserObjects, transform_names, user_monitors
-
-if TYPE_CHECKING:
-    from lockstep.config.schema import MonitorConfig
 
 _log = logging.getLogger("lockstep")
 
@@ -72,12 +70,14 @@ class Job:
     Attributes:
         recipe: what the run is called.
         folder: of the run; None: the first rank makes one.
+        stored: the run in a bucket of which the folder is a working copy; None: the folder is the run's.
         given: objects that were passed in Python.
     """
 
     config: Config
     recipe: str
     folder: Path | None = None
+    stored: StoredRun | None = None
     given: UserObjects = field(default_factory=UserObjects)
     resume: Resume = field(default_factory=Resume)
 
@@ -115,7 +115,7 @@ def run_job(job: Job) -> Finished:
         checkpoints, notes = _begin(job, session, folder)
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         is_first = components_of(session).world.rank == 0
-        builtin = _monitors(config.monitor, folder, checkpoints) if is_first else []
+        builtin = _monitors(job, folder, checkpoints) if is_first else []
         monitors = Monitors(builtin, user_monitors(config, job.given) if is_first else [])
         with _watched(session, checkpoints, folder) as checked_folder:
             with metric_log.recording(MetricLog()) as log, _started(monitors, facts):
@@ -132,7 +132,7 @@ def run_job(job: Job) -> Finished:
                     metric_log.text("sample", sample(session, prompt))
                 user_logs.finish(results.progress.steps)
             with run_signals(shown=is_first, ends=True):  # the run is finished: there is nothing to stop
-                summary = _publish_results(session, checkpoints, facts, results, checked_folder)
+                summary = _publish_results(session, checkpoints, facts, results, checked_folder, job.stored)
     return Finished(summary, folder)
 
 
@@ -212,8 +212,10 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
         else:
             run_folder.rewind(checkpoints.resumed_from)
             notes += history.faults(folder, checkpoints.written)
-        run_folder.write_config(recorded(components.config, checkpoints.run))
+        run_folder.write_config(recorded(in_bucket(components.config, job.stored), checkpoints.run))
         run_folder.write_environment({**environment, "run": checkpoints.run})
+        if job.stored is not None:
+            job.stored.publish()
     components.world.axis.barrier()
     if resume.origin is not None:
         checkpoints.save()
@@ -293,12 +295,13 @@ def _watched(session: Session, checkpoints: Checkpoints, folder: Path) -> Iterat
 # --- monitors -----------------------------------------------------------------------------------------------------
 
 
-def _monitors(options: MonitorConfig, folder: Path, checkpoints: Checkpoints) -> list[ThrottledMonitor]:
+def _monitors(job: Job, folder: Path, checkpoints: Checkpoints) -> list[ThrottledMonitor]:
     """Return Lockstep's monitors, and make their files the history that checkpoints refer to."""
-    run_folder = RunFolder.open(folder)
+    options, run_folder = job.config.monitor, RunFolder.open(folder)
     log, console = EventLog(run_folder.metrics, options.every), Console(options.every, options.progress)
     board = [TensorBoard(run_folder.tensorboard, options.every)] if options.tensorboard else []
-    checkpoints.history = history.HistoryFiles(folder, [log, *board])
+    publish = job.stored.publish if job.stored is not None else lambda: None
+    checkpoints.history = history.HistoryFiles(folder, [log, *board], publish)
     return [log, console, *board]
 
 
@@ -318,7 +321,12 @@ def _started(monitors: Monitors, facts: RunInfo) -> Iterator[None]:
 
 
 def _publish_results(
-    session: Session, checkpoints: Checkpoints, facts: RunInfo, results: Results, checked_folder: Callable[[], Path]
+    session: Session,
+    checkpoints: Checkpoints,
+    facts: RunInfo,
+    results: Results,
+    checked_folder: Callable[[], Path],
+    stored: StoredRun | None,
 ) -> dict[str, Any]:
     """Write weights and summary to the run's folder; the summary, written last, marks the run as finished."""
     components = components_of(session)
@@ -338,6 +346,8 @@ def _publish_results(
         try:
             RunFolder.open(checked_folder()).write_summary(summary)
             _write_report(checked_folder())
+            if stored is not None:
+                stored.publish()
         except RunFailed as error:
             unwritten = RunFailed(f"{error}; {saved}")
     world.axis.barrier()

@@ -3,7 +3,8 @@
 runs/digits                              a run            all its checkpoints, wherever its config has put them
 runs/digits/checkpoints                  a folder of checkpoints
 runs/digits/checkpoints/step-00000480    one checkpoint
-s3://bucket/digits, .../step-00000480    the same, in an object store
+s3://bucket/digits                       a run whose folder is in a bucket: its working copy
+s3://bucket/saves, .../step-00000480     checkpoints, or one, in an object store
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,10 +26,19 @@ from lockstep.config.known_runs import id_of_run
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.extensions import instance
 from lockstep.core.protocols import ObjectStore
+from lockstep.launch.outcome import print_on_stderr
 from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, is_run, refuse_escaping_links
 from lockstep.stores.addresses import is_address
 from lockstep.stores.blobs import UserStore
 from lockstep.stores.opening import open_store
+from lockstep.training.working_copy import (
+    WorkingCopy,
+    checkpoints_address,
+    config_error_of,
+    fetched,
+    is_stored_run,
+    stored_at,
+)
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
@@ -89,9 +99,11 @@ def storage_of(checkpoint: Checkpoint, run: Path, given: ObjectStore | None = No
     Raises:
         ConfigError: checkpoint.folder is a file, or checkpoint.storage can't be built.
     """
-    section = checkpoint.storage
-    if section is None and checkpoint.folder is not None and is_address(checkpoint.folder):
-        return ObjectStorage(open_store(checkpoint.folder, checkpoint.retry_seconds), id_of_run(run))
+    section, folder = checkpoint.storage, checkpoint.folder
+    if section is None and folder is None and (address := stored_at(run)) is not None:
+        folder = checkpoints_address(address)
+    if section is None and folder is not None and is_address(folder):
+        return ObjectStorage(open_store(folder, checkpoint.retry_seconds), id_of_run(run))
     if section is None:
         return LocalStorage(checkpoint_folder(checkpoint.folder, run), id_of_run(run))
     key = "checkpoint.storage.target"
@@ -114,8 +126,9 @@ def find(path: Path | str, *, trusted: bool = False) -> CheckpointLocation:
         ConfigError: the path is no run, folder of checkpoints or checkpoint; or it is another user's run, whose config
             or links point outside its folder.
     """
-    if isinstance(path, str):
+    if isinstance(path, str) and not is_stored_run(path):
         return _at_address(path)
+    path = fetched(path) if isinstance(path, str) else path
     where = path.absolute()
     if is_run(where):
         return _of_run(where, trusted=trusted)
@@ -209,6 +222,26 @@ def lock_run(run: Path) -> Iterator[None]:
     Raises:
         RunFailed: it is being trained.
     """
+    with ExitStack() as stack:
+        if (address := stored_at(run)) is not None:
+            stack.enter_context(_lock_in_bucket(WorkingCopy(address)))
+        stack.enter_context(_lock_folder(run))
+        yield
+
+
+@contextmanager
+def _lock_in_bucket(copy: WorkingCopy) -> Iterator[None]:
+    with config_error_of(copy.address):
+        copy.lock.take(print_on_stderr)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            copy.lock.release()
+
+
+@contextmanager
+def _lock_folder(run: Path) -> Iterator[None]:
     try:
         handle = os.open(run / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:  # the command never started it here

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ from lockstep.training.out_of_memory import advice, memory_factors, with_predict
 from lockstep.training.ownership import LENGTHS, other_settings, run_folder_for
 from lockstep.training.resuming import Resume
 from lockstep.training.saved_state import epoch_samples_in
+from lockstep.training.stored_run import in_working_copy, is_stored, opened_run, publish_logs
 from lockstep.training.user_objects import UserObjects, refuse_given
 
 if TYPE_CHECKING:
@@ -74,12 +76,13 @@ def train(loaded: LoadedConfig, recipe: str, resume: Resume, *, trust_remote_cod
         path, result = train_on_hosts(job, loaded.config.launch.ranks)
         result.show()
         return result.code, path if result.code == 0 and path is not None and path.exists() else None
-    if _is_done(job, is_first=is_first):
-        return 0, Path(loaded.config.run.folder or "")
-    if is_rank:
-        finished = run_job(job)
-        return 0, finished.folder if is_first else None
-    path, result = launch_job(job, loaded.config.launch.ranks)
+    with opened_run(job, is_first=is_first) as job:
+        if _is_done(job, is_first=is_first):
+            return 0, Path(job.config.run.folder or "")
+        if is_rank:
+            finished = run_job(job)
+            return 0, finished.folder if is_first else None
+        path, result = launch_job(job, job.config.launch.ranks)
     result.show()
     return result.code, path if result.code == 0 else None
 
@@ -278,13 +281,14 @@ def train_on_hosts(job: Job, ranks: int | Literal["auto"]) -> tuple[Path | None,
 
 
 def _lead(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResult]:
-    if _is_done(job, is_first=True):
-        path, result = Path(job.config.run.folder or ""), LaunchResult(0)
-    else:
-        others = ", ".join(str(host) for host in hosts.world[1:])
-        print_on_stderr(f"{len(hosts.world)} hosts: this one, {hosts.here}, is node 0; the others: {others}")
-        path, result = launch_job(job, ranks, hosts)
-    hosts.finish(result)
+    with opened_run(job) as job:
+        if _is_done(job, is_first=True):
+            path, result = Path(job.config.run.folder or ""), LaunchResult(0)
+        else:
+            others = ", ".join(str(host) for host in hosts.world[1:])
+            print_on_stderr(f"{len(hosts.world)} hosts: this one, {hosts.here}, is node 0; the others: {others}")
+            path, result = launch_job(job, ranks, hosts)
+        hosts.finish(result)
     return path, result
 
 
@@ -294,6 +298,10 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
     if path is None:
         print_on_stderr(f"nothing is left to train, as host {hosts.world[0].name} reports")
         return None, LaunchResult(0)
+    config, since = job.config, time.time()
+    if is_stored(config):  # this host has a folder of its own for its logs
+        job = replace(job, config=in_working_copy(config))
+        path = Path(job.config.run.folder or "")
     logs = path / LOGS
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -306,6 +314,8 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
     ahead = imports_ahead(job.config)
     entry = partial(_train_as_rank, job, path)
     result = launch(entry, ranks, job.config.launch, logs, preload=ahead, remedy=remedy, hosts=hosts)
+    if is_stored(config):
+        publish_logs(config, since)
     if result.code == 0:
         print_on_stderr(f"done: {hosts.here}; the run is in {path} on host {hosts.world[0].name}")
     return path, result

@@ -1,0 +1,215 @@
+"""Trains a run whose folder is in a bucket: `run.folder: s3://bucket/digits`.
+
+this process    takes the lock, fetches the working copy, trains in it, as in any folder
+first rank      publishes before each checkpoint exists, and at the end
+publisher       a process that renews the lock and publishes every 15 s, until this process ends, however it ends;
+                then, once no rank is left, it publishes what they have left and releases the lock
+other hosts     publish their ranks' logs when these have ended
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
+from lockstep.core.terminal import echo
+from lockstep.launch.outcome import print_on_stderr
+from lockstep.monitor.folder import CONFIG, ENVIRONMENT, SUMMARY, RunFolderTaken
+from lockstep.stores.addresses import is_address
+from lockstep.training.store_lock import GONE_S, RENEWED_S
+from lockstep.training.working_copy import WorkingCopy, checkpoints_address, config_error_of, working_folder
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+    from lockstep.training.job import Job
+
+_LEFT_S = 30.0  # for ranks to end after the process that started them
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """A run in a bucket that this process, or one that started it, holds the lock of."""
+
+    address: str
+    token: str
+    retry_seconds: float
+
+    def copy(self) -> WorkingCopy:
+        """Return its working copy."""
+        return WorkingCopy(self.address, self.token, self.retry_seconds)
+
+    def publish(self) -> None:
+        """Publish what has changed. Raises RunFailed."""
+        try:
+            self.copy().publish()
+        except OSError as error:
+            raise RunFailed(f"{error.filename or self.address}: {error.strerror or error}") from error
+
+
+def is_stored(config: Config) -> bool:
+    """Return whether the run's folder is in a bucket."""
+    return config.run.folder is not None and is_address(config.run.folder)
+
+
+def in_working_copy(config: Config, folder: Path | None = None) -> Config:
+    """Return the config with the working copy as the run's folder, and the checkpoints in the bucket.
+
+    Args:
+        folder: Instead of the working copy.
+    """
+    address = config.run.folder
+    assert address is not None, "the run's folder is in a bucket"
+    run = config.run.model_copy(update={"folder": str(folder or working_folder(address))})
+    checkpoint = config.checkpoint
+    if checkpoint.folder is None and checkpoint.storage is None:
+        checkpoint = checkpoint.model_copy(update={"folder": checkpoints_address(address)})
+    return config.model_copy(update={"run": run, "checkpoint": checkpoint})
+
+
+def in_bucket(config: Config, stored: StoredRun | None) -> Config:
+    """Return the config as the run's config.yaml has it: without places that change when the bucket is copied."""
+    if stored is None:
+        return config
+    checkpoint = config.checkpoint
+    if checkpoint.folder == checkpoints_address(stored.address):
+        checkpoint = checkpoint.model_copy(update={"folder": None})
+    run = config.run.model_copy(update={"folder": None})
+    return config.model_copy(update={"run": run, "checkpoint": checkpoint})
+
+
+@contextmanager
+def opened_run(job: Job, *, is_first: bool = True) -> Iterator[Job]:
+    """Yield the job in a working copy, whose run no other process trains while the block runs.
+
+    Args:
+        is_first: Whether this is the first rank, or the process that starts the ranks.
+
+    Raises:
+        ConfigError: The bucket can't be used, or holds something else.
+        RunFailed: Another process trains the run.
+    """
+    if not is_stored(job.config):
+        yield job
+        return
+    address, seconds = str(job.config.run.folder), job.config.checkpoint.retry_seconds
+    if not is_first:
+        with _glimpse(WorkingCopy(address, None, seconds)) as folder:
+            yield replace(job, config=in_working_copy(job.config, folder))
+        return
+    copy = WorkingCopy(address, None, seconds)
+    _begin(copy, is_fork=job.resume.origin is not None)
+    stored = StoredRun(copy.address, str(copy.lock.token), seconds)
+    with _publisher(stored):
+        yield replace(job, config=in_working_copy(job.config), stored=stored)
+
+
+def publish_logs(config: Config, since: float) -> None:
+    """Publish the logs of a host whose launcher doesn't lead. A bucket that fails is reported."""
+    try:
+        WorkingCopy(str(config.run.folder), None, config.checkpoint.retry_seconds).publish_logs(since)
+    except OSError as error:
+        print_on_stderr(f"this host's logs are not in {config.run.folder}: {error.strerror or error}")
+
+
+def _begin(copy: WorkingCopy, *, is_fork: bool) -> None:
+    """Lock the run and fetch it."""
+    try:
+        with config_error_of(copy.address):
+            copy.lock.take(print_on_stderr)
+            names = copy.names()
+            if names and (is_fork or CONFIG not in names):
+                shown = f"{', '.join(names[:3])}{', ...' if names[3:] else ''}"
+                why = f"{copy.address} holds {'a run' if CONFIG in names else 'something else'} already ({shown})"
+                raise ConfigError(f"{why}; give the new run another prefix")
+            copy.fetch()
+    except ConfigError as error:
+        with suppress(OSError):
+            copy.lock.release()
+        raise ConfigError(Problem("", "run.folder", str(error))) from error.__cause__
+    except BaseException:
+        with suppress(OSError):
+            copy.lock.release()
+        raise
+    print_on_stderr(f"the run is in {copy.address}; {copy.folder} is a working copy")
+
+
+@contextmanager
+def _glimpse(copy: WorkingCopy) -> Iterator[Path]:
+    """Yield a folder with the files that tell another rank than the first whether anything is left to train."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        with config_error_of(copy.address):
+            copy.read_into(Path(folder), (CONFIG, ENVIRONMENT, SUMMARY))
+        yield Path(folder)
+
+
+# --- the publisher ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _publisher(stored: StoredRun) -> Iterator[None]:
+    """Run the publisher as long as the block, and until it has published everything."""
+    words = [sys.executable, "-P", "-m", __name__, stored.address, stored.token, str(stored.retry_seconds)]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)  # a signal to the group ends ranks
+    try:
+        yield
+    finally:
+        assert process.stdin is not None, "it is a pipe"
+        with suppress(OSError):
+            process.stdin.close()
+        process.wait()
+
+
+def _publish_until_end(stored: StoredRun) -> int:
+    """Publish until standard input ends, and no rank is left."""
+    copy, ended = stored.copy(), threading.Event()
+
+    def wait_for_end() -> None:
+        sys.stdin.buffer.read()
+        ended.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
+    reported = False
+    try:
+        while not ended.wait(RENEWED_S):
+            try:
+                if not copy.lock.renew():
+                    raise RunFolderTaken(f"another process trains the run in {copy.address} now")
+                copy.publish()
+                reported = False
+            except OSError as error:
+                if not reported:
+                    _warn(
+                        f"{error.filename or copy.address}: {error.strerror or error}; the run continues, and retries"
+                    )
+                reported = True
+        limit = time.monotonic() + _LEFT_S
+        while copy.is_running() and time.monotonic() < limit:
+            time.sleep(0.05)
+        copy.publish()
+        copy.lock.release()
+    except Failure as failure:
+        _warn(f"{failure}; nothing more of this run is written there")
+        return 1
+    except OSError as error:
+        where, why = error.filename or copy.address, error.strerror or error
+        _warn(f"{where}: {why}; the last lines of its logs are in {copy.folder}, and it stays locked for {GONE_S:g} s")
+        return 1
+    return 0
+
+
+def _warn(text: str) -> None:
+    with suppress(OSError):
+        echo(f"lockstep: warning: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(_publish_until_end(StoredRun(sys.argv[1], sys.argv[2], float(sys.argv[3]))))
