@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,20 @@ class Drill:
 
     def _newest(self) -> int:
         return max(names_by_step(self._storage.names()), default=0)
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Return the table in Markdown, from what results/s3_drill.json holds."""
+    resumed = f"**{results['resumed_from_the_newest']} of {results['attempts']}**"
+    lines = [
+        "| | attempts |",
+        "|---|--:|",
+        f"| resumed from the newest complete checkpoint | {resumed} |",
+        f"| checkpoints lost or damaged | {len(results['lost'])} |",
+    ]
+    for what, shown in (("cases", ""), ("requests", "hit: "), ("layouts", "")):
+        lines += [f"| {shown}{name} | {number} |" for name, number in sorted(results[what].items())]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import elastic_drill
 import hosts_drill
 import kill_drill
 import peers_drill
+import s3_drill
 import signal_drill
 import versions_drill
 
@@ -22,6 +23,7 @@ TABLES = {
     "hosts_drill": hosts_drill.table,
     "versions": versions_drill.table,
     "peers_drill": peers_drill.table,
+    "s3_drill": s3_drill.table,
 }
 
 

@@ -86,6 +86,13 @@ class StoreLock:
             self._store.delete([LOCK])
         self.token = None
 
+    def give_up(self) -> None:
+        """Delete the lock that this process has just taken. Never raises."""
+        with suppress(OSError):
+            if self.token is not None:
+                self._store.delete([LOCK])
+        self.token = None
+
     def _take_over(self, data: bytes, show: Callable[[str], None]) -> bool:
         """Replace the lock of a process that is gone; return False if it was released meanwhile.
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ class StoredRun:
     token: str
     retry_seconds: float
 
+    @cache  # noqa: B019  # a client takes long to make, and a process has one such run
     def copy(self) -> WorkingCopy:
         """Return its working copy."""
         return WorkingCopy(self.address, self.token, self.retry_seconds)
@@ -132,12 +134,10 @@ def _begin(copy: WorkingCopy, *, is_fork: bool) -> None:
                 raise ConfigError(f"{why}; give the new run another prefix")
             copy.fetch()
     except ConfigError as error:
-        with suppress(OSError):
-            copy.lock.release()
+        copy.lock.give_up()
         raise ConfigError(Problem("", "run.folder", str(error))) from error.__cause__
     except BaseException:
-        with suppress(OSError):
-            copy.lock.release()
+        copy.lock.give_up()
         raise
     print_on_stderr(f"the run is in {copy.address}; {copy.folder} is a working copy")
 

@@ -24,7 +24,7 @@ from lockstep.core.cache_files import CACHE, cache_folder, locked
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
 from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, LOGS, SUMMARY, open_lock
-from lockstep.stores.addresses import checked_address, parts_of
+from lockstep.stores.addresses import checked_address, is_address, parts_of
 from lockstep.stores.opening import RETRY_SECONDS
 from lockstep.training.store_lock import StoreLock
 
@@ -63,7 +63,6 @@ class WorkingCopy:
         """Make the working copy equal to what the bucket has; a log that is longer here stays. Raises OSError."""
         with self._exclusive() as known:
             tags = self._tags()
-            self.folder.mkdir(parents=True, exist_ok=True)
             for name, tag in tags.items():
                 path = self.folder / name
                 if known.get(name, {}).get("tag") != tag or known[name]["stat"] != _stat(path):
@@ -194,9 +193,12 @@ def place_of(run: Path) -> str:
 
 
 def owns(run: Path, place: str) -> bool:
-    """Return whether a place has the checkpoints of the run in a bucket of which a folder is the working copy."""
-    address = stored_at(run)
-    return address is not None and place == checkpoints_address(address)
+    """Return whether a place has the checkpoints of the run in a bucket of which a folder is the working copy.
+
+    The answer is the same on all hosts, and needs no file.
+    """
+    address, _, last = place.rpartition("/")
+    return last == CHECKPOINTS and is_address(address) and working_folder(address).name == run.name
 
 
 def is_stored_run(address: str) -> bool:
