@@ -317,8 +317,8 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
     if is_stored(config):
         publish_logs(config, since)
     if result.code == 0:
-        where = config.run.folder if is_stored(config) else f"{path} on host {hosts.world[0].name}"
-        print_on_stderr(f"done: {hosts.here}; the run is in {where}")
+        place = config.run.folder if is_stored(config) else f"{path} on host {hosts.world[0].name}"
+        print_on_stderr(f"done: {hosts.here}; the run is in {place}")
     return path, result
 
 
