@@ -144,7 +144,7 @@ def _begin(copy: WorkingCopy, *, is_fork: bool) -> None:
 
 @contextmanager
 def _glimpse(copy: WorkingCopy) -> Iterator[Path]:
-    """Yield a folder with the files that tell another rank than the first whether anything is left to train."""
+    """Yield a folder with the files by which another rank than the first finds whether anything is left to train."""
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         with config_error_of(copy.address):
             copy.read_into(Path(folder), (CONFIG, ENVIRONMENT, SUMMARY))
