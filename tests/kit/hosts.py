@@ -66,7 +66,7 @@ class Network:
     ) -> Running:
         """Start the command `lockstep` on a host, or a program whose path is the first word.
 
-        `hides`: a folder that is another, empty one there.
+        `hides`: a folder that is another one there, `folder_of(host, hides)`.
         """
         output = cwd / f"of-host-{host}"
         output.mkdir(exist_ok=True)
@@ -107,9 +107,16 @@ class Network:
             source, place = bytes(sysfs / part), f"/sys/{part}".encode()
             assert libc.mount(source, place, None, _BIND, None) == 0, os.strerror(ctypes.get_errno())
         if hides is not None:
-            hides.mkdir(exist_ok=True)
-            assert libc.mount(b"none", bytes(hides), b"tmpfs", 0, None) == 0, os.strerror(ctypes.get_errno())
+            own = folder_of(host, hides)
+            for folder in (hides, own):
+                folder.mkdir(exist_ok=True)
+            assert libc.mount(bytes(own), bytes(hides), None, _BIND, None) == 0, os.strerror(ctypes.get_errno())
         return function()
+
+
+def folder_of(host: int, folder: Path) -> Path:
+    """The folder that a host has instead of this one, if it is started so."""
+    return folder.with_name(f"{folder.name}-of-host-{host}")
 
 
 def _exec(words: list[str], folder: str, environment: dict[str, str], out: str, err: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from kit.commands import Running, run_lockstep, start_lockstep
-from kit.hosts import needs_hosts, network
+from kit.hosts import folder_of, needs_hosts, network
 from kit.worlds import free_port
 
 from lockstep.config.schema import Launch
@@ -175,12 +176,46 @@ def test_hosts_without_a_shared_folder_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.drill
 @needs_hosts
-def test_hosts_that_share_only_the_checkpoints_train(tmp_path: Path) -> None:
+def test_a_run_is_not_resumed_where_a_host_does_not_see_its_checkpoints(tmp_path: Path) -> None:
+    """The other host has an empty folder, and then an older copy of the run."""
+    run = tmp_path / "run"
+    with network(2, tmp_path) as net:
+        common = (*RUN, "--ranks", 1, "--nodes", 2, "--rendezvous", f"{net.address(0)}:29500", "launch.timeout=4")
+        first = [net.start(host, *common, cwd=tmp_path, **TOKEN) for host in (0, 1)]
+        assert [launcher.end() for launcher in first] == [0, 0], first[0].output + first[1].output
+        before = sorted(path.name for path in (run / "checkpoints").iterdir())
+        for older in (False, True):
+            if older:
+                shutil.copytree(run, folder_of(1, run), dirs_exist_ok=True)
+            again = (*common, "run.steps=12")
+            launched = [
+                net.start(1, *again, cwd=tmp_path, hides=run, **TOKEN),
+                net.start(0, *again, cwd=tmp_path, **TOKEN),
+            ]
+            assert [launcher.end() for launcher in launched] == [2, 2], launched[0].output + launched[1].output
+            for launcher in launched:
+                assert "ranks 1 don't see what rank 0 has written to" in launcher.output
+            assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
+        launched = [net.start(host, *again, cwd=tmp_path, **TOKEN) for host in (1, 0)]
+        assert [launcher.end() for launcher in launched] == [0, 0], launched[0].output + launched[1].output
+    assert len(losses(run)) == 12
+
+
+@pytest.mark.drill
+@needs_hosts
+def test_hosts_that_share_only_the_checkpoints_train_and_resume(tmp_path: Path) -> None:
+    run = tmp_path / "run"
     with network(2, tmp_path) as net:
         common = (*RUN, "parallel.strategy=fsdp", "--ranks", 1, "--nodes", 2, "checkpoint.folder=shared")
-        meeting = ("--rendezvous", f"{net.address(0)}:29500")
-        launched = [net.start(1, *common, *meeting, cwd=tmp_path, hides=tmp_path / "run", **TOKEN)]
-        launched.append(net.start(0, *common, *meeting, cwd=tmp_path, **TOKEN))
-        assert [launcher.end() for launcher in launched] == [0, 0], launched[0].output + launched[1].output
-    assert (tmp_path / "run" / "summary.json").is_file()
-    assert not (tmp_path / "run" / "logs" / "rank-1.log").exists()
+        for steps in (8, 12):
+            words = (*common, f"run.steps={steps}", "--rendezvous", f"{net.address(0)}:29500")
+            launched = [
+                net.start(1, *words, cwd=tmp_path, hides=run, **TOKEN),
+                net.start(0, *words, cwd=tmp_path, **TOKEN),
+            ]
+            assert [launcher.end() for launcher in launched] == [0, 0], launched[0].output + launched[1].output
+            assert len(losses(run)) == steps
+    assert (run / "summary.json").is_file()
+    assert not (run / "logs" / "rank-1.log").exists()
+    assert (folder_of(1, run) / "logs" / "rank-1.log").is_file(), "each host keeps its logs"
+    assert sorted(path.name for path in folder_of(1, run).iterdir()) == ["logs"], "rank 0's host writes the rest"
