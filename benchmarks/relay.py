@@ -181,8 +181,9 @@ def table(results: dict[str, Any]) -> str:
     ]  # fmt: skip
     trips = [_range(results["runs"][name], "us of a round trip", "{:,.0f}") for name in ("direct", "relayed")]
     head = [f"s, {results['hosts']} hosts x {results['ranks']} ranks", "direct", "relayed", "processor s of the relay"]
-    figures = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
-    return f"{markdown(head, [*rows, ['us of a round trip, alone', *trips, '']])}\n\n`{results['command']}`: {figures}."
+    here = results["machine"]
+    facts = f"{here['cores']} cores of {here['processor']} (load before: {here['load_before']})"
+    return f"{markdown(head, [*rows, ['us of a round trip, alone', *trips, '']])}\n\n`{results['command']}`: {facts}."
 
 
 def _range(rows: list[dict[str, float]], key: str, form: str = "{:.2f}") -> str:

@@ -21,6 +21,7 @@ import invariant
 import optimizers
 import pipelines
 import plan_memory
+import relay
 import resume
 import saving
 import step_overhead
@@ -113,6 +114,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "pipelines": pipelines.table,
     "startup": startup,
     "hosts": hosts,
+    "relay": relay.table,
     "data": data,
     "saving": saving.table,
     "resume": resume.table,
