@@ -513,6 +513,18 @@ def test_optimizers_that_look_at_shapes_are_refused(name: str) -> None:
     assert differences(recorded(small.config(optim={"name": name}, parallel=zero(0)), ranks=2), expected) == []
 
 
+def _programs_started(parallel: dict[str, Any]) -> list[str]:
+    started: list[str] = []
+    sys.addaudithook(lambda event, about: started.append(str(about[0])) if event == "subprocess.Popen" else None)
+    record_all([small.config(parallel=parallel)], 2)
+    return started
+
+
+def test_no_rank_starts_a_program() -> None:
+    """DeepSpeed's own way asks a compiler about each of its operators, and `numactl` at each gradient."""
+    assert in_world(2, _programs_started, zero(3)) == [[], []]
+
+
 def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     net = small.Net()

@@ -16,6 +16,7 @@ All uses of DeepSpeed beyond its documented API are in this file and in those na
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import warnings
@@ -176,11 +177,16 @@ def _import(device: torch.device) -> Any:
             use_accelerator(device)
             import deepspeed
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # Lockstep reports what matters
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for inference; it would be compiled now
+        backend: Any = importlib.import_module("deepspeed.comm.torch")
+        backend.build_shm_op = _nothing  # it is for inference; each rank would try all operators with a compiler
     except ImportError as error:
         message = f"deepspeed is not installed ({error}); {pip_install('deepspeed')}"
         raise ConfigError(Problem("", "parallel.strategy", message)) from error
     return deepspeed
+
+
+def _nothing() -> None:
+    pass
 
 
 class DeepSpeedReplicaStep(GradientStep):
