@@ -19,7 +19,7 @@ SAMPLES = 1438 + 17 * 64  # of 40 updates: the first epoch ends with a smaller o
 def drills(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, tuple[subprocess.Popen[str], Path]]]:
     """Run both at once, because most of the time is start-up."""
     pytest.importorskip("sklearn")
-    words = [sys.executable, str(DRILL), "runs", "--recipe=digits", "--kills=2", "--steps=40", "--then="]
+    words = [sys.executable, str(DRILL), "runs", "--recipe=digits", "--kills=1", "--steps=40", "--then="]
     places = {ranks: tmp_path_factory.mktemp(f"drill-{ranks}") for ranks in RANKS}
     running = {
         ranks: subprocess.Popen(
@@ -43,6 +43,6 @@ def test_killed_runs_end_like_an_uninterrupted_one(
     assert drill.returncode == 0, output
     result = json.loads((place / "kill_drill_runs.json").read_text())
     assert result["lost"] == []
-    assert len(result["kills"]) == 2
+    assert len(result["kills"]) == 1
     assert result["samples"] == SAMPLES
     assert "nothing lost: weights, state, history and ledger are the undisturbed run's" in output

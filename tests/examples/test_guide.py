@@ -122,6 +122,7 @@ def test_every_key_of_the_deepspeed_json_has_a_counterpart() -> None:
     assert values["run"] == {"steps": 500}
 
 
+@pytest.mark.drill
 def test_launchers_on_one_node_give_the_same_run(place: Path, tmp_path: Path) -> None:
     """`train.py` under torchrun and the command give the same run."""
     script = done(start(place, "one_node.sh", "ddp", tmp_path / "script"), tmp_path / "script")

@@ -15,9 +15,15 @@ from training.test_features import ASKS
 from lockstep.plan.features import FEATURES
 
 
-@pytest.mark.parametrize("ranks", sorted(cells(every=False)))
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.drill)])
 def test_every_layout_runs_as_on_an_accelerator(ranks: int) -> None:
     assert not faults(cells(every=False)[ranks], ranks)
+
+
+def test_products_run_as_on_an_accelerator() -> None:
+    rows = [cell for cell in cells(every=False)[4] if cell[0] in ("fsdp-hybrid", "pipeline-1f1b+tensor")]
+    assert len(rows) == 2
+    assert not faults(rows, 4)
 
 
 def test_every_feature_of_fsdp_runs_as_on_an_accelerator() -> None:
