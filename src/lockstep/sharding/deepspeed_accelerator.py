@@ -21,9 +21,7 @@ _NAMES = ("cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klx
 def use_accelerator(device: torch.device) -> None:
     """Let DeepSpeed, which this imports, work on the device."""
     os.environ.setdefault("DS_ACCELERATOR", device.type if device.type in _NAMES else "cpu")  # read by its import
-    if (
-        "LOCAL_WORLD_SIZE" in os.environ
-    ):  # else the CPU calls numactl for each gradient that it reduces
+    if "LOCAL_WORLD_SIZE" in os.environ:  # else the CPU calls numactl for each gradient that it reduces
         os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
     from deepspeed.accelerator import real_accelerator
 
