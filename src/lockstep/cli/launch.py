@@ -44,10 +44,14 @@ those of the command: 0 done, 1 failed, 2 fix your config, 75 stopped and saved,
 def run(arguments: Sequence[str]) -> int:
     """Submit a command line to a launcher, or ask it about a job."""
     where = arguments[0] if arguments else ""
-    if list(arguments) == ["ssh", "at-host"]:
-        from lockstep.launchers.ssh_host import serve
+    if list(arguments) == ["at-host"]:
+        from lockstep.launchers.host_agent import serve
 
         return serve()
+    if where == "on-ray":
+        from lockstep.launchers.ray_driver import drive
+
+        return drive(arguments[1])
     if ":" in where and not where.startswith("-"):
         return _launch(where, arguments[1:])
     if where and where not in ("-h", "--help", *COMMANDS):

@@ -36,6 +36,7 @@ BUILTIN = {
         "in pods of a Kubernetes cluster",
         "--image registry.example/me/train:1 --volume work:/work",
     ),
+    "ray": _Builtin("lockstep.launchers.ray:RAY", "on the nodes of a Ray cluster", "--nodes 2 --gpus-per-node 8"),
     "slurm": _Builtin("lockstep.launchers.slurm:SLURM", "on the nodes of a Slurm cluster", "--nodes 2 --time 4:00:00"),
     "ssh": _Builtin("lockstep.launchers.ssh:SSH", "on hosts that ssh reaches, until it ends", "--hosts a,b"),
 }

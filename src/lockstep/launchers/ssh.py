@@ -23,12 +23,12 @@ from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.launch.meeting import TOKEN
-from lockstep.launchers.ssh_checks import Wanted, check_hosts
-from lockstep.launchers.ssh_connection import HostConnection, ssh_words
-from lockstep.launchers.ssh_follow import RemoteRun
+from lockstep.launchers.host_checks import Wanted, check_hosts, shared_folders
+from lockstep.launchers.host_connection import HostConnection
+from lockstep.launchers.host_run import RemoteRun
+from lockstep.launchers.ssh_connection import SshProcess, ssh_words
 from lockstep.launchers.ssh_options import SshHost, SshOptions, check, hosts_of
 from lockstep.launchers.tools import own_program, write_files
-from lockstep.stores.addresses import is_address
 
 _RECORD = "ssh.json"
 _TO_BE_CHOSEN = "ADDRESS:PORT"  # of the first host, once the hosts have been asked
@@ -58,7 +58,7 @@ class SshLauncher:
             },
             "logs": {host.name: f"{host.file_name}.log" for host in hosts[1:]},
             "folder": folder,
-            "shared": [_there(path, here, folder) for path in _shared(command)],
+            "shared": shared_folders(command, here, folder),
             "program": program,
             "environment": list(options.env),
             "rendezvous": options.rendezvous,
@@ -141,18 +141,6 @@ def _words(command: JobCommand, host: SshHost, node: int, nodes: int, job: str) 
     return words
 
 
-def _shared(command: JobCommand) -> tuple[str, ...]:
-    """Return the folder of the checkpoints; none if there is no run, or an object store holds them."""
-    place = command.checkpoint_folder or str(command.run_folder)
-    return (place,) if command.starts_run and command.in_folder and not is_address(place) else ()
-
-
-def _there(path: str, here: Path, folder: str) -> str:
-    """Return the path on the hosts of a folder that is named here."""
-    absolute = here / path
-    return str(Path(folder) / absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
-
-
 def _environment(names: Sequence[str]) -> dict[str, str]:
     """Return variables by name. Raises ConfigError: one of them isn't set here."""
     variables = {}
@@ -168,7 +156,7 @@ def _connect(record: Mapping[str, Any], commands: Sequence[Sequence[str]]) -> li
     connections: list[HostConnection] = []
     try:
         for host, words in zip(record["hosts"], commands, strict=True):
-            connections.append(HostConnection(host, words, record["program"]))
+            connections.append(HostConnection(host, SshProcess(host, words, record["program"])))
     except FileNotFoundError:
         raise RunFailed("ssh is not installed here; install OpenSSH's client") from None
     return connections

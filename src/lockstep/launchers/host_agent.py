@@ -1,7 +1,7 @@
-"""The process of `lockstep launch ssh` on each host: answers questions about it, then runs the command there.
+"""The process of `launch ssh` and `launch ray` on each host: answers questions about it, then runs the command there.
 
     terminal   ssh -- requests, lines of JSON --> stdin  this process -- starts --> lockstep train ...
-                   <-- replies; then the output -- stdout, stderr
+    or driver  <-- replies; then the output -- stdout, stderr
 
 It reads stdin as long as the command runs. When stdin ends, or nothing has come for some time, the terminal or the
 network is gone: the command gets SIGTERM, saves and stops, and what is left after `grace` seconds is killed.

@@ -13,11 +13,14 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lockstep import __version__
 from lockstep.core.errors import RunFailed
-from lockstep.launchers.ssh_connection import HostConnection, HostUnfit
+from lockstep.core.jobs import JobCommand
+from lockstep.launchers.host_connection import HostConnection, HostUnfit
+from lockstep.stores.addresses import is_address
 
 Answer = Mapping[str, Any]
 
@@ -35,6 +38,20 @@ class Wanted:
     folder: str
     shared: tuple[str, ...] = ()
     rendezvous: str | None = None
+
+
+def shared_folders(command: JobCommand, here: Path, folder: str) -> list[str]:
+    """Return the folder of the checkpoints on the hosts; none if there is no run, or an object store holds them.
+
+    Args:
+        here: The working folder in which the command names it.
+        folder: The working folder on the hosts.
+    """
+    place = command.checkpoint_folder or str(command.run_folder)
+    if not command.starts_run or not command.in_folder or is_address(place):
+        return []
+    absolute = here / place
+    return [str(Path(folder) / absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)]
 
 
 @dataclass
@@ -118,7 +135,8 @@ def _check_sharing(inspection: _Inspection, first: HostConnection, others: Seque
 def _meeting_place(inspection: _Inspection, first: HostConnection, others: Sequence[HostConnection]) -> str | None:
     """Return the first address and port at which the first host is reached by all others."""
     host, _, port = (inspection.wanted.rendezvous or "").rpartition(":")
-    addresses = [host.strip("[]")] if host else inspection.answers[first]["addresses"]
+    known = [*dict.fromkeys([*first.addresses, *inspection.answers[first]["addresses"]])]
+    addresses = [host.strip("[]")] if host else known
     nonce = secrets.token_hex(16)
     listens = inspection.ask([first], lambda each: each.ask("listen", port=int(port or 0), nonce=nonce))
     if first not in listens:

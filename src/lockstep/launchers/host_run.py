@@ -1,4 +1,4 @@
-"""A run on hosts that ssh reaches, from its start to its end: output, signals, and how it has ended.
+"""A run on hosts by ssh or Ray, from its start to its end: output, signals, and how it has ended.
 
 node 0       --> this terminal, and its exit code
 the others   --> HOST.log in the job's folder
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import selectors
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -22,8 +21,8 @@ from typing import IO, TextIO
 from lockstep.core.errors import Paused, Stopped
 from lockstep.core.stopping import SAVE_SIGNAL, handled_signals
 from lockstep.core.terminal import echo, plain
-from lockstep.launchers.ssh_connection import HostConnection
-from lockstep.launchers.ssh_host import BEAT_S
+from lockstep.launchers.host_agent import BEAT_S
+from lockstep.launchers.host_connection import HostConnection
 
 _OTHERS_END_S = 10.0  # after a launcher has failed or node 0 has ended: all know of it by then, if they have met
 _KILLED_S = 15.0  # beyond the grace of a host
@@ -94,7 +93,8 @@ class RemoteRun:
         beat_at = 0.0
         with selectors.DefaultSelector() as selector:
             for number, connection in enumerate(self.connections):
-                for source, target in ((connection.output, sys.stdout), (connection.errors, sys.stderr)):
+                process = connection.process
+                for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                     stream = _HostOutput(source, target if number == 0 else None, self.logs[number])
                     self._streams[source] = stream
                     selector.register(source, selectors.EVENT_READ, (connection, stream))
@@ -114,11 +114,12 @@ class RemoteRun:
 
     def _note_end(self, connection: HostConnection, selector: selectors.BaseSelector) -> None:
         """Note the exit code once both streams of a host have ended."""
-        if any(source in selector.get_map() for source in (connection.output, connection.errors)):
+        process = connection.process
+        if any(source in selector.get_map() for source in (process.stdout, process.stderr)):
             return
-        code = self._codes[connection] = connection.process.wait()
+        code = self._codes[connection] = process.wait()
         connection.hang_up()
-        why = connection.why_lost(self._streams[connection.errors].last.decode(errors="replace"))
+        why = process.why_lost(self._streams[process.stderr].last.decode(errors="replace"))
         if why is not None and not self._hung_up:
             with suppress(OSError):
                 echo(f"lockstep: the connection to {connection.host} is lost: {why}", file=sys.stderr, flush=True)
@@ -127,11 +128,11 @@ class RemoteRun:
             self._deadline = min(self._deadline, time.monotonic() + saves + _OTHERS_END_S)
 
     def _end_rest(self) -> None:
-        """Hang up, so that what still runs is ended there; then end ssh itself."""
+        """Hang up, so that what still runs is ended there; then end what connects to it."""
         for connection in self.connections:
             if connection not in self._codes:
                 if self._hung_up:
-                    os.killpg(connection.process.pid, signal.SIGKILL)
+                    connection.process.kill()
                 connection.hang_up()
         self._deadline = float("inf") if self._hung_up else time.monotonic() + self.grace + _KILLED_S
         self._hung_up = True
@@ -140,16 +141,16 @@ class RemoteRun:
         """Return node 0's exit code; that of the host that has failed before, if node 0 had to be ended for it."""
         first, code = next(iter(self._codes.items()))
         leader = self._codes[self.connections[0]]
-        is_lost = self.connections[0].why_lost("") is not None
+        is_lost = self.connections[0].process.why_lost("") is not None
         if self._hung_up and first is not self.connections[0] and code not in (0, Paused.exit_code):
             self._show_end(first, code)
-            return code if first.why_lost("") is None else 1
+            return code if first.process.why_lost("") is None else 1
         if self._stops > 1 and is_lost:
             return Stopped.exit_code
         return 1 if is_lost else leader
 
     def _show_end(self, connection: HostConnection, code: int) -> None:
-        text = self._streams[connection.errors].last.decode(errors="replace").strip()
+        text = self._streams[connection.process.stderr].last.decode(errors="replace").strip()
         lines = "".join(f"\n  {line}" for line in text.splitlines()[-_SHOWN_LINES:])
         with suppress(OSError):
             echo(f"lockstep: host {connection.host} has ended with {code}:{lines}", file=sys.stderr, flush=True)

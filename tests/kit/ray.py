@@ -1,0 +1,90 @@
+"""A real Ray cluster for tests: nodes on this machine, each with CPUs and GPUs that it only claims to have.
+
+    head     GCS, dashboard, Jobs API, raylet        node     raylet        `remove` kills a node's processes
+
+A process of its own starts it, and ends it when the test ends or dies. `why_not` returns what is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import IO
+
+CPUS, GPUS = 2, 2  # of each node
+
+_CODE = """\
+import json, logging, sys
+from ray.cluster_utils import Cluster
+folder, port, cpus, gpus = sys.argv[1], *map(int, sys.argv[2:])
+common = {"num_cpus": cpus, "num_gpus": gpus, "object_store_memory": 80 << 20, "temp_dir": folder}
+head = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
+cluster = Cluster(initialize_head=True, head_node_args={**common, **head})
+nodes = [cluster.add_node(**common)]
+cluster.wait_for_nodes()
+print("up", flush=True)
+for line in sys.stdin:
+    if line == "add\\n":
+        nodes.append(cluster.add_node(**common))
+        cluster.wait_for_nodes()
+    elif line == "remove\\n":
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+    print("done", flush=True)
+cluster.shutdown()
+"""
+
+
+def why_not() -> str | None:
+    """Why no Ray cluster can be brought up here; None if it can."""
+    if find_spec("ray") is None or find_spec("aiohttp") is None:
+        return "needs Ray and its dashboard: pip install --constraint constraints.txt 'ray[default]'"
+    return None
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """`address`: of its dashboard."""
+
+    address: str
+    _process: subprocess.Popen[str]
+
+    def do(self, what: str) -> None:
+        """`add` or `remove` a node beside the head."""
+        print(what, file=_stdin(self._process), flush=True)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "done\n"
+
+
+@contextmanager
+def ray_cluster() -> Iterator[RayCluster]:
+    """Brings a cluster of two nodes up in some seconds, and ends it."""
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # its sockets need a short path
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0"}
+    words = [sys.executable, "-c", _CODE, folder, str(port), str(CPUS), str(GPUS)]
+    pipe = subprocess.PIPE
+    with open(f"{folder}/log", "w") as log:
+        process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=log, env=environment, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n", open(f"{folder}/log").read()
+        yield RayCluster(f"http://127.0.0.1:{port}", process)
+    finally:
+        _stdin(process).close()
+        process.wait(60)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stdin(process: subprocess.Popen[str]) -> IO[str]:
+    assert process.stdin is not None
+    return process.stdin
