@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import IO
 
 CPUS, GPUS = 2, 2  # of each node
@@ -77,7 +78,7 @@ def ray_cluster() -> Iterator[RayCluster]:
         process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=log, env=environment, text=True)
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == "up\n", open(f"{folder}/log").read()
+        assert process.stdout.readline() == "up\n", Path(folder, "log").read_text()
         yield RayCluster(f"http://127.0.0.1:{port}", process)
     finally:
         _stdin(process).close()

@@ -62,11 +62,13 @@ class RemoteRun:
         connections: To the hosts, on which the command has been started.
         logs: A file for the output of each of them.
         grace: Seconds that a host has to save when the connection to it is lost.
+        lost: Hosts whose connection was lost, as it was printed.
     """
 
     connections: Sequence[HostConnection]
     logs: Sequence[Path]
     grace: float
+    lost: list[str] = field(default_factory=list)
     _codes: dict[HostConnection, int] = field(default_factory=dict)
     _streams: dict[IO[bytes], _HostOutput] = field(default_factory=dict)
     _stops: int = 0
@@ -78,6 +80,11 @@ class RemoteRun:
         with handled_signals(self._stop, self._save):
             self._wait()
         return self._code()
+
+    @property
+    def was_stopped(self) -> bool:
+        """Return whether a signal has stopped the run."""
+        return self._stops > 0
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._stops += 1
@@ -121,6 +128,7 @@ class RemoteRun:
         connection.hang_up()
         why = process.why_lost(self._streams[process.stderr].last.decode(errors="replace"))
         if why is not None and not self._hung_up:
+            self.lost.append(connection.host)
             with suppress(OSError):
                 echo(f"lockstep: the connection to {connection.host} is lost: {why}", file=sys.stderr, flush=True)
         if connection is self.connections[0] or code not in (0, Paused.exit_code):

@@ -14,10 +14,11 @@ import secrets
 import shlex
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.stopping import stop_at_once
@@ -34,6 +35,7 @@ WAITS = "lockstep: waits for"
 _POLL_S = 0.5
 _NOTED_S = 2.0
 _SHORT_ID = 6
+_RAYS_THREAD = "ray_listen_error_messages"
 
 Order = Mapping[str, Any]
 
@@ -54,18 +56,36 @@ def drive(text: str) -> int:
     order: Order = json.loads(text)
     if order["folder"] is not None:
         _enter(order["folder"])
+    sys.stdout = cast("TextIO", _Own(sys.stdout))
     ray.init(log_to_driver=False, logging_level="ERROR")
     stop_at_once()  # Ray has set handlers of its own
     for attempt in range(order["retries"] + 1):
         group = _place(order)
-        connections = _connect(order, group)
-        code = _run(order, connections, attempt)
-        lost = [each.host for each in connections if each.process.why_lost("") is not None]
+        run = _started(order, _connect(order, group), attempt)
+        code = run.follow()
+        lost = {each.host: why for each in run.connections if (why := each.process.why_lost("")) is not None}
+        for host in [host for host in lost if host not in run.lost]:
+            echo(f"lockstep: the connection to {host} is lost: {lost[host]}", flush=True)
         ray.util.remove_placement_group(group)
-        if code != RunFailed.exit_code or not lost or attempt == order["retries"]:
+        if code == 0 or run.was_stopped or not lost or attempt == order["retries"]:
             return code
         echo(f"lockstep: starts again without {', '.join(lost)}, retry {attempt + 1} of {order['retries']}", flush=True)
     raise AssertionError("the last attempt returns")
+
+
+class _Own:
+    """The output of this job without Ray's pages on what has ended in the cluster: a lost node is named anyway."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if threading.current_thread().name == _RAYS_THREAD:
+            return len(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _enter(folder: str) -> None:
@@ -160,8 +180,8 @@ def _names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 # --- the run --------------------------------------------------------------------------------------------------------
 
 
-def _run(order: Order, connections: Sequence[HostConnection], attempt: int) -> int:
-    """Check all nodes, start the command on each, and return the run's exit code once all have ended."""
+def _started(order: Order, connections: Sequence[HostConnection], attempt: int) -> RemoteRun:
+    """Check all nodes, and start the command on each. Raises RunFailed."""
     rendezvous = check_hosts(connections, Wanted(order["folder"] or ".", tuple(order["shared"])))
     environment = {**order["environment"], TOKEN: secrets.token_hex(32)}
     for node, connection in enumerate(connections):
@@ -171,4 +191,4 @@ def _run(order: Order, connections: Sequence[HostConnection], attempt: int) -> i
             words += ["--job-id", f"{order['job']}.{attempt}"]
         connection.send("start", words=words, environment=environment, grace=order["grace"])
     logs = [Path(order["logs"], f"{connection.host}.log") for connection in connections]
-    return RemoteRun(connections, logs, order["grace"]).follow()
+    return RemoteRun(connections, logs, order["grace"])

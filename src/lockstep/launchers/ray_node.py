@@ -53,6 +53,8 @@ class NodeProcess:
         self._changed = threading.Condition()
         self._output = {1: b"", 2: b"", status: b""}
         self._open = set(self._output)
+        self._forgotten = {1: 0, 2: 0}
+        self._writes = 0
         self._status = status
         for number, source in ((1, self._process.stdout), (2, self._process.stderr)):
             assert source is not None
@@ -63,25 +65,38 @@ class NodeProcess:
         """Return that the actor is there."""
         return True
 
-    def write(self, data: bytes) -> None:
-        """Write to stdin; without data, close it."""
+    def write(self, number: int, data: bytes) -> None:
+        """Write to stdin; without data, close it.
+
+        Args:
+            number: Of the call, from 0: one that is repeated because its reply was lost has no effect.
+        """
+        if number < self._writes:
+            return
+        self._writes += 1
         stdin = self._process.stdin
         assert stdin is not None
         with suppress(OSError):
+            if not data:
+                stdin.close()
             while data:
                 data = data[os.write(stdin.fileno(), data) :]
-                if not data:
-                    return
-            stdin.close()
 
-    def read(self, seconds: float) -> tuple[bytes, bytes, bool, int | None]:
-        """Return what is new on stdout and stderr, whether they have ended, and the exit code."""
+    def read(self, seconds: float, places: dict[int, int]) -> tuple[dict[int, bytes], bool, int | None]:
+        """Return what is new on stdout and stderr, whether they have ended, and the exit code.
+
+        Args:
+            seconds: How long to wait for something new.
+            places: By stream (1, 2), how many bytes have arrived: they are forgotten here.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: any(self._output[number] for number in (1, 2)) or not self._open, seconds)
-            out, err = self._output[1], self._output[2]
-            self._output[1] = self._output[2] = b""
+            for number, place in places.items():
+                self._output[number] = self._output[number][place - self._forgotten[number] :]
+                self._forgotten[number] = place
+            self._changed.wait_for(lambda: any(self._output[number] for number in places) or not self._open, seconds)
             code = self._output[self._status]
-            return out, err, not self._open, int(code) if code else None
+            new = {number: self._output[number] for number in places}
+            return new, not self._open, int(code) if code else None
 
     def kill(self) -> None:
         """End the process; the command that it has started ends with it."""

@@ -5,9 +5,11 @@ stdin  --> a thread calls actor.write     stdout, stderr <-- a thread calls acto
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import threading
+import time
 from contextlib import suppress
 from typing import IO, Any
 
@@ -15,6 +17,8 @@ from lockstep.launchers.host_connection import last_line
 
 _CHUNK = 1 << 16
 _READ_S = 5.0
+_UNREACHABLE_S = 30.0
+_RETRY_S = 0.5
 _MOST_LINES = 3
 _NOT_THERE = 127  # of a program that can't be started
 
@@ -81,30 +85,46 @@ class RayProcess:
         import ray
 
         with suppress(ray.exceptions.RayError):  # the other thread reports it
-            while data := os.read(requests.fileno(), _CHUNK):
-                ray.get(self._actor.write.remote(data))
-            ray.get(self._actor.write.remote(b""))
+            for number in itertools.count():
+                data = os.read(requests.fileno(), _CHUNK)
+                self._call("write", number, data)
+                if not data:
+                    break
         requests.close()
 
     def _drain(self, output: IO[bytes], errors: IO[bytes]) -> None:
         import ray
 
-        has_ended = False
+        targets, places, has_ended = {1: output, 2: errors}, {1: 0, 2: 0}, False
         while not has_ended:
             try:
-                out, err, has_ended, code = ray.get(self._actor.read.remote(_READ_S))
+                new, has_ended, code = self._call("read", _READ_S, places)
             except ray.exceptions.RayError as error:
                 self._lost = _reason(error)
                 break
-            for data, target in ((out, output), (err, errors)):
+            for number, data in new.items():
+                places[number] += len(data)
                 with suppress(OSError):
                     while data:
-                        data = data[os.write(target.fileno(), data) :]
+                        data = data[os.write(targets[number].fileno(), data) :]
             if has_ended and code is None:
                 self._lost = "the process that started Lockstep there was killed"
             self._code = 1 if code is None else code if code >= 0 else 128 - code
         output.close()
         errors.close()
+
+    def _call(self, method: str, *arguments: object) -> Any:
+        """Call the actor, again if its node can't be reached for a moment. Raises RayError."""
+        import ray
+
+        until = time.monotonic() + _UNREACHABLE_S
+        while True:
+            try:
+                return ray.get(getattr(self._actor, method).remote(*arguments))
+            except ray.exceptions.ActorUnavailableError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_RETRY_S)
 
 
 def _pipe() -> tuple[IO[bytes], IO[bytes]]:
