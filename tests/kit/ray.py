@@ -20,18 +20,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
-CPUS, GPUS = 2, 2  # of each node
+CPUS, GPUS = 1, 2  # of each node
 
 _CODE = """\
 import json, logging, sys
 from ray.cluster_utils import Cluster
 folder, port, cpus, gpus = sys.argv[1], *map(int, sys.argv[2:])
 common = {"num_cpus": cpus, "num_gpus": gpus, "object_store_memory": 80 << 20, "temp_dir": folder}
-head = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
+common["include_log_monitor"] = False
+head = {"include_dashboard": bool(port), "dashboard_host": "127.0.0.1", "dashboard_port": port or None}
 cluster = Cluster(initialize_head=True, head_node_args={**common, **head})
 nodes = [cluster.add_node(**common)]
 cluster.wait_for_nodes()
-print("up", flush=True)
+print(cluster.address, flush=True)
 for line in sys.stdin:
     if line == "add\\n":
         nodes.append(cluster.add_node(**common))
@@ -52,9 +53,10 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class RayCluster:
-    """`address`: of its dashboard."""
+    """`address`: of its dashboard; `nodes`: where its nodes meet."""
 
     address: str
+    nodes: str
     _process: subprocess.Popen[str]
 
     def do(self, what: str) -> None:
@@ -65,21 +67,22 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster() -> Iterator[RayCluster]:
+def ray_cluster(*, dashboard: bool = True) -> Iterator[RayCluster]:
     """Brings a cluster of two nodes up in some seconds, and ends it."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # its sockets need a short path
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0"}
+        port = probe.getsockname()[1] if dashboard else 0
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
     words = [sys.executable, "-c", _CODE, folder, str(port), str(CPUS), str(GPUS)]
     pipe = subprocess.PIPE
     with open(f"{folder}/log", "w") as log:
         process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=log, env=environment, text=True)
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == "up\n", Path(folder, "log").read_text()
-        yield RayCluster(f"http://127.0.0.1:{port}", process)
+        nodes = process.stdout.readline().strip()
+        assert nodes, Path(folder, "log").read_text()
+        yield RayCluster(f"http://127.0.0.1:{port}", nodes, process)
     finally:
         _stdin(process).close()
         process.wait(60)

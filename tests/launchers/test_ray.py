@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -38,18 +40,37 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_nodes_train_as_one_process(cluster: RayCluster, tmp_path: Path) -> None:
-    alone = run_lockstep(*RUN, "--ranks", 1, "run.folder=alone", cwd=tmp_path)
+def assert_same_losses(folder: Path) -> None:
+    """The run has the losses of a single process."""
+    alone = run_lockstep(*RUN, "--ranks", 1, "run.folder=alone", cwd=folder)
     assert alone.returncode == 0, alone.stderr
-    done = launch(cluster, tmp_path, "--nodes", 2, "--follow", *RUN, "--ranks", 1)
+    assert losses(folder / "run") == pytest.approx(losses(folder / "alone"), rel=2e-6)
+
+
+def test_a_jobs_driver_places_two_launchers_that_train_as_one_process(tmp_path: Path) -> None:
+    """What a job executes, on real nodes, without the dashboard that would start it."""
+    planned = run_lockstep(*LAUNCH, "--dry-run", "--nodes", 2, *RUN, "--ranks", 1, cwd=tmp_path)
+    entrypoint = shlex.split(json.loads(planned.stdout)["entrypoint"])
+    with ray_cluster(dashboard=False) as cluster:
+        done = run_lockstep(*entrypoint[1:], cwd=tmp_path, RAY_ADDRESS=cluster.nodes)
     assert done.returncode == 0, done
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=2e-6)
+    assert re.match(r"lockstep: starts on \S+, \S+, with 1 CPU each\n", done.stdout)
     assert "step 8/8" in done.stdout, "node 0's output"
     assert processes_in(tmp_path) == {}
+    assert_same_losses(tmp_path)
+
+
+@pytest.mark.drill
+def test_a_job_is_submitted_and_followed_to_its_end(cluster: RayCluster, tmp_path: Path) -> None:
+    done = launch(cluster, tmp_path, "--nodes", 2, "--follow", *RUN, "--ranks", 1)
+    assert done.returncode == 0, done
+    assert "step 8/8" in done.stdout
+    assert "job_manager" not in done.stdout + done.stderr
     record = json.loads((tmp_path / "run/launch/job.json").read_text())
     assert record["job"].startswith(f"{cluster.address}/digits-")
     status = run_lockstep("launch", "ray", "status", "run", cwd=tmp_path)
     assert status.stdout.endswith(": SUCCEEDED\n")
+    assert_same_losses(tmp_path)
 
 
 @pytest.mark.drill
