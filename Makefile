@@ -24,7 +24,7 @@ install: .venv/.installed  ## sets up .venv with the command `lockstep`
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(PIP) --editable '.[digits,hf,deepspeed,dev,docs]'
+	$(PIP) --editable '.[digits,hf,deepspeed,ray,dev,docs]'
 	@touch $@
 
 .venv/.installed-docs: .venv/.installed

@@ -268,7 +268,7 @@ def test_names_are_host_names(name: str) -> None:
         ([*PLAIN, "--env-secret", "A=b", *TRAIN], "--env-secret: 'A=b' is not SECRET or SECRET:KEY"),
         ([*PLAIN, "--toleration", "gpu:Never", *TRAIN], "--toleration: 'gpu:Never' is not KEY"),
         ([*PLAIN, "--label", "x", *TRAIN], "--label: 'x' is not KEY=VALUE"),
-        ([*PLAIN, "--sweep", "optim.lr=1,2", *TRAIN], "--sweep: is not possible on Kubernetes"),
+        ([*PLAIN, "--sweep", "optim.lr=1,2", "doctor"], "--sweep trains several runs, and doctor trains none"),
         ([*PLAIN, *TRAIN, "--fresh"], "--fresh, --from, --fork: would start over with each pod"),
         ([*PLAIN, "--no-restart", "--retries", "1", *TRAIN], "--retries: needs pods that start again"),
         ([*PLAIN, "--user", "0", *TRAIN], "--user: '0' is not a whole number above 0"),

@@ -80,7 +80,7 @@ def test_what_the_cluster_does_not_have_is_refused_in_seconds(cluster: RayCluste
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
         "lockstep: --nodes 3 needs as many nodes with 1 CPU each, and 2 of this cluster's 2 nodes fit (they have "
-        f"{CPUS} CPUs, {GPUS} GPUs); ask for less, or give --wait SECONDS if an autoscaler starts nodes"
+        f"{CPUS} CPU, {GPUS} GPUs); ask for less, or give --wait SECONDS if an autoscaler starts nodes"
     )
     assert time.monotonic() - began < 30
     done = launch(cluster, tmp_path, "--resource", "accelerator_type:H100=1", *RUN, "--ranks", 1)
@@ -101,7 +101,7 @@ def test_a_missing_program_or_folder_is_named(cluster: RayCluster, tmp_path: Pat
 
 @pytest.mark.drill
 def test_a_node_shows_its_gpus_and_a_failure_keeps_its_exit_code(cluster: RayCluster, tmp_path: Path) -> None:
-    done = launch(cluster, tmp_path, "--gpus-per-node", GPUS, "--follow", "doctor")
+    done = launch(cluster, tmp_path, "--gpus-per-node", GPUS, "--cpus-per-node", 1, "--follow", "doctor")
     assert "CUDA_VISIBLE_DEVICES=0,1" in done.stdout
     assert "OMP_NUM_THREADS=1" in done.stdout
     assert done.returncode in (0, 3), "doctor's own"

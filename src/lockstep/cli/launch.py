@@ -15,14 +15,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lockstep.cli.arguments import Command, Parser, collected_notes, run_command
-from lockstep.cli.launch_command import OF_JOBS, VERBS, job_command
+from lockstep.cli.launch_command import OF_JOBS, VERBS
 from lockstep.cli.launch_flags import refuse_unknown
-from lockstep.cli.launch_jobs import job_of, submit_job
+from lockstep.cli.launch_jobs import SubmittedJob, find_jobs, plan_jobs, submit_jobs
 from lockstep.cli.launch_project import print_files, refuse_others, short, write_project
 from lockstep.cli.section_flags import add_section, section_of
 from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError
-from lockstep.core.jobs import HostOptions, LaunchedJob, LaunchPlan
+from lockstep.core.jobs import LaunchPlan
 from lockstep.core.protocols import ProjectLauncher
 from lockstep.core.stopping import undo_on_stop, write_stderr
 from lockstep.core.terminal import echo
@@ -87,19 +87,21 @@ def _launch(where: str, arguments: Sequence[str]) -> int:
         return _of_job(where, launcher, words)
     options = section_of(args, launcher.options)
     with collected_notes() as notes:
-        command = job_command(where, args.sweep, arguments, words, partial(_world_size, options))
-    plan = launcher.plan(command, options)
-    shown = [] if plan.attached and not args.dry_run else [*notes]  # a run that is followed here prints its own
-    for note in [*shown, *(f"note: {note}" for note in plan.notes)]:
+        planned = plan_jobs(where, launcher, options, args.sweep, arguments, words)
+    shown = [] if planned.is_attached and not args.dry_run else [*notes]  # a run that is followed here prints its own
+    for note in [*shown, *(f"note: {note}" for note in planned.notes)]:
         echo(note, file=sys.stderr)
     if args.dry_run:
-        _print_plan(plan)
+        for _, plan in planned.plans:
+            _print_plan(plan)
         return 0
-    job = submit_job(where, launcher, command, plan)
-    echo(f"{where} job {job.number}; its files are in {short(command.folder)}", file=sys.stderr, flush=True)
-    if plan.attached:
-        return launcher.follow(job)
-    return _follow(where, launcher, job) if args.follow else 0
+    submitted = submit_jobs(planned)
+    for job in submitted.jobs:
+        files = short(job.folder or planned.command.folder)
+        echo(f"{where} job {job.number}; its files are in {files}", file=sys.stderr, flush=True)
+    if planned.is_attached:
+        return submitted.follow()
+    return _follow(submitted) if args.follow else 0
 
 
 def _divided(arguments: Sequence[str], flags: dict[str, bool]) -> tuple[list[str], list[str]]:
@@ -108,13 +110,6 @@ def _divided(arguments: Sequence[str], flags: dict[str, bool]) -> tuple[list[str
     while number < len(arguments) and arguments[number].startswith("-"):
         number += 2 if flags.get(arguments[number]) else 1
     return list(arguments[:number]), list(arguments[number:])
-
-
-def _world_size(options: object, ranks: int | None) -> int | None:
-    """Return the number of ranks on all nodes; None if the command line doesn't show it."""
-    if isinstance(options, HostOptions):
-        return options.world_size(ranks)
-    return None if ranks is None else int(getattr(options, "nodes", 1)) * ranks
 
 
 # --- jobs -----------------------------------------------------------------------------------------------------------
@@ -126,23 +121,23 @@ def _print_plan(plan: LaunchPlan) -> None:
         echo(f"would execute: {shlex.join(words)}", file=sys.stderr)
 
 
-def _follow(where: str, launcher: Launcher, job: LaunchedJob) -> int:
-    ways = "; ".join(f"lockstep launch {where} {way} {job.number}" for way in ("follow", "cancel"))
+def _follow(job: SubmittedJob) -> int:
+    ways = "; ".join(f"lockstep launch {job.where} {way} {job.number}" for way in ("follow", "cancel"))
     with undo_on_stop(lambda: write_stderr(f"the job continues: {ways}")):
-        return launcher.follow(job)
+        return job.follow()
 
 
 def _of_job(where: str, launcher: Launcher, words: Sequence[str]) -> int:
     parser = Parser(f"launch {where} {words[0]}", f"{OF_JOBS[words[0]].capitalize()}.")
     parser.add_argument("job", metavar="JOB|RUN", help="the job's identifier, or a folder or a name of its run")
-    job = job_of(where, parser.parse_args(list(words[1:])).job)
+    submitted = find_jobs(where, launcher, parser.parse_args(list(words[1:])).job)
     if words[0] == "follow":
-        return _follow(where, launcher, job)
+        return _follow(submitted)
     if words[0] in ("cancel", "stop"):
-        launcher.cancel(job)
-        echo(f"{where} job {job.number} is canceled")
+        submitted.cancel()
+        echo(f"{where} job {', '.join(job.number for job in submitted.jobs)} is canceled")
         return 0
-    echo(launcher.status(job).text)
+    echo(submitted.status().text)
     return 0
 
 

@@ -10,7 +10,7 @@ import itertools
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -80,6 +80,22 @@ def _bucket(prepared: Prepared) -> str | None:
     """Return the address of the run; None: its folder isn't in a bucket."""
     folder = prepared.config.run.folder if prepared.config is not None else None
     return folder if folder is not None and is_address(folder) else None
+
+
+def runs_of(command: JobCommand) -> list[JobCommand]:
+    """Return the command of each run of a sweep."""
+    return [
+        replace(
+            command,
+            words=(*command.words, *words),
+            restart_words=(*command.restart_words, *words),
+            name=f"{command.name}-{number}",
+            folder=command.folder.parent / str(number) / JOB_FILES,
+            run_folder=command.run_folder / str(number),
+            sweep=(),
+        )
+        for number, words in enumerate(command.sweep)
+    ]
 
 
 def _state_bytes(prepared: Prepared) -> int | None:
@@ -153,6 +169,11 @@ def _sweep(sweep: Sequence[str], checked: _Checked, world_size: WorldSize) -> tu
     ]
     if len(runs) > _MOST_RUNS:
         raise ConfigError(Problem("--sweep", "", f"these are more than {_MOST_RUNS:,} runs; give fewer values"))
+    places = []
     for words in runs:
-        _checked((checked.verb, *checked.arguments, *words), world_size)
+        config = _checked((checked.verb, *checked.arguments, *words), world_size).prepared.config
+        places.append(config.checkpoint.folder if config is not None else None)
+    if any(place is not None and places.count(place) > 1 for place in places):
+        message = "is the same for several runs of the sweep; leave it out, and each saves in its own folder"
+        raise ConfigError(Problem("", "checkpoint.folder", message))
     return tuple(runs)

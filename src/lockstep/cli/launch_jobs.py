@@ -1,16 +1,26 @@
-"""Jobs that `lockstep launch` has submitted: remembered in `launch/job.json` of their run's folder."""
+"""Jobs that `lockstep launch` submits: planned, submitted, and remembered in `launch/job.json` of their run's folder.
+
+plan_jobs    one plan, or one for each run of a sweep where the launcher has no arrays
+submit_jobs  --> SubmittedJob: status, follow, cancel          find_jobs  the same by an identifier or a folder
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.core.errors import ConfigError, Failure
+from pydantic import BaseModel
+
+from lockstep.cli.launch_command import job_command, runs_of
+from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
-from lockstep.core.jobs import JOB_FILES, JobCommand, LaunchedJob, LaunchPlan
+from lockstep.core.jobs import JOB_FILES, ArrayOptions, HostOptions, JobCommand, JobStatus, LaunchedJob, LaunchPlan
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Launcher
@@ -18,12 +28,124 @@ if TYPE_CHECKING:
 _RECORD = "job.json"
 
 
-def submit_job(where: str, launcher: Launcher, command: JobCommand, plan: LaunchPlan) -> LaunchedJob:
-    """Submit the job and remember it, unless one of the same run has not ended. Raises Failure."""
-    _refuse_second(where, launcher, command)
-    number = _submit(launcher, plan, command.folder)
-    _remember(where, command, number)
-    return LaunchedJob(number, command.folder)
+@dataclass(frozen=True)
+class SubmittedJob:
+    """A submitted job of one run, or one job for each run of a sweep.
+
+    Attributes:
+        where: The launcher's name.
+        jobs: The jobs, of a sweep in the order of its runs.
+        folder: The folder of the run, or of all runs of a sweep; None if only an identifier is known.
+    """
+
+    where: str
+    jobs: tuple[LaunchedJob, ...]
+    folder: Path | None
+    _launcher: Launcher
+
+    @property
+    def number(self) -> str:
+        """The job's identifier; of several jobs, the folder of all."""
+        return self.jobs[0].number if len(self.jobs) == 1 else str(self.folder)
+
+    def status(self) -> JobStatus:
+        """Return the state: of several jobs a line for each, and the highest exit code once all have ended.
+
+        Raises:
+            ConfigError: The launcher knows no such job.
+            RunFailed: It can't be asked.
+        """
+        states = [self._launcher.status(job) for job in self.jobs]
+        codes = [state.code for state in states if state.code is not None]
+        return JobStatus("\n".join(state.text for state in states), max(codes) if len(codes) == len(states) else None)
+
+    def follow(self) -> int:
+        """Print the output until the end, of several jobs one after the other, and return the exit code."""
+        return max(self._launcher.follow(job) for job in self.jobs)
+
+    def cancel(self) -> None:
+        """Stop what has not ended, for good. Raises ConfigError: all has ended."""
+        live = [job for job in self.jobs if len(self.jobs) == 1 or self._launcher.status(job).code is None]
+        for job in live or self.jobs[:1]:
+            self._launcher.cancel(job)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedJobs:
+    """Plans of one job or several, by the launcher of the name `where`."""
+
+    where: str
+    launcher: Launcher
+    command: JobCommand
+    plans: tuple[tuple[JobCommand, LaunchPlan], ...]
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the jobs end with this command."""
+        return any(plan.attached for _, plan in self.plans)
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences that the user should read, each once."""
+        return [*dict.fromkeys(note for _, plan in self.plans for note in plan.notes)]
+
+
+def plan_jobs(
+    where: str, launcher: Launcher, options: BaseModel, sweep: Sequence[str], typed: Sequence[str], words: Sequence[str]
+) -> PlannedJobs:
+    """Check a command line and plan what submits it. Raises ConfigError.
+
+    Args:
+        sweep: Texts KEY=A,B.
+        typed: The whole command line after `lockstep launch WHERE`.
+        words: The command, from its verb on.
+    """
+    command = job_command(where, sweep, typed, words, partial(_world_size, options))
+    commands = runs_of(command) if command.sweep and not isinstance(options, ArrayOptions) else [command]
+    planned = PlannedJobs(where, launcher, command, tuple((each, launcher.plan(each, options)) for each in commands))
+    if planned.is_attached and sweep:
+        message = f"needs a queue, which {where} has not; launch the runs one after the other"
+        raise ConfigError(Problem("--sweep", "", message))
+    return planned
+
+
+def submit_jobs(planned: PlannedJobs) -> SubmittedJob:
+    """Submit the jobs and remember them, unless one of the same run has not ended. Raises Failure."""
+    for command, _ in planned.plans:
+        _refuse_second(planned.where, planned.launcher, command)
+    jobs: list[LaunchedJob] = []
+    for command, plan in planned.plans:
+        try:
+            number = _submit(planned.launcher, plan, command.folder)
+        except RunFailed as failure:
+            if not jobs:
+                raise
+            _remember_sweep(planned, jobs)
+            way = f"lockstep launch {planned.where} cancel {planned.command.run_folder}"
+            text = f"{len(jobs)} of {len(planned.plans)} runs are submitted ({way} stops them), and the next is refused"
+            raise RunFailed(f"{text}: {failure}") from None
+        _remember(planned, command, number)
+        jobs.append(LaunchedJob(number, command.folder))
+    if len(jobs) > 1:
+        _remember_sweep(planned, jobs)
+    return SubmittedJob(planned.where, tuple(jobs), planned.command.folder.parent, planned.launcher)
+
+
+def find_jobs(where: str, launcher: Launcher, text: str) -> SubmittedJob:
+    """Return the job that an identifier or a folder of a run names, or those of a sweep. Raises ConfigError."""
+    if not Path(text).is_dir():
+        return SubmittedJob(where, (LaunchedJob(text),), None, launcher)
+    jobs = _remembered(where, Path(text, JOB_FILES))
+    if not jobs:
+        raise ConfigError(f"{text} has no {JOB_FILES}/{_RECORD}: no job was launched for it; give the job's identifier")
+    return SubmittedJob(where, jobs, Path(text), launcher)
+
+
+def _world_size(options: object, ranks: int | None) -> int | None:
+    """Return the number of ranks on all nodes; None if the command line doesn't show it."""
+    if isinstance(options, HostOptions):
+        return options.world_size(ranks)
+    return None if ranks is None else int(getattr(options, "nodes", 1)) * ranks
 
 
 def _submit(launcher: Launcher, plan: LaunchPlan, folder: Path) -> str:
@@ -37,44 +159,45 @@ def _submit(launcher: Launcher, plan: LaunchPlan, folder: Path) -> str:
         raise
 
 
-def _remember(where: str, command: JobCommand, number: str) -> None:
+def _remember(planned: PlannedJobs, command: JobCommand, number: str) -> None:
+    _write(planned, command.folder, {"job": number})
+
+
+def _remember_sweep(planned: PlannedJobs, jobs: Sequence[LaunchedJob]) -> None:
+    _write(planned, planned.command.folder, {"jobs": {job.number: str(job.folder) for job in jobs}})
+
+
+def _write(planned: PlannedJobs, folder: Path, jobs: dict[str, object]) -> None:
     from lockstep.launchers.tools import write_files
 
-    record = {"launcher": where, "job": number, "command": command.typed, "submitted": time.strftime("%FT%T%z")}
-    write_files({command.folder / _RECORD: json.dumps(record, indent=2) + "\n"})
+    record = {"launcher": planned.where, **jobs, "command": planned.command.typed}
+    write_files({folder / _RECORD: json.dumps({**record, "submitted": time.strftime("%FT%T%z")}, indent=2) + "\n"})
 
 
-def job_of(where: str, text: str) -> LaunchedJob:
-    """Return the job that an identifier or a run's folder names. Raises ConfigError."""
-    if not Path(text).is_dir():
-        return LaunchedJob(text)
-    job = _remembered(where, Path(text, JOB_FILES))
-    if job is None:
-        raise ConfigError(f"{text} has no {JOB_FILES}/{_RECORD}: no job was launched for it; give the job's identifier")
-    return job
-
-
-def _remembered(where: str, folder: Path) -> LaunchedJob | None:
+def _remembered(where: str, folder: Path) -> tuple[LaunchedJob, ...]:
+    """Return the jobs of a run or a sweep; none if no job was launched for it. Raises ConfigError."""
     path = folder / _RECORD
     if not path.is_file():
-        return None
+        return ()
     try:
         record = json.loads(read_bounded(path, MAX_JSON_BYTES))
-        launcher, number = str(record["launcher"]), str(record["job"])
-    except (OSError, ValueError, KeyError, TypeError):
+        launcher = str(record["launcher"])
+        folders = {str(number): Path(of_run) for number, of_run in record.get("jobs", {}).items()}
+        jobs = folders or {str(record["job"]): folder}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{path} is damaged; give the job's identifier") from None
     if launcher != where:
         raise ConfigError(f"{folder.parent} was launched with {launcher}: lockstep launch {launcher} ...")
-    return LaunchedJob(number, folder)
+    return tuple(LaunchedJob(number, of_run) for number, of_run in jobs.items())
 
 
 def _refuse_second(where: str, launcher: Launcher, command: JobCommand) -> None:
     """Raise ConfigError if a job of the same run has not ended."""
     try:
-        job = _remembered(where, command.folder)
-        status = launcher.status(job) if job is not None else None
+        states = [(job, launcher.status(job)) for job in _remembered(where, command.folder)]
     except ConfigError:  # long forgotten
         return
-    if job is not None and status is not None and status.code is None:
-        way = f"lockstep launch {where} cancel {job.number}"
-        raise ConfigError(f"this run has a job already ({status.text}); wait for its end, or stop it: {way}")
+    for job, status in states:
+        if status.code is None:
+            way = f"lockstep launch {where} cancel {job.number}"
+            raise ConfigError(f"this run has a job already ({status.text}); wait for its end, or stop it: {way}")

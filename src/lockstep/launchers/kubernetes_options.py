@@ -157,11 +157,6 @@ def _misfitting(command: JobCommand, options: KubernetesOptions) -> list[Problem
         lambda: options.nodes > 1 and not command.nodes,
     )
     refuse(
-        "--sweep",
-        "is not possible on Kubernetes: the pods of a job are one run; launch each run by itself",
-        lambda: command.sweep,
-    )
-    refuse(
         "--retries",
         "needs pods that start again; leave out --no-restart",
         lambda: options.retries and not options.restart,

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
-from lockstep.core.terminal import echo, plain, plain_line
+from lockstep.core.terminal import echo, plain
 from lockstep.launchers.host_checks import shared_folders
 from lockstep.launchers.kubernetes_manifests import job_name
 from lockstep.launchers.ray_driver import STARTS, WAITS
@@ -72,7 +72,7 @@ class RayLauncher:
             "nodes": options.nodes,
             "bundle": bundle(command, options),
             "folder": folder,
-            "shared": [] if folder is None else shared_folders(command, here, folder),
+            "shared": shared_folders(command, here, folder or str(here)),
             "logs": str(command.folder),
             "program": program,
             "wait": options.wait,
@@ -173,7 +173,7 @@ def _client(address: str) -> JobSubmissionClient:
         headers = json.loads(os.environ.get("RAY_JOB_HEADERS") or "{}")
         client = JobSubmissionClient(address, headers=headers)
     except (OSError, ValueError, RuntimeError) as error:
-        why = plain_line(str(getattr(error, "strerror", None) or error))
+        why = _one_line(str(getattr(error, "strerror", None) or error))
         raise RunFailed(
             f"no Ray dashboard answers at {address} ({why}); give --address http://HEAD:8265, or start Ray with its "
             "dashboard: pip install 'ray[default]', ray start --head"
@@ -217,16 +217,14 @@ class _RayJob:
         """Return its state. Raises ConfigError: there is no such job."""
         with _answers(self.number):
             info = self.client.get_job_info(self.number)
-        state = info.status.value
-        codes = {"SUCCEEDED": 0, "FAILED": info.driver_exit_code or 1, "STOPPED": Stopped.exit_code}
-        code = codes.get(state)
-        ending = f", exit code {code}" if state == "FAILED" else ""
-        why = ""
-        if state == "PENDING" or (state == "FAILED" and info.driver_exit_code is None):
-            why = f" ({plain_line(info.message or '')})" if info.message else ""
-        if code is not None and not 0 <= code <= _HIGHEST_CODE:  # ended by a signal
+        state, code = info.status.value, info.driver_exit_code
+        if code is None or not 0 < code <= _HIGHEST_CODE:  # ended by a signal, or not started
             code = RunFailed.exit_code
-        return JobStatus(f"Ray job {self.number}: {state}{ending}{why}", code)
+        codes = {"SUCCEEDED": 0, "FAILED": code, "STOPPED": Stopped.exit_code}
+        ending = f", exit code {code}" if state == "FAILED" else ""
+        is_explained = state == "PENDING" or (state == "FAILED" and info.driver_exit_code is None)
+        why = f" ({_one_line(info.message)})" if is_explained and info.message else ""
+        return JobStatus(f"Ray job {self.number}: {state}{ending}{why}", codes.get(state))
 
     def print_new(self, output: _JobOutput, *, until_it_ends: bool) -> None:
         """Print what is new of its output: all, or what comes as long as the dashboard sends it."""
@@ -288,12 +286,16 @@ def _answers(number: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError, aiohttp.ClientError) as error:
-        text = plain_line(str(error))
+        text = _one_line(str(error))
         if "does not exist" in text:
             raise ConfigError(
                 f"Ray knows no job {number}: it is on another cluster (--address), or the cluster was started again"
             ) from None
         raise RunFailed(f"Ray's dashboard refuses or doesn't answer: {text}") from None
+
+
+def _one_line(text: str) -> str:
+    return plain(" ".join(text.split()))
 
 
 def _failure(code: int, text: str) -> Failure:

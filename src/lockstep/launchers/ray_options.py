@@ -56,8 +56,6 @@ def check(command: JobCommand, options: RayOptions) -> None:
     if options.nodes > 1 and not command.nodes:
         message = f"{options.nodes}, but `lockstep {command.words[0]}` runs on one node; leave it out"
         problems.append(Problem("--nodes", "", message))
-    if command.sweep:
-        problems.append(Problem("--sweep", "", "is not possible on Ray: a job is one run; launch each run by itself"))
     if options.upload and options.folder is not None:
         problems.append(
             Problem("--upload", "", "copies this folder, and --folder names a shared one; give one of them")
@@ -72,13 +70,15 @@ def check(command: JobCommand, options: RayOptions) -> None:
         if not _RESOURCE.fullmatch(text):
             example = "NAME=AMOUNT, such as accelerator_type:H100=0.001"
             problems.append(Problem("--resource", "", f"{text!r} is not {example}"))
+        elif (name := text.partition("=")[0]) in ("CPU", "GPU"):
+            problems.append(Problem("--resource", "", f"{name} has an option of its own: --{name.lower()}s-per-node"))
     for text in options.env:
         if not _VARIABLE.fullmatch(text):
             problems.append(Problem("--env", "", f"{text!r} is not NAME=VALUE, such as NCCL_DEBUG=INFO"))
         elif names_a_secret(name := text.partition("=")[0]):
             message = f"{name} looks like a secret, and Ray's dashboard shows its value; set it where Ray is started"
             problems.append(Problem("--env", "", message))
-    if not problems and options.upload and command.nodes and not _is_kept(command):
+    if not problems and options.upload and command.starts_run and not _is_kept(command):
         message = (
             f"{command.run_folder} would be lost with Ray's copy of this folder; give it an absolute path of a shared "
             "folder, or checkpoint.folder=s3://BUCKET/PREFIX"

@@ -107,8 +107,6 @@ def check(command: JobCommand, options: SshOptions, hosts: list[SshHost]) -> Non
         problems.append(Problem("--hosts", "", message))
     if not command.nodes and any(host.ranks for host in hosts):
         problems.append(Problem("--hosts", "", f"`lockstep {command.words[0]}` takes no number of ranks from its host"))
-    if command.sweep:
-        problems.append(Problem("--sweep", "", "needs a queue, which ssh has not; launch the runs one after the other"))
     if options.rendezvous is not None and not re.fullmatch(r".+:[1-9]\d{0,4}", options.rendezvous):
         problems.append(Problem("--rendezvous", "", f"{options.rendezvous!r} is not HOST:PORT"))
     for flag, words, pattern, example in (
