@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 
 from lockstep.cli.launch_command import job_command, runs_of
-from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
+from lockstep.core.errors import ConfigError, Failure, RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
-from lockstep.core.jobs import JOB_FILES, ArrayOptions, HostOptions, JobCommand, JobStatus, LaunchedJob, LaunchPlan
+from lockstep.core.jobs import JOB_FILES, HostOptions, JobCommand, JobStatus, LaunchedJob, LaunchPlan, SweepOptions
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Launcher
@@ -101,12 +101,8 @@ def plan_jobs(
         words: The command, from its verb on.
     """
     command = job_command(where, sweep, typed, words, partial(_world_size, options))
-    commands = runs_of(command) if command.sweep and not isinstance(options, ArrayOptions) else [command]
-    planned = PlannedJobs(where, launcher, command, tuple((each, launcher.plan(each, options)) for each in commands))
-    if planned.is_attached and sweep:
-        message = f"needs a queue, which {where} has not; launch the runs one after the other"
-        raise ConfigError(Problem("--sweep", "", message))
-    return planned
+    commands = runs_of(command) if command.sweep and not isinstance(options, SweepOptions) else [command]
+    return PlannedJobs(where, launcher, command, tuple((each, launcher.plan(each, options)) for each in commands))
 
 
 def submit_jobs(planned: PlannedJobs) -> SubmittedJob:

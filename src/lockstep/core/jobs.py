@@ -61,8 +61,8 @@ class HostOptions(ABC):
         """
 
 
-class ArrayOptions:
-    """Options of a launcher that submits all runs of a sweep as one job; others get a command for each run."""
+class SweepOptions:
+    """Options of a launcher that gets the runs of a sweep in one command, as one job; others get one command a run."""
 
 
 @dataclass(frozen=True, slots=True)

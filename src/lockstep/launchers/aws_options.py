@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.jobs import JobCommand
+from lockstep.core.jobs import JobCommand, SweepOptions
 from lockstep.core.secrets import names_a_secret
 from lockstep.stores.addresses import checked_address, is_address
 from lockstep.strategies.section import Positive, Section
@@ -27,7 +27,7 @@ _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([^\n]*)")
 _LINE = re.compile(r"[^\n]+")
 
 
-class AwsOptions(Section):
+class AwsOptions(Section, SweepOptions):
     """Options of a job on AWS."""
 
     nodes: Positive = 1

@@ -31,10 +31,9 @@ from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.terminal import echo, plain
 from lockstep.launchers.host_checks import shared_folders
-from lockstep.launchers.kubernetes_manifests import job_name
 from lockstep.launchers.ray_driver import STARTS, WAITS
 from lockstep.launchers.ray_options import ADDRESS, RayOptions, bundle, check
-from lockstep.launchers.tools import own_program, seconds_to_save, write_files
+from lockstep.launchers.tools import job_name, own_program, seconds_to_save, write_files
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.core.errors import ConfigError, Paused, Problem
-from lockstep.core.jobs import ArrayOptions, JobCommand
+from lockstep.core.jobs import JobCommand, SweepOptions
 from lockstep.launchers.tools import bash_array, own_program, seconds_to_save
 from lockstep.strategies.section import Auto, Positive, Section
 
@@ -24,7 +24,7 @@ _TIME = re.compile(
 )
 
 
-class SlurmOptions(Section, ArrayOptions):
+class SlurmOptions(Section, SweepOptions):
     """Options of a job under Slurm."""
 
     nodes: Positive = 1

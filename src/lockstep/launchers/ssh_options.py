@@ -15,14 +15,14 @@ from typing import Annotated
 from pydantic import Field
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.jobs import HostOptions, JobCommand
+from lockstep.core.jobs import HostOptions, JobCommand, SweepOptions
 from lockstep.strategies.section import Section
 
 _HOST = re.compile(r"(?P<name>[^\s:\[\],-][^\s:\[\],]*|\[[^\s\],]+\])(?::(?P<ranks>[1-9]\d*))?")
 _SLOTS = re.compile(r"\s+(?:slots=)(?=\d)")
 
 
-class SshOptions(Section, HostOptions):
+class SshOptions(Section, HostOptions, SweepOptions):
     """Options of a run on hosts that ssh reaches."""
 
     hosts: str | None = None
@@ -107,6 +107,8 @@ def check(command: JobCommand, options: SshOptions, hosts: list[SshHost]) -> Non
         problems.append(Problem("--hosts", "", message))
     if not command.nodes and any(host.ranks for host in hosts):
         problems.append(Problem("--hosts", "", f"`lockstep {command.words[0]}` takes no number of ranks from its host"))
+    if command.sweep:
+        problems.append(Problem("--sweep", "", "needs a queue, which ssh has not; launch the runs one after the other"))
     if options.rendezvous is not None and not re.fullmatch(r".+:[1-9]\d{0,4}", options.rendezvous):
         problems.append(Problem("--rendezvous", "", f"{options.rendezvous!r} is not HOST:PORT"))
     for flag, words, pattern, example in (
