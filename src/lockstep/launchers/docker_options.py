@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.jobs import HostOptions, JobCommand
+from lockstep.core.jobs import HostOptions, JobCommand, SweepOptions
 from lockstep.core.secrets import names_a_secret
 from lockstep.launchers.tools import seconds_to_save
 from lockstep.stores.addresses import is_address
@@ -26,7 +26,7 @@ _FOR_PROJECTS = ("nodes", "cuda", "gpus_per_node", "shm", "port")
 """Fields that count with --init."""
 
 
-class DockerOptions(Section, HostOptions):
+class DockerOptions(Section, HostOptions, SweepOptions):
     """Options of a job in containers on this machine."""
 
     image: str | None = None
