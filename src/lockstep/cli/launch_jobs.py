@@ -45,7 +45,7 @@ class SubmittedJob:
 
     @property
     def number(self) -> str:
-        """The job's identifier; of several jobs, the folder of all."""
+        """Return the identifier of the job; of several jobs, the folder of all."""
         return self.jobs[0].number if len(self.jobs) == 1 else str(self.folder)
 
     def status(self) -> JobStatus:
@@ -81,12 +81,12 @@ class PlannedJobs:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the jobs end with this command."""
+        """Return whether the jobs end with this command."""
         return any(plan.attached for _, plan in self.plans)
 
     @property
     def notes(self) -> list[str]:
-        """Sentences that the user should read, each once."""
+        """Return sentences that the user should read, each once."""
         return [*dict.fromkeys(note for _, plan in self.plans for note in plan.notes)]
 
 
