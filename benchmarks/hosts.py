@@ -2,21 +2,22 @@
 
     python benchmarks/hosts.py [--rounds 5]      prints medians, writes benchmarks/results/hosts.json
 
-The hosts are two launchers on loopback with a rank each. Both sides run the same function (`work`), in interleaved
-rounds. Times are seconds since just before the commands were started. The last columns are round trips to the ranks'
-store: from rank 0's host directly, from the other host through the relays.
+The hosts are network namespaces with a rank each, which needs root. Both sides run the same function (`work`), in
+interleaved rounds. Times are seconds since just before the commands were started. The last columns are round trips to the ranks'
+store: from rank 0's host, and from the other host, under Lockstep through the relays.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 BEGAN = "HOSTS_BEGAN"
 ROUND_TRIPS = 300
@@ -64,25 +65,30 @@ def commands(name: str, address: str) -> list[list[str]]:
     if name == "lockstep":
         return [[sys.executable, me, "host", str(node), address] for node in range(2)]
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nnodes", "2", "--nproc-per-node", "1"]
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", "job"]
-    if name == "torchrun static":
-        host, port = address.split(":")
-        meeting = ["--master-addr", host, "--master-port", port]
-    return [[*torchrun, "--node-rank", str(node), *meeting, me, "rank"] for node in range(2)]
+    host, _, port = address.partition(":")
+    meetings = []
+    for node in range(2):  # torchrun doesn't find the namespaces' addresses by their hostname
+        c10d = ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", "job"]
+        places = ["--rdzv-conf", f"is_host={1 - node}", "--local-addr", f"{host[:-1]}{node + 1}"]
+        meetings.append([*c10d, *places] if name == "torchrun" else ["--master-addr", host, "--master-port", port])
+    return [[*torchrun, "--node-rank", str(node), *meeting, me, "rank"] for node, meeting in enumerate(meetings)]
 
 
 def measure(name: str) -> dict[str, float]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    environment = {**os.environ, BEGAN: str(time.time()), "OMP_NUM_THREADS": "1"}
-    hosts = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for command in commands(name, address)
-    ]
-    outputs = [host.communicate(timeout=120) for host in hosts]
-    lines = [line.split() for out, _ in outputs for line in out.splitlines() if line.startswith("TIMES")]
+    from kit.hosts import network
+
+    with tempfile.TemporaryDirectory() as place, network(2, Path(place)) as net:
+        began = {BEGAN: str(time.time()), "OMP_NUM_THREADS": "1"}
+        hosts = [
+            net.start(node, *command, cwd=Path(place), **began)
+            for node, command in enumerate(commands(name, f"{net.address(0)}:29500"))
+        ]
+        codes = [host.end() for host in hosts]
+        outputs = [Path(place, f"of-host-{node}", "out").read_text() for node in range(2)]
+        errors = [host.output for host in hosts]
+    lines = [line.split() for output in outputs for line in output.splitlines() if line.startswith("TIMES")]
     if len(lines) != 2:
-        raise SystemExit(f"{name}: {outputs}")
+        raise SystemExit(f"{name}: {codes}, {errors}")
     ranks = {int(rank): (float(reduced), float(trip)) for _, rank, reduced, trip in lines}
     return {
         "first all-reduce": max(ranks[0][0], ranks[1][0]),
@@ -96,6 +102,7 @@ def main() -> None:
     rounds = int(sys.argv[2]) if sys.argv[1:2] == ["--rounds"] else 5
     names = ["lockstep", "torchrun", "torchrun static"]
     results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    measure(names[0])  # starts the process from which commands are forked
     for turn in range(rounds):
         for name in names[turn % 3 :] + names[: turn % 3]:
             results[name].append(measure(name))

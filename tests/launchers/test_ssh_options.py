@@ -38,6 +38,14 @@ def test_each_host_gets_its_ranks_and_its_place(capsys: pytest.CaptureFixture[st
     }
 
 
+def test_a_hostfile_of_another_system_with_ipv6_addresses(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("windows").write_bytes(b"\xef\xbb\xbf# ours\r\n\r\n[::1]:8\r\nme@[fe80::1%eth0]:2 # two\r\n")
+    hosts = record(capsys, "--hostfile", "windows", "train", "digits", "run.folder=run")["hosts"]
+    assert [(name, words.split()[4]) for name, words in hosts.items()] == [("::1", "8"), ("me@fe80::1%eth0", "2")]
+    listed = record(capsys, "--hosts", "[::1]:8,me@[fe80::1%eth0]:2", "train", "digits", "run.folder=run")["hosts"]
+    assert list(listed) == list(hosts)
+
+
 def test_one_host_meets_no_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert record(capsys, "--hosts", "a", "verify", "digits")["hosts"] == {"a": "verify digits"}
 
@@ -72,8 +80,11 @@ def test_a_value_from_here_is_not_written_down(
     [
         (["train", "digits"], "--hosts a,b or --hostfile FILE names the hosts, and none is given; give one of them"),
         (["--hosts", "a", "--hostfile", "b", "train"], "and both are given; give one of them"),
-        (["--hosts", "a,b:0", "train"], "--hosts: 'b:0' is not a host; write NAME, or NAME:8 for 8 ranks"),
+        (["--hosts", "a,b:0", "train"], "--hosts: 'b:0' is not a host; write NAME, NAME:8 for 8 ranks, or [::1]:8"),
         (["--hosts=-oProxyCommand=x", "train"], "'-oProxyCommand=x' is not a host"),
+        (["--hosts", "::1", "train"], "'::1' is not a host; write NAME, NAME:8 for 8 ranks, or [::1]:8 for an address"),
+        (["--hosts", "[-oProxyCommand=x]", "train"], "is not a host"),
+        (["--hosts", "a,me@b,a", "train"], "host a is named twice; name it once"),
         (["--hosts", "a,", "train"], "--hosts: '' is not a host"),
         (["--hostfile", "nowhere", "train"], "--hostfile: nowhere can't be read: No such file or directory"),
         (["--hostfile", "odd", "train"], "odd:2: 'b c' is not a host"),

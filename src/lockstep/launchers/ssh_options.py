@@ -18,7 +18,8 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.jobs import HostOptions, JobCommand, SweepOptions
 from lockstep.strategies.section import Section
 
-_HOST = re.compile(r"(?P<name>[^\s:\[\],-][^\s:\[\],]*|\[[^\s\],]+\])(?::(?P<ranks>[1-9]\d*))?")
+_NAME = r"[^\s:\[\],-][^\s:\[\],]*"
+_HOST = re.compile(rf"(?P<name>{_NAME}|({_NAME}@)?\[[^\s\],-][^\s\],]*\])(?::(?P<ranks>[1-9]\d*))?")
 _SLOTS = re.compile(r"\s+(?:slots=)(?=\d)")
 
 
@@ -71,8 +72,9 @@ def hosts_of(options: SshOptions) -> list[SshHost]:
     for where, text in texts:
         match = _HOST.fullmatch(text)
         if match is None:
-            raise ConfigError(Problem(where, "", f"{text!r} is not a host; write NAME, or NAME:8 for 8 ranks"))
-        hosts.append(SshHost(match["name"].strip("[]"), int(match["ranks"]) if match["ranks"] else None))
+            forms = "NAME, NAME:8 for 8 ranks, or [::1]:8 for an address of IPv6"
+            raise ConfigError(Problem(where, "", f"{text!r} is not a host; write {forms}"))
+        hosts.append(SshHost(re.sub(r"[\[\]]", "", match["name"]), int(match["ranks"]) if match["ranks"] else None))
     if not hosts:
         raise ConfigError(Problem(options.hostfile or "--hosts", "", "no host is named"))
     names = [host.name for host in hosts]
@@ -89,7 +91,7 @@ def _texts(options: SshOptions) -> Iterator[tuple[str, str]]:
         return
     path = Path(options.hostfile or "")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(Problem("--hostfile", "", f"{path} can't be read: {why}")) from None
