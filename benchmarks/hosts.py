@@ -3,8 +3,8 @@
     python benchmarks/hosts.py [--rounds 5]      prints medians, writes benchmarks/results/hosts.json
 
 The hosts are network namespaces with a rank each, which needs root. Both sides run the same function (`work`), in
-interleaved rounds. Times are seconds since just before the commands were started. The last columns are round trips to the ranks'
-store: from rank 0's host, and from the other host, under Lockstep through the relays.
+interleaved rounds. Times are seconds since just before the commands were started. The last columns are round trips to
+the ranks' store: from rank 0's host, and from the other host, under Lockstep through the relays.
 """
 
 from __future__ import annotations
