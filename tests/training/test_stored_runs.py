@@ -90,7 +90,7 @@ def test_a_killed_run_resumes_on_another_machine_with_the_undisturbed_runs_losse
     assert _losses(_read(address, "metrics.jsonl")) == expected
     assert main(["ckpt", "audit", address]) == 0
     assert LOCK not in S3Store(address).sizes("")
-    _refuse_secrets(address, tmp_path, run.output() + again.stdout + again.stderr)
+    _refuse_secrets(address, tmp_path, run.output + again.stdout + again.stderr)
 
 
 def _refuse_secrets(address: str, folder: Path, output: str) -> None:
@@ -127,6 +127,12 @@ def test_every_verb_takes_the_address_of_a_run(
     assert main(["ckpt", "verify", address, "--all"]) == 0
     assert "model/model.safetensors  intact" in capsys.readouterr().out
     assert main(["doctor", address]) == 0
+    S3Store(address).delete(["summary.json"])
+    holder = _elsewhere(S3Store(address))
+    assert main(["doctor", address]) == 0
+    assert "locked by process" in capsys.readouterr().out
+    assert main(["ckpt", "prune", address, "--dry-run"]) == 0
+    holder.release()
     assert main(["report", address, "--output", str(tmp_path / "page.html")]) == 0
     assert main(["export", address, "--to", str(tmp_path / "model.safetensors")]) == 0
     assert main(["export", address]) == 2
@@ -272,7 +278,7 @@ def test_of_two_that_take_over_a_lock_one_gets_it(proxy: s3.Proxy, address: str)
 def test_a_process_that_has_lost_the_lock_publishes_nothing(proxy: s3.Proxy, address: str) -> None:
     copy = WorkingCopy(address)
     copy.lock.take(print)
-    copy.fetch()
+    copy.folder.mkdir(parents=True)
     (copy.folder / "metrics.jsonl").write_text("{}\n")
     copy.publish()
     _elsewhere(S3Store(f"{address}/x"))

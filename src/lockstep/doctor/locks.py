@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lockstep.doctor.findings import Finding, MachineView, not_here, ok, warning, wrong
 from lockstep.monitor.folder import LOCK, is_run, lock_holder
+from lockstep.training.working_copy import WorkingCopy, stored_at
 
 _MOST_RUNS = 500
 _HOLDER = re.compile(r"process (\d+) on (\S+), since (.+)")
@@ -35,6 +36,15 @@ def run_locks(machine: MachineView) -> Iterator[Finding]:
 def is_locked(lock: Path) -> bool:
     """Return whether a process holds a run's lock."""
     return _held(lock) is not None
+
+
+def lock_in_bucket(run: Path) -> tuple[str, bool | None] | None:
+    """Return who holds the lock of the run in a bucket of which a folder is the working copy, and whether it lives.
+
+    None: it is free, or the run isn't in a bucket. Raises OSError.
+    """
+    address = stored_at(run)
+    return WorkingCopy(address).lock.holder() if address is not None else None
 
 
 def _held(lock: Path) -> str | None:

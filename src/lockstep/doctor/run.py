@@ -20,9 +20,10 @@ from typing import Any
 from lockstep.core.errors import ConfigError, named_ranks
 from lockstep.core.terminal import plain_line
 from lockstep.doctor.known_failures import KNOWN, KnownFailure, Standing, failure_in
-from lockstep.doctor.locks import is_locked
+from lockstep.doctor.locks import is_locked, lock_in_bucket
 from lockstep.monitor.folder import LOCK, LOGS, is_finished, is_run, refuse_escaping_links
 from lockstep.report.run_data import RunData, read_run
+from lockstep.training.store_lock import GONE_S
 
 _MOST_READ = 16 << 20  # bytes of a file: its end
 _MOST_SKIPPED = 1 << 30  # bytes before them in which lines are counted
@@ -87,8 +88,14 @@ def diagnose_run(run: Path) -> Diagnosis:
     )
     if is_finished(run):
         return Diagnosis(run, f"finished ({where})", False, tuple(seen), _notes(data, [], run))
-    if is_locked(run / LOCK):
+    holder, lives = lock_in_bucket(run) or ("", False)
+    if is_locked(run / LOCK) or lives:
         return Diagnosis(run, f"running ({where} so far)", False, tuple(seen), _notes(data, [], run))
+    if lives is None:
+        state = (
+            f"locked by {holder} ({where} so far); if that has ended, the next start waits {GONE_S:g} s, and resumes"
+        )
+        return Diagnosis(run, state, False, tuple(seen), _notes(data, [], run))
     silent = _silent_ranks(run, seen)
     fatal = [item for item in seen if item.failure.standing is not Standing.REMARK]
     if not fatal:

@@ -64,6 +64,14 @@ class StoreLock:
             self.token = token
             return
 
+    def holder(self) -> tuple[str, bool | None] | None:
+        """Return who holds the lock, and whether that process lives, as far as it is known; None: it is free.
+
+        Raises OSError.
+        """
+        holder, tag = self._read()
+        return (described(holder), _lives(holder)) if tag else None
+
     def is_held(self) -> bool:
         """Return whether the lock is still this process's. Raises OSError."""
         return self._read()[0].get("token") == self.token
