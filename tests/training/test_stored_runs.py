@@ -373,6 +373,26 @@ def test_what_is_wrong_is_reported_before_a_rank_starts(
         assert left == {"photo.jpg"} & {change.get("object")} | ({LOCK} if "locked" in change else set())
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["eval", "gs://b/x"], "can be in s3:// alone"),
+        (["eval", f"s3://{BUCKET}/nothing"], "there is no run in s3://.*/nothing: it has no config.yaml"),
+        (["train", f"s3://{BUCKET}/nothing"], "there is no run in s3://.*/nothing: it has no config.yaml"),
+        (["report", "s3://other-bucket/x"], "there is no bucket other-bucket"),
+        (["train", f"s3://{s3.KEY_ID}:{s3.SECRET}@b/x"], "holds no credentials"),
+    ],
+    ids=str,
+)
+def test_an_address_of_no_run_is_refused(
+    words: list[str], sentence: str, proxy: s3.Proxy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    printed = capsys.readouterr().err
+    assert re.search(sentence, printed), printed
+    assert s3.SECRET not in printed
+
+
 def test_the_working_copy_is_named_after_the_run() -> None:
     first, second = working_folder("s3://bucket/runs/digits"), working_folder("s3://other/runs/digits")
     assert first.name.startswith("digits-")

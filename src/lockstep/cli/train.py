@@ -17,7 +17,6 @@ from lockstep.cli.arguments import (
     approved_config,
     count,
     path_or_address,
-    run_path,
 )
 from lockstep.config.override import Override
 from lockstep.core.errors import ConfigError
@@ -55,7 +54,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     )
     args, overrides = parser.parse(arguments)
     named = args.config[0] if args.config else ""
-    first = run_path(named) if is_address(named) else Path(named)
+    first = _working_copy(named) if is_address(named) else Path(named)
     origin = first if named and (first / "config.yaml").is_file() else None
     if args.fork is not None and origin is None:
         raise ConfigError("--fork starts from another run: lockstep train RUN --fork FOLDER")
@@ -90,6 +89,12 @@ def _train(args: argparse.Namespace, loaded: LoadedConfig, name: str, origin: Pa
     if args.json and folder is not None:
         emit(read_summary(folder))
     return code
+
+
+def _working_copy(address: str) -> Path:
+    from lockstep.training.working_copy import fetched
+
+    return fetched(address)
 
 
 def _folder(config: Config) -> Path | None:

@@ -24,7 +24,7 @@ from lockstep.core.cache_files import CACHE, cache_folder, locked
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
 from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, LOGS, SUMMARY, open_lock
-from lockstep.stores.addresses import checked_address, is_address, parts_of
+from lockstep.stores.addresses import checked_address, checked_run_place_text, is_address, parts_of
 from lockstep.stores.opening import RETRY_SECONDS
 from lockstep.training.store_lock import StoreLock
 
@@ -44,7 +44,10 @@ class WorkingCopy:
     def __init__(self, address: str, token: str | None = None, retry_seconds: float = RETRY_SECONDS) -> None:
         from lockstep.stores.s3 import S3Store
 
-        self.address = checked_address(address)
+        try:
+            self.address = checked_run_place_text(address)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         self.folder = working_folder(self.address)
         self._store = S3Store(self.address, retry_seconds)
         self.lock = StoreLock(self._store, token)
