@@ -23,6 +23,7 @@ import pipelines
 import plan_memory
 import relay
 import resume
+import s3_saving
 import saving
 import step_overhead
 import strategies
@@ -117,6 +118,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "relay": relay.table,
     "data": data,
     "saving": saving.table,
+    "s3_saving": s3_saving.table,
     "resume": resume.table,
     "invariant": invariant.table,
     "optimizers": optimizers.table,

@@ -17,12 +17,18 @@ from kit import s3
 from kit.commands import run_lockstep, start_lockstep
 from kit.s3 import BUCKET, Fault
 
+import lockstep
 from lockstep.cli.main import main
+from lockstep.config.loading import load
+from lockstep.config.recipes import resolve_recipe
 from lockstep.core.cache_files import CACHE
 from lockstep.core.errors import RunFailed
 from lockstep.stores.s3 import S3Store
 from lockstep.training import store_lock
+from lockstep.training.job import Job
+from lockstep.training.start_run import has_nothing_to_train
 from lockstep.training.store_lock import LOCK, StoreLock
+from lockstep.training.stored_run import opened_run
 from lockstep.training.working_copy import WorkingCopy, stored_at, working_folder
 
 _TRAIN = (
@@ -166,6 +172,19 @@ def test_hosts_without_a_shared_folder_train_one_run(
     names = S3Store(address).sizes("")
     assert {f"logs/rank-{rank}.log" for rank in range(3)} <= names.keys()
     assert list(_losses(_read(address, "metrics.jsonl"))) == [1, 2, 3]
+
+
+def test_each_rank_of_another_launcher_finds_that_nothing_is_left_to_train(
+    finished: str, proxy: s3.Proxy, tmp_path: Path
+) -> None:
+    overrides = [word.removeprefix("--") for word in _TRAIN[2:]]
+    config = load([resolve_recipe("digits").path], [*overrides, "run.steps=4", f"run.folder={finished}"]).config
+    with opened_run(Job(config, "digits"), is_first=False) as job:
+        assert has_nothing_to_train(job.config, Path(str(job.config.run.folder)))
+    assert not (tmp_path / "machine").exists()
+    done = lockstep.train(config, ranks=2)
+    assert done.summary["steps"] == 4
+    assert LOCK not in S3Store(finished).sizes("")
 
 
 def _free_port() -> int:
