@@ -163,7 +163,7 @@ def start_of(words: Sequence[str], rank: int, port: int, folder: Path) -> subpro
 @pytest.mark.parametrize("name", ["kubeflow-trainjob.yaml", "kubeflow-pytorchjob.yaml"])
 def test_kubeflows_variables_make_torchrun_join_two_pods(name: str, tmp_path: Path) -> None:
     spec = example(name)["spec"]
-    container = spec["trainer"] if "trainer" in spec else None
+    container = spec.get("trainer")
     if container is None:
         container = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     places = {"/tmp/digits": str(tmp_path / "run"), "s3://my-bucket": str(tmp_path / "bucket")}
