@@ -1,0 +1,120 @@
+"""`lockstep.submit`: what `lockstep launch` does, from Python."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lockstep
+from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
+from lockstep.strategies.section import Section
+
+TRAIN = ["train", "digits", "run.folder=r", "--ranks", 2]
+CODES: dict[str, int | None] = {}
+CALLS: list[tuple[str, str]] = []
+
+
+class Options(Section):
+    """Options of a queue in memory."""
+
+    nodes: int = 1
+    """Nodes."""
+    tag: tuple[str, ...] = ()
+    """Tags."""
+    requeue: bool = True
+    """Queue again."""
+
+
+class Queue(lockstep.Launcher):
+    options = Options
+
+    def plan(self, command: JobCommand, options: Options) -> LaunchPlan:
+        return LaunchPlan({command.folder / "typed": command.typed}, (command.words,), (f"{options.nodes} nodes",))
+
+    def submit(self, plan: LaunchPlan) -> str:
+        [(path, text)] = plan.files.items()
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        CODES[f"j{len(CODES)}"] = None
+        return f"j{len(CODES) - 1}"
+
+    def status(self, job: LaunchedJob) -> JobStatus:
+        return JobStatus(f"{job.number}: {CODES[job.number]}", CODES[job.number])
+
+    def follow(self, job: LaunchedJob) -> int:
+        CODES[job.number] = CODES[job.number] or 0
+        return CODES[job.number] or 0
+
+    def cancel(self, job: LaunchedJob) -> None:
+        CALLS.append(("cancel", job.number))
+
+
+QUEUE = Queue()
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "lockstep.cli.launch_api.find_launcher", lambda where: QUEUE if where == "queue" else slurm.SLURM
+    )
+    CODES.clear()
+    CALLS.clear()
+
+
+def test_a_job_is_submitted_asked_followed_and_canceled(capsys: pytest.CaptureFixture[str]) -> None:
+    job = lockstep.submit("queue", TRAIN, nodes=3, tag=["a b"], requeue=False)
+    assert capsys.readouterr().err == "note: 3 nodes\n"
+    typed = Path("r/launch/typed").read_text()
+    assert typed == "lockstep launch queue --nodes=3 '--tag=a b' --no-requeue train digits run.folder=r --ranks 2"
+    assert json.loads(Path("r/launch/job.json").read_text())["command"] == typed
+    assert (job.number, job.folder, job.status()) == ("j0", Path.cwd() / "r", JobStatus("j0: None", None))
+    with pytest.raises(lockstep.ConfigError, match="this run has a job already"):
+        lockstep.submit("queue", TRAIN)
+    lockstep.find_job("queue", "r").cancel()
+    assert CALLS == [("cancel", "j0")]
+    CODES["j0"] = 75
+    assert job.follow() == 75
+    assert lockstep.find_job("queue", "j0").status().code == 75
+
+
+def test_a_sweep_is_a_job_for_each_run() -> None:
+    job = lockstep.submit("queue", TRAIN, sweep={"optim.lr": [0.1, 0.01], "run.seed": (1, 2)})
+    assert [each.number for each in job.jobs] == ["j0", "j1", "j2", "j3"]
+    assert [each.folder for each in job.jobs] == [Path.cwd() / "r" / str(run) / "launch" for run in range(4)]
+    CODES.update(j0=0, j1=2, j2=0)
+    assert job.status().code is None, "one has not ended"
+    job.cancel()
+    assert CALLS == [("cancel", "j3")]
+    assert lockstep.find_job("queue", Path("r")).follow() == 2
+    assert job.status().code == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        (TRAIN, {"node": 2}, "node: there is no such option of queue; did you mean nodes?"),
+        (TRAIN, {"nodes": "two"}, "nodes: 'two': Input should be a valid integer"),
+        ("train digits", {}, "'train digits' is not a list of words; write"),
+        ([], {}, r"\[\] is not a list of words; write"),
+        (["recipes"], {}, "lockstep launch can't run 'recipes'"),
+        ([*TRAIN, "optim.lrr=1"], {}, "unknown key; did you mean lr?"),
+        (TRAIN, {"sweep": {"optim.lr": "0.1"}}, "optim.lr: '0.1' is not a list of values without commas"),
+        (TRAIN, {"sweep": {"optim.lr": [1, "x"]}}, "optim.lr: 'x' is not a number"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_submitted(command: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(lockstep.ConfigError, match=message):
+        lockstep.submit("queue", command, **options)
+    assert CODES == {}
+    assert list(Path().iterdir()) == []
+
+
+def test_the_example_submits_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "submit_from_python.py"))
+    assert example["main"]("queue") == 0
+    assert capsys.readouterr().out == "j0: None\nj1: None\n"
