@@ -59,9 +59,7 @@ QUEUE = Queue()
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "lockstep.cli.launch_api.find_launcher", lambda where: QUEUE if where == "queue" else slurm.SLURM
-    )
+    monkeypatch.setattr("lockstep.cli.launch_api.find_launcher", lambda where: QUEUE)
     CODES.clear()
     CALLS.clear()
 
