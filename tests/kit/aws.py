@@ -15,7 +15,7 @@ import re
 import signal
 import urllib.parse
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial, partialmethod
 from typing import Any, Literal
@@ -94,7 +94,7 @@ class Cloud:
 
 
 @contextmanager
-def cloud() -> Iterator[Cloud]:
+def cloud(address: str = "127.0.0.1", port: int = 0) -> Iterator[Cloud]:
     from botocore.loaders import JSONFileLoader
     from moto.ec2.models.instances import Instance
     from moto.ec2.responses import EC2Response
@@ -107,16 +107,16 @@ def cloud() -> Iterator[Cloud]:
     names["_describe_groups"] = "describe_placement_groups"
     for name, function in stand_ins.items():
         setattr(EC2Response, names[name], function)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address=address, port=port, verbose=False)
     server.start()
-    host, port = server.get_host_and_port()
+    _, port = server.get_host_and_port()
     read = functools.cache(partial(JSONFileLoader.load_file, JSONFileLoader()))  # of 10 MB, for each new client
     try:
         with (
             mock.patch.object(JSONFileLoader, "load_file", lambda loader, path: read(path)),
             mock.patch.object(Instance, "prep_nics", partialmethod(_with_own_interface, prepare)),
         ):
-            yield _filled(Cloud(f"http://{host}:{port}", "", ""))
+            yield _filled(Cloud(f"http://127.0.0.1:{port}", "", ""))
     finally:
         server.stop()
         for name in names.values():
@@ -125,12 +125,13 @@ def cloud() -> Iterator[Cloud]:
 
 def _filled(made: Cloud) -> Cloud:
     made.client("s3").create_bucket(Bucket=BUCKET)
-    made.client("iam").create_instance_profile(InstanceProfileName="train")
+    with suppress(made.client("iam").exceptions.EntityAlreadyExistsException):  # moto's state is that of the process
+        made.client("iam").create_instance_profile(InstanceProfileName="train")
     ec2 = made.client("ec2")
     images = ec2.describe_images(Filters=[{"Name": "architecture", "Values": ["x86_64"]}])["Images"]
     made.image = images[0]["ImageId"]
     made.subnet = ec2.describe_subnets()["Subnets"][0]["SubnetId"]
-    made.client("ssm").put_parameter(Name="/my/ami", Value=made.image, Type="String")
+    made.client("ssm").put_parameter(Name="/my/ami", Value=made.image, Type="String", Overwrite=True)
     return made
 
 
@@ -201,7 +202,13 @@ def _xml(action: str, content: str) -> str:
 
 # --- faults ---------------------------------------------------------------------------------------------------------
 
-Kind = Literal["refused", "throttled", "lost", "never answered", "stopped before", "stopped after"]
+Kind = Literal["refused", "throttled", "no capacity", "lost", "never answered", "stopped before", "stopped after"]
+
+_CODES = {
+    "refused": ("UnauthorizedOperation", 403),
+    "throttled": ("RequestLimitExceeded", 503),
+    "no capacity": ("InsufficientInstanceCapacity", 500),
+}
 
 
 @dataclass
@@ -210,6 +217,7 @@ class Fault:
 
     Attributes:
         at: Its number, from 0 on.
+        pattern: Instead of the number, a pattern of its name.
         kind: `refused`: a permission is missing; `lost`: it takes effect, and its answer is lost; `never answered`:
             the same, and its repetitions aren't answered either; `stopped`: a SIGINT arrives before or after it.
     """
@@ -238,7 +246,8 @@ def faults(*planned: Fault) -> Iterator[list[str]]:
             is_due = re.search(fault.pattern, name) is not None if fault.pattern else number == fault.at
             if not is_due:
                 continue
-            if fault.kind in ("refused", "throttled"):
+            if fault.kind in _CODES:
+                fault.pattern = fault.pattern and "^$"  # once
                 return _refusal(fault.kind)
             if fault.kind == "stopped before":
                 os.kill(os.getpid(), signal.SIGINT)
@@ -271,7 +280,7 @@ def _name_of(request: Any) -> str:
 def _refusal(kind: str) -> Any:
     from botocore.awsrequest import AWSResponse
 
-    code, status = ("RequestLimitExceeded", 503) if kind == "throttled" else ("UnauthorizedOperation", 403)
+    code, status = _CODES[kind]
     errors = f"<Errors><Error><Code>{code}</Code><Message>planned</Message></Error></Errors>"
     text = f"<Response>{errors}<RequestID>r</RequestID></Response>".encode()
 

@@ -211,3 +211,47 @@ def test_a_fault_at_each_call_leaves_nothing(
             AWS.cancel(LaunchedJob(number))
     assert len(calls) > at
     assert moto.left() == []
+
+
+def test_what_passes_is_tried_again(moto: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_of()
+    with faults(Fault(-1, "no capacity", "RunInstances"), Fault(-1, "throttled", "CreatePlacement")) as calls:
+        number = AWS.submit(plan)
+    assert calls.count("ec2:RunInstances") == calls.count("ec2:CreatePlacementGroup") == 2
+    assert "try again later, another --subnet (zone), --region or --type; trying on demand" in capsys.readouterr().err
+    instances = moto.client("ec2").describe_instances(Filters=[{"Name": "instance-state-name", "Values": ["running"]}])
+    assert [each.get("InstanceLifecycle") for each in instances["Reservations"][0]["Instances"]] == [None, None]
+    AWS.cancel(LaunchedJob(number))
+    assert moto.left() == []
+
+
+def test_what_cannot_be_removed_is_named(moto: Cloud) -> None:
+    plan = plan_of()
+    planned = (Fault(-1, "refused", "DescribeInstances"), Fault(-1, "refused", "TerminateInstances"))
+    with faults(*planned), pytest.raises(Failure) as raised:
+        AWS.submit(plan)
+    assert "may be left, and be paid for (ec2:TerminateInstances is refused to these credentials" in str(raised.value)
+    number = str(raised.value).rpartition("lockstep launch aws cancel ")[2]
+    AWS.cancel(LaunchedJob(number))
+    assert moto.left() == []
+
+
+ENDINGS = [pytest.param(at, marks=[] if at in (0, 6, 12) else pytest.mark.drill) for at in range(24)]
+
+
+@pytest.mark.parametrize("at", ENDINGS)
+def test_a_fault_at_the_end_can_be_repeated(at: int, moto: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aws_start, "wheel", lambda: b"wheel")
+    monkeypatch.setattr(aws, "_PATIENCE_S", -1.0)
+    number = AWS.submit(plan_of())
+    ends(moto, number, 0, 0)
+    with faults(Fault(at, "refused")) as calls:
+        try:
+            assert AWS.follow(LaunchedJob(number)) == 0
+        except Failure:
+            assert len(calls) > at
+            assert AWS.follow(LaunchedJob(number)) == 0
+        else:
+            assert len(calls) <= at, f"the fault at {calls[at]} went unnoticed"
+    assert Path("run/summary.json").read_text() == "{}"
+    assert moto.left() == []

@@ -274,3 +274,20 @@ def test_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     note = cost_note(AwsCalls("eu-west-1"), "eu-west-1", "x9.huge", 2, spot=True)
     assert note.startswith("cost: 2 x 1.5 = 3.00 dollars an hour on demand (AWS's price list for eu-west-1)")
     assert "spot instances cost less" in note
+
+
+DOCS = (Path(__file__).parents[2] / "docs" / "aws.md").read_text()
+COMMANDS = [line for line in DOCS.splitlines() if line.startswith("lockstep launch aws --")]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_the_commands_of_the_page(
+    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.launchers.aws_batch.type_facts", lambda calls, options: P5)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    words = shlex.split(line)[3:]
+    assert main(["launch", "aws", "--dry-run", *[word for word in words if word != "--dry-run"]]) == 0
+    if "note: cost" in DOCS and "p5.48xlarge --nodes 2 --region" in line:
+        [note] = [each for each in capsys.readouterr().err.splitlines() if each.startswith("note: cost")]
+        assert note in DOCS

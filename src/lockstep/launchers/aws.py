@@ -23,6 +23,7 @@ from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import write_stderr
 from lockstep.core.terminal import echo
+from lockstep.launchers.aws_batch import ElsewhereJob, plan_elsewhere, submit_elsewhere
 from lockstep.launchers.aws_bundle import project_files
 from lockstep.launchers.aws_calls import AwsCalls, NoAccess, known_region, wait_until
 from lockstep.launchers.aws_instances import LIVE, console_end, instances, reason_of, remove, state_of
@@ -50,6 +51,8 @@ class AwsLauncher:
         """Return the script of an instance and the calls; asks AWS for what it can, and changes nothing."""
         check(command, options)
         region = known_region(options.region, options.profile)
+        if options.kind != "ec2":
+            return plan_elsewhere(command, options, job_name(command.name, secrets.token_hex(3)), region)
         files, notes = project_files(options.source)
         _refuse_missing(command, options, {path.as_posix() for path in files})
         bucket, prefix = bucket_parts(options)
@@ -94,6 +97,8 @@ class AwsLauncher:
 
     def submit(self, plan: LaunchPlan) -> str:
         """Make the calls, and wait until the instances run; if anything fails or a signal comes, remove all of it."""
+        if not any(path.name == SCRIPT_FILE for path in plan.files):
+            return submit_elsewhere(plan)
         record = json.loads(next(text for path, text in plan.files.items() if path.name == RECORD_FILE))
         if record["unknown"]:
             raise RunFailed(record["unknown"])
@@ -103,6 +108,8 @@ class AwsLauncher:
 
     def status(self, job: LaunchedJob) -> JobStatus:
         """Return the job's state."""
+        if ElsewhereJob.owns(job.number):
+            return ElsewhereJob(job.number, job.folder).status()
         target = _target(job)
         state = target.state()
         if state is None:
@@ -116,6 +123,8 @@ class AwsLauncher:
 
     def follow(self, job: LaunchedJob) -> int:
         """Print the log of instance 0 until the job has ended, fetch the results, and remove everything."""
+        if ElsewhereJob.owns(job.number):
+            return ElsewhereJob(job.number, job.folder).follow()
         target = _target(job)
         record = target.objects.record()
         if record is None:
@@ -143,6 +152,9 @@ class AwsLauncher:
 
     def cancel(self, job: LaunchedJob) -> None:
         """Ask the run to save and stop, then remove everything. What is gone already is no fault."""
+        if ElsewhereJob.owns(job.number):
+            ElsewhereJob(job.number, job.folder).cancel()
+            return
         target = _target(job)
         try:
             _stop(target)

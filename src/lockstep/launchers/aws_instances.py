@@ -74,8 +74,9 @@ def remove(aws: AwsCalls, job: AwsJob, *, settle: bool = False, keep_objects: bo
 
     attempt(lambda: _terminate(aws, job, settle=settle))
     attempt(lambda: _cancel_spot_requests(aws, job))
-    attempt(lambda: _delete_groups(aws, job))
-    attempt(lambda: _delete_left(aws, job))
+    if not failures:  # else instances may run, and be in the groups
+        attempt(lambda: _delete_groups(aws, job))
+        attempt(lambda: _delete_left(aws, job))
     if not keep_objects:
         attempt(lambda: ["objects"] if JobObjects(aws, job).delete() else [])
     if failures:

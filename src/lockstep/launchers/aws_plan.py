@@ -10,7 +10,7 @@ A value that an earlier call returns, or that is too long or too secret to print
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.core.errors import ConfigError
@@ -40,6 +40,8 @@ class AwsFacts:
         efa_interfaces: Elastic Fabric Adapters of an instance.
         cards: Network cards of an instance.
         gpus: GPUs of an instance.
+        vcpus: Virtual CPUs of an instance.
+        memory: Memory of an instance in MiB.
     """
 
     image: str = IMAGE
@@ -49,18 +51,24 @@ class AwsFacts:
     efa_interfaces: int = 0
     cards: int = 1
     gpus: int = 0
+    vcpus: int = 0
+    memory: int = 0
+
+
+def type_facts(aws: AwsCalls, options: AwsOptions) -> AwsFacts:
+    """Ask AWS about the instance type. Raises ConfigError, CallFailed."""
+    return _facts_of_type(_described_type(aws, options))
 
 
 def facts_of(aws: AwsCalls, options: AwsOptions) -> AwsFacts:
-    """Ask AWS, without changing anything. Raises ConfigError, CallFailed."""
-    types = aws.call("ec2", "describe_instance_types", InstanceTypes=[options.type])["InstanceTypes"]
+    """Ask AWS about the instance type, the image and the subnet. Raises ConfigError, CallFailed."""
+    kind = _described_type(aws, options)
     name = options.ami.removeprefix("ssm:")
     image = aws.call("ssm", "get_parameter", Name=name)["Parameter"]["Value"] if name != options.ami else options.ami
     images = aws.call("ec2", "describe_images", ImageIds=[image])["Images"]
-    if not types or not images:
-        missing = f"--type {options.type}" if not types else f"--ami {image}"
-        raise ConfigError(f"{missing} is not there in {aws.region}; give another one, or another --region")
-    built_for, runs = str(images[0].get("Architecture")), types[0]["ProcessorInfo"]["SupportedArchitectures"]
+    if not images:
+        raise ConfigError(f"--ami {image} is not there in {aws.region}; give another one, or another --region")
+    built_for, runs = str(images[0].get("Architecture")), kind["ProcessorInfo"]["SupportedArchitectures"]
     if built_for not in runs:
         raise ConfigError(
             f"--ami {image} is for {built_for}, and {options.type} runs {' and '.join(runs)}; give another --ami"
@@ -69,18 +77,26 @@ def facts_of(aws: AwsCalls, options: AwsOptions) -> AwsFacts:
     if options.subnet is not None:
         subnets = aws.call("ec2", "describe_subnets", SubnetIds=[options.subnet])["Subnets"]
         network = str(subnets[0]["VpcId"])
-    info = types[0].get("NetworkInfo", {})
-    adapters = info.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0) if info.get("EfaSupported") else 0
-    gpus = sum(int(gpu.get("Count", 0)) for gpu in types[0].get("GpuInfo", {}).get("Gpus", ()))
     root = str(images[0].get("RootDeviceName") or "/dev/sda1")
+    of_image: dict[str, Any] = {"image": str(image), "root_device": root, "root_size": _size_of(images[0], root)}
+    return replace(_facts_of_type(kind), network=network, **of_image)
+
+
+def _described_type(aws: AwsCalls, options: AwsOptions) -> Any:
+    types = aws.call("ec2", "describe_instance_types", InstanceTypes=[options.type])["InstanceTypes"]
+    if not types:
+        raise ConfigError(f"--type {options.type} is not there in {aws.region}; give another one, or another --region")
+    return types[0]
+
+
+def _facts_of_type(kind: Mapping[str, Any]) -> AwsFacts:
+    info = kind.get("NetworkInfo", {})
     return AwsFacts(
-        image=str(image),
-        root_device=root,
-        root_size=_size_of(images[0], root),
-        network=network,
-        efa_interfaces=int(adapters),
+        efa_interfaces=int(info.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0)) if info.get("EfaSupported") else 0,
         cards=int(info.get("MaximumNetworkCards", 1)),
-        gpus=gpus,
+        gpus=sum(int(gpu.get("Count", 0)) for gpu in kind.get("GpuInfo", {}).get("Gpus", ())),
+        vcpus=int(kind.get("VCpuInfo", {}).get("DefaultVCpus", 0)),
+        memory=int(kind.get("MemoryInfo", {}).get("SizeInMiB", 0)),
     )
 
 
