@@ -55,7 +55,7 @@ class AwsOptions(Section, SweepOptions):
     """Options of a job on AWS."""
 
     kind: Literal["ec2", "batch", "parallelcluster"] = "ec2"
-    """Where it runs: on instances of EC2 that are started for it, as a multi-node job of AWS Batch, or on a cluster of
+    """Place to run: instances of EC2 that are started for it, a multi-node job of AWS Batch, or a cluster of
     ParallelCluster, for which files are written."""
     nodes: Positive = 1
     """Number of instances; on each of them one launcher starts the ranks."""
