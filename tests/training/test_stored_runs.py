@@ -24,7 +24,7 @@ from lockstep.config.recipes import resolve_recipe
 from lockstep.core.cache_files import CACHE
 from lockstep.core.errors import RunFailed
 from lockstep.stores.s3 import S3Store
-from lockstep.training import store_lock
+from lockstep.training import store_lock, stored_run
 from lockstep.training.job import Job
 from lockstep.training.start_run import has_nothing_to_train
 from lockstep.training.store_lock import LOCK, StoreLock
@@ -133,6 +133,7 @@ def test_every_verb_takes_the_address_of_a_run(
     assert main(["ckpt", "verify", address, "--all"]) == 0
     assert "model/model.safetensors  intact" in capsys.readouterr().out
     assert main(["doctor", address]) == 0
+    summary = _read(address, "summary.json")
     S3Store(address).delete(["summary.json"])
     holder = _elsewhere(S3Store(address))
     assert main(["doctor", address]) == 0
@@ -326,6 +327,58 @@ def test_the_bucket_is_what_counts_but_for_longer_logs(proxy: s3.Proxy, address:
     proxy.plan()
     copy.fetch()
     assert [line for line in proxy.requests if line.startswith("GET") and "config.yaml" in line] == []
+
+
+def test_only_what_a_run_removes_is_removed_from_the_bucket(proxy: s3.Proxy, address: str) -> None:
+    copy, store = WorkingCopy(address), S3Store(address)
+    copy.lock.take(print)
+    for name in ("logs/rank-0.log", "model/a", "metrics.jsonl", "summary.json", "config.yaml"):
+        (copy.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy.folder / name).write_text("x")
+    copy.publish()
+    proxy.plan()
+    copy.publish()
+    assert not [line for line in proxy.requests if line.startswith(("PUT", "DELETE", "POST"))]
+    before = store.tags("")
+    shutil.rmtree(copy.folder)  # as all of the cache may be
+    copy.publish()
+    assert store.tags("") == before
+    copy.fetch()
+    for name in ("model/a", "metrics.jsonl", "summary.json"):
+        (copy.folder / name).unlink()
+    copy.publish(lambda name: name.startswith("model/"))
+    assert store.sizes("").keys() == {"config.yaml", "logs/rank-0.log", "metrics.jsonl", LOCK, "summary.json"}
+    proxy.plan()
+    (copy.folder / "config.yaml").write_text("y")
+    copy.publish(lambda name: True)
+    changes = [line for line in proxy.requests if line.startswith(("PUT", "DELETE", "POST"))]
+    assert "summary.json" in changes[0], changes  # the run isn't finished before anything else of it changes
+    assert store.sizes("").keys() == {"config.yaml", "logs/rank-0.log", LOCK}
+
+
+def test_a_run_that_is_refused_before_it_starts_leaves_nothing(proxy: s3.Proxy, address: str) -> None:
+    copy = WorkingCopy(address)
+    copy.lock.take(print)
+    (copy.folder / "logs").mkdir(parents=True)
+    (copy.folder / "logs/rank-0.log").write_text("x")
+    copy.publish()
+    shutil.rmtree(copy.folder)
+    copy.publish()
+    copy.lock.release()
+    assert S3Store(address).sizes("") == {}
+
+
+def test_a_publisher_that_is_killed_is_replaced_at_the_end(
+    proxy: s3.Proxy, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_run, "_PUBLISHER", ("-c", "import os; os.kill(os.getpid(), 9)"))
+    config = load([resolve_recipe("digits").path], [f"run.folder={address}"]).config
+    with opened_run(Job(config, "digits")) as job:
+        folder = Path(str(job.config.run.folder))
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("x")
+        assert LOCK in S3Store(address).sizes("")
+    assert S3Store(address).sizes("").keys() == {"config.yaml"}
 
 
 @pytest.mark.parametrize("name", ["../outside", "logs/../../outside", ".hidden", "a//b"])

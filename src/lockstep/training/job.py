@@ -59,6 +59,7 @@ from lockstep.training.stored_run import StoredRun, in_bucket
 from lockstep.training.text import codec_of, sample
 from lockstep.training.user_logs import UserLogs
 from lockstep.training.user_objects import UserObjects, transform_names, user_monitors
+from lockstep.training.working_copy import WEIGHTS
 
 _log = logging.getLogger("lockstep")
 
@@ -215,7 +216,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
         run_folder.write_config(recorded(in_bucket(components.config, job.stored), checkpoints.run))
         run_folder.write_environment({**environment, "run": checkpoints.run})
         if job.stored is not None:
-            job.stored.publish()
+            job.stored.publish(lambda name: True)  # what an earlier attempt has left was moved to earlier/N
     components.world.axis.barrier()
     if resume.origin is not None:
         checkpoints.save()
@@ -347,7 +348,7 @@ def _publish_results(
             RunFolder.open(checked_folder()).write_summary(summary)
             _write_report(checked_folder())
             if stored is not None:
-                stored.publish()
+                stored.publish(lambda name: name.startswith(WEIGHTS))  # of an earlier end of the run
         except RunFailed as error:
             unwritten = RunFailed(f"{error}; {saved}")
     world.axis.barrier()

@@ -14,17 +14,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.terminal import echo
 from lockstep.launch.outcome import print_on_stderr
-from lockstep.monitor.folder import CONFIG, ENVIRONMENT, SUMMARY, RunFolderTaken
+from lockstep.monitor.folder import CONFIG, ENVIRONMENT, SUMMARY
 from lockstep.stores.addresses import is_address
 from lockstep.training.store_lock import GONE_S, RENEWED_S
 from lockstep.training.working_copy import WorkingCopy, checkpoints_address, config_error_of, working_folder
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.training.job import Job
 
+_PUBLISHER = ("-P", "-m", __name__)
 _LEFT_S = 30.0  # for ranks to end after the process that started them
 
 
@@ -49,10 +50,10 @@ class StoredRun:
         """Return its working copy."""
         return WorkingCopy(self.address, self.token, self.retry_seconds)
 
-    def publish(self) -> None:
-        """Publish what has changed. Raises RunFailed."""
+    def publish(self, is_removed: Callable[[str], bool] = lambda name: False) -> None:
+        """Publish what has changed; see `WorkingCopy.publish`. Raises RunFailed."""
         try:
-            self.copy().publish()
+            self.copy().publish(is_removed)
         except OSError as error:
             raise RunFailed(f"{error.filename or self.address}: {error.strerror or error}") from error
 
@@ -157,7 +158,7 @@ def _glimpse(copy: WorkingCopy) -> Iterator[Path]:
 @contextmanager
 def _publisher(stored: StoredRun) -> Iterator[None]:
     """Run the publisher as long as the block, and until it has published everything."""
-    words = [sys.executable, "-P", "-m", __name__, stored.address, stored.token, str(stored.retry_seconds)]
+    words = [sys.executable, *_PUBLISHER, stored.address, stored.token, str(stored.retry_seconds)]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)  # a signal to the group ends ranks
     try:
         yield
@@ -166,6 +167,8 @@ def _publisher(stored: StoredRun) -> Iterator[None]:
         with suppress(OSError):
             process.stdin.close()
         process.wait()
+        if process.returncode < 0:  # it was killed
+            _end(stored.copy())
 
 
 def _publish_until_end(stored: StoredRun) -> int:
@@ -178,32 +181,45 @@ def _publish_until_end(stored: StoredRun) -> int:
 
     threading.Thread(target=wait_for_end, daemon=True).start()
     reported = False
+    while not ended.wait(RENEWED_S):
+        try:
+            if not copy.lock.renew():
+                _warn(
+                    f"another process trains the run in {copy.address} now; nothing more of this one is written there"
+                )
+                ended.wait()
+                return 1
+            copy.publish()
+            reported = False
+        except (OSError, RunFailed) as error:
+            if not reported:
+                _warn(f"{_reason(error, copy)}; the run continues, and retries")
+            reported = True
+    return _end(copy)
+
+
+def _end(copy: WorkingCopy) -> int:
+    """Publish what the ranks have left, once all have ended, and release the lock; return the exit code."""
+    limit = time.monotonic() + _LEFT_S
+    while copy.is_running() and time.monotonic() < limit:
+        time.sleep(0.05)
     try:
-        while not ended.wait(RENEWED_S):
-            try:
-                if not copy.lock.renew():
-                    raise RunFolderTaken(f"another process trains the run in {copy.address} now")
-                copy.publish()
-                reported = False
-            except OSError as error:
-                if not reported:
-                    _warn(
-                        f"{error.filename or copy.address}: {error.strerror or error}; the run continues, and retries"
-                    )
-                reported = True
-        limit = time.monotonic() + _LEFT_S
-        while copy.is_running() and time.monotonic() < limit:
-            time.sleep(0.05)
         copy.publish()
         copy.lock.release()
-    except Failure as failure:
-        _warn(f"{failure}; nothing more of this run is written there")
+    except RunFailed as error:
+        _warn(f"{error}; nothing more of this run is written there")
         return 1
     except OSError as error:
-        where, why = error.filename or copy.address, error.strerror or error
-        _warn(f"{where}: {why}; the last lines of its logs are in {copy.folder}, and it stays locked for {GONE_S:g} s")
+        kept = f"the last lines of its logs are in {copy.folder}, and it stays locked for {GONE_S:g} s"
+        _warn(f"{_reason(error, copy)}; {kept}")
         return 1
     return 0
+
+
+def _reason(error: Exception, copy: WorkingCopy) -> str:
+    if not isinstance(error, OSError):
+        return str(error)
+    return f"{error.filename or copy.address}: {error.strerror or error}"
 
 
 def _warn(text: str) -> None:

@@ -15,7 +15,7 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -30,7 +30,7 @@ from lockstep.training.store_lock import StoreLock
 
 _KIND = "runs"
 _BLOCK_BYTES = 2**24
-_MAPPED = "model/"  # complete when it appears, and large
+WEIGHTS = "model/"  # complete when they appear, and large
 
 
 class WorkingCopy:
@@ -114,8 +114,12 @@ class WorkingCopy:
 
     # --- to the bucket --------------------------------------------------------------------------------------------
 
-    def publish(self) -> None:
-        """Upload what has changed, and delete what is gone, of a run that this process or its parent trains.
+    def publish(self, is_removed: Callable[[str], bool] = lambda name: False) -> None:
+        """Upload what has changed of a run that this process or its parent trains.
+
+        Args:
+            is_removed: Whether a file that is missing here was removed by the run, and not with the cache. All were, if
+                the run was refused before it started.
 
         Raises:
             OSError: The store fails.
@@ -125,10 +129,14 @@ class WorkingCopy:
             if not self.lock.is_held():
                 raise RunFailed(f"another process trains the run in {self.address} now")
             files = {name: _stat(self.folder / name) for name in _files(self.folder)}
-            gone = sorted((name for name in known if name not in files), key=lambda name: name != SUMMARY)
+            is_unstarted = CONFIG not in known and CONFIG not in files
+            missing = [name for name in known if name not in files]
+            gone = sorted(
+                (each for each in missing if is_unstarted or is_removed(each)), key=lambda each: each != SUMMARY
+            )
             if SUMMARY in gone:  # the run continues, so it isn't finished
                 self._remove(gone[:1], known)
-            for name in sorted(files, key=lambda name: (name == SUMMARY, not name.startswith(_MAPPED), name)):
+            for name in sorted(files, key=lambda name: (name == SUMMARY, not name.startswith(WEIGHTS), name)):
                 if files[name] is not None and known.get(name, {}).get("stat") != files[name]:
                     self._upload(name)
                     known[name] = {"tag": "", "stat": files[name]}
@@ -143,7 +151,7 @@ class WorkingCopy:
     def _upload(self, name: str) -> None:
         path = self.folder / name
         with suppress(FileNotFoundError), path.open("rb") as file:
-            if name.startswith(_MAPPED) and os.fstat(file.fileno()).st_size:
+            if name.startswith(WEIGHTS) and os.fstat(file.fileno()).st_size:
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory, memoryview(memory) as data:
                     self._store.write(name, data)
             else:
