@@ -140,6 +140,7 @@ def test_every_verb_takes_the_address_of_a_run(
     assert "locked by process" in capsys.readouterr().out
     assert main(["ckpt", "prune", address, "--dry-run"]) == 0
     holder.release()
+    S3Store(address).write("summary.json", memoryview(summary))
     assert main(["report", address, "--output", str(tmp_path / "page.html")]) == 0
     assert main(["export", address, "--to", str(tmp_path / "model.safetensors")]) == 0
     assert main(["export", address]) == 2
