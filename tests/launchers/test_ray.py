@@ -206,11 +206,8 @@ def test_a_lost_node_is_named_and_replaced_if_asked(cluster: RayCluster, tmp_pat
 
 def lose_node(cluster: RayCluster, folder: Path) -> None:
     """Kill all processes of the node beside the head: Ray's, and those of the run there."""
-    raylets = {
-        pid: int(dict(text.partition("=")[::2] for text in variables_of(pid))["RAY_RAYLET_PID"])
-        for pid, words in processes_in(folder).items()
-        if "on-ray" not in words and "launch ray" not in words
-    }
+    variables = {pid: dict(text.partition("=")[::2] for text in variables_of(pid)) for pid in processes_in(folder)}
+    raylets = {pid: int(those["RAY_RAYLET_PID"]) for pid, those in variables.items() if "RAY_RAYLET_PID" in those}
     cluster.do("remove")
     for pid, raylet in raylets.items():
         if not Path(f"/proc/{raylet}").exists():

@@ -159,6 +159,7 @@ def test_where_ray_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypa
         ("FAILED", 75, "FAILED, exit code 75", 75),
         ("FAILED", 2, "FAILED, exit code 2", 2),
         ("FAILED", -9, "FAILED, exit code 1", 1),
+        ("FAILED", 137, "FAILED, exit code 1", 1),
         ("FAILED", None, "FAILED, exit code 1 (waits for CPUs)", 1),
     ],
 )

@@ -47,8 +47,8 @@ _CONNECT_S = 5.0
 _POLL_S = 0.5
 _PATIENCE_S = 300.0  # without an answer, while a job is followed
 _MOST_LINES = 8
-_HIGHEST_CODE = 255
-_NOT_THERE = (126, 127)  # exit codes of a shell
+_CODES = (1, 2, 3, 75, 130)  # of Lockstep's failures
+_SHELLS = re.compile(r"\S*sh: .*(not found|denied|No such file)", re.IGNORECASE)
 _RAYS_OWN = re.compile(r"[-\d]+ [:,\d]+\t\w+ job_manager\.py|Running entrypoint for job ")
 
 
@@ -217,7 +217,7 @@ class _RayJob:
         with _answers(self.number):
             info = self.client.get_job_info(self.number)
         state, code = info.status.value, info.driver_exit_code
-        if code is None or not 0 < code <= _HIGHEST_CODE:  # ended by a signal, or not started
+        if code not in _CODES:  # ended by a signal, or not started
             code = RunFailed.exit_code
         codes = {"SUCCEEDED": 0, "FAILED": code, "STOPPED": Stopped.exit_code}
         ending = f", exit code {code}" if state == "FAILED" else ""
@@ -300,6 +300,6 @@ def _one_line(text: str) -> str:
 def _failure(code: int, text: str) -> Failure:
     """Return a failed job's message as the error that has its exit code."""
     text = text.removeprefix("lockstep: ")
-    if code in _NOT_THERE:
+    if _SHELLS.match(text):
         text += "; install Lockstep on the cluster's head node, too, or give its path with --program"
     return ConfigError(text) if code == ConfigError.exit_code else RunFailed(text)
