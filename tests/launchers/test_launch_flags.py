@@ -52,6 +52,21 @@ def test_help_begins_with_what_it_does_and_an_example_that_works(
     assert main(["launch", where, "--dry-run", *words]) == 0
 
 
+PAGES = {path.stem: path.read_text() for path in (Path(__file__).parents[2] / "docs").glob("*.md")}
+COMMANDS = [
+    line
+    for where in ("kubernetes", "ray", "slurm", "ssh")
+    for line in PAGES[where].splitlines()
+    if line.startswith(f"lockstep launch {where} -")
+]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_of_a_launchers_page_can_be_planned(line: str) -> None:
+    _, _, where, *words = shlex.split(line)
+    assert main(["launch", where, "--dry-run", *words]) == 0
+
+
 def test_a_note_on_the_config_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     train, note = ["train", "digits", "run.steps=8"], "lockstep: run.steps (--run.steps) replaces run.epochs\n"
     sweep = ["--sweep", "optim.lr=0.1,0.01"]
