@@ -49,6 +49,7 @@ def drive(text: str) -> int:
     Raises:
         Failure: The cluster hasn't the nodes, or a node can't take part.
     """
+    os.environ["RAY_DEDUP_LOGS"] = "0"  # what Ray collects, it prints at the end
     try:
         import ray
     except ImportError:
