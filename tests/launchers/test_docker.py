@@ -338,6 +338,21 @@ def test_a_job_has_the_exit_code_of_its_run(
     assert not any("down" in call.words for call in engine.calls()), "its folder isn't known here: nothing is lost"
 
 
+def test_logs_that_can_not_be_kept_leave_the_containers(
+    engine: Program, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched(capsys, *IMAGE, *TRAIN)
+    answers = {"ps": [("id0\n", "")], "inspect": [inspected(container(0, "exited"))]}
+    engine.answer({**answers, "logs id0": [("", "no space left on device")]})
+    assert main([*LAUNCH, "status", "runs/a"]) == 0
+    written = capsys.readouterr()
+    assert (
+        "note: the containers stay, because their logs can't be kept: docker logs ends with exit code 1" in written.err
+    )
+    assert not list(Path("runs/a/launch").glob("node*"))
+    assert not engine.calls()[-1].words.endswith(" down")
+
+
 def test_what_is_wrong_with_a_node_is_told(engine: Program, capsys: pytest.CaptureFixture[str]) -> None:
     sick = container(1, "running", Health={"Status": "unhealthy"})
     engine.answer({"ps": [("id0\n", "")], "inspect": [inspected(container(0, "created"), sick)]})

@@ -199,6 +199,16 @@ def test_what_has_no_meaning_is_refused(
     assert list(project.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["123", "1e5", "null", "on", "Größe 2", "..."])
+def test_a_folder_of_any_name_has_a_valid_compose_file(name: str, project: Path) -> None:
+    folder = project / name
+    folder.mkdir(exist_ok=True)
+    files = project_files(folder, DockerOptions()).files
+    compose = yaml.safe_load(files[folder / "compose.yaml"])
+    assert problem_of(compose) == ""
+    assert re.fullmatch("[a-z0-9][a-z0-9-]*", compose["name"])
+
+
 def test_a_damaged_pyproject_is_one_sentence(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("pyproject.toml").write_bytes(b"[project\xff")
     assert refusal(capsys).startswith("pyproject.toml: can't be read")

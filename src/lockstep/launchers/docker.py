@@ -312,14 +312,25 @@ def _finish(job: LaunchedJob, state: _DockerJob) -> None:
         return
     try:
         for container in state.containers:
-            with open(folder / f"node-{_node(container)}.log", "wb") as file:
-                subprocess.run(("docker", "logs", container["Id"]), stdout=file, stderr=file, check=False)
-    except OSError as error:
-        echo(f"note: the containers stay, because their logs can't be kept: {error.strerror}", file=sys.stderr)
+            _keep_log(container, folder / f"node-{_node(container)}.log")
+    except (OSError, RunFailed) as error:
+        if _kept_end(LaunchedJob(job.number, folder)) is None:  # or another command has kept them
+            echo(f"note: the containers stay, because their logs can't be kept: {error}", file=sys.stderr)
         return
     end = {"job": job.number, "code": state.code, "text": state.text}
     write_files({folder / _END_FILE: json.dumps(end, indent=2) + "\n"})
     _remove(job.number, folder)
+
+
+def _keep_log(container: Mapping[str, Any], path: Path) -> None:
+    """Write a container's log to a file. Raises OSError or RunFailed; then what the file had before stays."""
+    part = path.with_suffix(".part")
+    with open(part, "wb") as file:
+        done = subprocess.run(("docker", "logs", container["Id"]), stdout=file, stderr=file, check=False)
+    if done.returncode:
+        part.unlink()
+        raise RunFailed(f"docker logs ends with exit code {done.returncode}")
+    part.replace(path)
 
 
 def _kept_end(job: LaunchedJob) -> _DockerJob | None:

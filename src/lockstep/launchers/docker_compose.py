@@ -161,7 +161,14 @@ def _text(
 ) -> str:
     comments = {**_COMMENTS, **more}
     parts = [f"# {line}".rstrip() for line in head]
-    parts += [f"name: {name}", "", "x-node: &node", *_indented(yaml_lines(common, comments), 2), "", "services:"]
+    parts += [
+        *yaml_lines({"name": name}, {}),
+        "",
+        "x-node: &node",
+        *_indented(yaml_lines(common, comments), 2),
+        "",
+        "services:",
+    ]
     for number, node in enumerate(nodes):
         parts += [f"  node{number}:", "    <<: *node", *_indented(yaml_lines(node, comments), 4)]
     parts += ["", "networks:", "  ranks:", "    driver: bridge"]

@@ -1,0 +1,147 @@
+"""The files of `lockstep launch docker --init` for real: an image is built by buildah, and two containers train."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kit.commands import Running
+from kit.hosts import Network, network
+from kit.images import Images, pip_config, why_not
+
+from lockstep.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+IMAGE = "localhost/lockstep-drill"
+CONFIG = {
+    "launch": {"ranks": 1, "device": "cpu"},
+    "evaluation": {"every": None, "at_end": False},
+    "run": {"epochs": None, "steps": 12},
+}
+USER = 1000
+
+pytestmark = [pytest.mark.drill, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a project with the files that --init has written, and with much that is not for its image."""
+    folder = tmp_path_factory.mktemp("project")
+    recipe = yaml.safe_load((ROOT / "recipes" / "digits.yaml").read_text())
+    (folder / "run.yaml").write_text(yaml.safe_dump({**recipe, **CONFIG}))
+    (folder / "constraints.txt").write_text((ROOT / "constraints.txt").read_text())
+    (folder / "requirements.txt").write_text("einops\n")
+    (folder / "mine.py").write_text("NAME = 'mine'\n")
+    (folder / "pyproject.toml").write_text(
+        '[project]\nname = "mine"\nversion = "1"\n[tool.setuptools]\npy-modules=["mine"]\n'
+    )
+    (folder / ".env").write_text("PASSWORD=hunter2\n")
+    for name in ("data", "runs"):
+        (folder / name).mkdir()
+        with open(folder / name / "large", "wb") as file:
+            file.truncate(2 << 30)
+    os.chown(folder / "runs", USER, USER)
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*wheel, "--wheel-dir", str(folder / "wheels"), str(ROOT)], check=True, capture_output=True)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        assert main(["launch", "docker", "--init"]) == 0
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(project: Path) -> Iterator[Images]:
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-images-"))
+    try:
+        store = Images(folder)
+        store.import_base()
+        store.build(project, IMAGE)
+        yield store
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_image_has_the_project_and_no_secret(images: Images, project: Path) -> None:
+    container = images.container(IMAGE, {})
+    script = "id -u; id -g; pwd; ls -A; lockstep version; python3 -c 'import mine, einops; print(mine.NAME)'"
+    uid, gid, folder, *listed, version, name = images.run(container, "sh", "-c", script).splitlines()
+    assert (uid, gid, folder, name) == (str(USER), str(USER), "/workspace", "mine")
+    assert version.startswith("lockstep ")
+    assert set(listed) == {
+        "constraints.txt",
+        "data",
+        "mine.py",
+        "pyproject.toml",
+        "requirements.txt",
+        "run.yaml",
+        "runs",
+        "wheels",
+    }
+    assert images.run(container, "sh", "-c", "ls -A data runs /etc/pip.conf 2>&1 || true").splitlines() == [
+        "ls: cannot access '/etc/pip.conf': No such file or directory", "data:", "", "runs:",
+    ]  # fmt: skip
+    described = images.inspect(IMAGE)
+    assert "hunter2" not in described
+    assert not any(line.partition(" = ")[2] in described for line in pip_config().splitlines() if "/" in line)
+
+
+def test_digits_trains_from_the_image(images: Images) -> None:
+    container = images.container(IMAGE, {})
+    printed = images.run(container, "lockstep", "train", "digits", "--ranks", "2", "launch.device=cpu")
+    print(printed)
+    accuracy = re.findall(r"accuracy ([0-9.]+) %", printed)
+    assert float(accuracy[-1]) > 95
+
+
+def started(images: Images, net: Network, node: int, compose: dict[str, Any], project: Path) -> Running:
+    """Run a service of the compose file in a container on a host of its own."""
+    service = compose["services"][f"node{node}"]
+    container = images.container(IMAGE, {f"node{host}": net.address(host) for host in range(2)})
+
+    def default(text: str) -> str:
+        return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+    volumes = [
+        f"--volume={project / default(each['source'])}:{each['target']}:{'ro' if each.get('read_only') else 'rw'}"
+        for each in service["volumes"]
+    ]
+    how = ["--isolation=chroot", f"--user={default(service['user'])}", f"--hostname={service['hostname']}"]
+    token = "--env=LOCKSTEP_JOB_TOKEN=of-the-drill"
+    words = images.words("run", *how, token, *volumes, container, "--", "lockstep", *service["command"])
+    return net.start(node, *words, cwd=project)
+
+
+def test_two_containers_give_the_losses_of_one_process(images: Images, project: Path, tmp_path: Path) -> None:
+    compose = yaml.safe_load((project / "compose.yaml").read_text())
+    container = images.container(IMAGE, {})
+    images.run(container, "lockstep", "train", "run.yaml", "run.folder=runs/single")
+    shown = images.run(container, "cat", "runs/single/metrics.jsonl")
+    single = [json.loads(line)["loss"] for line in shown.splitlines()]
+    with network(2, tmp_path) as net:
+        nodes = [started(images, net, node, compose, project) for node in range(2)]
+        assert [node.end() for node in nodes] == [0, 0], [node.output for node in nodes]
+    run = project / "runs" / "docker"
+    assert {path.stat().st_uid for path in run.rglob("*")} == {USER}
+    assert {path.name for path in (run / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
+    assert json.loads((run / "environment.json").read_text())
+    differences = [abs(two - alone) / alone for two, alone in zip(losses(run), single, strict=True)]
+    print(f"{len(single)} losses from {single[0]:.4f} to {single[-1]:.4f}, difference at most {max(differences):.1e}")
+    assert len(single) == 12
+    assert max(differences) < 1e-6
