@@ -51,7 +51,7 @@ docs: .venv/.installed-docs  ## builds the documentation site into build/site; a
 	@echo "build/site/index.html"
 
 drill: .venv/.installed-dev  ## kills runs and saves by the hundred, for an hour; nothing may be lost
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m drill --timeout 1800
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m drill -rs --timeout 1800
 	$(BIN)/python drills/cells_drill.py
 	$(BIN)/python drills/kill_drill.py runs --kills 20 --whole --steps 480
 	$(BIN)/python drills/kill_drill.py saves --kills 300

@@ -267,6 +267,7 @@ def test_names_are_host_names(name: str) -> None:
         ([*PLAIN, "--env", "AWS_SECRET_ACCESS_KEY=x", *TRAIN], "--env: AWS_SECRET_ACCESS_KEY looks like a secret"),
         ([*PLAIN, "--env-secret", "A=b", *TRAIN], "--env-secret: 'A=b' is not SECRET or SECRET:KEY"),
         ([*PLAIN, "--toleration", "gpu:Never", *TRAIN], "--toleration: 'gpu:Never' is not KEY"),
+        ([*PLAIN, "--program", "a 'b", *TRAIN], '--program: "a \'b" is not a command: No closing quotation'),
         ([*PLAIN, "--label", "x", *TRAIN], "--label: 'x' is not KEY=VALUE"),
         ([*PLAIN, "--sweep", "optim.lr=1,2", "doctor"], "--sweep trains several runs, and doctor trains none"),
         ([*PLAIN, *TRAIN, "--fresh"], "--fresh, --from, --fork: would start over with each pod"),

@@ -29,6 +29,7 @@ from lockstep.launchers.docker_options import (
     variables,
     volumes,
 )
+from lockstep.launchers.tools import program_words
 
 FOLDER_LABEL = "lockstep.folder"
 """Label of a container: where the files of its job are."""
@@ -91,7 +92,7 @@ def job_text(command: JobCommand, options: DockerOptions, name: str, folder: Pat
         **_container(user, grace_seconds(command, options), options.shm),
         "networks": OneLine(["ranks"]),
         "working_dir": str(folder),
-        "entrypoint": OneLine(shlex.split(options.program)),
+        "entrypoint": OneLine(program_words(options.program)),
         "environment": _environment_of_job(options),
         "volumes": [_mount(*each) for each in volumes(options, folder)],
         "labels": {FOLDER_LABEL: str(command.folder)},

@@ -17,7 +17,7 @@ from lockstep.launchers.tools import seconds_to_save
 from lockstep.stores.addresses import is_address
 from lockstep.strategies.section import Auto, Positive, Section
 
-_VOLUME = re.compile(r"(?P<host>[^:]+):(?P<path>/[^:]*)(?P<mode>:ro|:rw)?")
+_VOLUME = re.compile(r"(?P<host>[^:]+):(?P<path>/[^:/][^:]*)(?P<mode>:ro|:rw)?")
 _VARIABLE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)(=(?P<value>[^\0]*))?", re.DOTALL)
 _SIZE = re.compile(r"[1-9]\d*([kmg]b?)?", re.IGNORECASE)
 _USER = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
@@ -103,8 +103,6 @@ def _malformed(options: DockerOptions, folder: Path) -> Iterator[Problem]:
         yield _bad_size(options)
     if options.image is not None and not re.fullmatch(r"[A-Za-z0-9][^\s$]*", options.image):
         yield Problem("--image", "", f"{options.image!r} is not the name of an image, such as me/train:1")
-    if not options.program.strip():
-        yield Problem("--program", "", "is empty")
     if options.user is not None and not _USER.fullmatch(options.user):
         yield Problem("--user", "", f"{options.user!r} is not UID or UID:GID, numbers other than 0, such as 1000:1000")
     for text in options.env:
@@ -123,6 +121,9 @@ def _malformed(options: DockerOptions, folder: Path) -> Iterator[Problem]:
             yield Problem("--volume", "", f"{text!r} is not FOLDER:/PATH or FOLDER:/PATH:ro, such as /data:/data:ro")
         elif not (folder / Path(match["host"]).expanduser()).exists():
             yield Problem("--volume", "", f"there is no {match['host']} here; create it")
+    places = [place for _, place, _ in volumes(options, folder)]
+    for place in sorted({place for place in places if places.count(place) > 1}):
+        yield Problem("--volume", "", f"containers would see two folders at {place}; leave one out")
 
 
 def _misfitting(command: JobCommand, options: DockerOptions, folder: Path) -> Iterator[Problem]:

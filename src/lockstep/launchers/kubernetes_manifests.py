@@ -27,6 +27,7 @@ from lockstep.launchers.kubernetes_options import (
     variables,
     workdir,
 )
+from lockstep.launchers.tools import program_words
 
 TOKEN = "LOCKSTEP_JOB_TOKEN"
 CONTAINERS = {"job": "lockstep", "jobset": "lockstep", "trainjob": "node"}
@@ -214,7 +215,7 @@ def _container(command: JobCommand, options: KubernetesOptions, name: str) -> di
             "name": CONTAINERS[options.kind],
             "image": options.image,
             "imagePullPolicy": options.image_pull_policy,
-            "command": shlex.split(options.program),
+            "command": program_words(options.program),
             "args": list(_arguments(command, options, name)),
             "workingDir": workdir(options),
             "env": list(_environment(options, name)),

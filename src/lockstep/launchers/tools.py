@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.files import write_atomically
 from lockstep.core.jobs import JobCommand
 from lockstep.core.terminal import echo, plain
@@ -93,6 +93,17 @@ def job_name(name: str, unique: str) -> str:
 def bash_array(words: Sequence[str]) -> str:
     """Return the words for an array of bash; commas are quoted, too, because they look like a mistake there."""
     return " ".join(f"'{word}'" if "," in word and shlex.quote(word) == word else shlex.quote(word) for word in words)
+
+
+def program_words(text: str) -> list[str]:
+    """Return the words of the option --program. Raises ConfigError: there is none, or a quote isn't closed."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(Problem("--program", "", f"{text!r} is not a command: {error}")) from None
+    if not words:
+        raise ConfigError(Problem("--program", "", "is empty; leave it out, or give a program"))
+    return words
 
 
 def write_files(files: Mapping[Path, str]) -> None:
