@@ -1,14 +1,18 @@
-"""The health check of a container, on process tables and on a real launcher with its ranks."""
+"""The health check of a container, on process tables and on a launcher that waits."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
+from kit.commands import start_lockstep
+from kit.worlds import free_port
 
 from lockstep.launchers import docker_health
 
 INIT, LAUNCHER, RANK = "/sbin/docker-init", "/opt/venv/bin/python3", "/opt/venv/bin/python3"
+RELAY = "/opt/venv/bin/python3 -c from lockstep.launch.relay import main"
 
 
 def table(folder: Path, *processes: tuple[int, int, str, str]) -> Path:
@@ -17,7 +21,7 @@ def table(folder: Path, *processes: tuple[int, int, str, str]) -> Path:
         place = folder / str(number)
         place.mkdir()
         (place / "stat").write_text(f"{number} (a b) c) {state} {parent} 1 1 0 -1\n")
-        (place / "cmdline").write_bytes(b"\0".join([program.encode(), b"lockstep", b"train"]))
+        (place / "cmdline").write_bytes(b"\0".join([*(word.encode() for word in program.split(" ")), b"lockstep"]))
     (folder / "self").mkdir()
     return folder
 
@@ -29,6 +33,8 @@ def table(folder: Path, *processes: tuple[int, int, str, str]) -> Path:
         ([(1, 0, LAUNCHER, "S"), (8, 1, RANK, "R"), (99, 0, RANK, "R")], 0, "1 ranks run"),
         ([(1, 0, INIT, "S"), (7, 1, LAUNCHER, "S"), (99, 0, RANK, "R")], 1, "no rank runs: the launcher starts them"),
         ([(1, 0, INIT, "S"), (7, 1, LAUNCHER, "S"), (8, 7, RANK, "Z")], 1, "no rank runs"),
+        ([(1, 0, LAUNCHER, "S"), (8, 1, RELAY, "S")], 1, "no rank runs"),
+        ([(1, 0, LAUNCHER, "S"), (8, 1, RELAY, "S"), (9, 1, RANK, "R")], 0, "1 ranks run"),
         ([(1, 0, INIT, "S")], 1, "no launcher runs"),
     ],
 )
@@ -41,3 +47,15 @@ def test_it_is_healthy_once_its_ranks_run(
 ) -> None:
     assert docker_health.main(table(tmp_path, *processes)) == code
     assert capsys.readouterr().out.startswith(text)
+
+
+def test_a_launcher_that_waits_for_other_nodes_is_not_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port()}", "--node-rank", "0"]
+    node = start_lockstep("train", "digits", *hosts, cwd=tmp_path)
+    node.wait_for(lambda: node.ranks)  # a child: its relay
+    assert docker_health.main(first=node.pid) == 1
+    assert capsys.readouterr().out.startswith("no rank runs: the launcher starts them, or waits for other nodes")
+    node.send(signal.SIGINT)
+    assert node.end() == 130

@@ -1,6 +1,7 @@
 """The health check of a container: python3 -m lockstep.launchers.docker_health.
 
 init --> launcher --> ranks        healthy: the launcher has started the ranks of its node
+                 '--> relay        the connection to other nodes, which starts first
 """
 
 from __future__ import annotations
@@ -8,17 +9,24 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+_RELAY = "lockstep.launch.relay"
 
-def main(processes: Path = Path("/proc")) -> int:
-    """Print what the container does, and return 0 if its ranks run, 1 if they don't."""
-    launcher = 1
-    while not _is_python(processes, launcher):
+
+def main(processes: Path = Path("/proc"), first: int = 1) -> int:
+    """Print what the container does, and return 0 if its ranks run, 1 if they don't.
+
+    Args:
+        processes: The table of processes.
+        first: The first process of the container: the init process, or the launcher.
+    """
+    launcher = first
+    while not Path(_words(processes, launcher)[0]).name.startswith("python"):
         children = _children(processes, launcher)
         if not children:
             print("no launcher runs")
             return 1
         launcher = children[0]
-    ranks = len(_children(processes, launcher))
+    ranks = sum(_RELAY not in " ".join(_words(processes, child)) for child in _children(processes, launcher))
     print(f"{ranks} ranks run" if ranks else "no rank runs: the launcher starts them, or waits for other nodes")
     return 0 if ranks else 1
 
@@ -37,12 +45,13 @@ def _status(process: Path) -> list[str]:
         return []
 
 
-def _is_python(processes: Path, process: int) -> bool:
+def _words(processes: Path, process: int) -> list[str]:
+    """Return a process's command line; one empty word if it has ended."""
     try:
-        words = (processes / str(process) / "cmdline").read_bytes().split(b"\0")
+        text = (processes / str(process) / "cmdline").read_text(errors="replace")
     except OSError:
-        return False
-    return Path(words[0].decode(errors="replace")).name.startswith("python")
+        return [""]
+    return text.split("\0")
 
 
 if __name__ == "__main__":
