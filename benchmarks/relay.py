@@ -1,6 +1,6 @@
 """Measures what the relays of several hosts add to the ranks' store, with hundreds of ranks' connections.
 
-    python benchmarks/relay.py [--hosts 8] [--ranks 64] [--rounds 3]      writes benchmarks/results/relay.json
+    python benchmarks/relay.py [--hosts 8] [--ranks 16,64] [--rounds 2]      writes benchmarks/results/relay.json
 
     direct     all ranks are connected with torch's TCPStore itself
     relayed    those of the first host are; the others by the relay of their host and the one at the rendezvous
@@ -31,6 +31,7 @@ from typing import Any
 from rounds import Spread, about_here, interleaved, markdown, save
 
 PHASES = ("connect", "agree on a name", "addresses, one by one", "addresses, all at once", "3 barriers")
+ONE_BY_ONE, MOST_ONE_BY_ONE = PHASES[2], 200  # ranks; with more it takes minutes
 ROUND_TRIPS = 1000
 ADDRESS = "x" * 200  # as long as gloo's
 LIMIT = 120.0
@@ -47,7 +48,7 @@ def host(node: int, hosts: int, ranks: int, address: str, relayed: bool, all_hos
         if node == 0:
             phases["connect"](0)
         all_hosts.wait()
-        for name in PHASES:
+        for name in phases_of(hosts * ranks):
             all_hosts.wait()
             before, begun = processor_s(relay), time.perf_counter()
             in_threads(range(first, first + ranks), phases[name])
@@ -57,6 +58,10 @@ def host(node: int, hosts: int, ranks: int, address: str, relayed: bool, all_hos
         if node == hosts - 1:
             results.put(("us of a round trip", round_trip_us(stores[first]), 0.0))
         all_hosts.wait()
+
+
+def phases_of(size: int) -> list[str]:
+    return [name for name in PHASES if name != ONE_BY_ONE or size <= MOST_ONE_BY_ONE]
 
 
 def works(size: int, port: int, stores: dict[int, Any]) -> dict[str, Callable[[int], None]]:
@@ -169,21 +174,26 @@ def measure(name: str, hosts: int, ranks: int) -> dict[str, float]:
         phase, duration, processor = results.get()
         seconds[phase] = max(seconds.get(phase, 0.0), duration)
         busy[phase] = max(busy.get(phase, 0.0), processor)
-    return {**seconds, **{f"processor, {phase}": busy[phase] for phase in PHASES}}
+    return {**seconds, **{f"processor, {phase}": busy[phase] for phase in phases_of(hosts * ranks)}}
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return the table of seconds, and of processor seconds of the relay at the rendezvous."""
-    rows = [
-        [phase, *(_range(results["runs"][name], phase) for name in ("direct", "relayed")),
-         _range(results["runs"]["relayed"], f"processor, {phase}")]
-        for phase in PHASES
-    ]  # fmt: skip
-    trips = [_range(results["runs"][name], "us of a round trip", "{:,.0f}") for name in ("direct", "relayed")]
-    head = [f"s, {results['hosts']} hosts x {results['ranks']} ranks", "direct", "relayed", "processor s of the relay"]
+    """Return the tables of seconds, and of processor seconds of the relay at the rendezvous."""
     here = results["machine"]
     facts = f"{here['cores']} cores of {here['processor']} (load before: {here['load_before']})"
-    return f"{markdown(head, [*rows, ['us of a round trip, alone', *trips, '']])}\n\n`{results['command']}`: {facts}."
+    tables = [_table(results["hosts"], ranks, runs) for ranks, runs in results["runs"].items()]
+    return "\n\n".join([*tables, f"`{results['command']}`: {facts}. Medians, in brackets the least and the most."])
+
+
+def _table(hosts: int, ranks: str, runs: dict[str, list[dict[str, float]]]) -> str:
+    rows = [
+        [phase, *(_range(runs[name], phase) for name in ("direct", "relayed")),
+         _range(runs["relayed"], f"processor, {phase}")]
+        for phase in phases_of(hosts * int(ranks))
+    ]  # fmt: skip
+    trips = [_range(runs[name], "us of a round trip", "{:,.0f}") for name in ("direct", "relayed")]
+    head = [f"s, {hosts} hosts x {ranks} ranks", "direct", "relayed", "processor s of the relay"]
+    return markdown(head, [*rows, ["us of a round trip, alone", *trips, ""]])
 
 
 def _range(rows: list[dict[str, float]], key: str, form: str = "{:.2f}") -> str:
@@ -193,13 +203,17 @@ def _range(rows: list[dict[str, float]], key: str, form: str = "{:.2f}") -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=8)
-    parser.add_argument("--ranks", type=int, default=64, help="of each host")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", default="16,64", help="of each host")
+    parser.add_argument("--rounds", type=int, default=2)
     given = parser.parse_args()
     _FORKS.set_forkserver_preload(["torch", "lockstep.distributed.store_exchange"])
     machine = about_here(["torch"])
-    runs, _ = interleaved(["direct", "relayed"], given.rounds, lambda name: measure(name, given.hosts, given.ranks))
-    results = {"hosts": given.hosts, "ranks": given.ranks, "rounds": given.rounds, "machine": machine, "runs": runs,
+    runs: dict[str, Any] = {}
+    for ranks in map(int, given.ranks.split(",")):
+        runs[str(ranks)], _ = interleaved(
+            ["direct", "relayed"], given.rounds, lambda name, ranks=ranks: measure(name, given.hosts, ranks)
+        )
+    results = {"hosts": given.hosts, "rounds": given.rounds, "machine": machine, "runs": runs,
                "command": " ".join(["python", "benchmarks/relay.py", *sys.argv[1:]])}  # fmt: skip
     save("relay", results)
     print(table(json.loads(json.dumps(results))))
