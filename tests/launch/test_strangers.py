@@ -28,7 +28,7 @@ RUN = (
 )  # fmt: skip
 GREETING = 48  # bytes
 TOKEN = "a token that the stranger doesn't know"
-HELD = 300  # connections with half a handshake, which are kept open
+HELD = 1100  # connections with half a handshake, which are kept open
 
 
 def updates(run: Path) -> int:

@@ -45,10 +45,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0  # between two attempts to reach th
 _CONNECT_S = 5.0
 _BACKLOG = 1024  # connections that wait to be accepted: all ranks of a run connect at once
 _HANDSHAKES = 64  # that the ranks of a host make at the same time
-_UNPROVEN, _UNPROVEN_OF_HOST = (
-    4096,
-    2 * _HANDSHAKES,
-)  # connections without a proof of the token, of all and of an address
+_UNPROVEN, _UNPROVEN_OF_HOST = 4096, 1024  # connections without a proof of the token, of all and of an address
 _REFUSALS = 16  # addresses that are reported
 _CONFIG_ERROR, _FAILED = 2, 1  # exit codes
 
