@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from kit.commands import run_lockstep
 from lockstep.core.errors import ConfigError
 from lockstep.doctor.known_failures import KNOWN, Standing
 from lockstep.doctor.run import describe_run, diagnose_run, run_as_json
+from lockstep.launch.ends_file import file_name, read_ends
 from lockstep.monitor.folder import RunFolder
 
 GLOO_CLOSED = "RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.7]:4410"
@@ -103,8 +105,129 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         diagnose_run(tmp_path)
 
 
+# --- how launches ended -------------------------------------------------------------------------------------------
+
+KILLED = {"rank": 1, "host": "b", "end": "killed", "code": 1, "text": "was killed by SIGKILL", "time": 100.0}
+PEER = {"rank": 0, "host": "a", "end": "peer_failed", "code": 1, "text": GLOO_CLOSED, "time": 100.4}
+
+
+def _ends(run: Path, node: int = 0, **fields: object) -> None:
+    line: dict[str, object] = {
+        "attempt": "", "time": 101.0, "code": 1, "text": "rank 1 on host b was killed by SIGKILL: by a person",
+        "step": 3, "cause": 1, "ranks": [PEER, KILLED], "logs": {}, "environment": {},
+    }  # fmt: skip
+    with (run / "logs" / file_name(node)).open("a") as file:
+        file.write(json.dumps({**line, **fields}) + "\n")
+
+
+def test_the_recorded_end_names_the_first_rank(tmp_path: Path) -> None:
+    run = _run(tmp_path, f"{GLOO_CLOSED}\n", "step 3\n", metrics='{"step": 3, "loss": 1.0}\n')
+    _ends(run)
+    diagnosis = diagnose_run(run)
+    assert diagnosis.state == "failed after step 3 of 10: rank 1 on host b was killed by SIGKILL: by a person"
+    assert [item.failure.name for item in diagnosis.seen] == ["a rank was killed", "peer closed its connection"]
+    text = describe_run(diagnosis, 80)
+    assert text.index("rank 1 on b  ") < text.index("rank 0 on a  +0.4 s")
+    assert [rank["rank"] for rank in run_as_json(diagnosis)["ranks"]] == [1, 0]
+
+
+@pytest.mark.parametrize(("code", "state"), [(75, "stopped after"), (130, "stopped after")])
+def test_a_stopped_run_did_not_fail_whatever_earlier_launches_did(code: int, state: str, tmp_path: Path) -> None:
+    earlier = "torch.OutOfMemoryError: CUDA out of memory.\n"
+    run = _run(tmp_path, earlier + "stopped by SIGTERM\n", metrics='{"step": 3, "loss": 1.0}\n')
+    _ends(run, attempt="an earlier one", logs={"0": [0, len(earlier)]})
+    _ends(run, code=code, text="stopped by SIGINT", ranks=[], cause=None, logs={"0": [len(earlier), 99]})
+    diagnosis = diagnose_run(run)
+    assert (diagnosis.is_wrong, diagnosis.seen) == (False, ())
+    assert diagnosis.state == f"{state} step 3 of 10: stopped by SIGINT"
+
+
+def test_a_refused_start_is_told_from_a_failure(tmp_path: Path) -> None:
+    run = _run(tmp_path, "")
+    _ends(run, code=2, text="batch.global_size: 30 isn't divisible by 4", ranks=[], cause=None)
+    assert diagnose_run(run).state == "refused after no update: batch.global_size: 30 isn't divisible by 4"
+
+
+def test_a_launch_without_a_record_was_killed_and_only_its_own_log_is_read(tmp_path: Path) -> None:
+    earlier = "torch.OutOfMemoryError: CUDA out of memory.\n"
+    run = _run(tmp_path, f"{earlier}DataLoader worker (pid 3) exited unexpectedly\n")
+    _ends(run, attempt="an earlier one", logs={"0": [0, len(earlier)]})
+    diagnosis = diagnose_run(run)
+    assert diagnosis.is_wrong
+    assert "its launcher was killed" in diagnosis.state
+    assert [item.failure.name for item in diagnosis.seen] == ["data worker died"]
+    assert diagnosis.seen[0].evidence[0].line == 2
+
+
+def test_hosts_with_other_variables_are_named(tmp_path: Path) -> None:
+    run = _run(tmp_path, "")
+    hosts = [{"host": "a", "packages": {"torch": "2.13.0"}, "variables": {"RANK": "0", "NCCL_IB_DISABLE": "1"}},
+             {"host": "b", "packages": {"torch": "2.12.0"}, "variables": {"RANK": "1"}}]  # fmt: skip
+    for node, environment in enumerate(hosts):
+        _ends(run, node, environment=environment)
+    (note,) = (note for note in diagnose_run(run).notes if "differs" in note)
+    assert note == "From host a to host b this differs: torch 2.13.0 -> 2.12.0, NCCL_IB_DISABLE=1 -> none."
+
+
+def test_damaged_and_hostile_records_are_left_out(tmp_path: Path) -> None:
+    run = _run(tmp_path, "")
+    _ends(run, text="\x1b]0;evil\x07 killed", ranks=[{**KILLED, "host": "\x1b[2J"}])
+    with (run / "logs" / "ends.jsonl").open("a") as file:
+        file.write('{"ranks": 3}\n[]\n{"attempt": "", "ranks": [{"rank": 1e999}]}\n' + "[" * 5000 + "\nnull\n{")
+    os.mkdir(run / "logs" / "ends-1.jsonl")
+    assert len(read_ends(run / "logs")) == 1
+    assert "\x1b" not in describe_run(diagnose_run(run), 80)
+
+
+def test_what_has_changed_since_an_earlier_start_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(PROGRAM.replace("FAULT", "if 'NCCL_ALGO' in os.environ: os._exit(9)"))
+    (tmp_path / "run.json").write_text(json.dumps(CONFIG))
+    assert run_lockstep("train", "run.json", "--ranks", 2, cwd=tmp_path).returncode == 0
+    healthy = run_lockstep("doctor", "run", cwd=tmp_path)
+    assert (healthy.returncode, healthy.stdout) == (0, "run: finished (step 5 of 5)\n")
+    failed = run_lockstep("train", "run", "--ranks", 2, "run.steps=9", cwd=tmp_path, NCCL_ALGO="Ring")
+    assert failed.returncode == 9, failed.stderr
+    explained = run_lockstep("doctor", "run", "--json", cwd=tmp_path)
+    assert explained.returncode == 3
+    content = json.loads(explained.stdout)
+    assert content["state"].endswith("rank 1 ended with exit code 9")
+    assert "An earlier start saved step 5; since then this has changed: NCCL_ALGO=none -> Ring." in content["notes"]
+
+
+# --- losses ---------------------------------------------------------------------------------------------------------
+
+
+def _losses(folder: Path, *losses: float | None) -> str:
+    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, 1)]
+    run = _run(folder, metrics="\n".join(lines) + "\n")
+    (run / "summary.json").write_text("{}")
+    diagnosis = diagnose_run(run)
+    text = describe_run(diagnosis, 1000).partition("\n\n")[2].strip()
+    return f"wrong: {text}" if diagnosis.is_wrong else text
+
+
+def test_a_loss_that_diverged_is_named(tmp_path: Path) -> None:
+    falls = [4.0 / (1 + step / 10) for step in range(50)]
+    for number, (losses, text) in enumerate(
+        [
+            (falls, ""),
+            ([*falls, *reversed(falls)], ""),
+            (falls[:5], ""),
+            ([*falls, *(0.7 * 1.1**step for step in range(50))], "wrong: The loss has diverged: it was 0.7"),
+            ([*falls, None, None], "wrong: The loss is not finite from step 51 on."),
+            ([None], "wrong: The loss is not finite from step 1 on."),
+            ([*falls[:20], None, *falls[20:]], ""),
+            ([2.3 + step % 2 / 10 for step in range(50)], "The loss did not improve: 2.35 at the start, 2.35 at the"),
+        ]
+    ):
+        (tmp_path / str(number)).mkdir()
+        shown = _losses(tmp_path / str(number), *losses)
+        assert shown.startswith(text), (number, shown)
+        assert bool(shown) == bool(text) or number == 1, (number, shown)
+
+
 PROGRAM = """
-import os, signal, torch
+import os, signal, time, torch
 
 class Points(torch.utils.data.Dataset):
     def __len__(self):
@@ -124,27 +247,38 @@ class Net(torch.nn.Module):
 """
 
 
+CONFIG = {
+    "model": {"kind": "custom", "target": "mine.py:Net"},
+    "objective": {"kind": "classification"},
+    "data": {"train": {"kind": "custom", "target": "mine.py:Points"}},
+    "batch": {"global_size": 8},
+    "launch": {"device": "cpu"},
+    "monitor": {"tensorboard": False},
+    "run": {"steps": 5, "folder": "run"},
+}
+
+
 @pytest.mark.parametrize(
     ("fault", "cause", "text"),
     [
         ("raise ValueError('the sensor has 3 columns')", "cause: an exception", "the sensor has 3 columns"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "consequence: peer closed", "rank 1 ended without a message"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "cause: a rank was killed",
+            "failed after step 2 of 5: rank 1 was kil",
+        ),
+        (
+            "os.kill(os.getppid(), signal.SIGKILL); time.sleep(1)",
+            "its launcher was killed",
+            "left no record of the end",
+        ),
     ],
 )
 def test_a_run_that_really_failed_is_explained(fault: str, cause: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(PROGRAM.replace("FAULT", fault))
-    config = {
-        "model": {"kind": "custom", "target": "mine.py:Net"},
-        "objective": {"kind": "classification"},
-        "data": {"train": {"kind": "custom", "target": "mine.py:Points"}},
-        "batch": {"global_size": 8},
-        "launch": {"device": "cpu"},
-        "monitor": {"tensorboard": False},
-        "run": {"steps": 5, "folder": "run"},
-    }
-    (tmp_path / "run.json").write_text(json.dumps(config))
+    (tmp_path / "run.json").write_text(json.dumps(CONFIG))
     done = run_lockstep("train", "run.json", "--ranks", 2, cwd=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode in (1, -signal.SIGKILL)
     explained = run_lockstep("doctor", "run", cwd=tmp_path)
     assert explained.returncode == 3, done.stderr
     assert cause in explained.stdout

@@ -167,6 +167,7 @@ RECORDED = {
         "node1:7:9 [0] NCCL WARN Call to ibv_reg_mr failed",
         "node1:7:9 [2] NCCL WARN NET/IB : Got completion from peer 10.0.0.9<4791> with status=12 opcode=0 len=0",
     ],
+    "host lost": ["host b (ranks 4 to 7) is lost: nothing has come from it for 10 s"],
     "hub not reached": [
         "OSError: We couldn't connect to 'https://huggingface.co' to load the files",
         "ConnectionError: (MaxRetryError(\"HTTPSConnectionPool(host='huggingface.co', port=443)\"))",

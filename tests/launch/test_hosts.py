@@ -19,6 +19,7 @@ from kit.worlds import free_port
 from lockstep.config.schema import Launch
 from lockstep.core.errors import ConfigError
 from lockstep.launch import meeting
+from lockstep.launch.ends_file import read_ends
 
 RUN = (
     "train", "digits", "run.steps=8", "launch.device=cpu", "monitor.every=1", "data.train.shift=0", "run.folder=run",
@@ -51,7 +52,14 @@ def test_two_hosts_with_two_and_one_rank_train_as_one_process(tmp_path: Path) ->
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=2e-6)
     assert "2 hosts: this one, host-0 (ranks 0 and 1), is node 0; the others: host-1 (rank 2)" in first.output
     assert "this one, host-1 (rank 2), is node 1; logs are in" in second.output
-    assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == [f"rank-{n}.log" for n in range(3)]
+    names = sorted(path.name for path in (tmp_path / "run" / "logs").iterdir())
+    assert names == ["ends-1.jsonl", "ends.jsonl", *(f"rank-{n}.log" for n in range(3))]
+    end, other = read_ends(tmp_path / "run" / "logs")
+    assert (end.code, end.cause, end.step) == (0, None, 8)
+    assert [(rank.rank, rank.host, rank.end) for rank in end.ranks] == [
+        (0, "host-0", "done"), (1, "host-0", "done"), (2, "host-1", "done")
+    ]  # fmt: skip
+    assert (sorted(end.logs), sorted(other.logs), other.attempt) == ([0, 1], [2], end.attempt)
 
 
 def test_node_0_knows_its_own_name_before_the_name_server_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,12 @@ _NETWORK = (
         "Set ulimit -l unlimited; check ibstat on both hosts; to continue without it, set NCCL_IB_DISABLE=1.",
     ),
     _row(
+        "host lost",
+        r"host .* is lost: |the launcher at the rendezvous has ended",
+        "A host was cut off from the others, or it, or its launcher, was stopped.",
+        "See whether the host runs, what the scheduler recorded, and its network (ip -s link); then resume the run.",
+    ),
+    _row(
         "hub not reached",
         r"([Cc]ouldn't|[Cc]an't) connect to .*huggingface|LocalEntryNotFoundError|"
         r"[Oo]ffline mode is enabled|the hub does not answer|host='huggingface\.co'",

@@ -1,7 +1,10 @@
 """Diagnosis of a run: its files, read with the catalog.
 
+    logs/ends*.jsonl                              --> how the last launch ended, and each of its ranks
     logs/rank-*.log  metrics.jsonl  events.jsonl  --> lines that show a known failure --> causes first, with evidence
-    summary.json, run.lock, checkpoints           --> finished, running, or ended
+    summary.json, run.lock                        --> finished, running, or ended
+    metrics.jsonl                                 --> a loss that diverged, or never improved
+    environment.json, checkpoints                 --> what has changed since an earlier start
 
 Files may be torn, huge or another person's: of each, a bounded part is read, and links out of the folder are refused.
 """
@@ -12,15 +15,19 @@ import os
 import re
 import stat
 import textwrap
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.errors import ConfigError, named_ranks
+from lockstep.core.errors import ConfigError, Paused, Stopped, named_ranks
 from lockstep.core.terminal import plain_line
 from lockstep.doctor.known_failures import KNOWN, KnownFailure, Standing, failure_in
 from lockstep.doctor.locks import is_locked, lock_in_bucket
+from lockstep.doctor.losses import divergence, no_improvement
+from lockstep.doctor.starts import LastLaunch, changes_since_saved, differences_of_hosts, last_launch
+from lockstep.launch.ends_file import RankEnd
 from lockstep.monitor.folder import LOCK, LOGS, is_finished, is_run, refuse_escaping_links
 from lockstep.report.run_data import RunData, read_run
 from lockstep.training.store_lock import GONE_S
@@ -30,6 +37,15 @@ _MOST_SKIPPED = 1 << 30  # bytes before them in which lines are counted
 _MOST_LOGS = 1024
 _LONGEST_LINE, _SHOWN_LINE = 4000, 300  # characters
 _MOST_EVIDENCE = 3  # lines of one failure
+_MOST_RANKS = 8  # shown
+_NO_FAILURES = ("done", "ended", "stopped", "paused", "interrupted")
+_ENDS = {
+    "done": "was done",
+    "ended": "was ended by the launcher",
+    "paused": "saved and stopped",
+    "stopped": "was stopped",
+}
+"""How a rank without a message ended, by `EndKind`."""
 _LOG_NAME = re.compile(r"rank-(\d+)\.log")
 
 
@@ -57,16 +73,18 @@ class Diagnosis:
 
     Attributes:
         state: A sentence.
-        is_wrong: Whether the run failed.
+        is_wrong: Whether the run failed, or its loss diverged.
         seen: Failures, the cause first.
         notes: What else matters, a sentence each.
+        ranks: How the ranks of the last launch ended, the first cause first; empty if that isn't recorded.
     """
 
     run: Path
     state: str
     is_wrong: bool
-    seen: tuple[SeenFailure, ...]
-    notes: tuple[str, ...]
+    seen: tuple[SeenFailure, ...] = ()
+    notes: tuple[str, ...] = ()
+    ranks: tuple[RankEnd, ...] = ()
 
 
 def diagnose_run(run: Path) -> Diagnosis:
@@ -80,37 +98,75 @@ def diagnose_run(run: Path) -> Diagnosis:
         raise ConfigError(f"{run} is not the folder of a run: it has neither config.yaml nor run.lock")
     refuse_escaping_links(run)
     data = read_run(run)
-    seen = _seen(run)
-    step = data.last.get("step")
-    wanted = data.configured("run", "steps")
-    where = (
-        f"step {step}" + (f" of {wanted}" if isinstance(wanted, int) else "") if isinstance(step, int) else "no update"
-    )
+    last = last_launch(run, data.environment)
+    seen = _seen(run, last)
     if is_finished(run):
-        return Diagnosis(run, f"finished ({where})", False, tuple(seen), _notes(data, [], run))
+        return _continuing(run, data, seen, f"finished ({_progress(data)})")
     holder, lives = lock_in_bucket(run) or ("", False)
     if is_locked(run / LOCK) or lives:
-        return Diagnosis(run, f"running ({where} so far)", False, tuple(seen), _notes(data, [], run))
+        return _continuing(run, data, seen, f"running ({_progress(data)} so far)")
     if lives is None:
-        state = (
-            f"locked by {holder} ({where} so far); if that has ended, the next start waits {GONE_S:g} s, and resumes"
-        )
-        return Diagnosis(run, state, False, tuple(seen), _notes(data, [], run))
+        waits = f"if that has ended, the next start waits {GONE_S:g} s, and resumes"
+        return _continuing(run, data, seen, f"locked by {holder} ({_progress(data)} so far); {waits}")
+    if last.records:
+        return _recorded(run, data, last, seen)
+    if last.was_killed:
+        state = f"ended after {_progress(data)}: its launcher was killed, or its machine stopped"
+        notes = ["The launcher left no record of the end. Run dmesg on its host, and see what the scheduler recorded."]
+        return Diagnosis(run, state, True, tuple(seen), (*notes, *_notes(run, data, failed=True)))
     silent = _silent_ranks(run, seen)
-    fatal = [item for item in seen if item.failure.standing is not Standing.REMARK]
-    if not fatal:
-        state = f"ended after {where}, and its files show no failure: it was stopped, or killed"
-        return Diagnosis(run, state, False, tuple(seen), _notes(data, silent, run))
-    return Diagnosis(run, f"failed after {where}", True, tuple(seen), _notes(data, silent, run))
+    if len(_remarks(seen)) == len(seen):
+        state = f"ended after {_progress(data)}, and its files show no failure: it was stopped, or killed"
+        return Diagnosis(run, state, False, tuple(seen), _notes(run, data, failed=False))
+    named = [f"{named_ranks(silent)} ended without a message: killed, or hung. Run dmesg on that host."] * bool(silent)
+    notes = [*named, *_notes(run, data, failed=True)]
+    return Diagnosis(run, f"failed after {_progress(data)}", True, tuple(seen), tuple(notes))
 
 
-def _seen(run: Path) -> list[SeenFailure]:
+def _continuing(run: Path, data: RunData, seen: list[SeenFailure], state: str) -> Diagnosis:
+    """Return the diagnosis of a run that is finished, or runs: what it survived is no fault."""
+    diverged = divergence(data.columns["loss"]) is not None
+    return Diagnosis(run, state, diverged, _remarks(seen), (*_of_losses(data), *data.flaws))
+
+
+def _remarks(seen: Sequence[SeenFailure]) -> tuple[SeenFailure, ...]:
+    return tuple(item for item in seen if item.failure.standing is Standing.REMARK)
+
+
+def _recorded(run: Path, data: RunData, last: LastLaunch, seen: list[SeenFailure]) -> Diagnosis:
+    """Return the diagnosis of a launch whose end its launchers have recorded; node 0's is the one that decided."""
+    end = last.records[0]
+    after, reason = f"after {_progress(data)}", end.text.partition("\n")[0]
+    ranks = tuple(sorted(end.ranks, key=lambda rank: (rank.rank != end.cause, rank.time)))
+    if end.code in (Paused.exit_code, Stopped.exit_code):
+        state = f"stopped {after}{': ' * bool(reason)}{reason}"
+        return Diagnosis(run, state, False, _remarks(seen), _notes(run, data, failed=False), ranks)
+    verb = "refused" if end.code == ConfigError.exit_code else "failed"
+    notes = (*differences_of_hosts(last.records), *_notes(run, data, failed=True))
+    return Diagnosis(run, f"{verb} {after}: {reason or f'exit code {end.code}'}", True, tuple(seen), notes, ranks)
+
+
+def _progress(data: RunData) -> str:
+    step, wanted = data.last.get("step"), data.configured("run", "steps")
+    if not isinstance(step, int):
+        return "no update"
+    return f"step {step}" + (f" of {wanted}" if isinstance(wanted, int) else "")
+
+
+def _seen(run: Path, last: LastLaunch) -> list[SeenFailure]:
+    """Return the failures that the files of the last launch show, the cause first."""
     by_name: dict[str, SeenFailure] = {}
+    for record in last.records[:1]:
+        for end in record.ranks:
+            if end.end not in _NO_FAILURES and (failure := failure_in(end.text)) is not None:
+                text = f"rank {end.rank} on {end.host}: {end.text}"[:_SHOWN_LINE]
+                item = by_name.setdefault(failure.name, SeenFailure(failure))
+                item.evidence.append(LogEvidence(record.file, record.line, text, end.rank))
     logs = [(file, "", int(match[1])) for file in _logs(run) if (match := _LOG_NAME.fullmatch(file.name))]
     others = [(run / name, name, None) for name in sorted({failure.file for failure in KNOWN} - {""})]
     for file, name, rank in [*logs, *others]:
         kept: dict[str, LogEvidence] = {}
-        for number, text in _lines(file):
+        for number, text in _lines(file, last.log_starts.get(rank, 0) if rank is not None else 0):
             failure = failure_in(text, name)
             if failure is None:
                 continue
@@ -128,8 +184,12 @@ def _logs(run: Path) -> list[Path]:
     return files[:_MOST_LOGS]
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield number and text of the lines at a file's end; nothing if it is missing or no regular file."""
+def _lines(file: Path, since: int = 0) -> Iterator[tuple[int, str]]:
+    """Yield number and text of the lines at a file's end; nothing if it is missing or no regular file.
+
+    Args:
+        since: Bytes before which lines are an earlier launch's.
+    """
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -139,7 +199,7 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
         if not stat.S_ISREG(status.st_mode):
             return
         number = 0
-        start = max(0, status.st_size - _MOST_READ)
+        start = max(min(since, status.st_size), status.st_size - _MOST_READ)
         if 0 < start <= _MOST_SKIPPED:
             while opened.tell() < start:
                 number += opened.read(min(1 << 20, start - opened.tell())).count(b"\n")
@@ -157,13 +217,17 @@ def _silent_ranks(run: Path, seen: Sequence[SeenFailure]) -> list[int]:
     return [rank for rank in ranks if rank not in reporting] if reporting - {None} and only_consequences else []
 
 
-def _notes(data: RunData, silent: Sequence[int], run: Path) -> tuple[str, ...]:
-    notes = []
-    if silent:
-        notes.append(f"{named_ranks(silent)} ended without a message: killed, or hung. Run dmesg on that host.")
+def _of_losses(data: RunData) -> list[str]:
+    sentences = (divergence(data.columns["loss"]), no_improvement(data.columns["loss"]))
+    return [next(text for text in sentences if text)] if any(sentences) else []
+
+
+def _notes(run: Path, data: RunData, *, failed: bool) -> tuple[str, ...]:
+    notes = [*_of_losses(data), *(changes_since_saved(run, data) if failed else ())]
     if data.restarts:
-        notes.append(f"The run was resumed {len(data.restarts)} times, the last time from step {data.restarts[-1][0]}.")
-    if data.saves and not data.summary:
+        times = len(data.restarts)
+        notes.append(f"It was resumed {times} time{'s' * (times > 1)}, last from step {data.restarts[-1][0]}.")
+    if data.saves:
         notes.append(f"The newest save is of step {data.saves[-1].step}; resume: lockstep train {run}")
     return (*notes, *data.flaws)
 
@@ -173,7 +237,9 @@ def _notes(data: RunData, silent: Sequence[int], run: Path) -> tuple[str, ...]:
 
 def describe_run(diagnosis: Diagnosis, width: int) -> str:
     """Return the diagnosis as text: the state, the cause with its evidence, then what followed from it."""
-    lines = [f"{diagnosis.run}: {diagnosis.state}"]
+    lines = [plain_line(f"{diagnosis.run}: {diagnosis.state}")]
+    if diagnosis.is_wrong and diagnosis.ranks:
+        lines += ["", *_of_ranks(diagnosis.ranks, width)]
     for number, item in enumerate(diagnosis.seen):
         failure = item.failure
         title = _title(failure.standing, is_first=number == 0)
@@ -186,9 +252,20 @@ def describe_run(diagnosis: Diagnosis, width: int) -> str:
         lines += _wrapped(f"-> {failure.remedy}", width)
     if diagnosis.notes:
         lines += ["", *(line for note in diagnosis.notes for line in _wrapped(note, width))]
-    if not diagnosis.seen:
-        lines.append("  nothing is wrong in its files")
     return "\n".join(lines)
+
+
+def _of_ranks(ranks: Sequence[RankEnd], width: int) -> Iterator[str]:
+    """Yield a line for each of the first ranks to end: which was first, and how long after it the others ended."""
+    first = ranks[0].time
+    for number, rank in enumerate(ranks[:_MOST_RANKS]):
+        moment = (
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first)) if number == 0 else f"{rank.time - first:+.1f} s"
+        )
+        line = plain_line(f"  rank {rank.rank} on {rank.host}  {moment}  {rank.text or _ENDS.get(rank.end, rank.end)}")
+        yield line if len(line) <= width else f"{line[: width - 1]}…"
+    if len(ranks) > _MOST_RANKS:
+        yield f"  and {len(ranks) - _MOST_RANKS} more ranks"
 
 
 def _title(standing: Standing, *, is_first: bool) -> str:
@@ -213,6 +290,7 @@ def run_as_json(diagnosis: Diagnosis) -> dict[str, Any]:
             }
             for item in diagnosis.seen
         ],
+        "ranks": [asdict(rank) for rank in diagnosis.ranks],
         "notes": list(diagnosis.notes),
     }
 

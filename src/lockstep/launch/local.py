@@ -45,6 +45,7 @@ from lockstep.core.stopping import blocked_signals, handled_signals
 from lockstep.launch import streams
 from lockstep.launch.devices import check_ranks, threads_per_rank
 from lockstep.launch.ends import End, EndKind, describe, first_cause
+from lockstep.launch.ends_file import append_ends
 from lockstep.launch.forking import may_fork
 from lockstep.launch.group import RankProcess, SignalRequests, watch
 from lockstep.launch.hosts import Hosts
@@ -164,12 +165,15 @@ def refuse_import_of_script() -> None:
 def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> LaunchResult:
     variables = {**RankEnvironment(master_port=launch.port).variables(), LAUNCHER: str(os.getpid())}
     log = streams.log_path(logs, 0) if logs else None
+    old_sizes = streams.sizes(logs, [0]) if logs else {}
     environment = {**variables, **launch.environment}
     with set_environment(environment), set_threads(environment), streams.doubled(log), signals_stop():
         end = run_entry(entry)
-        if log is not None:
+        result = result_of([end], launch.timeout, None)
+        if log is not None and logs is not None:
             append_end(log, end)
-        return result_of([end], launch.timeout, None)
+            append_ends(logs, 0, [end], [socket.gethostname()], result, old_sizes)
+        return result
 
 
 def _run_ranks(job: _Launch, remedy: str, *, last: bool) -> LaunchResult:
@@ -206,6 +210,9 @@ def _run_ranks(job: _Launch, remedy: str, *, last: bool) -> LaunchResult:
             result = result_of(ends, timeout, requests, why_sigkill(), hosts.names())
         else:
             result = hosts.wait_for_result(requests)
+        if logs is not None:
+            names = [socket.gethostname()] * job.size if hosts is None else hosts.names()
+            append_ends(logs, 0 if hosts is None else hosts.node, ends, names, result, old_sizes)
         if logs is not None and result.code == 0:
             for remark in streams.remarks(logs, old_sizes):
                 print_on_stderr(remark)

@@ -50,6 +50,16 @@ def describe() -> dict[str, Any]:
     }
 
 
+def short_description() -> dict[str, Any]:
+    """Return what may differ between the hosts of a run: host, versions and relevant variables."""
+    return {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "packages": _versions(),
+        "variables": relevant_variables(os.environ),
+    }
+
+
 def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that change how training runs, without secrets."""
     return {

@@ -1,0 +1,184 @@
+"""The record of how the ranks of each launch have ended, beside their logs.
+
+    logs/ends.jsonl      written by node 0's launcher, or the only one: a line each launch
+    logs/ends-1.jsonl    by node 1's: the ranks of its host, and what it knows of the others
+
+    {"attempt": "process 7 on a, since ...", "time": ..., "code": 1, "text": "rank 1 on host b was killed by SIGKILL",
+     "step": 120, "cause": 1, "ranks": [{"rank": 1, "host": "b", "end": "killed", "code": 1, "text": ..., "time": ...}],
+     "logs": {"1": [0, 5120]}, "environment": {"host": "b", "packages": {...}, "variables": {...}}}
+
+`attempt` is the text of the run's lock, the same on all hosts. `logs` states where each rank's part of its log begins
+and ends. A launcher that is killed leaves no line: the lock then names an attempt of which there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.files import MAX_JSON_BYTES, append_to, read_bounded
+from lockstep.core.secrets import masked, secrets_in
+from lockstep.launch import streams
+from lockstep.launch.ends import End, first_cause
+from lockstep.launch.outcome import LaunchResult
+from lockstep.monitor.environment import short_description
+from lockstep.monitor.folder import METRICS, lock_holder
+
+_LONGEST = 500  # characters of a rank's text
+_MOST_HOSTS = 1024
+_TAIL = 1 << 16  # bytes of metrics.jsonl in which the last step is
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """The end of a rank, as it was recorded.
+
+    Attributes:
+        end: The name of its `EndKind`, in lower case.
+        text: The first line of its message; of a traceback, the exception.
+        time: Seconds of the epoch.
+    """
+
+    rank: int
+    host: str
+    end: str
+    code: int
+    text: str
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchEnds:
+    """A line of such a file.
+
+    Attributes:
+        file, line: Where it is.
+        cause: The rank that failed first; None: none did, or it isn't known.
+        step: The last update that metrics.jsonl had.
+        logs: Rank --> where its log began and ended, in bytes of the file.
+        environment: Of the launcher.
+    """
+
+    file: str
+    line: int
+    attempt: str
+    time: float
+    code: int
+    text: str
+    cause: int | None
+    step: int | None
+    ranks: tuple[RankEnd, ...]
+    logs: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+
+def file_name(node: int) -> str:
+    """Return the name of the file that a node's launcher writes."""
+    return "ends.jsonl" if node == 0 else f"ends-{node}.jsonl"
+
+
+def append_ends(
+    logs: Path, node: int, ends: Sequence[End], hosts: Sequence[str], result: LaunchResult, began: Mapping[int, int]
+) -> None:
+    """Append the line of this launch; do nothing if the folder is gone or can't be written.
+
+    Args:
+        ends: By rank.
+        hosts: The name of each rank's host.
+        began: Sizes of the logs of this host's ranks, before they started.
+    """
+    now, moment = time.time(), time.monotonic()
+    hidden = secrets_in(os.environ)
+
+    def record(rank: int, end: End) -> dict[str, Any]:
+        fields = {"rank": rank, "host": hosts[rank], "end": end.kind.name.lower(), "code": end.code}
+        return {**fields, "text": masked(_gist(end.text), hidden), "time": round(now - moment + end.time, 3)}
+
+    with suppress(OSError):
+        ended = streams.sizes(logs, [*began])
+        line = {
+            "attempt": _attempt(logs),
+            "time": round(now, 3),
+            "code": result.code,
+            "text": masked(_gist(result.text), hidden),
+            "step": _last_step(logs.parent / METRICS),
+            "cause": first_cause(ends),
+            "ranks": [record(rank, end) for rank, end in enumerate(ends)],
+            "logs": {str(rank): [start, ended[rank]] for rank, start in began.items()},
+            "environment": short_description(),
+        }
+        handle = append_to(logs / file_name(node))
+        try:
+            os.write(handle, (json.dumps(line) + "\n").encode())
+        finally:
+            os.close(handle)
+
+
+def _gist(text: str) -> str:
+    """Return the first line of a message; of one with a traceback, the exception behind it."""
+    lines = text.strip().splitlines() or [""]
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (")]
+    if starts:
+        raised = next((line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")), "")
+        lines[0] = raised if starts[0] == 0 else f"{lines[0]} {raised}"
+    return lines[0][:_LONGEST]
+
+
+def read_ends(logs: Path) -> list[LaunchEnds]:
+    """Return all lines of all nodes, node 0's first, as far as they can be read."""
+    files = sorted(logs.glob("ends*.jsonl"), key=lambda file: (len(file.name), file.name))
+    return [entry for file in files[:_MOST_HOSTS] for entry in _entries(file)]
+
+
+def _entries(file: Path) -> list[LaunchEnds]:
+    try:
+        lines = read_bounded(file, MAX_JSON_BYTES).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    entries = (_entry(f"{file.parent.name}/{file.name}", number, text) for number, text in enumerate(lines, 1))
+    return [entry for entry in entries if entry is not None]
+
+
+def _entry(file: str, number: int, text: str) -> LaunchEnds | None:
+    """Return a line's record; None if it isn't one."""
+    try:
+        line = json.loads(text)
+        ranks = tuple(
+            RankEnd(
+                int(rank["rank"]), str(rank["host"]), str(rank["end"]), int(rank["code"]), str(rank["text"]),
+                float(rank["time"]),
+            )
+            for rank in line["ranks"]
+        )  # fmt: skip
+        logs = {int(rank): (int(start), int(end)) for rank, (start, end) in line["logs"].items()}
+        cause, step = (None if line[name] is None else int(line[name]) for name in ("cause", "step"))
+        return LaunchEnds(
+            file, number, str(line["attempt"]), float(line["time"]), int(line["code"]), str(line["text"]), cause, step,
+            ranks, logs, dict(line["environment"]),
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+
+
+def _attempt(logs: Path) -> str:
+    return (lock_holder(logs.parent) or b"").decode(errors="replace").strip()
+
+
+def _last_step(metrics: Path) -> int | None:
+    """Return the step of the last whole line of metrics.jsonl; None if there is none."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - _TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            return int(json.loads(line)["step"])
+    return None
