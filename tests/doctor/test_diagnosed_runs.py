@@ -217,7 +217,10 @@ def test_a_loss_that_diverged_is_named(tmp_path: Path) -> None:
             ([*falls, None, None], "wrong: The loss is not finite from step 51 on."),
             ([None], "wrong: The loss is not finite from step 1 on."),
             ([*falls[:20], None, *falls[20:]], ""),
-            ([2.3 + step % 2 / 10 for step in range(50)], "The loss did not improve: 2.35 at the start, 2.35 at the"),
+            (
+                [2.3 + step % 3 / 10 for step in range(60)],
+                "The loss did not improve: 2.4 at the start, 2.4 at the end.",
+            ),
         ]
     ):
         (tmp_path / str(number)).mkdir()

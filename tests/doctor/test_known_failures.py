@@ -238,6 +238,7 @@ RECORDED = {
         "slurmstepd: error: *** STEP 41.0 ON n1 AT 2026-11-02T10:00:01 DUE TO TIME LIMIT ***",
         "slurmstepd: error: *** JOB 41 ON n1 AT 2026-11-02T10:00:01 DUE TO PREEMPTION ***",
     ],
+    "a rank exited": ["rank 1 ended with exit code 9", "  exitcode  : 3 (pid: 16753)"],
     "an exception": ["KeyError: 'labels'", "my_package.errors.NoSensorError"],
     "NCCL fails": [
         "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled system error",

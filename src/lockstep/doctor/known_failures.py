@@ -356,6 +356,13 @@ _SEEN_BY_RANKS = (
 
 _ANY_OTHER = (
     _row(
+        "a rank exited",
+        r"ended with exit code [1-9]|called sys\.exit\(|exitcode *: [1-9]",
+        "The program, or a library that it calls, ended this rank by sys.exit or os._exit, without an exception.",
+        "Read the end of this rank's log, and search the program for exit.",
+        Standing.SYMPTOM,
+    ),
+    _row(
         "an exception",
         r"^[\w.]*(Error|Exception)(: |$)",
         "The program, or a library that it calls, raised an exception on this rank.",

@@ -118,9 +118,10 @@ def diagnose_run(run: Path) -> Diagnosis:
     if len(_remarks(seen)) == len(seen):
         state = f"ended after {_progress(data)}, and its files show no failure: it was stopped, or killed"
         return Diagnosis(run, state, False, tuple(seen), _notes(run, data, failed=False))
-    named = [f"{named_ranks(silent)} ended without a message: killed, or hung. Run dmesg on that host."] * bool(silent)
-    notes = [*named, *_notes(run, data, failed=True)]
-    return Diagnosis(run, f"failed after {_progress(data)}", True, tuple(seen), tuple(notes))
+    notes = _notes(run, data, failed=True)
+    if silent:
+        notes = (f"{named_ranks(silent)} ended without a message: killed, or hung. Run dmesg on that host.", *notes)
+    return Diagnosis(run, f"failed after {_progress(data)}", True, tuple(seen), notes)
 
 
 def _continuing(run: Path, data: RunData, seen: list[SeenFailure], state: str) -> Diagnosis:

@@ -65,18 +65,16 @@ def last_launch(run: Path, environment: Mapping[str, Any]) -> LastLaunch:
 
 
 def changes_since_saved(run: Path, data: RunData) -> list[str]:
-    """Return a sentence about what differs between the last start and the one that wrote the newest checkpoint."""
+    """Return a sentence about what differs between the last start and an earlier one, by its newest checkpoint."""
+    this = data.environment.get(_CREATED)
+    if this is None:
+        return []
     try:
         storage = storage_of(run_config(run).checkpoint, run)
         steps = sorted(names_by_step(storage.names()).items(), reverse=True)[:_CHECKPOINTS]
         read = ((step, read_manifest(storage, name).environment) for step, name in steps)
-        step, before = next(((step, environment) for step, environment in read if _CREATED in environment), (0, {}))
+        step, before = next(((step, other) for step, other in read if other.get(_CREATED, this) != this), (0, {}))
     except (Failure, CorruptCheckpoint, OSError):
-        return []
-    if (
-        _CREATED not in data.environment
-        or before.get(_CREATED, data.environment[_CREATED]) == data.environment[_CREATED]
-    ):
         return []
     changed = list(_differences(before, data.environment))
     if not changed:
