@@ -153,14 +153,22 @@ RECORDED = {
         "OSError: [Errno 113] No route to host",
         "lockstep: rank 3 could not join the other 7 ranks at 10.0.0.7:29500 within 600 s: timed out",
     ],
+    "illegal memory access": [
+        "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
+        "torch.AcceleratorError: CUDA error: unspecified launch failure",
+        "NVRM: Xid (PCI:0000:4e:00): 31, pid=4410, name=python, Ch 00000008, MMU Fault",
+    ],
     "hostname not resolved": [
         "socket.gaierror: [Errno -2] Name or service not known",
-        "[W socket.cpp:697] [c10d] The IPv6 network addresses of (node-1, 29500) cannot be retrieved (gai error: -2 - "
+        "[W socket.cpp:697] [c10d] The IPv4 network addresses of (node-1, 29500) cannot be retrieved (gai error: -2 - "
         "Name or service not known).",
     ],
     "wrong network interface": [
         "RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error",
         "node2:77:77 [0] NCCL WARN Bootstrap : no socket interface found",
+        "rank 1 could not join the other 1 ranks at 10.0.0.1:29500 within 60 s: Network is unreachable; a uses "
+        "eth1, 10.5.0.5 (GLOO_SOCKET_IFNAME), and reaches the others by eth0, 10.0.0.1",
+        "RuntimeError: Connection closed by peer [127.0.1.1]:4410",
         "RuntimeError: [enforce fail at device.cc:65] rp != nullptr. Unable to find address for: eth9",
     ],
     "InfiniBand fails": [
@@ -208,7 +216,6 @@ RECORDED = {
         "`t >= 0 && t < n_classes` failed.",
         "torch.AcceleratorError: CUDA error: device-side assert triggered",
     ],
-    "illegal memory access": ["torch.AcceleratorError: CUDA error: an illegal memory access was encountered"],
     "GPU broken": [
         "RuntimeError: CUDA error: uncorrectable ECC error encountered",
         "NVRM: Xid (PCI:0000:4e:00): 79, pid=4410, GPU has fallen off the bus.",
@@ -300,6 +307,10 @@ step 480: saved (5.37 MiB in 0.04 s, training waited 0.02 s)
 done: 480 steps, 7,680 samples, 1,966,080 tokens in 1 min 01 s
 note: 3 ranks share 2 cores: they take turns, and each is slower
 node1:88:90 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.7<0>
+node1:88:90 [0] NCCL INFO Channel 00 : 0[0] -> 1[1] via SHM/direct/direct, /dev/shm/nccl-Xa91bQ
+node1:88:90 [0] NCCL WARN Missing "iommu=pt" from kernel command line which can lead to system instability or hang!
+[W1123 19:29:32.083 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3
+[W1123 19:29:32.083 socket.cpp:759] [c10d] The IPv6 network addresses of (n1, 29500) cannot be retrieved (gai error: -2)
 {"step": 10, "kept": true, "verdict": "kept", "loss": 3.1}
 {"saved": 10, "step": 10, "bytes": 3805184, "seconds": 0.2, "lost_seconds": 0.001}"""
 

@@ -76,7 +76,7 @@ _MEMORY = (
     _row(
         "shared memory full",
         r"out of shared memory|insufficient shared memory|Bus error|shared memory segment .*failed|"
-        r"/dev/shm/nccl|unable to (mmap|allocate shared)",
+        r"(fail|[Ee]rror|No space).*/dev/shm/nccl|unable to (mmap|allocate shared)",
         "/dev/shm, through which data workers and NCCL pass tensors, is full or small (64 MiB in a container).",
         "Start the container with --shm-size=16g or --ipc=host, or set data.loader.workers: 0.",
     ),
@@ -102,6 +102,14 @@ _MEMORY = (
 )
 _NETWORK = (
     _row(
+        "wrong network interface",
+        r"connectFullMesh failed|Unable to find (address|interface) for|[Nn]o socket interface found|"
+        r"(remote=|peer )\[?127\.0\.1\.1|_SOCKET_IFNAME\), and reaches the others by",
+        "gloo or NCCL listens on an interface that other hosts don't reach, such as loopback, to which the "
+        "hostname resolves; or a firewall lets them reach the store alone.",
+        "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between the hosts (ip route get HOST).",
+    ),
+    _row(
         "port taken",
         r"EADDRINUSE|Address already in use|can't listen on port|errno: 98\b",
         "Another process, often an earlier run that still ends, listens on the store's port.",
@@ -109,7 +117,7 @@ _NETWORK = (
     ),
     _row(
         "rendezvous not reached",
-        r"client socket has timed out after|connect\(\) timed out|No route to host|"
+        r"client socket has (timed out after|failed to connect)|connect\(\) timed out|No route to host|"
         r"Network is unreachable|could not join the other|RendezvousTimeoutError",
         "A firewall drops the connection, the address or the port is wrong, or a host has not started its ranks.",
         "Test it from the other host (nc -vz HOST PORT), open the port in the firewall, and start as many "
@@ -117,17 +125,9 @@ _NETWORK = (
     ),
     _row(
         "hostname not resolved",
-        r"gai ?error|Name or service not known|Temporary failure in name resolution|cannot be retrieved",
+        r"^(?!.*IPv6 network addresses).*(gai ?error|Name or service not known|Temporary failure in name resolution)",
         "A host doesn't know the name of another one.",
         "Give MASTER_ADDR, or the rendezvous endpoint, as an IP address, or add the name to /etc/hosts on all hosts.",
-    ),
-    _row(
-        "wrong network interface",
-        r"connectFullMesh failed|Unable to find (address|interface) for|[Nn]o socket interface found|"
-        r"remote=\[?127\.0\.[01]\.1",
-        "gloo or NCCL listens on an interface that other hosts don't reach, such as loopback, to which the "
-        "hostname resolves.",
-        "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between the hosts (ip route get HOST).",
     ),
     _row(
         "InfiniBand fails",
@@ -179,7 +179,7 @@ _SOFTWARE = (
     _row(
         "packages that don't fit",
         r"operator torchvision::\w+ does not exist|undefined symbol: _Z|"
-        r"lib(cudart|torch_cuda|c10_cuda)\S* ?: cannot open shared object",
+        r"lib(cudart|cudnn|torch_cuda|c10_cuda)\S* ?: cannot open shared object",
         "An extension, such as torchvision's, was built for another torch or another CUDA.",
         "Install both from one index, with versions that fit: lockstep doctor names the pair.",
     ),
@@ -219,13 +219,13 @@ _PROGRAM = (
     ),
     _row(
         "illegal memory access",
-        r"illegal memory access|misaligned address",
+        r"illegal memory access|misaligned address|unspecified launch failure|Xid \(.*\): (13|31)\b",
         "A kernel, often a custom one, reads outside of its tensor.",
         "Start with CUDA_LAUNCH_BLOCKING=1 to see the line; leave custom kernels and torch.compile out in turn.",
     ),
     _row(
         "GPU broken",
-        r"uncorrectable ECC error|fallen off the bus|\bXid\b|unspecified launch failure",
+        r"uncorrectable ECC error|fallen off the bus|Xid \(.*\): (48|63|64|74|79|92|94|95|119|120)\b",
         "The GPU, its memory or its slot has a fault.",
         "Take the host out, read dmesg (Xid) and nvidia-smi -q, and reset or replace the GPU.",
     ),
@@ -272,8 +272,8 @@ _PROGRAM = (
     ),
     _row(
         "checkpoint damaged",
-        r"PytorchStreamReader failed|has no checkpoint that can be used|InvalidHeaderDeserialization|"
-        r"MetadataIncompleteBuffer",
+        r"PytorchStreamReader failed|deserializing header|has no checkpoint that can be used|"
+        r"InvalidHeaderDeserialization|MetadataIncompleteBuffer",
         "A file of the checkpoint is torn or was changed.",
         "Run lockstep ckpt verify RUN, and resume from an older checkpoint (lockstep ckpt ls RUN).",
     ),
@@ -292,7 +292,7 @@ _PROGRAM = (
     _row(
         "preempted or out of time",
         r"DUE TO (PREEMPTION|TIME LIMIT|NODE FAILURE)|(stopped|was ended) by SIG(TERM|USR1)|"
-        r"Received signal 15|Received 15 death signal",
+        r"Received signal 15|Received 15 death signal|got signal: 15\b",
         "A scheduler, or a person, ended the job.",
         "Resume it: lockstep train RUN; ask for more time, or for a signal some minutes before the end.",
     ),
@@ -301,7 +301,7 @@ _SEEN_BY_RANKS = (
     _row(
         "NCCL fails",
         r"nccl(System|Internal|UnhandledCuda|InvalidUsage|InvalidArgument)Error|"
-        r"unhandled (system|cuda) error|NCCL WARN",
+        r"unhandled (system|cuda) error",
         "NCCL could not open a connection or a device; its own warnings state which.",
         "Start again with NCCL_DEBUG=INFO, and read the first line with WARN.",
         Standing.SYMPTOM,

@@ -112,8 +112,8 @@ def diagnose_run(run: Path) -> Diagnosis:
         return _recorded(run, data, last, seen)
     if last.was_killed:
         state = f"ended after {_progress(data)}: its launcher was killed, or its machine stopped"
-        notes = ["The launcher left no record of the end. Run dmesg on its host, and see what the scheduler recorded."]
-        return Diagnosis(run, state, True, tuple(seen), (*notes, *_notes(run, data, failed=True)))
+        advice = "The launcher left no record of the end. Run dmesg on its host, and see what the scheduler recorded."
+        return Diagnosis(run, state, True, tuple(seen), (advice, *_notes(run, data, failed=True)))
     silent = _silent_ranks(run, seen)
     if len(_remarks(seen)) == len(seen):
         state = f"ended after {_progress(data)}, and its files show no failure: it was stopped, or killed"

@@ -6,7 +6,7 @@
     ├── metrics.jsonl       a line every `monitor.every` steps
     ├── events.jsonl        evaluations, epochs, and what user code logged
     ├── tensorboard/        curves
-    ├── logs/               what each rank printed
+    ├── logs/               what each rank printed, and how each has ended
     ├── launch/             what a launcher, such as Slurm's, was given, and its output
     ├── report.html         the run as one page
     ├── summary.json        its result; there once the run is finished
