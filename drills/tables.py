@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import doctor_drill
 import elastic_drill
 import hosts_drill
 import kill_drill
@@ -24,6 +25,7 @@ TABLES = {
     "versions": versions_drill.table,
     "peers_drill": peers_drill.table,
     "s3_drill": s3_drill.table,
+    "doctor_drill": doctor_drill.table,
 }
 
 

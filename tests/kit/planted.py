@@ -22,7 +22,36 @@ from pathlib import Path
 from kit.hosts import Network, network
 
 _PATIENCE_S = 120
-_FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
+_LATE_CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/time.h>
+#include <time.h>
+
+static int (*next_gettime)(clockid_t, struct timespec *);
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    if (!next_gettime) next_gettime = dlsym(RTLD_NEXT, "clock_gettime");
+    int result = next_gettime(clock, now);
+    if (clock == CLOCK_REALTIME && result == 0) now->tv_sec -= 40;
+    return result;
+}
+
+int gettimeofday(struct timeval *now, void *zone) {
+    struct timespec precise;
+    int result = clock_gettime(CLOCK_REALTIME, &precise);
+    now->tv_sec = precise.tv_sec;
+    now->tv_usec = precise.tv_nsec / 1000;
+    return result;
+}
+
+time_t time(time_t *seconds) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return seconds ? (*seconds = now.tv_sec) : now.tv_sec;
+}
+"""
+"""A library that makes the clock of the processes that preload it 40 s late, and leaves the monotonic one alone."""
 _RENDEZVOUS = "host-0:29500"
 
 
@@ -52,8 +81,8 @@ class PlantedFault:
             return "network namespaces need root and iproute2's `ip`"
         if self.name == "full /dev/shm" and (os.geteuid() != 0 or shutil.which("unshare") is None):
             return "a mount namespace needs root"
-        if self.name == "clock skew" and _FAKETIME is None:
-            return "needs libfaketime: apt-get install libfaketime"
+        if self.name == "clock skew" and shutil.which("cc") is None:
+            return "needs a C compiler"
         return None
 
 
@@ -238,8 +267,10 @@ def _slow_host(folder: Path) -> Answer:
 
 
 def _clock_skew(folder: Path) -> Answer:
-    late = {"LD_PRELOAD": str(_FAKETIME), "FAKETIME": "-40s", "DONT_FAKE_MONOTONIC": "1"}
-    return on_hosts(folder, 2, environment={1: late})
+    (folder / "late.c").write_text(_LATE_CLOCK)
+    library = folder / "late.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(folder / "late.c"), "-ldl"], check=True)
+    return on_hosts(folder, 2, environment={1: {"LD_PRELOAD": str(library)}})
 
 
 def _two_versions(folder: Path) -> Answer:
@@ -295,7 +326,7 @@ FAULTS = (
     ),
     PlantedFault(
         "clock skew",
-        "the clock of one of two hosts is 40 s late (libfaketime)",
+        "the clock of one of two hosts is 40 s late (a preloaded library)",
         _clock_skew,
         r"the clock of host-1 is (39|40)\.\d s behind that of host-0",
         hosts=2,

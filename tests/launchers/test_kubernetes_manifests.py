@@ -58,7 +58,7 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
         [*PLAIN, "--no-restart", *TRAIN, "--fresh"],
         [*PLAIN, "--nodes", "3", "--retries", "2", *TRAIN],
         ["--image", "me/train:1", "train", "digits", "checkpoint.folder=s3://bucket/a"],
-        ["--image", "me/train:1", "--nodes", "1", "doctor"],
+        ["--image", "me/train:1", "--nodes", "2", "doctor", "--ranks", "2"],
         [*PLAIN, "--kind", "jobset", *TRAIN],
         [*PLAIN, "--kind", "trainjob", *TRAIN],
         *([*options, *TRAIN] for options in KINDS.values()),

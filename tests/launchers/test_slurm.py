@@ -181,3 +181,17 @@ def test_a_running_job_that_is_canceled_saves(slurm: Cluster, tmp_path: Path) ->
     assert done.returncode == 130, (done, slurm.logs())
     assert "and saved; start it again to resume" in done.stdout
     assert "restart" not in done.stderr
+
+
+@pytest.mark.drill
+def test_the_doctor_measures_between_nodes(slurm: Cluster, tmp_path: Path) -> None:
+    cache = {"XDG_CACHE_HOME": str(tmp_path), **slurm.environment}
+    words = ["launch", "slurm", "--nodes", 2, "--follow", "doctor", "--ranks", 2, "--size", "1KiB"]
+    done = run_lockstep(*words, cwd=tmp_path, **cache)
+    assert done.returncode == 0, (done, slurm.logs())
+    assert "4 ranks on 2 hosts (n1, n2), gloo on cpu" in done.stdout
+    assert "8 operations gave the right values on all ranks" in done.stdout
+    assert re.search(r"^0-2 ", done.stdout, re.MULTILINE)
+    alone = run_lockstep("launch", "slurm", "--follow", "doctor", cwd=tmp_path, **cache)
+    assert alone.returncode == 0, (alone, slurm.logs())
+    assert "ok        torch" in alone.stdout

@@ -250,3 +250,12 @@ def test_a_job_is_asked_and_canceled_by_the_folder_of_its_run(hosts: SshHosts, t
     assert launched.end() == 75, launched.output
     status = run_lockstep("launch", "ssh", "status", "run", cwd=tmp_path)
     assert status.stdout.endswith(" on a, b: ended with exit code 75\n")
+
+
+@pytest.mark.drill
+def test_the_doctor_measures_between_hosts(hosts: SshHosts, tmp_path: Path) -> None:
+    words = ("--hosts", "a,b:2", "--env", f"XDG_CACHE_HOME={tmp_path}", "doctor", "--ranks", 1, "--size", "1KiB")
+    done = launch(hosts, tmp_path, *words)
+    assert done.returncode == 0, done
+    assert "8 operations gave the right values on all ranks" in done.stdout
+    assert re.search(r"^3 ranks on ", done.stdout, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What a run's losses show: not finite at the end, larger than they were, or no smaller than at the start.
+"""Finds in a run's losses that they are not finite, larger than they were, or no smaller than at the start.
 
 loss  4.2 3.9 ... 1.3 ... 9.8     medians of a tenth of the values, at the start, the lowest, and at the end
 """
