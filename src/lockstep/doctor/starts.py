@@ -60,8 +60,8 @@ def last_launch(run: Path, environment: Mapping[str, Any]) -> LastLaunch:
         return LastLaunch(tuple(newest.values()), False, starts)
     starts = {rank: end for entry in entries for rank, (_, end) in entry.logs.items()}
     variables = environment.get("variables")
-    is_own = isinstance(variables, Mapping) and LAUNCHER in variables
-    return LastLaunch((), bool(entries) or is_own, starts)
+    was_own = LAUNCHER in variables if isinstance(variables, Mapping) else bool(entries)
+    return LastLaunch((), was_own, starts)
 
 
 def changes_since_saved(run: Path, data: RunData) -> list[str]:

@@ -22,12 +22,13 @@ from lockstep.checkpoint.manifest import CorruptCheckpoint
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.writing import to_plain
-from lockstep.core.errors import ConfigError, Problem, RunFailed, Stopped
+from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed, Stopped, message_of
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.stopping import blocked_signals, undo_on_stop
 from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
+from lockstep.launch.ends_file import append_ends
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.local import import_ahead, launch
 from lockstep.launch.meeting import connected_hosts
@@ -236,17 +237,23 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
     number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
     path = run_folder_for(job.config, job.recipe, job.resume)
     existed = path is not None and path.exists()
-    result = LaunchResult(ConfigError.exit_code)  # stays if `launch` raises
+    result = unstarted = LaunchResult(ConfigError.exit_code)  # stays if `launch` raises
 
     def leave() -> None:
         folder.release()
         if not existed and result.code in _UNTRAINED_CODES:  # after other failures the ranks' logs are in it
             folder.remove_unstarted()
 
+    def stop() -> None:
+        if result is unstarted:
+            text = "stopped before its ranks started"
+            append_ends(folder.logs, 0, [], [], LaunchResult(Stopped.exit_code, text), {})
+        leave()
+
     with ExitStack() as stack:
         with blocked_signals(forks=True):  # no stop comes between creating the folder and what would undo it
             folder = RunFolder.create(path, job.recipe, again=True)
-            stack.enter_context(undo_on_stop(leave))
+            stack.enter_context(undo_on_stop(stop))
         try:
             if hosts is not None:
                 hosts.open_folder(folder.path)
@@ -257,6 +264,9 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
             if result.advice:
                 text = with_prediction(result.text, result.advice, job.config, size, job.given)
                 result = replace(result, text=text)
+        except Failure as failure:
+            append_ends(folder.logs, 0, [], [], LaunchResult(failure.exit_code, message_of(failure)), {})
+            raise
         finally:
             leave()
     return folder.path, result
