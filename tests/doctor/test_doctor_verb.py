@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import socket
 from pathlib import Path
 
+import pytest
 from kit.commands import run_lockstep
+
+from lockstep.cli import doctor
+from lockstep.cli.main import main
 
 
 def test_the_command_names_a_taken_port_and_exits_with_3(tmp_path: Path) -> None:
@@ -32,3 +38,24 @@ def test_a_port_that_is_none_is_refused(tmp_path: Path) -> None:
     done = run_lockstep("doctor", "--port", "70000", cwd=tmp_path)
     assert done.returncode == 2
     assert "ports are 1 to 65535" in done.stderr
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+COMMANDS = [line for block in re.findall(r"```\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_each_command_of_the_page_is_one(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program, verb, *words = shlex.split(line)
+    assert program == "lockstep"
+    if verb == "launch":
+        assert main([verb, words[0], "--dry-run", *words[1:]]) == 0, capsys.readouterr().err
+    else:
+        assert verb == "doctor"
+        assert doctor.prepare(words).name == "doctor"
+
+
+def test_flags_of_several_hosts_need_nodes(tmp_path: Path) -> None:
+    done = run_lockstep("doctor", "--ranks", 1, "--rendezvous", "a:29500", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--rendezvous is for several hosts; give --nodes N too" in done.stderr
