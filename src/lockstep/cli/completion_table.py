@@ -109,7 +109,7 @@ def _positional(action: argparse.Action) -> dict[str, Any]:
 
 def _is_path(action: argparse.Action) -> bool:
     named = action.metavar in _FILE_METAVARS or "a folder or a name" in (action.help or "")
-    return named or getattr(action.type, "__name__", "") == "path"
+    return named or getattr(action.type, "__name__", "") in ("path", "path_or_address", "run_path")
 
 
 # --- keys of the config ---------------------------------------------------------------------------------------------
