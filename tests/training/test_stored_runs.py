@@ -170,7 +170,7 @@ def test_hosts_without_a_shared_folder_train_one_run(
         folder.mkdir()
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "machine"))
         hosts.append(start_lockstep(*words, f"--ranks={ranks}", "--launch.interface=lo", cwd=folder))
-    assert [host.end() for host in hosts] == [0, 0], [host.output() for host in hosts]
+    assert [host.end() for host in hosts] == [0, 0], [host.output for host in hosts]
     names = S3Store(address).sizes("")
     assert {f"logs/rank-{rank}.log" for rank in range(3)} <= names.keys()
     assert list(_losses(_read(address, "metrics.jsonl"))) == [1, 2, 3]
