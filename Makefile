@@ -24,7 +24,7 @@ install: .venv/.installed  ## sets up .venv with the command `lockstep`
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(PIP) --editable '.[digits,hf,deepspeed,ray,dev,docs]'
+	$(PIP) --editable '.[digits,hf,deepspeed,dev,docs]'
 	@touch $@
 
 .venv/.installed-docs: .venv/.installed
@@ -51,7 +51,9 @@ docs: .venv/.installed-docs  ## builds the documentation site into build/site; a
 	@echo "build/site/index.html"
 
 drill: .venv/.installed-dev  ## kills runs and saves by the hundred, for an hour; nothing may be lost
+	$(PIP) --editable '.[ray]'
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m drill -rs --timeout 1800
+	$(BIN)/python -m pytest -n 0 tests/launchers/test_ray.py
 	$(BIN)/python drills/cells_drill.py
 	$(BIN)/python drills/kill_drill.py runs --kills 20 --whole --steps 480
 	$(BIN)/python drills/kill_drill.py saves --kills 300
