@@ -47,7 +47,7 @@ cluster.shutdown()
 def why_not() -> str | None:
     """Why no Ray cluster can be brought up here; None if it can."""
     if find_spec("ray") is None or find_spec("aiohttp") is None:
-        return "needs Ray and its dashboard, which `make drill` installs: pip install --constraint constraints.txt 'ray[default]'"
+        return "needs Ray and its dashboard, which `make drill` installs"
     return None
 
 
