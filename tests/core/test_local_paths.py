@@ -15,7 +15,6 @@ from lockstep.core.local_paths import url_refusal
 
 _HUGGING_FACE = {"kind": "huggingface", "task": "causal-lm", "pretrained": "a/b"}
 _SECTIONS = {
-    "run.folder": {},
     "model.init_from": {},
     "model.target": {},
     "data.train.target": {},
@@ -41,7 +40,6 @@ def test_every_key_that_holds_a_path_refuses_a_url(key: str) -> None:
     "words",
     [
         ["train", "digits", "--checkpoint.folder", "file:///x", "--launch.device", "cpu"],
-        ["train", "gs://bucket/x.yaml"],
         ["ckpt", "ls", "file:///x"],
         ["ckpt", "import", "a.pt", "s3://bucket/x"],
         ["export", "runs/x", "--to", "hdfs://host/x"],

@@ -164,7 +164,7 @@ def test_the_image_takes_up_what_the_project_has(project: Path) -> None:
 def test_a_file_that_is_there_is_never_replaced(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("compose.yaml").write_text("services: {}\n")
     Path(".dockerignore").symlink_to("nowhere")
-    assert refusal(capsys).startswith("compose.yaml, .dockerignore exist with another content, and nothing was written")
+    assert "compose.yaml, .dockerignore exist with another content, and nothing was written" in refusal(capsys)
     assert Path("compose.yaml").read_text() == "services: {}\n"
     assert not Path("Dockerfile").exists()
     assert main([*INIT, "--dry-run"]) == 0

@@ -131,7 +131,7 @@ def test_a_sweep_is_a_job_for_each_run(cluster: Cluster, capsys: pytest.CaptureF
     assert main([*LAUNCH, *OPTIONS, "--nodes", "2", *SWEEP, *TRAIN]) == 0
     numbers = re.findall(r"kubernetes job (\S+); its files are in runs/a/(\d)/launch\n", capsys.readouterr().err)
     assert [run for _, run in numbers] == ["0", "1", "2", "3"]
-    tokens = [stdin for _, stdin in cluster.calls() if stdin]
+    tokens = [call.stdin for call in cluster.calls() if call.stdin]
     assert len({*tokens}) == 4, "each run has its own"
     manifests = [list(yaml.safe_load_all(Path(f"runs/a/{run}/launch/job.yaml").read_text())) for run in range(4)]
     assert [problem_of(manifest) for each in manifests for manifest in each] == [""] * 8
@@ -159,7 +159,9 @@ def test_a_sweep_is_a_job_for_each_run(cluster: Cluster, capsys: pytest.CaptureF
     assert main([*LAUNCH, "status", "runs/a/2"]) == 0
     cluster.answer({"get jobs": [job(condition("Complete")), job()], "get pods": [pods()]})
     assert main([*LAUNCH, "cancel", "runs/a"]) == 0
-    deleted = re.findall(r"delete \S+ \S+ jobs\.batch/(\S+)", " ".join(call for call, _ in cluster.calls()))
+    deleted = re.findall(
+        r"delete \S+ \S+ jobs\.batch/(\S+)", " ".join(call for call in (each.words for each in cluster.calls()))
+    )
     assert deleted == [each[-1]["metadata"]["name"] for each in manifests[1:]], "the first has ended"
     cluster.answer(
         {"get jobs": [job(condition("Failed", "exit code 1")), job(condition("Complete"))], "get pods": [pods()]}

@@ -164,6 +164,7 @@ def test_where_ray_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypa
     ],
 )
 def test_a_state_has_the_exit_code_of_the_run(state: str, exit_code: int | None, text: str, code: int | None) -> None:
+    pytest.importorskip("aiohttp")
     info = SimpleNamespace(status=SimpleNamespace(value=state), driver_exit_code=exit_code, message="waits for\nCPUs")
     status = _RayJob(cast("Any", SimpleNamespace(get_job_info=lambda _: info)), "a-1").status()
     assert (status.text, status.code) == (f"Ray job a-1: {text}", code)

@@ -66,20 +66,22 @@ def last_launch(run: Path, environment: Mapping[str, Any]) -> LastLaunch:
 
 def changes_since_saved(run: Path, data: RunData) -> list[str]:
     """Return a sentence about what differs between the last start and an earlier one, by its newest checkpoint."""
-    this = data.environment.get(_CREATED)
-    if this is None:
+    this = data.environment
+    if _CREATED not in this:
         return []
     try:
         storage = storage_of(run_config(run).checkpoint, run)
         steps = sorted(names_by_step(storage.names()).items(), reverse=True)[:_CHECKPOINTS]
-        read = ((step, read_manifest(storage, name).environment) for step, name in steps)
-        step, before = next(((step, other) for step, other in read if other.get(_CREATED, this) != this), (0, {}))
+        for step, name in steps:
+            before = read_manifest(storage, name).environment
+            changed = list(_differences(before, this)) if _CREATED in before else []
+            if changed:
+                return [f"An earlier start saved step {step}; since then this has changed: {listed(changed, _MOST)}."]
+            if before.get(_CREATED, this[_CREATED]) != this[_CREATED]:
+                return []
     except (Failure, CorruptCheckpoint, OSError):
         return []
-    changed = list(_differences(before, data.environment))
-    if not changed:
-        return []
-    return [f"An earlier start saved step {step}; since then this has changed: {listed(changed, _MOST)}."]
+    return []
 
 
 def differences_of_hosts(records: Sequence[LaunchEnds]) -> list[str]:

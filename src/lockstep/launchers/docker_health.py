@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from lockstep.core.terminal import echo
+
 _RELAY = "lockstep.launch.relay"
 
 
@@ -23,11 +25,11 @@ def main(processes: Path = Path("/proc"), first: int = 1) -> int:
     while not Path(_words(processes, launcher)[0]).name.startswith("python"):
         children = _children(processes, launcher)
         if not children:
-            print("no launcher runs")
+            echo("no launcher runs")
             return 1
         launcher = children[0]
     ranks = sum(_RELAY not in " ".join(_words(processes, child)) for child in _children(processes, launcher))
-    print(f"{ranks} ranks run" if ranks else "no rank runs: the launcher starts them, or waits for other nodes")
+    echo(f"{ranks} ranks run" if ranks else "no rank runs: the launcher starts them, or waits for other nodes")
     return 0 if ranks else 1
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.terminal import echo, plain
@@ -163,7 +164,7 @@ def _client(address: str) -> JobSubmissionClient:
         from ray.job_submission import JobSubmissionClient
     except ImportError:
         raise RunFailed(
-            f"Ray isn't installed for {sys.executable}; pip install 'lockstep-torch[ray]', or your cluster's version"
+            f"Ray isn't installed for {sys.executable}; {pip_install('ray')}, or your cluster's version"
         ) from None
     parts = urlsplit(address)
     try:
@@ -175,7 +176,7 @@ def _client(address: str) -> JobSubmissionClient:
         why = _one_line(str(getattr(error, "strerror", None) or error))
         raise RunFailed(
             f"no Ray dashboard answers at {address} ({why}); give --address http://HEAD:8265, or start Ray with its "
-            "dashboard: pip install 'ray[default]', ray start --head"
+            f"dashboard: {pip_install('ray')}, ray start --head"
         ) from None
     logging.getLogger(JobSubmissionClient.__module__).setLevel(logging.ERROR)
     return client
