@@ -13,12 +13,14 @@ import argparse
 import json
 import re
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from attempts import machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -51,7 +53,8 @@ def row_of(fault: PlantedFault) -> dict[str, Any]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         answer = fault.plant(Path(folder))
-        text = answer.text.replace(folder, ".")
+        text = answer.text.replace(folder, ".").replace(sysconfig.get_path("purelib"), "site-packages")
+        text = text.replace(str(Path(torch.__file__).parents[1]), "site-packages")
     seconds = round(time.monotonic() - began, 1)
     line = next((line.strip() for line in text.splitlines() if re.search(fault.names, line)), "")
     is_named = bool(line) and answer.code == fault.code
