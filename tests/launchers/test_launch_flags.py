@@ -74,3 +74,32 @@ def test_a_note_on_the_config_is_printed_once(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.count(note) == 1
     assert main(["launch", "ssh", "--hosts", "a,b", "--program", "false", "--ssh=-Fnone", *train]) == 1
     assert note not in capsys.readouterr().err, "node 0 prints it"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["train", "digits", "--nodes", "2"],
+            "--nodes: how the hosts meet is the launcher's part; give it before the verb",
+        ),
+        (
+            ["train", "digits", "launch.node_rank=1"],
+            "launch.node_rank: how the hosts meet is the launcher's part; leave it",
+        ),
+        (["--sweep", "optim.lr=1,1", "train", "digits"], "--sweep: optim.lr has a value, or is named, twice"),
+        (["--sweep", "optim.lr=1", "--sweep", "optim.lr=2", "train", "digits"], "--sweep: optim.lr has a value, or is"),
+        (["--sweep", "run.folder=a,b", "train", "digits"], "--sweep: each run has a folder of its own"),
+        (["--container", "apptainer", "train", "digits"], "--container: apptainer needs an image"),
+    ],
+)
+def test_what_a_launcher_would_ignore_is_refused(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "slurm", "--dry-run", *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_how_hosts_meet_needs_their_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "digits", "--rendezvous", "10.0.0.1:29500"]) == 2
+    assert "--rendezvous is for several hosts; give --nodes N too" in capsys.readouterr().err

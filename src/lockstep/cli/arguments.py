@@ -245,6 +245,14 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job-id", metavar="ID", dest="launch_job_id", help="id of the job, the same on all hosts")
 
 
+def refuse_hosts_without_number(args: argparse.Namespace, nodes: int) -> None:
+    """Raise ConfigError if a flag says how hosts meet, and there is only one: each would do the work alone."""
+    for name in HOST_FLAGS[1:]:
+        if nodes == 1 and args.launch_nodes is None and getattr(args, f"launch_{name}") is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} is for several hosts; give --nodes N too")
+
+
 def add_untested(parser: argparse.ArgumentParser) -> None:
     """Add `--allow-untested`, short for `--run.allow_untested true`."""
     parser.add_argument("--allow-untested", action="store_true", help="allow combinations that were never tested")

@@ -8,7 +8,18 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from lockstep.cli.arguments import Parser, Prepared, add_hosts, add_json, path, port, run_path, size, whole
+from lockstep.cli.arguments import (
+    Parser,
+    Prepared,
+    add_hosts,
+    add_json,
+    path,
+    port,
+    refuse_hosts_without_number,
+    run_path,
+    size,
+    whole,
+)
 from lockstep.core.errors import RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
@@ -51,13 +62,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     chosen = [action for action, is_asked in questions.items() if is_asked] or [_examine]
     if len(chosen) > 1:
         parser.error("RUN, --known and --ranks (or --nodes) exclude each other; name one")
-    of_hosts = {
-        "--rendezvous": args.launch_rendezvous,
-        "--node-rank": args.launch_node_rank,
-        "--job-id": args.launch_job_id,
-    }
-    if (args.launch_nodes or 1) == 1 and (alone := [flag for flag, value in of_hosts.items() if value is not None]):
-        parser.error(f"{alone[0]} is for several hosts; give --nodes N too")
+    refuse_hosts_without_number(args, args.launch_nodes or 1)
     answers_here = args.run is not None or args.known
     return Prepared(partial(chosen[0], args, _width()), name="doctor", nodes=not answers_here, ranks=args.ranks)
 

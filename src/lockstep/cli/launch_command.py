@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from lockstep.cli.arguments import Prepared
+from lockstep.cli.arguments import HOST_FLAGS, Prepared
 from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.jobs import JOB_FILES, JobCommand
@@ -122,6 +122,7 @@ def _checked(words: Sequence[str], world_size: WorldSize) -> _Checked:
     verb, *arguments = words
     if verb not in VERBS:
         raise ConfigError(f"lockstep launch can't run {verb!r}; {did_you_mean(verb, [*VERBS, *OF_JOBS])}")
+    _refuse_host_flags(arguments)
     prepared = cast("Prepared", import_module(f"lockstep.cli.{VERBS[verb]}").prepare(arguments))
     _check_ranks(prepared, world_size)
     if prepared.folder is not None:
@@ -129,6 +130,16 @@ def _checked(words: Sequence[str], world_size: WorldSize) -> _Checked:
     folder = _free_folder(prepared.name)
     naming = (f"run.folder={folder}",) if prepared.starts_run else ()
     return _Checked(verb, tuple(arguments), prepared, folder, naming)
+
+
+def _refuse_host_flags(arguments: Sequence[str]) -> None:
+    """Raise ConfigError if the command line says how hosts meet: the launcher does."""
+    for word in arguments:
+        key = word.partition("=")[0].removeprefix("--").removeprefix("launch.").replace("-", "_")
+        if key in HOST_FLAGS and word.startswith(("--", "launch.")):
+            flag = word.partition("=")[0]
+            where = "give it before the verb" if key == "nodes" else "leave it out"
+            raise ConfigError(Problem(flag, "", f"how the hosts meet is the launcher's part; {where}"))
 
 
 def _check_ranks(prepared: Prepared, world_size: WorldSize) -> None:
@@ -156,11 +167,16 @@ def _sweep(sweep: Sequence[str], checked: _Checked, world_size: WorldSize) -> tu
         return ()
     if not checked.prepared.starts_run:
         raise ConfigError(f"--sweep trains several runs, and {checked.verb} trains none")
-    values = []
+    values, keys = [], list[str]()
     for text in sweep:
         key, equals, listed = text.partition("=")
         if not equals or not key or "" in listed.split(","):
             raise ConfigError(Problem("--sweep", "", f"{text!r} is not KEY=A,B, such as optim.lr=0.1,0.01"))
+        if key == "run.folder":
+            raise ConfigError(Problem("--sweep", "", "each run has a folder of its own below that of the sweep"))
+        if key in keys or len({*listed.split(",")}) < len(listed.split(",")):
+            raise ConfigError(Problem("--sweep", "", f"{key} has a value, or is named, twice; name each once"))
+        keys.append(key)
         values.append([f"{key}={value}" for value in listed.split(",")])
     parent = _bucket(checked.prepared) or checked.folder
     runs = [

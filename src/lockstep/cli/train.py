@@ -17,6 +17,7 @@ from lockstep.cli.arguments import (
     approved_config,
     count,
     path_or_address,
+    refuse_hosts_without_number,
 )
 from lockstep.config.override import Override
 from lockstep.core.errors import ConfigError
@@ -64,6 +65,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
         overrides = [*_run_folder(checked_address(named) if is_address(named) else named, args.fork), *overrides]
         args.config[0] = str(origin)
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run, writes=True)
+    refuse_hosts_without_number(args, loaded.config.launch.nodes)
     return Prepared(
         partial(_train, args, loaded, name, origin),
         loaded.config,

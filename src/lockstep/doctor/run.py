@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import stat
 import textwrap
 import time
@@ -228,8 +229,9 @@ def _notes(run: Path, data: RunData, *, failed: bool) -> tuple[str, ...]:
     if data.restarts:
         times = len(data.restarts)
         notes.append(f"It was resumed {times} time{'s' * (times > 1)}, last from step {data.restarts[-1][0]}.")
-    if data.saves:
-        notes.append(f"The newest save is of step {data.saves[-1].step}; resume: lockstep train {run}")
+    saved = [save.step for save in data.saves if save.failure is None]
+    if saved:
+        notes.append(f"The newest save is of step {saved[-1]}; resume: lockstep train {shlex.quote(str(run))}")
     return (*notes, *data.flaws)
 
 

@@ -308,7 +308,9 @@ class _Follower(_Relay):
         if isinstance(error, NotLauncher):
             text = f"what listens on {self.place} isn't a launcher of Lockstep; give --rendezvous another port"
             return {"code": _CONFIG_ERROR, "text": text}
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "no answer"
+        reason = "no answer"
+        if isinstance(error, OSError) and error.errno:
+            reason = str(error.strerror) if isinstance(error, socket.gaierror) else os.strerror(error.errno)
         text = (
             f"host {self.hello['host']} could not reach {self.place} within {self.timeout:g} s (launch.timeout): "
             f"{reason}; start the same command there, and let the hosts reach it"

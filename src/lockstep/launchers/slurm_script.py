@@ -82,6 +82,8 @@ def check(command: JobCommand, options: SlurmOptions) -> None:
         problems.append(Problem("--array-limit", "", "is for the runs of a sweep; give --sweep KEY=A,B too"))
     if options.container_mounts and options.container_image is None:
         problems.append(Problem("--container-mounts", "", "is for a container; give --container-image too"))
+    if options.container == "apptainer" and options.container_image is None:
+        problems.append(Problem("--container", "", "apptainer needs an image; give --container-image too"))
     for flag, words in (("--sbatch", options.sbatch), ("--srun", options.srun)):
         problems += [
             Problem(flag, "", f"{word!r} is not an option; write {flag}=--name=value")
