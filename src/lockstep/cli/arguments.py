@@ -246,7 +246,7 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_hosts_without_number(args: argparse.Namespace, nodes: int) -> None:
-    """Raise ConfigError if a flag says how hosts meet, and there is only one: each would do the work alone."""
+    """Raise ConfigError if a flag states how hosts meet, and there is only one: each would do the work alone."""
     for name in HOST_FLAGS[1:]:
         if nodes == 1 and args.launch_nodes is None and getattr(args, f"launch_{name}") is not None:
             flag = f"--{name.replace('_', '-')}"

@@ -133,7 +133,7 @@ def _checked(words: Sequence[str], world_size: WorldSize) -> _Checked:
 
 
 def _refuse_host_flags(arguments: Sequence[str]) -> None:
-    """Raise ConfigError if the command line says how hosts meet: the launcher does."""
+    """Raise ConfigError if the command line states how hosts meet: the launcher does."""
     for word in arguments:
         key = word.partition("=")[0].removeprefix("--").removeprefix("launch.").replace("-", "_")
         if key in HOST_FLAGS and word.startswith(("--", "launch.")):
