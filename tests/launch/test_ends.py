@@ -37,6 +37,7 @@ def _end(kind: EndKind, time: float = 0.0, text: str = "") -> End:
         (KeyboardInterrupt(), EndKind.STOPPED, 130),
         (SystemExit(), EndKind.EXITED, 0),
         (SystemExit(4), EndKind.EXITED, 4),
+        (SystemExit(75), EndKind.EXITED, 1),  # nothing was saved: no scheduler may start it again for ever
         (SystemExit("enough"), EndKind.MESSAGE, 1),
         (ValueError("boom"), EndKind.TRACEBACK, 1),
         (RuntimeError(GLOO), EndKind.PEER_FAILED, 1),
@@ -60,6 +61,7 @@ def test_an_exception_caused_by_a_broken_connection_is_a_peer_failure() -> None:
     ("exitcode", "kind", "text"),
     [
         (0, EndKind.EXITED, "ended with exit code 0 before it was done"),
+        (75, EndKind.EXITED, "ended with exit code 75 before it was done"),
         (3, EndKind.CODE, "ended with exit code 3"),
         (130, EndKind.STOPPED, ""),
         (-9, EndKind.KILLED, "was killed by SIGKILL"),

@@ -30,6 +30,7 @@ from lockstep.core.errors import (
     Paused,
     PeerFailed,
     Problem,
+    RunFailed,
     Stopped,
     blames_a_peer,
     message_of,
@@ -119,7 +120,8 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
             where = f" in {called[-1].filename}:{called[-1].lineno}" if called else ""
             saved = message_of(error).removeprefix(str(error))
             code = int(error.code or 0)
-            return End(EndKind.EXITED, code, f"called sys.exit({code}){where}{saved}", time)
+            shown = RunFailed.exit_code if code == Paused.exit_code else code  # Lockstep has saved nothing
+            return End(EndKind.EXITED, shown, f"called sys.exit({code}){where}{saved}", time)
         case SystemExit():
             return End(EndKind.MESSAGE, 1, message_of(error), time)
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
@@ -133,6 +135,8 @@ def end_of_process(exitcode: int, time: float) -> End:
     """Return the end of a process without a report; `exitcode` is minus the signal's number if one killed it."""
     if exitcode == 0:
         return End(EndKind.EXITED, 0, "ended with exit code 0 before it was done", time)
+    if exitcode == Paused.exit_code:  # a rank that has saved reports it; a scheduler would start this one for ever
+        return End(EndKind.EXITED, RunFailed.exit_code, f"ended with exit code {exitcode} before it was done", time)
     if exitcode > 0:
         return end_of_return(exitcode, time)
     try:
