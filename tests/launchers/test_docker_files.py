@@ -260,3 +260,13 @@ def test_a_launcher_of_a_user_writes_files_too(project: Path, capsys: pytest.Cap
 def test_other_launchers_have_no_such_flag(where: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", where, "--init"]) == 2
     assert "--init: there is no such flag of launch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["-r other.txt", "-e .", "--constraint limits.txt", "./vendored", "file:wheels/a.whl"])
+def test_requirements_that_name_other_files_have_them_in_the_image(
+    project: Path, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("requirements.txt").write_text(f"einops\n{line}\n")
+    assert main(INIT) == 0
+    lines = Path("Dockerfile").read_text().splitlines()
+    assert "COPY . ." in lines[: next(number for number, text in enumerate(lines) if "--requirement req" in text)]

@@ -10,6 +10,7 @@ compose.yaml     two nodes, see `docker_compose`
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ CPU_IMAGE = "python:3.12.12-slim-bookworm"
 CUDA_IMAGE = "nvidia/cuda:13.0.1-devel-ubuntu24.04"
 
 _EXTRAS = "digits,hf"
+_REFERENCE = re.compile(r"^\s*(-[rce]|--requirement|--constraint|--editable|\.|file:)", re.MULTILINE)
 _LARGE_BYTES = 200 * 2**20
 _IGNORED = {
     "Version control, environments, caches": (
@@ -50,6 +52,7 @@ class _Project:
     Attributes:
         lists: Files that pip reads: requirements.txt, constraints.txt.
         constraints: The file of constraints, if there is one.
+        refers: Whether one of them names further files, or the folder itself.
         installs: Whether pip can install the folder.
         wheel: A wheel of Lockstep in the folder, relative to it.
         is_lockstep: Whether it is Lockstep's own repository.
@@ -57,6 +60,7 @@ class _Project:
 
     lists: tuple[str, ...]
     constraints: str | None
+    refers: bool
     installs: bool
     wheel: str | None
     is_lockstep: bool
@@ -84,9 +88,11 @@ def project_files(folder: Path, options: DockerOptions) -> ProjectFiles:
 def _project(folder: Path, *, cuda: bool) -> _Project:
     constraints = [name for name in (*["constraints-cuda.txt"] * cuda, "constraints.txt") if (folder / name).is_file()]
     requirements = [name for name in ("requirements.txt",) if (folder / name).is_file()]
+    lists = [*requirements, *constraints[:1]]
     wheels = sorted(folder.glob(f"wheels/{DISTRIBUTION.replace('-', '_')}-*.whl"))
     return _Project(
-        lists=(*requirements, *constraints[:1]),
+        lists=tuple(lists),
+        refers=any(_REFERENCE.search((folder / name).read_text(encoding="utf-8", errors="replace")) for name in lists),
         constraints=constraints[0] if constraints else None,
         installs=(folder / "setup.py").is_file() or _is_package(folder),
         wheel=str(wheels[-1].relative_to(folder)) if wheels else None,
@@ -168,7 +174,9 @@ def _packages(project: _Project) -> Iterator[str]:
         yield f'ARG LOCKSTEP="{default}"'
         if project.wheel:
             yield "COPY wheels wheels"
-        if project.lists:
+        if project.refers:
+            yield "COPY . ."
+        elif project.lists:
             yield f"COPY {' '.join(project.lists)} ./"
     requirements = "".join(f" --requirement {name}" for name in project.lists if name != project.constraints)
     command = f'echo "$LOCKSTEP" >/tmp/lockstep.txt \\\n    && {install} --requirement /tmp/lockstep.txt{requirements}'
@@ -176,7 +184,7 @@ def _packages(project: _Project) -> Iterator[str]:
     if project.is_lockstep:
         return
     if project.installs:
-        yield "COPY . ."
+        yield from () if project.refers else ("COPY . .",)
         yield from _PIP.format(command=f"{install} .").splitlines()
 
 
