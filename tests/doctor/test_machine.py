@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit.planted import install
 
 from lockstep.core import hub
 from lockstep.core.errors import RunFailed
@@ -53,43 +54,31 @@ def _warning(findings: Iterable[Finding]) -> str:
 # --- packages ---------------------------------------------------------------------------------------------------------
 
 
-def _install(folder: Path, name: str, version: str, *requires: str) -> None:
-    """As pip leaves it."""
-    info = folder / f"{name}-{version}.dist-info"
-    info.mkdir(parents=True)
-    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
-    lines += [f"Requires-Dist: {requirement}" for requirement in requires]
-    (info / "METADATA").write_text("\n".join(lines) + "\n\n")
-    (folder / name).mkdir(exist_ok=True)
-    (folder / name / "__init__.py").write_text("")
-    (folder / name / "version.py").write_text(f"__version__ = '{version}'\n")
-
-
 def test_a_torchvision_for_another_torch_is_named(tmp_path: Path) -> None:
-    _install(tmp_path, "torch", "2.13.0+cpu")
-    _install(tmp_path, "torchvision", "0.21.0", "numpy", "torch (==2.6.0)", 'pillow; extra == "more"')
+    install(tmp_path, "torch", "2.13.0+cpu")
+    install(tmp_path, "torchvision", "0.21.0", "numpy", "torch (==2.6.0)", 'pillow; extra == "more"')
     text = _wrong(software.packages_fit(_machine(search_path=[str(tmp_path)])))
     assert "torchvision 0.21.0 requires torch==2.6.0, and torch is 2.13.0+cpu" in text
 
 
 def test_packages_that_fit_are_fine(tmp_path: Path) -> None:
-    _install(tmp_path, "torch", "2.13.0+cpu")
-    _install(tmp_path, "torchvision", "0.28.0+cpu", "torch (==2.13.0)", 'torch==1.0; python_version < "3"')
+    install(tmp_path, "torch", "2.13.0+cpu")
+    install(tmp_path, "torchvision", "0.28.0+cpu", "torch (==2.13.0)", 'torch==1.0; python_version < "3"')
     machine = _machine(search_path=[str(tmp_path)])
     assert not _bad(software.packages_fit(machine))
     assert not _bad(software.builds_fit(machine))
 
 
 def test_a_torchvision_built_for_another_cuda_is_named(tmp_path: Path) -> None:
-    _install(tmp_path, "torch", "2.13.0+cpu")
-    _install(tmp_path, "torchvision", "0.28.0+cu130", "torch==2.13.0")
+    install(tmp_path, "torch", "2.13.0+cpu")
+    install(tmp_path, "torchvision", "0.28.0+cu130", "torch==2.13.0")
     text = _wrong(software.builds_fit(_machine(search_path=[str(tmp_path)])))
     assert "torchvision 0.28.0+cu130 was built for another torch than 2.13.0+cpu" in text
 
 
 def test_a_torchvision_whose_library_needs_cuda_is_named(tmp_path: Path) -> None:
-    _install(tmp_path, "torch", "2.13.0+cpu")
-    _install(tmp_path, "torchvision", "0.28.0", "torch==2.13.0")
+    install(tmp_path, "torch", "2.13.0+cpu")
+    install(tmp_path, "torchvision", "0.28.0", "torch==2.13.0")
     (tmp_path / "torchvision" / "_C.so").write_bytes(b"\x7fELF\0libtorch_cpu.so\0libtorch_cuda.so\0")
     machine = _machine(search_path=[str(tmp_path)])
     assert "needs CUDA's libraries" in _wrong(software.builds_fit(machine))
@@ -100,7 +89,7 @@ def test_a_torchvision_whose_library_needs_cuda_is_named(tmp_path: Path) -> None
 
 def test_two_torches_on_the_path_are_named(tmp_path: Path) -> None:
     for name, version in (("a", "2.12.0"), ("b", "2.13.0+cpu")):
-        _install(tmp_path / name, "torch", version)
+        install(tmp_path / name, "torch", version)
     paths = [str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "a")]
     text = _wrong(software.torch_copies(_machine(search_path=paths)))
     assert f"2 torches on sys.path: 2.12.0 in {tmp_path}/a/torch and 2.13.0+cpu in {tmp_path}/b/torch" in text
@@ -108,15 +97,15 @@ def test_two_torches_on_the_path_are_named(tmp_path: Path) -> None:
 
 
 def test_the_rest_of_an_interrupted_update_is_named(tmp_path: Path) -> None:
-    _install(tmp_path, "torch", "2.13.0")
-    _install(tmp_path, "torch", "2.12.0")
+    install(tmp_path, "torch", "2.13.0")
+    install(tmp_path, "torch", "2.12.0")
     assert "metadata of torch 2.12.0 and 2.13.0" in _wrong(software.torch_copies(_machine(search_path=[str(tmp_path)])))
 
 
 def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
     environ = {"PATH": str(tmp_path)}
     assert "no C++ compiler in PATH" in _warning(software.compiler(_machine(environ, search_path=[])))
-    _install(tmp_path, "deepspeed", "0.19.0")
+    install(tmp_path, "deepspeed", "0.19.0")
     text = _wrong(software.compiler(_machine(environ, search_path=[str(tmp_path)])))
     assert "DeepSpeed" in text
     assert "CXX=g++-99 is no program" in _wrong(software.compiler(_machine({"CXX": "g++-99"}, search_path=[])))
