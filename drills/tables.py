@@ -25,6 +25,7 @@ TABLES = {
     "versions": versions_drill.table,
     "peers_drill": peers_drill.table,
     "s3_drill": s3_drill.table,
+    "s3_drill_runs": s3_drill.table,
     "doctor_drill": doctor_drill.table,
 }
 
