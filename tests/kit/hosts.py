@@ -12,8 +12,10 @@ import ctypes
 import itertools
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,6 +63,20 @@ class Network:
     def join(self, host: int) -> None:
         _ip(f"netns exec {self.name} ip link set port{host} up")
 
+    def listener(self, host: int) -> socket.socket:
+        """A socket of this process that listens on a host."""
+        with ThreadPoolExecutor(1) as thread:  # which alone enters the host
+            return thread.submit(self._listen, host).result()
+
+    def _listen(self, host: int) -> socket.socket:
+        self._enter(host)
+        return socket.create_server((self.address(host), 0), backlog=128)
+
+    def _enter(self, host: int) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self.name}-{host}") as namespace:
+            assert libc.setns(namespace.fileno(), _NEWNET) == 0, os.strerror(ctypes.get_errno())
+
     def start(
         self, host: int, *words: object, cwd: Path, hides: Path | None = None, **environment: str | None
     ) -> Running:
@@ -91,8 +107,7 @@ class Network:
     def run(self, host: int, function: Callable[[], Any], hides: Path | None = None) -> Any:
         """Run a function in this process, which is on the host from now on."""
         libc = ctypes.CDLL(None, use_errno=True)
-        with open(f"/run/netns/{self.name}-{host}") as namespace:
-            assert libc.setns(namespace.fileno(), _NEWNET) == 0, os.strerror(ctypes.get_errno())
+        self._enter(host)
         assert libc.unshare(_NEWUTS | _NEWNS) == 0, os.strerror(ctypes.get_errno())
         hostname = f"{self.service or 'host'}-{host}".encode()
         libc.sethostname(hostname, len(hostname))

@@ -90,10 +90,10 @@ class Fault:
 class Proxy:
     """Forwards each request on a connection of its own."""
 
-    def __init__(self, server: str, port: int = 0) -> None:
+    def __init__(self, server: str, port: int = 0, listener: socket.socket | None = None) -> None:
         host, _, server_port = server.removeprefix("http://").partition(":")
         self._server = (host, int(server_port))
-        self._listener = socket.create_server(("127.0.0.1", port))
+        self._listener = listener or socket.create_server(("127.0.0.1", port))
         self._lock = threading.Lock()
         self._faults: list[Fault] = []
         self.requests: list[str] = []
@@ -103,7 +103,8 @@ class Proxy:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        address, port = self._listener.getsockname()[:2]
+        return f"http://{address}:{port}"
 
     def plan(self, *faults: Fault) -> None:
         """Make these faults from now on, and no others; forget the requests so far."""
@@ -172,8 +173,9 @@ class Proxy:
 
 
 @contextmanager
-def proxied(server: str) -> Iterator[Proxy]:
-    proxy = Proxy(server)
+def proxied(server: str, listener: socket.socket | None = None) -> Iterator[Proxy]:
+    """A proxy, which listens on loopback by default."""
+    proxy = Proxy(server, listener=listener)
     try:
         yield proxy
     finally:

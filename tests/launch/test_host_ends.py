@@ -183,7 +183,7 @@ def test_a_host_with_another_token_and_a_stranger_are_refused(
     assert code == [2]
     assert texts[0].startswith(f"127.0.0.1:{port} refused the job token of host {HOST}; give all hosts the same")
     with socket.create_connection(("127.0.0.1", port)) as stranger:
-        stranger.sendall(b"\x00" + struct.pack("<I", 7) + b"GET / HTTP/1.0\r\n\r\n" + bytes(60))
+        stranger.sendall(b"\x00" + struct.pack("<I", 7) + b"GET / HTTP/1.0\r\n\r\n" + bytes(80))
         received = b""
         while data := stranger.recv(1000):
             received += data
@@ -215,4 +215,5 @@ def test_a_host_too_many_and_another_program_are_reported(fork_server: ForkServe
         with connection:
             connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
             assert host.wait() == 2
-    assert host.err == f"what listens on {address} isn't a launcher of Lockstep; give --rendezvous another port\n"
+    reason = f"what listens on {address} isn't a launcher of Lockstep (it sent 'SSH-2.0-OpenSSH_9.2')"
+    assert host.err == f"{reason}; give --rendezvous another port\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import shutil
 import signal
 import socket
@@ -92,6 +93,11 @@ def test_a_host_that_is_cut_off_is_named_by_both_and_the_run_resumes(tmp_path: P
         launched[0].wait_for(lambda: len(list(run.glob("checkpoints/*/manifest.json"))) > 1)
         net.cut(1)
         begun = time.monotonic()
+        for lost, launcher in enumerate(launched):
+            note = f"note: host host-{lost} (rank {lost}) is lost: nothing has come from it for 10 s; the run ends\n"
+            launcher.wait_for(partial(operator.contains, launcher.output, note))
+        assert time.monotonic() - begun < 13, "before the ranks that wait in a collective are killed"
+        assert all(launcher.lives for launcher in launched)
         codes = [launcher.end() for launcher in launched]
         assert codes == [1, 1]
         assert time.monotonic() - begun < 40

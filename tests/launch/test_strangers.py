@@ -27,6 +27,7 @@ RUN = (
     "checkpoint.every=5", "evaluation.at_end=false", "--ranks", 1,
 )  # fmt: skip
 GREETING = 48  # bytes
+CALL = b"LOCKSTEP-HOSTS-1\r\n\r\n"
 TOKEN = "a token that the stranger doesn't know"
 HELD = 1100  # connections with half a handshake, which are kept open
 
@@ -69,11 +70,11 @@ def proofs(address: tuple[str, int]) -> Iterator[tuple[str, bytes]]:
     with socket.create_connection(address, 5) as connection:
         heard = connection.recv(GREETING, socket.MSG_WAITALL)[16:]
         own = secrets.token_bytes(32)
-        replayed = own + STORE + _proof(job_key(TOKEN, ""), b"joins", STORE, heard + own)
-        other = own + STORE + _proof(job_key("another", ""), b"joins", STORE, heard + own)
+        replayed = CALL + own + STORE + _proof(job_key(TOKEN, ""), b"joins", STORE, heard + own)
+        other = CALL + own + STORE + _proof(job_key("another", ""), b"joins", STORE, heard + own)
         yield "replayed", replayed
         yield "other token", other
-    yield "no token", own + STORE + bytes(32)
+    yield "no token", CALL + own + STORE + bytes(32)
     yield "4 GiB", b"\xff\xff\xff\xff" + bytes(100_000)
     yield "garbage", secrets.token_bytes(100_000)
     yield "http", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100)

@@ -1,6 +1,7 @@
 """The protocol between the launchers of several hosts: who may connect, how messages look, and which host is which.
 
     leader   LOCKSTEP-HOSTS-1, a nonce        -->
+             <--   LOCKSTEP-HOSTS-1, two ends of line: what waits for a request, as HTTP does, refuses it at once
              <--   a nonce, what it wants ("h": to join as a host, "s": the ranks' store), a proof of the token
              "+", a proof of the token        -->                             or "-": refused
              then frames: 4 bytes of length, JSON          or, for the store, its bytes as they are
@@ -21,9 +22,11 @@ from typing import Any, TypeVar
 
 HOST, STORE = b"h", b"s"
 HEARTBEAT_S = 1.0
-SILENCE_S = 10.0  # after which a host counts as cut off: ten heartbeats
+SILENCE_S = 10.0  # after which a host counts as cut off: TCP needs 7.4 s to get through after an outage of 5 s
 _HANDSHAKE_S = 10.0
 _MAGIC = b"LOCKSTEP-HOSTS-1"
+_CALL = _MAGIC + b"\r\n\r\n"
+_SHOWN = 60  # characters of what another program sends
 _NONCE = _PROOF = 32
 _MAX_FRAME = 16 << 20
 _MAX_KEYS = 5  # settings shown in a message
@@ -37,7 +40,7 @@ class NotAuthorized(Exception):
 
 
 class NotLauncher(Exception):
-    """The other side isn't a launcher of Lockstep."""
+    """The other side isn't a launcher of Lockstep; the text is the start of what it sends."""
 
 
 class Link:
@@ -92,9 +95,13 @@ async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ke
     try:
         async with asyncio.timeout(_HANDSHAKE_S):
             writer.write(_MAGIC + own)
+            call = await reader.readexactly(len(_CALL))
             answer = await reader.readexactly(_NONCE + 1 + _PROOF)
     except (OSError, asyncio.IncompleteReadError) as error:
         raise NotLauncher from error
+    if call != _CALL:
+        writer.write(b"-" + bytes(_PROOF))
+        raise NotLauncher
     nonces, wants = own + answer[:_NONCE], answer[_NONCE : _NONCE + 1]
     if not hmac.compare_digest(answer[_NONCE + 1 :], _proof(key, b"joins", wants, nonces)):
         writer.write(b"-" + bytes(_PROOF))
@@ -115,13 +122,14 @@ async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     try:
         async with asyncio.timeout(_HANDSHAKE_S):
             greeting = b""
+            writer.write(_CALL)
             while len(greeting) < len(_MAGIC) + _NONCE:
                 data = await reader.read(len(_MAGIC) + _NONCE - len(greeting))
                 greeting += data
                 if not data:
                     raise ConnectionError("it closed its connection")
                 if not greeting.startswith(_MAGIC[: len(greeting)]):
-                    raise NotLauncher
+                    raise NotLauncher(_shown(greeting))
             nonces = greeting[len(_MAGIC) :] + own
             writer.write(own + wants + _proof(key, b"joins", wants, nonces))
             answer = await reader.readexactly(1 + _PROOF)
@@ -129,6 +137,12 @@ async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
         raise ConnectionError("it closed its connection") from error
     if not hmac.compare_digest(answer, b"+" + _proof(key, b"leads", wants, nonces)):
         raise NotAuthorized
+
+
+def _shown(data: bytes) -> str:
+    """Return the first line that another program has sent, as far as it is text."""
+    text = data.decode(errors="replace").strip().partition("\n")[0].strip()[:_SHOWN]
+    return text if text.isprintable() and "\ufffd" not in text else ""
 
 
 def job_key(token: str, job_id: str) -> bytes:
@@ -189,8 +203,24 @@ def in_places(hellos: Sequence[T]) -> list[T]:
     return [places[place] for place in range(len(hellos))]
 
 
+def waiting_text(hellos: Sequence[Mapping[str, Any]], address: str, seconds: float) -> str:
+    """Return the note about hosts that have not come yet."""
+    came, missing = _came_and_missing(hellos)
+    there = f"{len(hellos)} of {hellos[0]['nodes']} hosts are at {address}: {came}; missing: {missing}"
+    return f"{there}. They are waited for up to {seconds:g} s (launch.timeout)"
+
+
 def missing_text(hellos: Sequence[Mapping[str, Any]], address: str, seconds: float) -> str:
     """Return the message about hosts that have not come."""
+    came, missing = _came_and_missing(hellos)
+    return (
+        f"{len(hellos)} of {hellos[0]['nodes']} hosts reached {address} within {seconds:g} s (launch.timeout): {came}; "
+        f"missing: {missing}. Start the same command on each host, and let the hosts reach {address}"
+    )
+
+
+def _came_and_missing(hellos: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Return the names of the hosts that are there, and which are missing."""
     nodes = hellos[0]["nodes"]
     came = ", ".join(str(hello["host"]) for hello in hellos)
     if any(hello["node_rank"] is not None for hello in hellos[1:]):
@@ -198,7 +228,4 @@ def missing_text(hellos: Sequence[Mapping[str, Any]], address: str, seconds: flo
         missing = f"node rank{'s' * (len(absent) > 1)} {', '.join(absent)}"
     else:
         missing = f"{nodes - len(hellos)} more"
-    return (
-        f"{len(hellos)} of {nodes} hosts reached {address} within {seconds:g} s (launch.timeout): {came}; missing: "
-        f"{missing}. Start the same command on each host, and let the hosts reach {address}"
-    )
+    return came, missing

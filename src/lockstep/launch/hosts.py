@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lockstep.launch.group import SignalRequests
 
 _RELAY_ENDS_S = 10.0  # seconds by which a relay must have ended
+_LOST_NOTED = 4  # lost hosts that are noted; one that is cut off itself loses all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class Hosts:
         self._result: LaunchResult | None = None
         self._folder: str | None = None
         self._is_over = False
+        self._lost = 0
 
     # --- facts, once they have met ---
 
@@ -274,6 +276,10 @@ class Hosts:
             return
         host = self.world[message["node"]]
         text = f"host {host} is lost: {message['why']}"
+        has_ended = self._ended.issuperset(range(host.first, host.first + host.ranks))
+        if not has_ended and self._lost < _LOST_NOTED:
+            self._lost += 1
+            print_on_stderr(f"note: {text}; the run ends")  # at once: ranks that wait for that host end seconds later
         self._lose(message["node"], End(EndKind.LOST, 1, text, time.monotonic()))
         if message["node"] == 0:  # all messages came through it
             self._result = self._result or LaunchResult(1, text)

@@ -33,16 +33,16 @@ from lockstep.launch.host_protocol import (
     NotAuthorized,
     NotLauncher,
     in_places,
-    introduce,
     missing_text,
     refusal_of,
+    waiting_text,
     welcome,
 )
+from lockstep.launch.reaching import Rendezvous
 from lockstep.launch.splicing import StoreEnd, connect_with_store, listen_for_ranks, taken_over
 
 _LAST_WORDS_S = 5.0  # for the other hosts to read how the run ended
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0  # between two attempts to reach the leader
-_CONNECT_S = 5.0
+_WAITING_S = 5.0  # after which those who wait for other hosts are told so
 _BACKLOG = 1024  # connections that wait to be accepted: all ranks of a run connect at once
 _HANDSHAKES = 64  # that the ranks of a host make at the same time
 _UNPROVEN, _UNPROVEN_OF_HOST = 4096, 1024  # connections without a proof of the token, of all and of an address
@@ -86,6 +86,9 @@ class _Relay:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _note(self, text: str) -> None:
+        self.launcher.send({"type": "note", "text": text})
+
 
 # --- the leader -------------------------------------------------------------------------------------------------------
 
@@ -122,7 +125,12 @@ class _Leader(_Relay):
                 await asyncio.sleep(0.01)
 
     async def _wait_for_hosts(self) -> None:
-        await asyncio.sleep(self.timeout)
+        await asyncio.sleep(min(_WAITING_S, self.timeout))
+        if not self._nodes and self._over is None and self.timeout > _WAITING_S:
+            text = waiting_text([*self._hellos.values()], self.place, self.timeout)
+            self._send({"type": "note", "text": text}, but=None)
+            self._note(text)
+        await asyncio.sleep(self.timeout - min(_WAITING_S, self.timeout))
         if not self._nodes and self._over is None:
             text = missing_text([*self._hellos.values()], self.place, self.timeout)
             self._end({"type": "result", "code": _FAILED, "text": text})
@@ -158,7 +166,7 @@ class _Leader(_Relay):
         if host not in self._refused and len(self._refused) < _REFUSALS:
             self._refused.add(host)
             reason = "has another job token" if isinstance(error, NotAuthorized) else "isn't a launcher of Lockstep"
-            self.launcher.send({"type": "note", "text": f"a connection from {host} was refused: it {reason}"})
+            self._note(f"a connection from {host} was refused: it {reason}")
 
     async def _serve(self, link: Link) -> None:
         try:
@@ -237,6 +245,10 @@ class _Leader(_Relay):
 class _Follower(_Relay):
     """The relay of a host that connects to the leader's."""
 
+    def __init__(self, launcher: Link, order: Message) -> None:
+        super().__init__(launcher, order)
+        self._rendezvous = Rendezvous(self.address, self.place, self.key, self.timeout)
+
     async def run(self) -> None:
         connection = asyncio.get_running_loop().create_task(self._follow())
         with contextlib.suppress(OSError):
@@ -256,9 +268,10 @@ class _Follower(_Relay):
 
     async def _follow(self) -> None:
         try:
-            link = self._link = await self._reach_leader()
+            link = self._link = await self._rendezvous.reach(self._note)
         except (NotAuthorized, NotLauncher, OSError) as error:
-            self.launcher.send({"type": "result", **self._unreachable(error)})
+            failure = self._rendezvous.failure(error, self.hello["host"])
+            self.launcher.send({"type": "result", **failure})
             return
         link.send(self.hello)
         self.start(_heartbeat(link))
@@ -275,48 +288,6 @@ class _Follower(_Relay):
             why = _why_lost(error) if with_world else f"{_why_lost(error)} before all hosts had come"
             self.launcher.send({"type": "lost", "node": 0, "why": why})
 
-    async def _reach_leader(self) -> Link:
-        """Connect to the leader, and try again until the time is over."""
-        until, pause = time.monotonic() + self.timeout, _FIRST_PAUSE_S
-        while True:
-            try:
-                reader, writer = await self._open(HOST)
-                return Link(reader, writer)
-            except OSError:
-                if time.monotonic() + pause >= until:
-                    raise
-            await asyncio.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
-
-    async def _open(self, wants: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        async with asyncio.timeout(_CONNECT_S):
-            reader, writer = await asyncio.open_connection(*self.address)
-        try:
-            await introduce(reader, writer, self.key, wants)
-        except BaseException:
-            writer.close()
-            raise
-        return reader, writer
-
-    def _unreachable(self, error: Exception) -> Message:
-        if isinstance(error, NotAuthorized):
-            text = (
-                f"{self.place} refused the job token of host {self.hello['host']}; give all hosts the same "
-                "LOCKSTEP_JOB_TOKEN and --job-id"
-            )
-            return {"code": _CONFIG_ERROR, "text": text}
-        if isinstance(error, NotLauncher):
-            text = f"what listens on {self.place} isn't a launcher of Lockstep; give --rendezvous another port"
-            return {"code": _CONFIG_ERROR, "text": text}
-        reason = "no answer"
-        if isinstance(error, OSError) and error.errno:
-            reason = str(error.strerror) if isinstance(error, socket.gaierror) else os.strerror(error.errno)
-        text = (
-            f"host {self.hello['host']} could not reach {self.place} within {self.timeout:g} s (launch.timeout): "
-            f"{reason}; start the same command there, and let the hosts reach it"
-        )
-        return {"code": _FAILED, "text": text}
-
     async def _forward(self) -> int:
         """Listen on loopback for this host's ranks, whose connections go to the store; return the port."""
         handshakes = asyncio.Semaphore(_HANDSHAKES)
@@ -324,7 +295,7 @@ class _Follower(_Relay):
         async def connect(near: StoreEnd) -> None:
             try:
                 async with handshakes:
-                    _, writer = await self._open(STORE)
+                    _, writer = await self._rendezvous.open(STORE)
             except (NotAuthorized, NotLauncher, OSError):
                 near.close()
                 return

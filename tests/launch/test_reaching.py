@@ -1,0 +1,165 @@
+"""What a host reports that doesn't reach the launcher at the rendezvous."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from kit.hosts import needs_hosts, network
+from kit.worlds import free_port
+
+from lockstep.launch.host_protocol import NotLauncher
+from lockstep.launch.reaching import Rendezvous
+
+RUN = ("train", "digits", "run.steps=2", "launch.device=cpu", "run.folder=run", "--ranks", 1, "--nodes", 2)
+
+
+async def _notes(host: str, port: int, seconds: float) -> tuple[list[tuple[float, str]], Exception, str]:
+    """What is noted, and after how many seconds; the error, and its text."""
+    rendezvous, notes, begun = Rendezvous((host, port), f"{host}:{port}", b"key", seconds), [], time.monotonic()
+    with pytest.raises((OSError, NotLauncher)) as raised:
+        await rendezvous.reach(lambda text: notes.append((time.monotonic() - begun, text)))
+    return notes, raised.value, rendezvous.failure(raised.value, "host-1")["text"]
+
+
+@contextmanager
+def listening(*, answers: bytes | None = None) -> Iterator[int]:
+    """A server that answers with these bytes and closes, or never, if there are none."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        kept = []
+
+        def accept() -> None:
+            while True:
+                try:
+                    kept.append(server.accept()[0])
+                except OSError:
+                    return
+                if answers is not None:
+                    with kept[-1] as connection:
+                        connection.sendall(answers)
+
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            for connection in kept:
+                connection.close()
+
+
+def test_a_name_that_is_not_resolved_and_a_silent_name_server_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = threading.Event()
+
+    def resolve(host: str, *_: object, **__: object) -> None:
+        if host == "slow":
+            waits.wait(5)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    notes, _, text = asyncio.run(_notes("nod-0", 29500, 1.5))
+    reason = "the name nod-0 can't be resolved (Name or service not known)"
+    assert [note for _, note in notes] == [f"{reason}; trying again for up to 1.5 s (launch.timeout)"], "once"
+    assert notes[0][0] < 1
+    assert text == (
+        f"host host-1 could not reach nod-0:29500 within 1.5 s (launch.timeout): {reason}; correct the name, or give "
+        "--rendezvous an address of node 0, such as 10.0.0.1:29500"
+    )
+
+    async def of_slow() -> tuple[list[tuple[float, str]], Exception, str]:
+        try:
+            return await _notes("slow", 29500, 1.0)
+        finally:
+            waits.set()
+
+    notes, _, text = asyncio.run(of_slow())
+    assert [note for _, note in notes] == [
+        "no name server answers for slow; trying again for up to 1 s (launch.timeout)"
+    ]
+    assert "within 1 s (launch.timeout): no name server answers for slow; start" in text
+
+
+def test_nothing_that_listens_and_a_server_that_says_nothing_are_noted() -> None:
+    port = free_port()
+    notes, _, text = asyncio.run(_notes("localhost", port, 1.2))
+    assert [note for _, note in notes] == [
+        f"nothing listens on localhost:{port}; trying again for up to 1.2 s (launch.timeout)"
+    ]
+    assert f"nothing listens on localhost:{port}; start the same command on the host of localhost:{port}" in text
+    with listening() as port:
+        notes, _, text = asyncio.run(_notes("127.0.0.1", port, 1.2))
+        reason = f"what listens on 127.0.0.1:{port} accepts connections, but doesn't answer as a launcher of Lockstep"
+        assert [note for _, note in notes] == [f"{reason}; trying again for up to 1.2 s (launch.timeout)"]
+        assert reason in text
+    with listening(answers=b"") as port:
+        notes, _, text = asyncio.run(_notes("127.0.0.1", port, 1.2))
+        assert f"what listens on 127.0.0.1:{port} closes the connection" in notes[0][1]
+
+
+@pytest.mark.parametrize("sends", [b"SSH-2.0-OpenSSH_9.2\r\n", b"\x15\x03\x01\x00\x02\x02\x46"])
+def test_another_program_is_an_error_at_once(sends: bytes) -> None:
+    with listening(answers=sends) as port:
+        notes, error, text = asyncio.run(_notes("127.0.0.1", port, 20.0))
+    assert isinstance(error, NotLauncher)
+    shown = " (it sent 'SSH-2.0-OpenSSH_9.2')" if sends.startswith(b"SSH") else ""
+    place = f"127.0.0.1:{port}"
+    assert (notes, text) == (
+        [],
+        f"what listens on {place} isn't a launcher of Lockstep{shown}; give --rendezvous another port",
+    )
+
+
+def test_a_web_server_which_waits_for_a_request_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BaseHTTPRequestHandler, "log_message", lambda *_: None)
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        begun = time.monotonic()
+        notes, error, _ = asyncio.run(_notes("127.0.0.1", server.server_port, 20.0))
+        server.shutdown()
+    assert isinstance(error, NotLauncher)
+    assert notes == []
+    assert time.monotonic() - begun < 2
+
+
+@needs_hosts
+@pytest.mark.parametrize(
+    ("rendezvous", "reason"),
+    [
+        ("hots-0:29500", "the name hots-0 can't be resolved"),
+        ("10.99.0.1:29500", "10.99.0.1:29500 isn't reached from here (Network is unreachable)"),
+    ],
+)
+def test_the_command_notes_it_in_the_first_seconds(tmp_path: Path, rendezvous: str, reason: str) -> None:
+    with network(1, tmp_path) as net:
+        launched = net.start(0, *RUN, "--rendezvous", rendezvous, "launch.timeout=4", cwd=tmp_path)
+        launched.wait_for(lambda: f"note: {reason}" in launched.output)
+        assert launched.lives
+        assert launched.end() == 1
+    assert (
+        f"lockstep: host host-0 could not reach {rendezvous} within 4 s (launch.timeout): {reason}" in launched.output
+    )
+    assert launched.output.count("note: ") == 1
+
+
+@needs_hosts
+def test_hosts_that_wait_for_another_note_which_are_there(tmp_path: Path) -> None:
+    with network(2, tmp_path) as net:
+        words = (*RUN, "--nodes", 3, "--rendezvous", f"{net.address(0)}:29500", "launch.timeout=6")
+        launched = [net.start(host, *words, cwd=tmp_path, LOCKSTEP_JOB_TOKEN="a token") for host in range(2)]
+        for each in launched:
+            each.wait_for(partial(_has_note, each))
+        assert [each.end() for each in launched] == [1, 1]
+
+
+def _has_note(launched: object) -> bool:
+    return (
+        "note: 2 of 3 hosts are at 10.77.0.1:29500: host-0, host-1; missing: 1 more. They are waited for up to 6 s"
+        in launched.output
+    )
