@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ TRAIN = (
 IN_BUCKET = (f"run.folder={ADDRESS}",)
 CHECKPOINTS_IN_BUCKET = ("run.folder=run", f"checkpoint.folder={ADDRESS}/checkpoints")
 ENDLESS = "run.steps=100000"
-TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--nnodes", 2, "--nproc-per-node", 1)
 
 
 class Hosts:
@@ -47,18 +45,6 @@ class Hosts:
         common = (*TRAIN, *words, "--ranks", 1, "--nodes", 2, "--rendezvous", place)
         return [self.start(host, *common) for host in (leader, 1 - leader)]
 
-    def torchrun(self, kind: str, *words: object, leader: int = 0) -> list[Running]:
-        """Start torchrun on both; the first in the list has rank 0."""
-        place = self.net.address(leader)
-        launched = []
-        for node, host in enumerate((leader, 1 - leader)):
-            meeting: tuple[object, ...] = ("--master-addr", place, "--master-port", 29500, "--node-rank", node)
-            if kind == "c10d":
-                meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{place}:29500", "--rdzv-id", "job",
-                           "--rdzv-conf", f"is_host={1 - node}")  # fmt: skip
-            launched.append(self.start(host, *TORCHRUN, *meeting, "-m", "lockstep", *TRAIN, *words))
-        return launched
-
     def newest(self) -> int:
         names = S3Store(f"{ADDRESS}/checkpoints").sizes("")
         return max((int(name[5:13]) for name in names if name.endswith("manifest.json")), default=0)
@@ -68,16 +54,10 @@ class Hosts:
         launched[0].wait_for(lambda: self.newest() >= 4)
         for each in launched:
             for rank in each.ranks:  # a launcher's children, some of which have groups of their own
-                os_kill(rank)
+                os.kill(rank, signal.SIGKILL)
             each.send(signal.SIGKILL, group=True)
             each.end()
         return self.newest()
-
-
-def os_kill(process: int) -> None:
-    import os
-
-    os.kill(process, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -115,21 +95,3 @@ def test_hosts_with_only_their_checkpoints_in_a_bucket_resume_on_either(hosts: H
     assert [each.end() for each in again] == [0, 0], again[0].output + again[1].output
     run = hosts.folder / "run"
     assert _steps((folder_of(0, run) / "metrics.jsonl").read_bytes()) == [*range(1, before + 5)]
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize("kind", ["static", "c10d"])
-@pytest.mark.parametrize("words", [IN_BUCKET, CHECKPOINTS_IN_BUCKET], ids=["run", "checkpoints"])
-def test_torchrun_on_hosts_that_share_a_bucket_resumes_a_killed_run(
-    hosts: Hosts, kind: str, words: tuple[str, ...]
-) -> None:
-    before = hosts.kill(hosts.torchrun(kind, ENDLESS, *words))
-    leader = 1 if words is IN_BUCKET else 0
-    again = hosts.torchrun(kind, f"run.steps={before + 4}", *words, leader=leader)
-    assert [each.end() for each in again] == [0, 0], again[0].output + again[1].output
-    run = folder_of(0, hosts.folder / "run")
-    metrics = _stored("metrics.jsonl") if words is IN_BUCKET else (run / "metrics.jsonl").read_bytes()
-    assert _steps(metrics) == [*range(1, before + 5)]
-    if words is IN_BUCKET:
-        single = hosts.start(0, *TRAIN, *words, f"run.steps={before + 6}", "--ranks", 1, "parallel.strategy=single")
-        assert single.end() == 0, single.output

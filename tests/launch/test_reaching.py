@@ -13,9 +13,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from kit.commands import Running
 from kit.hosts import needs_hosts, network
 from kit.worlds import free_port
 
+from lockstep.config.schema import Launch
+from lockstep.core.errors import RunFailed
+from lockstep.launch import meeting
 from lockstep.launch.host_protocol import NotLauncher
 from lockstep.launch.reaching import Rendezvous
 
@@ -138,14 +142,30 @@ def test_a_web_server_which_waits_for_a_request_is_an_error_at_once(monkeypatch:
 )
 def test_the_command_notes_it_in_the_first_seconds(tmp_path: Path, rendezvous: str, reason: str) -> None:
     with network(1, tmp_path) as net:
-        launched = net.start(0, *RUN, "--rendezvous", rendezvous, "launch.timeout=4", cwd=tmp_path)
+        quick = {"RES_OPTIONS": "attempts:1 timeout:1"}  # no name server is there
+        launched = net.start(0, *RUN, "--rendezvous", rendezvous, "launch.timeout=4", cwd=tmp_path, **quick)
         launched.wait_for(lambda: f"note: {reason}" in launched.output)
         assert launched.lives
         assert launched.end() == 1
     assert (
         f"lockstep: host host-0 could not reach {rendezvous} within 4 s (launch.timeout): {reason}" in launched.output
     )
-    assert launched.output.count("note: ") == 1
+    assert launched.output.count(f"note: {reason}") == 1
+
+
+def test_a_name_server_that_does_not_answer_is_noted_and_is_not_waited_for_longer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [answers.wait(20)])
+    try:
+        with pytest.raises(
+            RunFailed, match=r"no name server has answered for node-0 within 0.2 s \(launch.timeout\); give"
+        ):
+            meeting._listener(Launch(nodes=2, timeout=0.2), "node-0", 29500)
+    finally:
+        answers.set()
+    assert capsys.readouterr().err.startswith("note: no name server answers for node-0 yet; waiting up to 0.2 s")
 
 
 @needs_hosts
@@ -158,7 +178,7 @@ def test_hosts_that_wait_for_another_note_which_are_there(tmp_path: Path) -> Non
         assert [each.end() for each in launched] == [1, 1]
 
 
-def _has_note(launched: object) -> bool:
+def _has_note(launched: Running) -> bool:
     return (
         "note: 2 of 3 hosts are at 10.77.0.1:29500: host-0, host-1; missing: 1 more. They are waited for up to 6 s"
         in launched.output

@@ -8,13 +8,14 @@ import platform
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import __version__
-from lockstep.core.errors import ConfigError, Failure, Problem, Stopped, message_of
+from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed, Stopped, message_of
 from lockstep.core.interfaces import is_loopback
 from lockstep.core.stopping import blocked_signals, undo_on_stop
 from lockstep.launch.host_protocol import job_key
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Launch
 
 TOKEN = "LOCKSTEP_JOB_TOKEN"
+
+_Address = tuple[int, int, int, str, tuple[Any, ...]]  # as of getaddrinfo
+_NOTED_S = 0.5  # after which a name server that hasn't answered is noted
 
 _ROOT = str(Path(__file__).parents[2])
 
@@ -106,7 +110,7 @@ def _listener(launch: Launch, host: str, port: int) -> socket.socket | None:
     if launch.node_rank not in (None, 0):
         return None
     try:
-        family, _, _, _, address = _own_address(host, port)
+        family, _, _, _, address = _resolved(host, port, launch.timeout)
     except OSError as error:
         if launch.node_rank is None:
             return None  # the relay reports whether it can be reached
@@ -121,7 +125,33 @@ def _listener(launch: Launch, host: str, port: int) -> socket.socket | None:
         raise ConfigError(Problem("", "launch.rendezvous", why)) from None
 
 
-def _own_address(host: str, port: int) -> tuple[int, int, int, str, tuple[Any, ...]]:
+def _resolved(host: str, port: int, timeout: float) -> _Address:
+    """Resolve a name, in a thread that a signal needn't wait for; note that no name server answers. Raises OSError."""
+    answers: list[_Address | OSError] = []
+
+    def ask() -> None:
+        try:
+            answers.append(_own_address(host, port))
+        except OSError as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_NOTED_S)
+    if thread.is_alive():
+        print_on_stderr(f"note: no name server answers for {host} yet; waiting up to {timeout:g} s (launch.timeout)")
+        thread.join(timeout)
+    if not answers:
+        raise RunFailed(
+            f"no name server has answered for {host} within {timeout:g} s (launch.timeout); give --rendezvous an "
+            "address of node 0, such as 10.0.0.1:29500"
+        )
+    if isinstance(answers[0], OSError):
+        raise answers[0]
+    return answers[0]
+
+
+def _own_address(host: str, port: int) -> _Address:
     """Resolve a name of this host. A pod has its name before the cluster's name server knows `NAME.SERVICE`."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

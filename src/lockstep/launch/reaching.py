@@ -64,7 +64,8 @@ class Rendezvous:
                     async with asyncio.timeout(until - time.monotonic()):
                         return Link(*await self.open(HOST))
                 except OSError as error:
-                    self._understand(error)
+                    if time.monotonic() < until or not self._reason:  # else an attempt was cut short
+                        self._understand(error)
                     if time.monotonic() + pause >= until:
                         raise
                 await asyncio.sleep(pause)
@@ -126,7 +127,7 @@ class Rendezvous:
         elif error.errno in _NO_ROUTE:
             self._reason = f"{self._place} isn't reached from here ({os.strerror(error.errno)})"
             self._remedy = "give --rendezvous an address of node 0 in a network that this host reaches"
-        elif error.errno:
+        elif error.errno and not isinstance(error, ConnectionResetError):
             self._reason = f"{self._place}: {os.strerror(error.errno)}"
         elif isinstance(error, TimeoutError):
             self._reason = self._stage
