@@ -64,7 +64,7 @@ class Network:
         _ip(f"netns exec {self.name} ip link set port{host} up")
 
     def listener(self, host: int) -> socket.socket:
-        """A socket of this process that listens on a host."""
+        """A socket that listens on a host, in this process."""
         with ThreadPoolExecutor(1) as thread:  # which alone enters the host
             return thread.submit(self._listen, host).result()
 

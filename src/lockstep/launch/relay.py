@@ -42,7 +42,7 @@ from lockstep.launch.reaching import Rendezvous
 from lockstep.launch.splicing import StoreEnd, connect_with_store, listen_for_ranks, taken_over
 
 _LAST_WORDS_S = 5.0  # for the other hosts to read how the run ended
-_WAITING_S = 5.0  # after which those who wait for other hosts are told so
+_WAITING_S = 5.0  # after which missing hosts are noted
 _BACKLOG = 1024  # connections that wait to be accepted: all ranks of a run connect at once
 _HANDSHAKES = 64  # that the ranks of a host make at the same time
 _UNPROVEN, _UNPROVEN_OF_HOST = 4096, 1024  # connections without a proof of the token, of all and of an address
