@@ -64,6 +64,7 @@ drill: .venv/.installed-dev  ## kills runs and saves by the hundred, for an hour
 	$(BIN)/python drills/s3_drill.py --run-in-bucket --attempts 40
 	$(BIN)/python drills/versions_drill.py
 	$(BIN)/python drills/doctor_drill.py
+	$(BIN)/python drills/aws_drill.py
 	$(BIN)/python drills/peers_drill.py --contestants Lockstep --kills 300
 
 gpu: .venv/.installed-dev  ## on a machine with NVIDIA GPUs: their tests, predicted beside measured memory, steps beside peers

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import aws_drill
 import doctor_drill
 import elastic_drill
 import hosts_drill
@@ -27,6 +28,7 @@ TABLES = {
     "s3_drill": s3_drill.table,
     "s3_drill_runs": s3_drill.table,
     "doctor_drill": doctor_drill.table,
+    "aws_drill": aws_drill.table,
 }
 
 

@@ -18,8 +18,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial, partialmethod
+from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
+
+import pytest
 
 from kit.s3 import environment
 
@@ -91,6 +94,34 @@ class Cloud:
             ec2.delete_placement_group(GroupName=placed["GroupName"])
         for name in self.objects():
             s3.delete_object(Bucket=BUCKET, Key=name)
+
+
+def ends(moto: Cloud, job: str, *codes: int) -> None:
+    """Put into the bucket what the script of the instances does, once they have these exit codes."""
+    place = job.split("/", 2)[2]
+    moto.put(f"{place}/logs/0/{0:015}", "step 1\nstep")
+    moto.put(f"{place}/logs/0/{11:015}", " 2\n")
+    moto.put(f"{place}/logs/1/{0:015}", "a note of node 1\n")
+    moto.put(f"{place}/results/summary.json", "{}")
+    moto.put(f"{place}/results/logs/rank-0.log", "hello")
+    for node, code in enumerate(codes):
+        moto.put(f"{place}/ends/{node}", f"{code}\n")
+
+
+def hurried(moto: Cloud, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cloud:
+    """An empty cloud that this process uses, in a folder, without pauses between its questions."""
+    from lockstep.launchers import aws_calls, aws_follow, aws_instances, aws_start
+
+    monkeypatch.chdir(folder)
+    for name, value in moto.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_PROFILE")
+    monkeypatch.setattr(aws_calls, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(aws_instances, "_SETTLE_S", (0.0, 0.0))
+    for module in (aws_follow, aws_start, aws_instances):
+        monkeypatch.setattr(module, "_POLL_S", 0.0)
+    moto.clean()
+    return moto
 
 
 @contextmanager
@@ -202,12 +233,17 @@ def _xml(action: str, content: str) -> str:
 
 # --- faults ---------------------------------------------------------------------------------------------------------
 
-Kind = Literal["refused", "throttled", "no capacity", "lost", "never answered", "stopped before", "stopped after"]
+Kind = Literal[
+    "refused", "throttled", "no capacity", "expired", "skewed", "cut off",
+    "lost", "never answered", "stopped before", "stopped after",
+]  # fmt: skip
 
 _CODES = {
     "refused": ("UnauthorizedOperation", 403),
     "throttled": ("RequestLimitExceeded", 503),
     "no capacity": ("InsufficientInstanceCapacity", 500),
+    "expired": ("ExpiredToken", 400),
+    "skewed": ("RequestTimeTooSkewed", 403),
 }
 
 
@@ -218,20 +254,23 @@ class Fault:
     Attributes:
         at: Its number, from 0 on.
         pattern: Instead of the number, a pattern of its name.
-        kind: `refused`: a permission is missing; `lost`: it takes effect, and its answer is lost; `never answered`:
-            the same, and its repetitions aren't answered either; `stopped`: a SIGINT arrives before or after it.
+        kind: `refused`: a permission is missing; `cut off`: no connection; `lost`: it takes effect, and its answer is
+            lost; `never answered`: the same, and its repetitions aren't answered either; `stopped`: a SIGINT arrives
+            before or after it.
+        times: How many requests of a pattern are answered so.
     """
 
     at: int
     kind: Kind
     pattern: str = ""
+    times: int = 1
     repeated: str = field(default="", init=False)
 
 
 @contextmanager
 def faults(*planned: Fault) -> Iterator[list[str]]:
     """Make faults; yield the names of all requests so far, such as `ec2:RunInstances` and `PUT token`."""
-    from botocore.exceptions import ReadTimeoutError
+    from botocore.exceptions import EndpointConnectionError, ReadTimeoutError
     from botocore.httpsession import URLLib3Session
 
     calls: list[str] = []
@@ -244,10 +283,13 @@ def faults(*planned: Fault) -> Iterator[list[str]]:
             if fault.kind == "never answered" and fault.repeated == name:
                 raise ReadTimeoutError(endpoint_url=request.url)
             is_due = re.search(fault.pattern, name) is not None if fault.pattern else number == fault.at
-            if not is_due:
+            if not is_due or not fault.times:
                 continue
+            if fault.kind == "cut off":
+                fault.times -= 1
+                raise EndpointConnectionError(endpoint_url=request.url)
             if fault.kind in _CODES:
-                fault.pattern = fault.pattern and "^$"  # once
+                fault.times -= 1
                 return _refusal(fault.kind)
             if fault.kind == "stopped before":
                 os.kill(os.getpid(), signal.SIGINT)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.aws import BUCKET, Cloud, Fault, Kind, cloud, faults
+from kit.aws import BUCKET, Cloud, Fault, Kind, cloud, ends, faults, hurried
 
 from lockstep.cli.main import main
 from lockstep.core import stopping
 from lockstep.core.errors import Failure
 from lockstep.core.jobs import JobCommand, LaunchedJob, LaunchPlan
-from lockstep.launchers import aws, aws_calls, aws_instances, aws_start
+from lockstep.launchers import aws, aws_calls, aws_follow, aws_start
 from lockstep.launchers.aws import AWS
 from lockstep.launchers.aws_options import AwsOptions
 
@@ -31,16 +31,7 @@ def running() -> Iterator[Cloud]:
 
 @pytest.fixture
 def moto(running: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cloud:
-    monkeypatch.chdir(tmp_path)
-    for name, value in running.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("AWS_PROFILE")
-    monkeypatch.setattr(aws_calls, "_FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(aws_instances, "_SETTLE_S", (0.0, 0.0))
-    for module in (aws, aws_start, aws_instances):
-        monkeypatch.setattr(module, "_POLL_S", 0.0)
-    running.clean()
-    return running
+    return hurried(running, tmp_path, monkeypatch)
 
 
 def launch(*words: object) -> int:
@@ -50,18 +41,6 @@ def launch(*words: object) -> int:
 def job_of(capsys: pytest.CaptureFixture[str]) -> str:
     line = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("aws job "))
     return line.split()[2].rstrip(";")
-
-
-def ends(moto: Cloud, job: str, *codes: int) -> None:
-    """What the instances put into the bucket, as their script does."""
-    place = job.split("/", 2)[2]
-    moto.put(f"{place}/logs/0/{0:015}", "step 1\nstep")
-    moto.put(f"{place}/logs/0/{11:015}", " 2\n")
-    moto.put(f"{place}/logs/1/{0:015}", "a note of node 1\n")
-    moto.put(f"{place}/results/summary.json", "{}")
-    moto.put(f"{place}/results/logs/rank-0.log", "hello")
-    for node, code in enumerate(codes):
-        moto.put(f"{place}/ends/{node}", f"{code}\n")
 
 
 def test_the_whole_life_of_a_job(moto: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,13 +215,13 @@ def test_what_cannot_be_removed_is_named(moto: Cloud) -> None:
     assert moto.left() == []
 
 
-ENDINGS = [pytest.param(at, marks=[] if at in (0, 6, 12) else pytest.mark.drill) for at in range(24)]
+ENDINGS = [pytest.param(at, marks=[] if at in (0, 6, 12) else pytest.mark.drill) for at in range(30)]
 
 
 @pytest.mark.parametrize("at", ENDINGS)
 def test_a_fault_at_the_end_can_be_repeated(at: int, moto: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aws_start, "wheel", lambda: b"wheel")
-    monkeypatch.setattr(aws, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(aws_follow, "_PATIENCE_S", -1.0)
     number = AWS.submit(plan_of())
     ends(moto, number, 0, 0)
     with faults(Fault(at, "refused")) as calls:

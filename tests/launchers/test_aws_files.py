@@ -16,6 +16,7 @@ import yaml
 from kit.aws import BUCKET, Cloud, cloud
 
 from lockstep.cli.main import main
+from lockstep.core.jobs import LaunchedJob
 from lockstep.launchers import aws_batch, aws_prices
 from lockstep.launchers.aws_batch import ElsewhereJob
 from lockstep.launchers.aws_plan import AwsFacts
@@ -182,7 +183,7 @@ def test_the_state_of_a_batch_job(
         return {"jobs": [{"container": node} if "#" in given["jobs"][0] else job]}
 
     monkeypatch.setattr(aws_batch.AwsCalls, "call", call)
-    status = ElsewhereJob("us-east-1/batch:0-1", None).status()
+    status = ElsewhereJob(LaunchedJob("us-east-1/batch:0-1")).status()
     assert (status.text.replace("\\n", " "), status.code) == (text, code)
 
 

@@ -118,8 +118,11 @@ def test_without_adapters_the_call_is_plain(
 
 def test_checkpoints_go_to_the_bucket(capsys: pytest.CaptureFixture[str]) -> None:
     script, _, rest = dry_run(capsys, *NEEDED, *TRAIN, "run.folder=runs/a")
-    assert "checkpoint.folder=s3://my-bucket/l/checkpoints/runs_a" in script
-    assert "checkpoints: s3://my-bucket/l/checkpoints/runs_a; they stay there" in rest
+    assert "checkpoint.folder=s3://my-bucket/l/checkpoints/runs/a" in script
+    assert "checkpoints: s3://my-bucket/l/checkpoints/runs/a; they stay there" in rest
+    texts = [dry_run(capsys, *NEEDED, *TRAIN, f"run.folder=l{letter}uft")[2] for letter in "äö"]
+    places = {text.partition("l/checkpoints/l_uft-")[2].partition(";")[0] for text in texts}
+    assert len(places - {""}) == 2, "two runs never have one place"
     script, _, _ = dry_run(capsys, *NEEDED, *TRAIN, "checkpoint.folder=s3://other/x")
     assert "l/checkpoints" not in script
 
@@ -233,7 +236,7 @@ def test_the_wheel_is_this_lockstep(tmp_path: Path) -> None:
         ("InsufficientInstanceCapacity", "try again later, another --subnet (zone), --region or --type"),
         ("VcpuLimitExceeded", "ask for more vCPUs at Service Quotas, or give fewer --nodes"),
         ("UnauthorizedOperation", "have ec2:RunInstances allowed by their policy"),
-        ("ExpiredToken", "the AWS credentials have expired; get new ones, such as by `aws sso login`"),
+        ("ExpiredToken", "the AWS credentials have expired; get new ones, as by `aws sso login`"),
         ("AuthFailure", "AWS doesn't accept the credentials (AuthFailure); set AWS_PROFILE"),
         ("InvalidAMIID.NotFound", "give --ami an image of this region"),
         ("InvalidSubnetID.NotFound", "`aws ec2 describe-subnets` lists the subnets"),

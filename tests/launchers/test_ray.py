@@ -188,6 +188,51 @@ def test_a_killed_driver_leaves_nothing_running_and_all_saved(cluster: RayCluste
 
 
 @pytest.mark.drill
+def test_a_sweep_has_more_runs_than_nodes(cluster: RayCluster, tmp_path: Path) -> None:
+    done = launch(cluster, tmp_path, "--follow", "--sweep", "optim.lr=0.01,0.02,0.04", *RUN, "--ranks", 1)
+    assert done.returncode == 0, done
+    assert done.stdout.count("step 8/8") == 3
+    alone = run_lockstep(*RUN, "--ranks", 1, "run.folder=alone", "optim.lr=0.04", cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    assert losses(tmp_path / "run/2") == pytest.approx(losses(tmp_path / "alone"), rel=2e-6)
+    status = run_lockstep("launch", "ray", "status", "run", cwd=tmp_path)
+    assert [line.rpartition(": ")[2] for line in status.stdout.splitlines()] == ["SUCCEEDED"] * 3
+
+
+@pytest.mark.drill
+def test_a_sweep_of_which_a_run_fails_and_the_others_are_canceled(cluster: RayCluster, tmp_path: Path) -> None:
+    launched = start_lockstep(
+        *LAUNCH, "--address", cluster.address, "--follow", "--sweep", "optim.lr=0.01,0.02,0.04", *RUN, "--ranks", 1,
+        "run.steps=1000000", cwd=tmp_path,
+    )  # fmt: skip
+
+    def saved(run: int) -> bool:
+        return any(tmp_path.glob(f"run/{run}/checkpoints/*/manifest.json"))
+
+    def states() -> list[str]:
+        done = run_lockstep("launch", "ray", "status", "run", cwd=tmp_path)
+        return [re.sub(r"Ray job \S+: ", "", line) for line in done.stdout.splitlines()]
+
+    launched.wait_for(lambda: saved(0) and saved(1))
+    assert not saved(2), "two nodes have a CPU each"
+    assert states() == ["RUNNING"] * 3
+    for process, words in processes_in(tmp_path).items():
+        if "on-ray" not in words and "optim.lr=0.01 " in words:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+    launched.wait_for(lambda: saved(2))
+    assert states() == ["FAILED, exit code 1", "RUNNING", "RUNNING"]
+    launched.send(signal.SIGINT)
+    assert launched.end() == 130
+    assert "the job continues: lockstep launch ray follow " in launched.output
+    assert states()[1:] == ["RUNNING", "RUNNING"]
+    assert run_lockstep("launch", "ray", "cancel", "run", cwd=tmp_path).returncode == 0
+    assert run_lockstep("launch", "ray", "follow", "run", cwd=tmp_path).returncode == 130
+    assert states() == ["FAILED, exit code 1", "STOPPED", "STOPPED"]
+    assert processes_in(tmp_path) == {}
+
+
+@pytest.mark.drill
 def test_a_lost_node_is_named_and_replaced_if_asked(cluster: RayCluster, tmp_path: Path) -> None:
     launched = start(cluster, tmp_path)
     lose_node(cluster, tmp_path)

@@ -19,8 +19,9 @@ from pydantic import BaseModel
 
 from lockstep.cli.launch_command import job_command, runs_of
 from lockstep.core.errors import ConfigError, Failure, RunFailed
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
 from lockstep.core.jobs import JOB_FILES, HostOptions, JobCommand, JobStatus, LaunchedJob, LaunchPlan, SweepOptions
+from lockstep.core.stopping import undo_on_stop, write_stderr
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Launcher
@@ -110,20 +111,23 @@ def submit_jobs(planned: PlannedJobs) -> SubmittedJob:
     for command, _ in planned.plans:
         _refuse_second(planned.where, planned.launcher, command)
     jobs: list[LaunchedJob] = []
-    for command, plan in planned.plans:
-        try:
-            number = _submit(planned.launcher, plan, command.folder)
-        except RunFailed as failure:
-            if not jobs:
-                raise
-            _remember_sweep(planned, jobs)
-            way = f"lockstep launch {planned.where} cancel {planned.command.run_folder}"
-            text = f"{len(jobs)} of {len(planned.plans)} runs are submitted ({way} stops them), and the next is refused"
-            raise RunFailed(f"{text}: {failure}") from None
-        _remember(planned, command, number)
-        jobs.append(LaunchedJob(number, command.folder))
-    if len(jobs) > 1:
-        _remember_sweep(planned, jobs)
+
+    def progress() -> str:
+        way = f"lockstep launch {planned.where} cancel {planned.command.run_folder}"
+        return f"{len(jobs)} of {len(planned.plans)} runs are submitted ({way} stops them)"
+
+    with undo_on_stop(lambda: write_stderr(progress()) if jobs else None):
+        for command, plan in planned.plans:
+            try:
+                number = _submit(planned, plan, command)
+            except RunFailed as failure:
+                if not jobs:
+                    raise
+                raise RunFailed(f"{progress()}, and the next is refused: {failure}") from None
+            _write(planned, command.folder, {"job": number})
+            jobs.append(LaunchedJob(number, command.folder))
+            if len(planned.plans) > 1:
+                _write(planned, planned.command.folder, {"jobs": {job.number: str(job.folder) for job in jobs}})
     return SubmittedJob(planned.where, tuple(jobs), planned.command.folder.parent, planned.launcher)
 
 
@@ -144,23 +148,22 @@ def _world_size(options: object, ranks: int | None) -> int | None:
     return None if ranks is None else int(getattr(options, "nodes", 1)) * ranks
 
 
-def _submit(launcher: Launcher, plan: LaunchPlan, folder: Path) -> str:
-    """Submit the job and return its identifier; leave no new folder behind if it is refused."""
-    existed = folder.parent.exists()
+def _submit(planned: PlannedJobs, plan: LaunchPlan, command: JobCommand) -> str:
+    """Submit the job and return its identifier; leave nothing new behind if it is refused."""
+    run, record = command.folder.parent, command.folder / _RECORD
+    existed, before = run.exists(), record.read_text() if record.is_file() else None
+    if plan.number:  # so that it can be canceled if this process is killed
+        _write(planned, command.folder, {"job": plan.number})
     try:
-        return launcher.submit(plan)
+        return planned.launcher.submit(plan)
     except Failure:
         if not existed:
-            shutil.rmtree(folder.parent, ignore_errors=True)
+            shutil.rmtree(run, ignore_errors=True)
+        elif plan.number and before is None:
+            record.unlink(missing_ok=True)
+        elif plan.number and before is not None:
+            write_atomically(record, before)
         raise
-
-
-def _remember(planned: PlannedJobs, command: JobCommand, number: str) -> None:
-    _write(planned, command.folder, {"job": number})
-
-
-def _remember_sweep(planned: PlannedJobs, jobs: Sequence[LaunchedJob]) -> None:
-    _write(planned, planned.command.folder, {"jobs": {job.number: str(job.folder) for job in jobs}})
 
 
 def _write(planned: PlannedJobs, folder: Path, jobs: dict[str, object]) -> None:

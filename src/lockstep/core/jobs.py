@@ -74,12 +74,14 @@ class LaunchPlan:
         commands: Programs with their arguments, executed in this order once the files are written.
         notes: Sentences that the user should read.
         attached: Whether the job ends with this command, which therefore follows it.
+        number: The job's identifier, if it is known before; the job is remembered before it is submitted then.
     """
 
     files: Mapping[Path, str]
     commands: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
     attached: bool = False
+    number: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,22 +10,23 @@ import json
 import re
 import sys
 import time
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.core.jobs import JobCommand, JobStatus, LaunchPlan
-from lockstep.core.terminal import echo, plain_line
-from lockstep.launchers.aws_calls import AwsCalls, NoAccess, from_command
+from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
+from lockstep.core.terminal import echo, plain, plain_line
+from lockstep.launchers.aws_calls import AwsCalls, CallFailed, NoAccess, from_command
 from lockstep.launchers.aws_files import CLUSTER, DEFINITION, SCRIPT, batch_calls, cluster_files
 from lockstep.launchers.aws_options import AwsOptions
 from lockstep.launchers.aws_plan import AwsFacts, type_facts
 from lockstep.launchers.aws_prices import cost_note
-from lockstep.launchers.tools import write_files
+from lockstep.launchers.tools import Patience, write_files
 
 KIND_FILE = "aws.json"
 
 _NUMBER = re.compile(r"(?P<region>[a-z]+(-[a-z]+)+-\d)/(?P<kind>batch|parallelcluster):(?P<name>[A-Za-z0-9-]+)")
+_LOG_GROUP = "/aws/batch/job"  # of a job definition that names none
 _POLL_S = 10.0
 _UNKNOWN_JOB = "Batch knows no job {}: it forgets jobs a week after their end"
 
@@ -74,12 +75,12 @@ def submit_elsewhere(plan: LaunchPlan) -> str:
 class ElsewhereJob:
     """A job of Batch, or the files for a cluster.
 
-    Args:
-        number: Its identifier.
-        folder: Folder of its files, if it is known.
+    Raises:
+        ConfigError: The identifier is another launcher's.
     """
 
-    def __init__(self, number: str, folder: Path | None) -> None:
+    def __init__(self, job: LaunchedJob) -> None:
+        number, folder = job.number, job.folder
         match = _NUMBER.fullmatch(number)
         if match is None:
             raise ConfigError(f"{number!r} is no job of AWS Batch, such as us-east-1/batch:JOBID")
@@ -110,16 +111,20 @@ class ElsewhereJob:
         return JobStatus(f"AWS Batch job {self._name}: {state}{f' ({why})' if why else ''}", code)
 
     def follow(self) -> int:
-        """Print changes of state until the job has ended; its log is in CloudWatch."""
-        status, shown = self.status(), ""
+        """Print state and log of the main node until the job has ended, and return its exit code."""
+        shown, patience = "", Patience(self._number, "aws")
+        log = None if self._aws is None else _BatchLog(self._aws)
         while True:
-            if status.text != shown:
-                shown = status.text
-                echo(shown, file=sys.stderr, flush=True)
-            if status.code is not None:
-                return status.code
+            with patience:
+                status = self.status()
+                if status.text != shown:
+                    shown = status.text
+                    echo(shown, file=sys.stderr, flush=True)
+                if log is not None:
+                    log.print_new((self._described(f"{self._name}#0") or {}).get("container", {}))
+                if status.code is not None:
+                    return status.code
             time.sleep(_POLL_S)
-            status = self.status()
 
     def cancel(self) -> None:
         """End the job: Batch sends SIGTERM, and SIGKILL 30 seconds later."""
@@ -138,3 +143,49 @@ class ElsewhereJob:
         except RunFailed:
             node = {}
         return int(node.get("container", {}).get("exitCode") or 1)
+
+
+class _BatchLog:
+    """The log of a job's main node in CloudWatch, printed once; each attempt of the job has a log of its own."""
+
+    def __init__(self, aws: AwsCalls) -> None:
+        self._aws = aws
+        self._stream = ""
+        self._token: dict[str, str] = {}
+        self._is_refused = False
+
+    def print_new(self, container: Mapping[str, Any]) -> None:
+        """Print what is new.
+
+        Args:
+            container: What Batch describes of the main node's container.
+
+        Raises:
+            RunFailed: CloudWatch does not answer.
+        """
+        stream = str(container.get("logStreamName") or "")
+        options = container.get("logConfiguration", {}).get("options") or {}
+        if not stream or self._is_refused:
+            return
+        if stream != self._stream:
+            self._stream, self._token = stream, {}
+        group = options.get("awslogs-group") or _LOG_GROUP
+        place = {"logGroupName": group, "logStreamName": stream, "startFromHead": True}
+        while True:
+            try:
+                page = self._aws.call(
+                    "logs", "get_log_events", accept=["ResourceNotFoundException"], **place, **self._token
+                )
+            except CallFailed as failure:
+                if not failure.code:  # no answer
+                    raise
+                self._is_refused = True
+                echo(f"note: the log {stream} of {group} isn't printed: {failure}", file=sys.stderr, flush=True)
+                return
+            for event in page.get("events", ()):
+                echo(plain(str(event["message"])), flush=True)
+            token = {"nextToken": page["nextForwardToken"]} if page.get("nextForwardToken") else {}
+            if not page.get("events") or token == self._token:
+                self._token = token or self._token
+                return
+            self._token = token

@@ -24,8 +24,9 @@ _TRANSIENT = re.compile(
     r"Throttl|RequestLimitExceeded|TooManyRequests|SlowDown|InternalError|InternalFailure|ServerInternal|"
     r"ServiceUnavailable|Unavailable$|RequestTimeout|IdempotentInstanceTerminated.*Pending|BadDigest|OperationAborted"
 )
-_EXPIRED = re.compile(r"Expired|TokenRefreshRequired|RequestExpired")
-_REFUSED = re.compile(r"UnauthorizedOperation|AccessDenied|Forbidden|^403$|OptInRequired|NotAuthorized")
+_EXPIRED = re.compile(r"Expired|TokenRefreshRequired")  # RequestExpired of EC2, too
+_SKEWED = re.compile(r"RequestTimeTooSkewed|RequestInTheFuture|Signature (expired|not yet current)")
+_REFUSED = re.compile(r"UnauthorizedOperation|AccessDenied|Forbidden|^403$|NotAuthorized")
 _INVALID = re.compile(
     r"AuthFailure|InvalidClientTokenId|InvalidAccessKeyId|SignatureDoesNotMatch|UnrecognizedClient|IncompleteSignature"
 )
@@ -40,6 +41,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     (r"SpotMaxPriceTooLow|Insufficient", "try again later, or leave out --spot-only"),
     (r"VcpuLimitExceeded|InstanceLimitExceeded", "ask for more vCPUs at Service Quotas, or give fewer --nodes"),
     (r"Unsupported", "`aws ec2 describe-instance-type-offerings` lists what there is; give another --type"),
+    (r"OptInRequired", "accept the image's terms at the AWS Marketplace, or give another --ami"),
     (r"InvalidAMI|ParameterNotFound", "give --ami an image of this region"),
     (r"InvalidInstanceType", "`aws ec2 describe-instance-types` lists the types of this region"),
     (r"InvalidKeyPair", "`aws ec2 describe-key-pairs` lists the key pairs of this region"),
@@ -87,10 +89,13 @@ class AwsCalls:
         self._clients: dict[str, Any] = {}
 
     def call(self, service: str, operation: str, /, *, accept: Sequence[str] = (), **parameters: Any) -> Any:
-        """Return the answer to a call.
+        """Make a call.
 
         Args:
             accept: Codes of faults that mean that there is nothing left to do; the answer is then empty.
+
+        Returns:
+            The answer; an object of S3, whole, in `Body`.
 
         Raises:
             CallFailed: It failed, in one sentence.
@@ -98,13 +103,16 @@ class AwsCalls:
         pauses = _pauses(self._attempts)
         while True:
             try:
-                return getattr(self._client(service), operation)(**parameters)
+                reply = getattr(self._client(service), operation)(**parameters)
+                return {**reply, "Body": reply["Body"].read()} if "Body" in reply else reply
             except Exception as error:
                 code = _code(error)
                 if any(re.fullmatch(each, code) for each in accept):
                     return {}
                 pause = next(pauses, None) if is_transient(error) else None
                 if pause is None:
+                    if _EXPIRED.search(code):  # the next call looks for new ones
+                        self._session, self._clients = _session(self.profile, self.region), {}
                     raise _failed(error, service, operation, self.region) from error
                 time.sleep(pause)
 
@@ -164,7 +172,7 @@ def is_transient(error: Exception) -> bool:
         return _TRANSIENT.search(_code(error)) is not None or (status >= 500 and not CAPACITY.search(_code(error)))
     if isinstance(error, exceptions.SSLError | exceptions.ProxyConnectionError):
         return False
-    transient = (exceptions.HTTPClientError, exceptions.ResponseStreamingError, ResponseParserError, OSError)
+    transient = (exceptions.HTTPClientError, exceptions.IncompleteReadError, ResponseParserError, OSError)
     return isinstance(error, transient)
 
 
@@ -179,7 +187,7 @@ def _failed(error: Exception, service: str, operation: str, region: str) -> Call
         return NoAccess(f"there are no complete AWS credentials; {_LOGIN}")
     if isinstance(error, exceptions.SSOError | exceptions.TokenRetrievalError | exceptions.CredentialRetrievalError):
         return NoAccess(f"the AWS credentials can't be renewed ({_why(error)}); call `aws sso login`, or {_LOGIN}")
-    if isinstance(error, exceptions.HTTPClientError | exceptions.ResponseStreamingError | OSError):
+    if isinstance(error, exceptions.HTTPClientError | exceptions.IncompleteReadError | OSError):
         never = isinstance(error, exceptions.ConnectTimeoutError | exceptions.EndpointConnectionError)
         kind = NoAccess if never else CallFailed
         message = f"{name}: AWS is not reached in {region} ({_why(error)}); check the network and the region"
@@ -191,8 +199,13 @@ def _failed(error: Exception, service: str, operation: str, region: str) -> Call
 
 def _of_answer(error: Any, name: str, region: str) -> CallFailed:
     code, message = _code(error), _why(error)
+    if _SKEWED.search(f"{code} {message}"):
+        return NoAccess(
+            f"{name}: AWS finds this machine's clock wrong ({message}); set it, or have it set by NTP", code
+        )
     if _EXPIRED.search(code):
-        return NoAccess(f"{name}: the AWS credentials have expired; get new ones, such as by `aws sso login`", code)
+        clock = ", or this machine's clock is wrong" if code == "RequestExpired" else ""
+        return NoAccess(f"{name}: the AWS credentials have expired{clock}; get new ones, as by `aws sso login`", code)
     if _INVALID.search(code):
         return NoAccess(f"{name}: AWS doesn't accept the credentials ({code}); {_LOGIN}", code)
     if _REFUSED.search(code):

@@ -77,7 +77,7 @@ def remove(aws: AwsCalls, job: AwsJob, *, settle: bool = False, keep_objects: bo
     if not failures:  # else instances may run, and be in the groups
         attempt(lambda: _delete_groups(aws, job))
         attempt(lambda: _delete_left(aws, job))
-    if not keep_objects:
+    if not failures and not keep_objects:  # they have the exit codes, for the next attempt
         attempt(lambda: ["objects"] if JobObjects(aws, job).delete() else [])
     if failures:
         raise RunFailed(

@@ -4,6 +4,8 @@ job.json           the record of the job             token              what the
 project.tar.gz     the project                       ready/N            address of instance N
 logs/N/BYTES       its log, from a byte on           ends/N             its exit code
 stop               asks all to save and stop         results/...        the run's folder, from instance 0
+
+A log may have thousands of objects and gigabytes: it is listed from the newest known object on, and read in parts.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -22,6 +24,8 @@ from lockstep.launchers.aws_names import AwsJob
 
 _MOST_DELETED = 1000  # by one call
 _MOST_CODE = 255
+_PART = 1 << 23  # bytes, read at once
+_END = 1 << 16  # bytes: the end of a log, for a person
 
 
 class JobObjects:
@@ -35,7 +39,7 @@ class JobObjects:
     def __init__(self, aws: AwsCalls, job: AwsJob) -> None:
         self._aws = aws
         self._job = job
-        self._printed = 0
+        self._printed = _LogPlace()
         self._half = b""
 
     def record(self) -> Mapping[str, Any] | None:
@@ -54,36 +58,37 @@ class JobObjects:
     def ends(self) -> dict[str, int]:
         """Return the exit codes of the instances that have ended, by their number."""
         codes = {}
-        for name in self._names("ends/"):
+        for name, _ in self._listed("ends/"):
             text = self._read(name).decode(errors="replace").strip()
             code = int(text) if re.fullmatch(r"\d{1,3}", text) and int(text) <= _MOST_CODE else 1
             codes[name.removeprefix("ends/")] = code
         return codes
 
-    def has_reported(self) -> bool:
+    def has_reported(self, node: int) -> bool:
         """Return whether an instance has sent anything."""
-        return any(next(iter(self._names(prefix)), None) is not None for prefix in ("logs/", "ready/", "ends/"))
+        return any(True for place in (f"logs/{node}/", f"ends/{node}") for _ in self._listed(place))
 
     def print_log(self) -> None:
-        """Print what is new in the log of instance 0."""
-        for name, size in self._names("logs/0/").items():
-            start = _start_of(name)
-            if start is None or start + size <= self._printed or start > self._printed:
-                continue
-            data = self._half + self._read(name)[self._printed - start :]
-            self._printed = start + size
-            whole, newline, self._half = data.rpartition(b"\n")
+        """Print what is new in the log of instance 0: its whole lines."""
+        for data in self._log(0, self._printed):
+            whole, newline, self._half = (self._half + data).rpartition(b"\n")
             if newline:
                 echo(plain(whole.decode(errors="replace")), flush=True)
 
-    def log_of(self, node: str) -> str:
-        """Return the whole log of an instance."""
-        text = b""
-        for name in self._names(f"logs/{node}/"):
-            start = _start_of(name)
-            if start is not None and start <= len(text):
-                text = text[:start] + self._read(name)
-        return plain(text.decode(errors="replace"))
+    def print_rest(self) -> None:
+        """Print the last line of the log, which has no end."""
+        if self._half:
+            echo(plain(self._half.decode(errors="replace")), flush=True)
+        self._half = b""
+
+    def end_of_log(self, node: str) -> str:
+        """Return the end of an instance's log."""
+        data = b""
+        for name, size in reversed([*self._listed(f"logs/{node}/")]):
+            data = b"".join([*self._parts(name, max(size - _END, 0), size), data])
+            if len(data) >= _END:
+                break
+        return plain(data.decode(errors="replace"))
 
     def ask_to_stop(self) -> None:
         """Ask the instances to save and stop."""
@@ -91,54 +96,84 @@ class JobObjects:
 
     def fetch(self, folder: Path, nodes: int) -> int:
         """Write the results into a folder, and the instances' logs; return the number of results. Raises RunFailed."""
-        results = self._names("results/")
-        for name in results:
+        number = 0
+        for name, size in self._listed("results/"):
             path = PurePosixPath(name.removeprefix("results/"))
             if path.is_absolute() or ".." in path.parts or not path.parts:
                 echo(f"note: {name} is not fetched: its name leads out of the run's folder", file=sys.stderr)
                 continue
-            _write(folder / path, self._read(name))
+            _write(folder / path, self._parts(name, 0, size))
+            number += 1
         for node in range(nodes):
-            if text := self.log_of(str(node)):
-                _write(folder / "launch" / f"node-{node}.log", text.encode())
-        return len(results)
+            if self.has_reported(node):
+                _write(folder / "launch" / f"node-{node}.log", self._log(node, _LogPlace()))
+        return number
 
     def delete(self) -> int:
-        """Delete all objects of the job; return how many there were."""
-        keys = [self._job.key(name) for name in self._names("")]
-        for at in range(0, len(keys), _MOST_DELETED):
-            batch = {"Objects": [{"Key": key} for key in keys[at : at + _MOST_DELETED]], "Quiet": True}
-            reply = self._aws.call("s3", "delete_objects", Bucket=self._job.bucket, Delete=batch)
+        """Delete all objects of the job; return how many there were. What tells how it ended goes last."""
+        names = sorted((name for name, _ in self._listed("")), key=lambda name: name.startswith(("ends/", "job.json")))
+        for at in range(0, len(names), _MOST_DELETED):
+            keys = [{"Key": self._job.key(name)} for name in names[at : at + _MOST_DELETED]]
+            reply = self._aws.call(
+                "s3", "delete_objects", Bucket=self._job.bucket, Delete={"Objects": keys, "Quiet": True}
+            )
             for fault in reply.get("Errors", ())[:1]:
                 raise RunFailed(f"s3:DeleteObject failed for {fault.get('Key')}: {fault.get('Message')}")
-        return len(keys)
+        return len(names)
 
-    def _names(self, prefix: str) -> dict[str, int]:
-        """Return the sizes of the objects whose names start so, in the order of their names."""
+    def _log(self, node: int, place: _LogPlace) -> Iterator[bytes]:
+        """Yield what follows a place in an instance's log, and move the place."""
+        after = self._job.key(f"logs/{node}/{place.name[:-1]}") if place.name else ""
+        for name, size in self._listed(f"logs/{node}/", after):
+            label = name.rpartition("/")[2]
+            if not re.fullmatch(r"\d{1,18}", label) or int(label) > place.at:
+                continue
+            start = int(label)
+            for data in self._parts(name, place.at - start, size):
+                place.at, place.name = place.at + len(data), label
+                yield data
+
+    def _listed(self, prefix: str, after: str = "") -> Iterator[tuple[str, int]]:
+        """Yield names and sizes of the objects whose names start so, in the order of their names.
+
+        Args:
+            after: A key, with which and before which none is listed.
+        """
         whole = self._job.key("")
-        listed = self._aws.pages(
-            "s3", "list_objects_v2", "Contents", Bucket=self._job.bucket, Prefix=f"{whole}{prefix}"
-        )
-        return {entry["Key"].removeprefix(whole): int(entry["Size"]) for entry in listed}
+        place = {"Bucket": self._job.bucket, "Prefix": f"{whole}{prefix}", **({"StartAfter": after} if after else {})}
+        for entry in self._aws.pages("s3", "list_objects_v2", "Contents", **place):
+            yield entry["Key"].removeprefix(whole), int(entry["Size"])
 
-    def _read(self, name: str) -> bytes:
-        reply = self._aws.call("s3", "get_object", Bucket=self._job.bucket, Key=self._job.key(name))
-        try:
-            return bytes(reply["Body"].read())
-        except Exception as error:  # what the HTTP library raises when a connection breaks
-            raise RunFailed(f"s3:GetObject: {self._job.place}/{name} ended early: {type(error).__name__}") from error
+    def _parts(self, name: str, start: int, end: int) -> Iterator[bytes]:
+        """Yield the bytes of an object from one place to another."""
+        for at in range(start, end, _PART):
+            yield self._read(name, Range=f"bytes={at}-{min(at + _PART, end) - 1}")
 
-
-def _start_of(name: str) -> int | None:
-    text = name.rpartition("/")[2]
-    return int(text) if re.fullmatch(r"\d{1,18}", text) else None
+    def _read(self, name: str, **range_: str) -> bytes:
+        reply = self._aws.call("s3", "get_object", Bucket=self._job.bucket, Key=self._job.key(name), **range_)
+        return bytes(reply["Body"])
 
 
-def _write(path: Path, data: bytes) -> None:
+class _LogPlace:
+    """A place in a log.
+
+    Attributes:
+        at: Its byte.
+        name: Last part of the name of the object that has the byte before it: that object may grow.
+    """
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.name = ""
+
+
+def _write(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a file as a whole. Raises RunFailed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.part")
-        partial.write_bytes(data)
+        partial = path.with_name(f".{path.name[:200]}.part")
+        with partial.open("wb") as file:
+            file.writelines(parts)
         partial.replace(path)
-    except OSError as error:
-        raise RunFailed(f"can't write {path}: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise RunFailed(f"can't write {path}: {getattr(error, 'strerror', None) or error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -239,7 +240,10 @@ def checkpoints(command: JobCommand, options: AwsOptions) -> str:
     if place is not None and is_address(place):
         return checked_address(place)
     bucket, prefix = bucket_parts(options)
-    name = re.sub(r"[^A-Za-z0-9._=-]", "_", PurePosixPath(command.run_folder).as_posix())
+    run = PurePosixPath(command.run_folder).as_posix()
+    name = re.sub(r"[^A-Za-z0-9._=/-]|\.\.", "_", run).strip("/")
+    if name != run:  # another run may become the same name
+        name = f"{name}-{hashlib.sha256(run.encode(errors='surrogateescape')).hexdigest()[:8]}"
     return f"s3://{'/'.join(filter(None, (bucket, prefix, CHECKPOINTS, name)))}"
 
 

@@ -61,7 +61,7 @@ class _Starting:
         self._record = record
         self._job = job
         self._aws = AwsCalls(job.region, record["profile"])
-        self._asked_for_instances = False
+        self._has_asked = self._asked_for_instances = False
         self._is_stopped = False
 
     def make_calls(self) -> None:
@@ -72,6 +72,7 @@ class _Starting:
                 self._run_instances([parameters for _, _, parameters in calls[number:]], values)
                 return
             parameters = filled(given, values)
+            self._has_asked |= operation != "head_bucket"
             reply = self._aws.call(service, operation, accept=_DONE_BEFORE.get(operation, ()), **parameters)
             if operation == "create_security_group":
                 values[GROUP] = reply.get("GroupId") or self._existing_group()
@@ -113,8 +114,9 @@ class _Starting:
 
     def _remove(self) -> None:
         """Remove what was created, with new clients: a signal may have interrupted a call of the others."""
-        aws = AwsCalls(self._job.region, self._record["profile"])
-        remove(aws, self._job, settle=self._asked_for_instances)
+        if self._has_asked:
+            aws = AwsCalls(self._job.region, self._record["profile"])
+            remove(aws, self._job, settle=self._asked_for_instances)
 
     def _run_instances(self, alternatives: list[dict[str, Any]], values: Mapping[str, Any]) -> None:
         """Start the instances: spot ones first if they are asked for, then on demand, with some more tries."""

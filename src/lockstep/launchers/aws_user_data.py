@@ -51,7 +51,7 @@ send_log() {{
     start=$(cat "$home/sent")
     size=$(stat -c %s "$home/log")
     [ "$size" -gt "$start" ] || return 0
-    tail -c "+$((start + 1))" "$home/log" | head -c "$((size - start))" |
+    dd if="$home/log" bs=1M iflag=skip_bytes,count_bytes skip="$start" count="$((size - start))" status=none |
         aws s3 cp --quiet - "$bucket/logs/$node/$(printf %015d "$start")" && echo "$size" > "$home/sent"
 }}
 
@@ -87,6 +87,7 @@ echo 0 > "$home/sent"
 exec > "$home/log" 2>&1
 trap finish EXIT
 node=$(metadata ami-launch-index)
+echo "instance $node has started: $(date -u +%FT%TZ)"
 watch &
 watcher=$!
 """

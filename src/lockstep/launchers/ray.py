@@ -30,11 +30,12 @@ from urllib.parse import urlsplit
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
+from lockstep.core.stopping import undo_on_stop, write_stderr
 from lockstep.core.terminal import echo, plain
 from lockstep.launchers.host_checks import shared_folders
 from lockstep.launchers.ray_driver import STARTS, WAITS
 from lockstep.launchers.ray_options import ADDRESS, RayOptions, bundle, check
-from lockstep.launchers.tools import job_name, own_program, seconds_to_save, write_files
+from lockstep.launchers.tools import Patience, job_name, own_program, seconds_to_save, write_files
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -46,7 +47,6 @@ _FIRST_LINE_S = 30.0  # after which a job counts as submitted, whatever it does
 _STOPPED_S = 30  # that nodes have beyond the time to save
 _CONNECT_S = 5.0
 _POLL_S = 0.5
-_PATIENCE_S = 300.0  # without an answer, while a job is followed
 _MOST_LINES = 8
 _CODES = (1, 2, 3, 75, 130)  # of Lockstep's failures
 _SHELLS = re.compile(r"\S*sh: .*(not found|denied|No such file)", re.IGNORECASE)
@@ -101,7 +101,8 @@ class RayLauncher:
             job,
         )
         words += ("--runtime-env-json", json.dumps(environment), "--", *shlex.split(str(record["entrypoint"])))
-        return LaunchPlan({command.folder / _RECORD: json.dumps(record, indent=2) + "\n"}, (words,))
+        number = job if record["address"] == _DASHBOARD else f"{record['address']}/{job}"
+        return LaunchPlan({command.folder / _RECORD: json.dumps(record, indent=2) + "\n"}, (words,), number=number)
 
     def submit(self, plan: LaunchPlan) -> str:
         """Submit the job, and wait until its nodes are found or waited for. Raises RunFailed: it has ended before."""
@@ -110,9 +111,11 @@ class RayLauncher:
         address = record.pop("address")
         job = _RayJob(_client(address), record["submission_id"])
         write_files({path: text})
-        job.submit(record)
-        job.wait_for_first_line()
-        return job.number if address == _DASHBOARD else f"{address}/{job.number}"
+        ways = "; ".join(f"lockstep launch ray {verb} {plan.number}" for verb in ("follow", "cancel"))
+        with undo_on_stop(lambda: write_stderr(f"the job is submitted: {ways}")):
+            job.submit(record)
+            job.wait_for_first_line()
+        return plan.number
 
     def status(self, job: LaunchedJob) -> JobStatus:
         """Return the job's state."""
@@ -121,19 +124,14 @@ class RayLauncher:
     def follow(self, job: LaunchedJob) -> int:
         """Print the job's output until it has ended."""
         ray_job, output = _named(job.number), _JobOutput()
-        shown, answered_at = "", time.monotonic()
+        shown, patience = "", Patience(job.number, "ray")
         while True:
-            try:
+            with patience:
                 status = ray_job.status()
                 if status.text != shown:
                     shown = status.text
                     echo(shown, file=sys.stderr, flush=True)
                 ray_job.print_new(output, until_it_ends=status.code is None)
-                answered_at = time.monotonic()
-            except RunFailed:  # the dashboard can't be reached at the moment; the job continues
-                if time.monotonic() - answered_at > _PATIENCE_S:
-                    raise
-            else:
                 if status.code is not None:
                     return status.code
             time.sleep(_POLL_S)

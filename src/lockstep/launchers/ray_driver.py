@@ -22,7 +22,7 @@ from typing import Any, TextIO, cast
 
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.stopping import stop_at_once
-from lockstep.core.terminal import echo
+from lockstep.core.terminal import echo, plain
 from lockstep.launch.meeting import TOKEN
 from lockstep.launchers.host_checks import Wanted, check_hosts
 from lockstep.launchers.host_connection import HostConnection
@@ -58,7 +58,11 @@ def drive(text: str) -> int:
     if order["folder"] is not None:
         _enter(order["folder"])
     sys.stdout = cast("TextIO", _Own(sys.stdout))
-    ray.init(log_to_driver=False, logging_level="ERROR")
+    try:
+        ray.init(log_to_driver=False, logging_level="ERROR")
+    except (RuntimeError, OSError, ValueError) as error:
+        message = plain(" ".join(str(error).split()))
+        raise RunFailed(f"Ray of {sys.executable} can't join this cluster: {message}") from None
     stop_at_once()  # Ray has set handlers of its own
     for attempt in range(order["retries"] + 1):
         group = _place(order)

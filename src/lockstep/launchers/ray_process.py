@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import signal
 import threading
 import time
 from contextlib import suppress
@@ -18,6 +19,7 @@ from lockstep.launchers.host_connection import last_line
 _CHUNK = 1 << 16
 _READ_S = 5.0
 _UNREACHABLE_S = 30.0
+_DYING_S = 5.0  # from the first killed process of a node to the last
 _RETRY_S = 0.5
 _MOST_LINES = 3
 _NOT_THERE = 127  # of a program that can't be started
@@ -107,11 +109,27 @@ class RayProcess:
                 with suppress(OSError):
                     while data:
                         data = data[os.write(targets[number].fileno(), data) :]
-            if has_ended and code is None:
-                self._lost = "the process that started Lockstep there was killed"
+            if has_ended and code in (None, -signal.SIGKILL):
+                self._lost = self._why_killed(code)
             self._code = 1 if code is None else code if code >= 0 else 128 - code
         output.close()
         errors.close()
+
+    def _why_killed(self, code: int | None) -> str | None:
+        """Return why processes there were killed; None: Lockstep alone was, on a node that stays.
+
+        The processes of a node that fails or is removed die one by one, and its actor may be the last.
+        """
+        import ray
+
+        until = time.monotonic() + _DYING_S
+        while time.monotonic() < until:
+            try:
+                ray.get(self._actor.is_ready.remote(), timeout=_DYING_S)
+            except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
+                return _reason(error)
+            time.sleep(_RETRY_S)
+        return "the process that started Lockstep there was killed" if code is None else None
 
     def _call(self, method: str, *arguments: object) -> Any:
         """Call the actor, again if its node can't be reached for a moment. Raises RayError."""

@@ -1,6 +1,7 @@
 """Tools that launchers share: running other programs, writing a job's files, printing its output.
 
 execute(["sbatch", ...])    its output, or one sentence if it is missing or refuses
+Patience(job, "slurm")      bears that a job can't be asked for a while
 OutputTail(pattern)         prints what is new in the files that match
 """
 
@@ -12,13 +13,17 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.files import write_atomically
 from lockstep.core.jobs import JobCommand
 from lockstep.core.terminal import echo, plain
+
+_Answer = TypeVar("_Answer")
 
 _LAST_UPDATE_S = 60  # for the update that is running and the ends of the processes
 _WRITTEN_PER_SECOND = 200e6  # bytes, by a node, to a slow shared file system
@@ -115,6 +120,49 @@ def write_files(files: Mapping[Path, str]) -> None:
             path.chmod(0o755 if text.startswith("#!") else 0o644)
         except OSError as error:
             raise RunFailed(f"can't write {path}: {error.strerror}") from None
+
+
+class Patience:
+    """Bears that questions about a job fail for a while: the network is gone, a server is busy, a login has expired.
+
+    Each block `with patience:` is a question; a RunFailed in it is noted and suppressed.
+
+    Args:
+        number: The job's identifier.
+        where: Name of the launcher, for the commands in the message.
+        seconds: Time without any success after which the failure is raised.
+    """
+
+    def __init__(self, number: str, where: str, seconds: float = 300.0) -> None:
+        ways = " or ".join(f"lockstep launch {where} {verb} {number}" for verb in ("follow", "cancel"))
+        self._ways = f"the job continues; {ways} is the next step when that is mended"
+        self._seconds = seconds
+        self._successful_at = time.monotonic()
+        self._is_noted = False
+
+    def __enter__(self) -> None:
+        """Begin a question."""
+
+    def __exit__(self, kind: object, failure: BaseException | None, trace: object) -> bool:
+        """Note a RunFailed once, and suppress it. Raises RunFailed: questions have failed for too long."""
+        if failure is None:
+            self._successful_at, self._is_noted = time.monotonic(), False
+        if not isinstance(failure, RunFailed):
+            return False
+        if time.monotonic() - self._successful_at > self._seconds:
+            raise RunFailed(f"{failure}; {self._ways}") from failure
+        if not self._is_noted:
+            note = f"note: {failure}; the job continues, and it is asked again for {self._seconds / 60:g} minutes"
+            echo(note, file=sys.stderr, flush=True)
+        self._is_noted = True
+        return True
+
+    def ask(self, question: Callable[[], _Answer], pause: float) -> _Answer:
+        """Return the answer to a question, which is repeated as long as it fails. Raises RunFailed."""
+        while True:
+            with self:
+                return question()
+            time.sleep(pause)
 
 
 class OutputTail:

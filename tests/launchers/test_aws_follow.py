@@ -1,0 +1,330 @@
+"""`lockstep launch aws follow` against moto's server: what AWS, the network and this machine do to it until the end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.aws import BUCKET, Cloud, Fault, Kind, cloud, ends, faults, hurried
+from kit.commands import start_lockstep
+
+from lockstep.cli.main import main
+from lockstep.core.errors import Failure
+from lockstep.core.jobs import LaunchedJob
+from lockstep.launchers import aws_batch, aws_follow, aws_instances, aws_objects
+from lockstep.launchers.aws import AWS
+from lockstep.launchers.aws_calls import AwsCalls
+from lockstep.launchers.aws_names import job_named
+from lockstep.launchers.aws_objects import JobObjects
+
+OPTIONS = ["--type", "g6.12xlarge", "--bucket", BUCKET, "--instance-profile", "train", "--source", "none"]
+CONSOLE = {"Output": "the end of\na console"}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Cloud]:
+    with cloud() as running:
+        yield running
+
+
+@pytest.fixture
+def moto(running: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cloud:
+    return hurried(running, tmp_path, monkeypatch)
+
+
+def launched(moto: Cloud, capsys: pytest.CaptureFixture[str], *options: object) -> LaunchedJob:
+    """A job on two instances."""
+    words = ["launch", "aws", "--nodes", "2", "--program", "lockstep", *OPTIONS, "--ami", moto.image]
+    assert main([*words, *map(str, options), "train", "digits", "run.folder=run"]) == 0
+    line = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("aws job "))
+    return LaunchedJob(line.split()[2].rstrip(";"))
+
+
+def place_of(job: LaunchedJob) -> str:
+    return job.number.split("/", 1)[1].partition("/")[2]
+
+
+def terminated(moto: Cloud, *nodes: int) -> None:
+    """Instances end as AWS ends them, without a word from their script."""
+    ec2 = moto.client("ec2")
+    live = [{"Name": "instance-state-name", "Values": ["running"]}]
+    reservations = ec2.describe_instances(Filters=live)["Reservations"]
+    by_node = {each["AmiLaunchIndex"]: each["InstanceId"] for group in reservations for each in group["Instances"]}
+    ec2.terminate_instances(InstanceIds=[by_node[node] for node in nodes])
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, *steps: Callable[[], object]) -> None:
+    """Do these steps while a job is followed, one each time that its log was printed."""
+    print_log, left = JobObjects.print_log, [*steps]
+
+    def printed(objects: JobObjects) -> None:
+        print_log(objects)
+        if left:
+            left.pop(0)()
+
+    monkeypatch.setattr(JobObjects, "print_log", printed)
+
+
+FAILING: list[tuple[Kind, str]] = [
+    ("throttled", "failed after 6 attempts"),
+    ("expired", "the AWS credentials have expired; get new ones"),
+    ("skewed", "AWS finds this machine's clock wrong (planned)"),
+    ("cut off", "AWS is not reached in us-east-1"),
+]
+
+
+@pytest.mark.parametrize(("kind", "note"), FAILING, ids=[kind for kind, _ in FAILING])
+def test_what_fails_for_a_while_is_borne(
+    kind: Kind, note: str, moto: Cloud, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = launched(moto, capsys)
+    planned = Fault(-1, kind, ".", times=0)
+    meanwhile(monkeypatch, lambda: setattr(planned, "times", 15), lambda: ends(moto, job.number, 0, 0))
+    with faults(planned):
+        assert AWS.follow(job) == 0
+    done = capsys.readouterr()
+    assert done.out == "step 1\nstep 2\n"
+    assert done.err.count(f"{note}") == 1
+    assert "; the job continues, and it is asked again for 5 minutes\n" in done.err
+    assert moto.left() == []
+
+
+def test_what_fails_for_long_ends_the_following_and_not_the_job(
+    moto: Cloud, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = launched(moto, capsys)
+    monkeypatch.setattr(aws_follow, "_PATIENCE_S", -1.0)
+    planned = Fault(-1, "expired", ".", times=0)
+    meanwhile(monkeypatch, lambda: setattr(planned, "times", 1000))
+    with faults(planned), pytest.raises(Failure) as raised:
+        AWS.follow(job)
+    assert "the AWS credentials have expired" in str(raised.value)
+    assert f"the job continues; lockstep launch aws follow {job.number} or " in str(raised.value)
+    assert AWS.status(job).text.endswith("instances 2 running")
+    AWS.cancel(job)
+    assert moto.left() == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"), [(CONSOLE, "ends with:\nthe end of\na console\n"), ({}, "ends with:\n(EC2 has none of it)\n")]
+)
+def test_an_instance_that_never_reports_is_given_up(
+    answer: dict[str, str],
+    shown: str,
+    moto: Cloud,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = launched(moto, capsys, "--boot-minutes", 0.0005)
+    moto.put(f"{place_of(job)}/logs/0/{0:015}", "instance 0 has started\n")
+    call = AwsCalls.call
+
+    def with_console(calls: AwsCalls, service: str, operation: str, **given: Any) -> Any:
+        return answer if operation == "get_console_output" else call(calls, service, operation, **given)
+
+    monkeypatch.setattr(aws_instances.AwsCalls, "call", with_console)
+    assert AWS.follow(job) == 1
+    done = capsys.readouterr()
+    assert done.out == "instance 0 has started\n"
+    assert "note: instance 1 has reported nothing in 0.0005 minutes\n" in done.err
+    assert shown in done.err
+    assert moto.left() == []
+
+
+@pytest.mark.parametrize("nodes", [(0, 1), (1,)], ids=["all", "one"])
+def test_instances_that_aws_terminates_end_the_job(
+    nodes: tuple[int, ...], moto: Cloud, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = launched(moto, capsys)
+    monkeypatch.setattr(aws_follow, "_OTHERS_S", 0.0)
+    meanwhile(monkeypatch, lambda: terminated(moto, *nodes))
+    assert AWS.follow(job) == 1
+    text = capsys.readouterr().err
+    assert f"instances {'2' if len(nodes) == 2 else '1 running, 1'} terminated" in text
+    assert ("exit code 1 (User initiated" in text) == (len(nodes) == 2)
+    assert ("note: 1 instances go on, and the others have ended; all are ended" in text) == (len(nodes) == 1)
+    assert "--- the console of instance " in text
+    assert moto.left() == []
+
+
+def test_spot_instances_that_are_taken_back_after_they_have_saved(
+    moto: Cloud, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = launched(moto, capsys, "--spot-only")
+    steps = (lambda: terminated(moto, 1), lambda: ends(moto, job.number, 75, 75), lambda: terminated(moto, 0))
+    meanwhile(monkeypatch, *steps)
+    assert AWS.follow(job) == 75
+    assert Path("run/summary.json").exists()
+    assert moto.left() == []
+
+
+def test_a_job_that_another_command_cancels(
+    moto: Cloud, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = launched(moto, capsys)
+    meanwhile(monkeypatch, lambda: aws_instances.remove(AwsCalls("us-east-1"), job_named(job.number)))
+    monkeypatch.setattr(aws_follow, "instances", lambda calls, job: _without_terminated(calls, job))
+    assert AWS.follow(job) == 130
+    assert f"AWS job {job.number}: removed" in capsys.readouterr().err
+    assert moto.left() == []
+
+
+def _without_terminated(calls: AwsCalls, job: Any) -> list[Any]:
+    return [each for each in aws_instances.instances(calls, job) if each["State"]["Name"] != "terminated"]
+
+
+def test_results_that_cannot_be_written_stay_and_nothing_runs(moto: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
+    job = launched(moto, capsys)
+    ends(moto, job.number, 0, 0)
+    Path("run/summary.json").mkdir()
+    with pytest.raises(Failure) as raised:
+        AWS.follow(job)
+    text = str(raised.value)
+    assert text.startswith("can't write run/summary.json: Is a directory; the results stay in s3://my-bucket/digits-")
+    assert f"are paid for: lockstep launch aws follow {job.number} fetches them" in text
+    assert all(name.startswith(place_of(job)) for name in moto.left()), "only objects are left"
+    Path("run/summary.json").rmdir()
+    assert AWS.follow(job) == 0
+    assert Path("run/summary.json").read_text() == "{}"
+    assert moto.left() == []
+
+
+def test_results_that_are_not_fetched_from_instances_that_cannot_be_ended(
+    moto: Cloud, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = launched(moto, capsys)
+    ends(moto, job.number, 3, 0)
+    refused = [Fault(-1, "refused", pattern, times=9) for pattern in ("GET summary.json", "TerminateInstances")]
+    with faults(*refused), pytest.raises(Failure) as raised:
+        AWS.follow(job)
+    assert str(raised.value).startswith("s3:GetObject is refused to these credentials")
+    assert "may be left, and be paid for (ec2:TerminateInstances is refused" in str(raised.value)
+    assert AWS.follow(job) == 3
+    assert moto.left() == []
+
+
+def drilled(number: signal.Signals) -> Any:
+    return pytest.param(number, id=number.name, marks=[] if number == signal.SIGTERM else pytest.mark.drill)
+
+
+@pytest.mark.parametrize("number", [drilled(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)])
+def test_a_signal_ends_the_following_and_not_the_job(
+    number: signal.Signals, moto: Cloud, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = launched(moto, capsys)
+    process = start_lockstep("launch", "aws", "follow", job.number, cwd=tmp_path)
+    process.wait_for(lambda: "instances 2 running" in process.output)
+    process.send(number)
+    assert process.end() == 130
+    ways = "; ".join(f"lockstep launch aws {verb} {job.number}" for verb in ("follow", "cancel"))
+    assert f"lockstep: the job continues: {ways}\nlockstep: stopped by {number.name}\n" in process.output
+    assert AWS.status(job).text.endswith("instances 2 running")
+    AWS.cancel(job)
+    assert moto.left() == []
+
+
+# --- long logs ------------------------------------------------------------------------------------------------------
+
+
+def put_at_once(objects: dict[str, bytes]) -> None:
+    """Put objects into moto's memory: a thousand by HTTP take seconds."""
+    from moto.s3.models import s3_backends
+
+    for name, data in objects.items():
+        s3_backends["123456789012"]["aws"].put_object(BUCKET, name, data)
+
+
+def test_a_long_log_is_listed_from_its_end_and_read_in_parts(
+    moto: Cloud, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines = [f"step {number}\n" for number in range(2100)]
+    starts = [len("".join(lines[:number])) for number in range(len(lines))]
+    put_at_once({f"digits-1/logs/0/{at:015}": line.encode() for at, line in zip(starts, lines, strict=True)})
+    objects = JobObjects(AwsCalls("us-east-1"), job_named(f"us-east-1/{BUCKET}/digits-1"))
+    with faults() as calls:
+        objects.print_log()
+    assert capsys.readouterr().out == "".join(lines)
+    assert len([call for call in calls if "list-type" in call]) == 3
+
+    put_at_once({f"digits-1/logs/0/{starts[-1]:015}": lines[-1].encode() + b"more\nof a li"})
+    with faults() as calls:
+        objects.print_log()
+    assert capsys.readouterr().out == "more\n"
+    assert len(calls) == 2, "a list from the newest object on, and what is new of that"
+    assert "start-after" in calls[0]
+    objects.print_rest()
+    assert capsys.readouterr().out == "of a li\n"
+
+    monkeypatch.setattr(aws_objects, "_PART", 1000)
+    put_at_once({"digits-1/results/weights.bin": bytes(range(256)) * 20, "digits-1/results/empty": b""})
+    with faults() as calls:
+        assert objects.fetch(tmp_path / "run", 1) == 2
+    assert len([call for call in calls if call == "GET weights.bin"]) == 6
+    assert (tmp_path / "run/results.txt").exists() is False
+    assert (tmp_path / "run/weights.bin").read_bytes() == bytes(range(256)) * 20
+    assert (tmp_path / "run/empty").read_bytes() == b""
+    assert (tmp_path / "run/launch/node-0.log").read_text() == "".join(lines) + "more\nof a li"
+    assert objects.end_of_log("0").endswith("step 2099\nmore\nof a li")
+    assert objects.delete() == 2102
+
+
+# --- AWS Batch ------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_of_a_batch_job_is_printed_from_cloudwatch(
+    moto: Cloud, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = moto.client("logs")
+    logs.create_log_group(logGroupName="/aws/batch/job")
+    for stream in ("first", "second"):
+        logs.create_log_stream(logGroupName="/aws/batch/job", logStreamName=stream)
+
+    def put(stream: str, *lines: str) -> None:
+        events = [{"timestamp": 1_790_000_000_000, "message": line} for line in lines]
+        logs.put_log_events(logGroupName="/aws/batch/job", logStreamName=stream, logEvents=events)
+
+    put("first", *(f"step {number}" for number in range(1500)))
+    states = iter(
+        [
+            ("STARTING", None, None),
+            ("RUNNING", "first", lambda: put("first", "saved \x1b[2J")),
+            ("RUNNABLE", "first", lambda: put("second", "resumes")),
+            ("RUNNING", "second", None),
+            ("SUCCEEDED", "second", None),
+        ]
+    )
+    now: list[Any] = []
+
+    def described(job: object, number: str) -> dict[str, Any]:
+        if "#" not in number:
+            now[:] = next(states)
+            return {"status": now[0]}
+        if now[2] is not None:
+            now[2]()
+        return {"container": {"logStreamName": now[1], "exitCode": 0}}
+
+    monkeypatch.setattr(aws_batch.ElsewhereJob, "_described", described)
+    monkeypatch.setattr(aws_batch, "_POLL_S", 0.0)
+    assert main(["launch", "aws", "follow", "us-east-1/batch:0-1"]) == 0
+    done = capsys.readouterr()
+    assert done.out.splitlines() == [*(f"step {number}" for number in range(1500)), r"saved \x1b[2J", "resumes"]
+    assert "AWS Batch job 0-1: RUNNABLE\n" in done.err
+
+
+def test_a_log_of_batch_that_may_not_be_read_is_noted_once(
+    moto: Cloud, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = iter(["RUNNING", "RUNNING", "FAILED"])
+
+    def described(job: object, number: str) -> dict[str, Any]:
+        return {"container": {"logStreamName": "x", "exitCode": 3}} if "#" in number else {"status": next(states)}
+
+    monkeypatch.setattr(aws_batch.ElsewhereJob, "_described", described)
+    monkeypatch.setattr(aws_batch, "_POLL_S", 0.0)
+    with faults(Fault(-1, "refused", "GetLogEvents", times=9)):
+        assert main(["launch", "aws", "follow", "us-east-1/batch:0-1"]) == 3
+    text = capsys.readouterr().err
+    assert text.count("note: the log x of /aws/batch/job isn't printed: ") == 1
