@@ -290,7 +290,7 @@ def faults(*planned: Fault) -> Iterator[list[str]]:
                 raise EndpointConnectionError(endpoint_url=request.url)
             if fault.kind in _CODES:
                 fault.times -= 1
-                return _refusal(fault.kind)
+                return _refusal(fault.kind, name)
             if fault.kind == "stopped before":
                 os.kill(os.getpid(), signal.SIGINT)
             answer = send(session, request)
@@ -319,12 +319,17 @@ def _name_of(request: Any) -> str:
     return f"{request.method} {path.path.rpartition('/')[2]}{'?' + path.query if path.query else ''}"
 
 
-def _refusal(kind: str) -> Any:
+def _refusal(kind: str, name: str) -> Any:
+    """An answer with an error, in the format of the service that a request is for."""
     from botocore.awsrequest import AWSResponse
 
     code, status = _CODES[kind]
-    errors = f"<Errors><Error><Code>{code}</Code><Message>planned</Message></Error></Errors>"
-    text = f"<Response>{errors}<RequestID>r</RequestID></Response>".encode()
+    error = f"<Error><Code>{code}</Code><Message>planned</Message></Error>"
+    if name.startswith("ec2:"):
+        error = f"<Response><Errors>{error}</Errors><RequestID>r</RequestID></Response>"
+    elif re.match(r"[A-Za-z]+_\d+\.", name):
+        error = f'{{"__type": "{code}", "message": "planned"}}'
+    text = error.encode()
 
     class Raw:
         def stream(self, **options: Any) -> Iterator[bytes]:

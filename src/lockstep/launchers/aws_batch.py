@@ -107,7 +107,7 @@ class ElsewhereJob:
             raise ConfigError(_UNKNOWN_JOB.format(self._name))
         state = str(job["status"])
         why = plain_line(str(job.get("statusReason") or ""))
-        code = {"SUCCEEDED": 0, "FAILED": self._exit_code()}.get(state)
+        code = {"SUCCEEDED": 0}.get(state) if state != "FAILED" else self._exit_code()
         return JobStatus(f"AWS Batch job {self._name}: {state}{f' ({why})' if why else ''}", code)
 
     def follow(self) -> int:

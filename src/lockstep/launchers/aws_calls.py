@@ -172,8 +172,13 @@ def is_transient(error: Exception) -> bool:
         return _TRANSIENT.search(_code(error)) is not None or (status >= 500 and not CAPACITY.search(_code(error)))
     if isinstance(error, exceptions.SSLError | exceptions.ProxyConnectionError):
         return False
-    transient = (exceptions.HTTPClientError, exceptions.IncompleteReadError, ResponseParserError, OSError)
-    return isinstance(error, transient)
+    return isinstance(error, (*_connection_faults(), ResponseParserError))
+
+
+def _connection_faults() -> tuple[type[Exception], ...]:
+    from botocore import exceptions
+
+    return exceptions.HTTPClientError, exceptions.ConnectionError, exceptions.IncompleteReadError, OSError
 
 
 def _failed(error: Exception, service: str, operation: str, region: str) -> CallFailed | ConfigError:
@@ -187,7 +192,7 @@ def _failed(error: Exception, service: str, operation: str, region: str) -> Call
         return NoAccess(f"there are no complete AWS credentials; {_LOGIN}")
     if isinstance(error, exceptions.SSOError | exceptions.TokenRetrievalError | exceptions.CredentialRetrievalError):
         return NoAccess(f"the AWS credentials can't be renewed ({_why(error)}); call `aws sso login`, or {_LOGIN}")
-    if isinstance(error, exceptions.HTTPClientError | exceptions.IncompleteReadError | OSError):
+    if isinstance(error, _connection_faults()):
         never = isinstance(error, exceptions.ConnectTimeoutError | exceptions.EndpointConnectionError)
         kind = NoAccess if never else CallFailed
         message = f"{name}: AWS is not reached in {region} ({_why(error)}); check the network and the region"

@@ -41,7 +41,8 @@ def state_of(instance: Mapping[str, Any]) -> str:
 
 def reason_of(instance: Mapping[str, Any]) -> str:
     """Return why an instance has ended, in AWS's words; empty: it is not known."""
-    return plain_line(str(instance.get("StateReason", {}).get("Message", "")))
+    reason = instance.get("StateReason", {}).get("Message") or instance.get("StateTransitionReason") or ""
+    return plain_line(str(reason))
 
 
 def console_end(aws: AwsCalls, instance: str) -> str:
