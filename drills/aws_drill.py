@@ -4,8 +4,8 @@
              `follow` at the end is refused: the tests of tests/launchers, which run first
     kills    a process of `launch aws --follow` against moto's server, over HTTP; it is killed when the server has
              got a number of requests that is drawn, by SIGINT, SIGTERM, SIGHUP or SIGKILL
-    judged   is anything left?  if the job is said to continue, or after SIGKILL: does `cancel` end all of it, by the
-             identifier or the run's folder, and do the instances end themselves?
+    checked  is anything left?  if the message has that the job continues, or after SIGKILL: does `cancel` end all of
+             it, by the identifier or the run's folder, and do the instances end themselves?
 
 Prints a table, writes results/aws_drill.json, and fails (exit code 1) if anything was left. Everything is drawn from
 --seed, but the timing is the machine's.

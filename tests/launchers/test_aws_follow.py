@@ -50,7 +50,7 @@ def place_of(job: LaunchedJob) -> str:
 
 
 def terminated(moto: Cloud, *nodes: int) -> None:
-    """Instances end as AWS ends them, without a word from their script."""
+    """Instances end as AWS ends them: their script reports nothing."""
     ec2 = moto.client("ec2")
     live = [{"Name": "instance-state-name", "Values": ["running"]}]
     reservations = ec2.describe_instances(Filters=live)["Reservations"]
@@ -147,7 +147,7 @@ def test_instances_that_aws_terminates_end_the_job(
     text = capsys.readouterr().err
     assert f"instances {'2' if len(nodes) == 2 else '1 running, 1'} terminated" in text
     assert ("exit code 1 (Client.UserInitiatedShutdown: " in text) == (len(nodes) == 2)
-    assert ("note: 1 instances go on, and the others have ended; all are ended" in text) == (len(nodes) == 1)
+    assert ("note: 1 instances still run, and the others have ended; all are ended" in text) == (len(nodes) == 1)
     assert "--- the console of instance " in text
     assert moto.left() == []
 

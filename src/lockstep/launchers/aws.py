@@ -1,8 +1,8 @@
 """Runs a command on instances of EC2 that are started for it, and terminated after it.
 
-plan      the script of an instance, and all calls with their parameters
-submit    makes the calls, or undoes them
-status, follow, cancel    `aws_follow`, or `aws_batch` for a job of AWS Batch
+plan                      the script of an instance, and all calls with their parameters
+submit                    makes the calls, or undoes them: `aws_start`
+status, follow, cancel    `aws_follow`; `aws_batch` for a job of AWS Batch
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class FollowedJob:
         """Return the state with an exit code if there is nothing to wait for any more."""
         now = time.monotonic()
         if first_end is not None and now - first_end > _OTHERS_S:
-            echo(f"note: {state.live} instances go on, and the others have ended; all are ended", file=sys.stderr)
+            echo(f"note: {state.live} instances still run, and the others have ended; all are ended", file=sys.stderr)
         elif silent and now - began > boot_s:
             which = ", ".join(map(str, sorted(silent)))
             echo(f"note: instance {which} has reported nothing in {boot_s / 60:g} minutes", file=sys.stderr)

@@ -110,7 +110,7 @@ class JobObjects:
         return number
 
     def delete(self) -> int:
-        """Delete all objects of the job; return how many there were. What tells how it ended goes last."""
+        """Delete all objects of the job; return how many there were. Record and exit codes go last."""
         names = sorted((name for name, _ in self._listed("")), key=lambda name: name.startswith(("ends/", "job.json")))
         for at in range(0, len(names), _MOST_DELETED):
             keys = [{"Key": self._job.key(name)} for name in names[at : at + _MOST_DELETED]]
