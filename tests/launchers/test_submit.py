@@ -92,6 +92,30 @@ def test_a_sweep_is_a_job_for_each_run() -> None:
     assert job.status().code == 2
 
 
+@pytest.mark.parametrize("earlier", [None, {"launcher": "queue", "job": "j0"}])
+def test_a_job_whose_identifier_is_known_is_remembered_before_it_is_submitted(
+    earlier: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it can be canceled if the command is killed meanwhile."""
+    record = Path("r/launch/job.json")
+    CODES["j0"] = 0
+    if earlier is not None:
+        record.parent.mkdir(parents=True)
+        record.write_text(json.dumps(earlier))
+
+    def refuse(plan: LaunchPlan) -> str:
+        CODES["known"] = None
+        lockstep.find_job("queue", "r").cancel()
+        raise lockstep.RunFailed("refused")
+
+    monkeypatch.setattr(Queue, "plan", lambda queue, *words: LaunchPlan({}, (), number="known"))
+    monkeypatch.setattr(QUEUE, "submit", refuse)
+    with pytest.raises(lockstep.RunFailed, match="refused"):
+        lockstep.submit("queue", TRAIN)
+    assert CALLS == [("cancel", "known")]
+    assert (json.loads(record.read_text()) if Path("r").exists() else None) == earlier
+
+
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [

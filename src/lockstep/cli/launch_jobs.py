@@ -10,6 +10,7 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -151,14 +152,18 @@ def _world_size(options: object, ranks: int | None) -> int | None:
 def _submit(planned: PlannedJobs, plan: LaunchPlan, command: JobCommand) -> str:
     """Submit the job and return its identifier; leave nothing new behind if it is refused."""
     run, record = command.folder.parent, command.folder / _RECORD
-    existed, before = run.exists(), record.read_text() if record.is_file() else None
+    new = [folder for folder in (run, *run.parents) if not folder.exists()]
+    before = record.read_text() if record.is_file() else None
     if plan.number:  # so that it can be canceled if this process is killed
         _write(planned, command.folder, {"job": plan.number})
     try:
         return planned.launcher.submit(plan)
     except Failure:
-        if not existed:
+        if new:
             shutil.rmtree(run, ignore_errors=True)
+            with suppress(OSError):  # another run is in it by now
+                for folder in new[1:]:
+                    folder.rmdir()
         elif plan.number and before is None:
             record.unlink(missing_ok=True)
         elif plan.number and before is not None:
