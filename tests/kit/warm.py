@@ -1,13 +1,16 @@
 """What ranks import sooner or later, which takes seconds: the server that they are forked from does it once.
 
-Frozen, garbage collection in the ranks leaves all of it alone; to look at an object is to copy its page.
+Frozen, garbage collection in the ranks leaves all of it alone; to look at an object is to copy its page. In huge pages,
+400 MB are 200 entries of the page table to copy and to drop for each rank, not 100,000: 10 ms instead of 30.
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
 import pkgutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,8 @@ import pytest
 import kit
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when its library is imported
+_HUGE = 2 << 20
+_MADV_COLLAPSE = 25
 _FAMILIES = ("llama", "gpt2", "qwen3", "mixtral", "t5", "bert", "vit")
 _MODULES = (
     "torch", "torch.distributed", "torch.distributed.checkpoint", "torch._dynamo", "torch._inductor.compile_fx",
@@ -36,8 +41,22 @@ def _tests_with_ranks() -> list[str]:
     return [f"{path.parent.name}.{path.stem}" for path in found if "kit.worlds" in path.read_text(encoding="utf-8")]
 
 
+def _gather_in_huge_pages() -> None:
+    """Ask the kernel to; one that can't (before Linux 6.1, or not Linux) leaves memory as it is."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        addresses, access, _, _, _, *names = line.split(maxsplit=5)
+        first, end = (int(address, 16) for address in addresses.split("-"))
+        first, end = -(-first // _HUGE) * _HUGE, end // _HUGE * _HUGE
+        if access == "rw-p" and names in ([], ["[heap]"]) and first < end:
+            madvise(first, end - first, _MADV_COLLAPSE)
+
+
 for _module in (*_MODULES, *_tests_with_ranks()):
     with contextlib.suppress(ImportError, pytest.skip.Exception):
         importlib.import_module(_module)
 gc.collect()
 gc.freeze()
+if sys.platform == "linux":
+    _gather_in_huge_pages()
