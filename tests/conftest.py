@@ -1,10 +1,13 @@
 """Prepares the process before any test imports torch: one thread per process, since tests run in parallel.
 
+Nothing is garbage until tests run: collecting none while they are imported halves the time that a worker takes to begin.
+
 Under nohup, or in the background of a script, a process starts with SIGHUP or SIGINT ignored, as would all processes
 that tests start: they would ignore the signals that tests send.
 """
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -15,6 +18,7 @@ import pytest
 from hypothesis import settings
 from kit import worlds
 
+gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have those of the process that starts them
     _STATE = tempfile.mkdtemp(prefix="lockstep-tests-")
@@ -56,3 +60,9 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()

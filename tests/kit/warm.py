@@ -53,10 +53,12 @@ def _gather_in_huge_pages() -> None:
             madvise(first, end - first, _MADV_COLLAPSE)
 
 
+gc.disable()
 for _module in (*_MODULES, *_tests_with_ranks()):
     with contextlib.suppress(ImportError, pytest.skip.Exception):
         importlib.import_module(_module)
 gc.collect()
 gc.freeze()
+gc.enable()
 if sys.platform == "linux":
     _gather_in_huge_pages()
