@@ -11,6 +11,11 @@ LAYOUTS = layouts()
 VARIANTS: Mapping[str, dict[str, Any]] = {name: layout.parallel for name, layout in LAYOUTS.items()}
 """By name, the keys of section `parallel` that ask for each."""
 STATE_VARIANTS = tuple(name for name, layout in LAYOUTS.items() if not layout.partitions)
+DRILLED = {
+    "fsdp-no-shard", "fsdp-grad-op", "fsdp-hybrid-grad-op", "zero0", "zero2", "pipeline-gpipe",
+    "pipeline-interleaved-1f1b", "pipeline-zero-bubble", "pipeline-1f1b+fsdp", "tensor-sequence",
+}  # fmt: skip
+"""Variants of a strategy that has a row in `make test`: their own rows of large tables are run by `make drill`."""
 HYBRID = {name for name, layout in LAYOUTS.items() if layout.variant.mesh == "hybrid"}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit.families import FAMILIES, family
-from kit.layouts import VARIANTS, is_partitioned
+from kit.layouts import DRILLED, VARIANTS, is_partitioned
 from kit.runs import Arrays, Trajectory, differences, recorded_all
 from kit.worlds import in_world
 
@@ -53,7 +53,14 @@ def off(variant: str, ranks: int, **parallel: Any) -> dict[str, list[str]]:
     return {name: lines for name, lines in found.items() if lines}
 
 
-@pytest.mark.parametrize("variant", [name for name in COMPARED if "hybrid" not in name])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=pytest.mark.drill if name in DRILLED else ())
+        for name in COMPARED
+        if "hybrid" not in name
+    ],
+)
 def test_every_family_is_the_single_process(variant: str) -> None:
     assert off(variant, ranks=3 if variant == "fsdp" else 2) == {}
 

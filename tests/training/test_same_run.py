@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from kit.faults import FAULTS
-from kit.layouts import VARIANTS, asking_for, is_partitioned
+from kit.layouts import DRILLED, VARIANTS, asking_for, is_partitioned
 from kit.runs import Trajectory, differences, recorded, recorded_all, unnoticed
 
 ACCUMULATIONS = (1, 2, 4)
@@ -45,9 +45,16 @@ def test_ddp_is_the_single_process(ranks: int) -> None:
         assert differences(run, expected) == []
 
 
-@pytest.mark.parametrize("ranks", [3, 4])  # 1 and 2: test_proof
-@pytest.mark.parametrize(
-    "strategy", [name for name in VARIANTS if name not in ("single", "dp", "ddp") and not is_partitioned(name)]
+DIVIDED = [name for name in VARIANTS if name not in ("single", "dp", "ddp") and not is_partitioned(name)]
+
+
+@pytest.mark.parametrize(  # 1 and 2: test_proof
+    ("strategy", "ranks"),
+    [
+        pytest.param(name, ranks, marks=pytest.mark.drill if ranks == 4 and name in DRILLED else ())
+        for name in DIVIDED
+        for ranks in (3, 4)
+    ],
 )
 def test_divided_state_is_the_single_process(strategy: str, ranks: int) -> None:
     parallel = asking_for(strategy, ranks)
