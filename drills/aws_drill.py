@@ -58,18 +58,25 @@ KINDS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attempts", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=36_000, help="stop the kills after this time")
+    parser.add_argument("--no-calls", action="store_true", help="only the kills")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     began = time.perf_counter()
-    calls, left = faults_at_calls()
+    for number in SIGNALS[:-1]:  # a background job of a shell ignores some, and so would its children
+        signal.signal(number, signal.SIG_DFL)
+    calls, left = ({}, []) if arguments.no_calls else faults_at_calls()
     with tempfile.TemporaryDirectory(prefix="aws-drill-") as folder, cloud() as moto, s3.proxied(moto.endpoint) as way:
         os.environ.update(moto.environment, AWS_ENDPOINT_URL=way.endpoint)
         del os.environ["AWS_PROFILE"]
         drill = Drill(Path(folder), moto, way, random.Random(arguments.seed))
+        until = time.perf_counter() + arguments.seconds
         for number in range(arguments.attempts):
-            drill.attempt(number)
-    command = f"python drills/aws_drill.py --attempts {arguments.attempts} --seed {arguments.seed}"
+            if time.perf_counter() < until:
+                drill.attempt(number)
+    kills = f"--attempts {drill.made} --seed {arguments.seed}"
+    command = f"python drills/aws_drill.py {kills}{' --no-calls' * arguments.no_calls}"
     results = {
         "command": command,
         "machine": machine(),
@@ -116,6 +123,7 @@ class Drill:
         self._rng = rng
         self.kills: dict[str, Counter[str]] = {number.name: Counter() for number in SIGNALS}
         self.left: list[str] = []
+        self.made = 0
 
     def attempt(self, number: int) -> None:
         """Launch a job, kill the command, and end what it has left."""
@@ -140,6 +148,7 @@ class Drill:
         case = f"{kill.name} at request {moment}, code {code}"
         counts = self.kills[kill.name]
         counts["attempts"] += 1
+        self.made += 1
         before = len(self.left)
         outcome = self._judge(case, code, command.output, folder)
         counts[outcome] += 1
@@ -197,8 +206,9 @@ def job_in(output: str) -> str:
 
 def table(results: Mapping[str, Any]) -> str:
     """Return the tables in Markdown, from what results/aws_drill.json holds."""
-    lines = ["| fault | attempts | nothing left |", "|---|--:|--:|"]
-    lines += [f"| {text} | {results['calls'][kind][1]} | {results['calls'][kind][0]} |" for kind, text in KINDS.items()]
+    lines = ["| fault | attempts | nothing left |", "|---|--:|--:|"] if results["calls"] else []
+    for kind, (passed, attempts) in results["calls"].items():
+        lines.append(f"| {KINDS[kind]} | {attempts} | {passed} |")
     outcomes = sorted({name for counts in results["kills"].values() for name in counts} - {"attempts"})
     lines += ["", f"| killed by | attempts | {' | '.join(outcomes)} |", f"|---|--:|{'--:|' * len(outcomes)}"]
     for name, counts in results["kills"].items():

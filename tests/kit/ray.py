@@ -74,6 +74,7 @@ def ray_cluster(*, dashboard: bool = True) -> Iterator[RayCluster]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1] if dashboard else 0
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
+    environment["RAY_memory_monitor_refresh_ms"] = "0"  # of the whole machine: other tests' memory would end the nodes
     words = [sys.executable, "-c", _CODE, folder, str(port), str(CPUS), str(GPUS)]
     pipe = subprocess.PIPE
     with open(f"{folder}/log", "w") as log:

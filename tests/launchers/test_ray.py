@@ -241,11 +241,14 @@ def test_a_lost_node_is_named_and_replaced_if_asked(cluster: RayCluster, tmp_pat
     assert "state-dump" not in printed(tmp_path), "Ray's page about it"
     cluster.do("add")
     launched = start(cluster, tmp_path, "--retries", 1, "--wait", 120)
+    launched.wait_for(lambda: "resumes from" in printed(tmp_path) and ": saved (" in printed(tmp_path))
     reached = len(losses(tmp_path / "run"))
     lose_node(cluster, tmp_path)
     cluster.do("add")
     launched.wait_for(lambda: "retry 1 of 1" in printed(tmp_path))
-    launched.wait_for(lambda: len(losses(tmp_path / "run")) > reached + 5 and "resumes from" in printed(tmp_path))
+    launched.wait_for(
+        lambda: len(losses(tmp_path / "run")) > reached + 5 and printed(tmp_path).count("resumes from") > 1
+    )
     assert run_lockstep("launch", "ray", "cancel", "run", cwd=tmp_path).returncode == 0
     assert launched.end() == 130, launched.output
 

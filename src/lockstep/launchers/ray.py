@@ -208,7 +208,8 @@ class _RayJob:
             if any(line.startswith((STARTS, WAITS)) for line in lines) or status.code == 0:
                 return
             if status.code is not None:
-                raise _failure(status.code, "\n".join(lines[-_MOST_LINES:]) or status.text)
+                own = max((at for at, line in enumerate(lines) if line.startswith("lockstep: ")), default=-_MOST_LINES)
+                raise _failure(status.code, "\n".join(lines[own:][:_MOST_LINES]) or status.text)
             time.sleep(_POLL_S)
 
     def status(self) -> JobStatus:
