@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from lockstep.cli.arguments import Command, Parser, collected_notes, run_command
 from lockstep.cli.launch_command import OF_JOBS, VERBS
 from lockstep.cli.launch_flags import refuse_unknown
-from lockstep.cli.launch_jobs import SubmittedJob, find_jobs, plan_jobs, submit_jobs
+from lockstep.cli.launch_jobs import PlannedJobs, SubmittedJob, find_jobs, plan_jobs, submit_jobs
 from lockstep.cli.launch_project import print_files, refuse_others, short, write_project
 from lockstep.cli.section_flags import add_section, section_of
 from lockstep.core.closest import did_you_mean
@@ -95,13 +95,14 @@ def _launch(where: str, arguments: Sequence[str]) -> int:
         for _, plan in planned.plans:
             _print_plan(plan)
         return 0
-    submitted = submit_jobs(planned)
-    for job in submitted.jobs:
-        files = short(job.folder or planned.command.folder)
-        echo(f"{where} job {job.number}; its files are in {files}", file=sys.stderr, flush=True)
-    if planned.is_attached:
-        return submitted.follow()
-    return _follow(submitted) if args.follow else 0
+    with undo_on_stop(lambda: _show_left(planned)):  # without a gap between the calls
+        submitted = submit_jobs(planned)
+        for job in submitted.jobs:
+            files = short(job.folder or planned.command.folder)
+            echo(f"{where} job {job.number}; its files are in {files}", file=sys.stderr, flush=True)
+        if planned.is_attached:
+            return submitted.follow()
+        return _follow(submitted) if args.follow else 0
 
 
 def _divided(arguments: Sequence[str], flags: dict[str, bool]) -> tuple[list[str], list[str]]:
@@ -119,6 +120,12 @@ def _print_plan(plan: LaunchPlan) -> None:
     print_files(plan.files)
     for words in plan.commands:
         echo(f"would execute: {shlex.join(words)}", file=sys.stderr)
+
+
+def _show_left(planned: PlannedJobs) -> None:
+    for _, plan in planned.plans:
+        if plan.number:
+            write_stderr(f"what is left of the job is ended by: lockstep launch {planned.where} cancel {plan.number}")
 
 
 def _follow(job: SubmittedJob) -> int:

@@ -30,7 +30,6 @@ from urllib.parse import urlsplit
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
-from lockstep.core.stopping import undo_on_stop, write_stderr
 from lockstep.core.terminal import echo, plain
 from lockstep.launchers.host_checks import shared_folders
 from lockstep.launchers.ray_driver import STARTS, WAITS
@@ -111,10 +110,8 @@ class RayLauncher:
         address = record.pop("address")
         job = _RayJob(_client(address), record["submission_id"])
         write_files({path: text})
-        ways = "; ".join(f"lockstep launch ray {verb} {plan.number}" for verb in ("follow", "cancel"))
-        with undo_on_stop(lambda: write_stderr(f"the job is submitted: {ways}")):
-            job.submit(record)
-            job.wait_for_first_line()
+        job.submit(record)
+        job.wait_for_first_line()
         return plan.number
 
     def status(self, job: LaunchedJob) -> JobStatus:
