@@ -60,16 +60,21 @@ def exists_anew(path: Path) -> bool:
     return path.exists()
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it always has the whole old text or the whole new one. Raises OSError."""
+def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
+    """Write a file so that it always has the whole old text or the whole new one. Raises OSError.
+
+    Args:
+        durable: Whether it has one of them even after a power failure, for which the disk is waited for.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         temporary.unlink(missing_ok=True)  # of an earlier process with this id, or of another user
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
         with open(handle, "w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(handle)
+            if durable:
+                file.flush()
+                os.fsync(handle)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

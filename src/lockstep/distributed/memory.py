@@ -14,6 +14,7 @@ import os
 import resource
 import socket
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -59,6 +60,29 @@ def peak_memory(device: torch.device) -> int:
     if device.type != "cpu":
         return int(torch.get_device_module(device).max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory_gauges(device: torch.device) -> Callable[[], dict[str, float]]:
+    """Return what reads this rank's memory in bytes: of its process, and what torch holds of an accelerator."""
+
+    def host() -> dict[str, float]:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            resident = int(file.read().split()[1]) * resource.getpagesize()
+        return {"memory_resident": resident, "memory_resident_peak": peak_memory(torch.device("cpu"))}
+
+    if device.type == "cpu":
+        return host
+    module = torch.get_device_module(device)
+
+    def accelerator() -> dict[str, float]:
+        return {
+            **host(),
+            "memory_allocated": module.memory_allocated(device),
+            "memory_reserved": module.memory_reserved(device),
+            "memory_allocated_peak": module.max_memory_allocated(device),
+        }
+
+    return accelerator
 
 
 def memory_limit_of(device: torch.device) -> MemoryLimit:

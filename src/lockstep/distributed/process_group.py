@@ -11,8 +11,9 @@ import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed has them untyped
 
 from lockstep.core.errors import RunFailed
+from lockstep.core.phase_clock import PhaseClock
 from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed import user_collectives
 from lockstep.distributed.accelerators import choose_backend, choose_device
@@ -29,6 +31,7 @@ from lockstep.distributed.host_group import forget_host_groups
 from lockstep.distributed.leaving import abort_groups, is_aborting, is_orderly, refuse_unfinished_abort
 from lockstep.distributed.memory import keep_freed_memory
 from lockstep.distributed.network import ask_store_once, other_interfaces, own_interface, use_interface
+from lockstep.distributed.notice_board import NoticeBoard
 from lockstep.distributed.rounds import next_round
 from lockstep.distributed.store_exchange import StoreExchange
 from lockstep.distributed.timeouts import collective_timeout
@@ -49,6 +52,8 @@ class World:
         backend: The backend of the collectives; `none` for a single process.
         exchange: Connects the ranks when collectives have failed; None for a single process.
         launcher_store: The store of a launcher that outlives its ranks and starts them again; None: there is none.
+        clock: Measures where the time of this rank's updates goes.
+        notices: What the ranks post for each other outside of collectives.
     """
 
     axis: Axis
@@ -60,6 +65,8 @@ class World:
     backend: str
     exchange: StoreExchange | None = None
     launcher_store: Store | None = None
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    notices: NoticeBoard = field(default_factory=lambda: NoticeBoard(None, 0, 1))
 
 
 @contextmanager
@@ -80,7 +87,7 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
         keep_freed_memory()
     if environment.world_size == 1 and not grouped:
         with user_collectives.current_group(LocalGroup()):
-            yield World(LocalGroup(), 0, 1, 0, 1, device, "none")
+            yield World(LocalGroup(), 0, 1, 0, 1, device, "none", clock=_clock(device))
         return
     refuse_unfinished_abort()
     if dist.is_initialized():  # the user's program made the group, and ends it
@@ -161,8 +168,25 @@ def _world(environment: RankEnvironment, device: torch.device, backend: str, tim
     exchange = StoreExchange(store, rank, size, wakes=wakes, timeout=timeout) if size > 1 else None
     kept = _launcher_store(environment, timedelta(seconds=timeout))
     return World(
-        axis, rank, size, environment.local_rank, environment.local_world_size, device, backend, exchange, kept
+        axis,
+        rank,
+        size,
+        environment.local_rank,
+        environment.local_world_size,
+        device,
+        backend,
+        exchange,
+        kept,
+        _clock(device),
+        NoticeBoard(store, rank, size),
     )
+
+
+def _clock(device: torch.device) -> PhaseClock:
+    """Return a clock that measures phases where the work is done."""
+    if device.type == "cpu":
+        return PhaseClock()
+    return PhaseClock(partial(torch.get_device_module(device).Event, enable_timing=True))
 
 
 def _make_group(environment: RankEnvironment, backend: str, device: torch.device, timeout: float) -> None:

@@ -18,6 +18,8 @@ import torch
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.out_of_memory import note_location
+from lockstep.core.phase_clock import Phase as ClockPhase
+from lockstep.core.phase_clock import PhaseClock
 from lockstep.engine.input_names import inputs_misfit
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class EagerEngine:
         key_draws: Called before each forward.
         muted: Makes a context in which what user code logs is dropped, such as for padding samples.
         prepare: Returns the micro-batch to compute, of a micro-batch; None: the same.
+        clock: Measures the passes.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class EagerEngine:
         key_draws: KeyDraws,
         muted: Context = nullcontext,
         prepare: Callable[[Batch], Batch] | None = None,
+        clock: PhaseClock | None = None,
     ) -> None:
         self._step = step
         self._model = model
@@ -66,16 +70,18 @@ class EagerEngine:
         self._key_draws = key_draws
         self._muted = muted
         self._prepare = prepare
+        self._clock = clock or PhaseClock()
 
     def accumulate(self, batch: GlobalBatch, seed_scale: float | Tensor, announce: Callable[[Tensor], None]) -> None:
         micro_batches = batch.micro_batches
         step, objective = self._step, self._objective
-        module, last = step.module, len(micro_batches) - 1
+        module, last, enter = step.module, len(micro_batches) - 1, self._clock.enter
         total: Tensor | None = None
         index, phase = 0, _FORWARD
         try:
             for index, micro_batch in enumerate(micro_batches):
                 phase = _FORWARD
+                enter(ClockPhase.FORWARD)
                 self._key_draws(batch, index, 0)
                 with step.sync_context(index == last), muted_padding(micro_batch, self._muted):
                     if self._prepare is not None:
@@ -91,6 +97,7 @@ class EagerEngine:
                         announce(total)
                     weight = 1.0 if micro_batch.samples else 0.0
                     phase = _BACKWARD
+                    enter(ClockPhase.BACKWARD)
                     step.backward(loss, _seed(seed_scale * weight, loss))
         except Exception as error:
             if _ONE_VALUE in str(error):
@@ -98,6 +105,8 @@ class EagerEngine:
             where = f"micro-batch {index + 1} of {last + 1}, update {batch.step + 1}"
             note_location(error, phase, f"in the {phase} pass of {where}")
             raise
+        finally:
+            enter(ClockPhase.HOST)
 
     @torch.no_grad()
     def outputs(self, inputs: Inputs) -> object:

@@ -16,6 +16,7 @@ import torch
 
 from lockstep.core.errors import Failure
 from lockstep.core.out_of_memory import note_location
+from lockstep.core.phase_clock import Phase
 from lockstep.distributed.collectives import receive, send
 from lockstep.engine.eager import muted_padding, sum_over, sums_of_outputs
 from lockstep.engine.schedule_runner import ScheduleRunner, StageOfSchedule
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
+    from lockstep.core.phase_clock import PhaseClock
     from lockstep.core.protocols import Axis, EvaluatedObjective, GradientStep
     from lockstep.core.records import Batch, GlobalBatch, Inputs
     from lockstep.engine.eager import Context, KeyDraws
@@ -37,7 +39,7 @@ class PipelineEngine:
     Args:
         stages: This rank's stages.
         axis, group: The ranks of the pipeline.
-        autocast, key_draws, muted: See `EagerEngine`.
+        autocast, key_draws, muted, clock: See `EagerEngine`.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class PipelineEngine:
         key_draws: KeyDraws,
         muted: Context,
         *,
+        clock: PhaseClock,
         stages: PartitionedModel,
         schedule: Schedule,
         axis: Axis,
@@ -59,6 +62,7 @@ class PipelineEngine:
         self._autocast = autocast
         self._key_draws = key_draws
         self._muted = muted
+        self._clock = clock
         self._stages = stages
         self._schedule = schedule
         self._axis = axis
@@ -84,7 +88,7 @@ class PipelineEngine:
         self._total = torch.zeros((), device=self._device)
         self._backwards = len(micro_batches) * len(self._stages.own)
         try:
-            with self._step.sync_context(False):
+            with self._step.sync_context(False), self._clock.phase(Phase.BACKWARD):  # what isn't a forward or a wait
                 runner.run(specs)
         except RuntimeError as error:  # torch wraps what a stage raises
             if isinstance(error.__cause__, Failure):
@@ -119,7 +123,7 @@ class PipelineEngine:
         micro_batch = batch.micro_batches[number]
         self._key_draws(batch, number, stage)
         try:
-            with muted_padding(micro_batch, self._muted):
+            with muted_padding(micro_batch, self._muted), self._clock.phase(Phase.FORWARD):
                 with self._autocast():
                     output = self._stages.run(stage, activation, micro_batch.inputs)
                 if stage < self._stages.count - 1:

@@ -22,6 +22,7 @@ from lockstep.monitor.live import LiveDisplay, Status, terminal_width
 from lockstep.monitor.meters import Rates, Throughput, model_flops_utilization
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, NextReport, ThrottledMonitor
+from lockstep.monitor.rank_meters import MeterReport
 from lockstep.plan.batch import BatchPlan
 
 Progress = Literal["auto", "live", "plain", "none"]
@@ -30,6 +31,7 @@ _MIN_SECONDS = 1.0  # between plain lines
 _MAX_SECONDS = 15.0  # more than that
 _LONGEST_TEXT = 1000
 _LOGGED_VALUES = 3
+_STRAGGLERS = 3
 _REASONS = {Verdict.OVERFLOW: "fp16 overflow", Verdict.NON_FINITE: "gradient not finite"}
 
 
@@ -51,6 +53,8 @@ class Console(ThrottledMonitor):
         self._values: Mapping[str, float] = {}
         self._evaluations: dict[str, EvaluationReport] = {}
         self._last: StepReport | None = None
+        self._split: dict[str, float] = {}  # by phase, weighted by intervals
+        self._slow: set[int] = set()
         self._printed_step = 0
         self._next_line = self._next_drawing = self._next_discarded = self._next_epoch = 0.0  # seconds of the run
 
@@ -117,6 +121,19 @@ class Console(ThrottledMonitor):
         for name, text in logged.texts.items():
             shown = text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + " ..."
             self._output.print(f"step {step:,}: {plain_line(name)}: {shown}")
+
+    def measured(self, report: MeterReport) -> None:
+        for name, seconds in report.split().items():
+            self._split[name] = self._split.get(name, 0.0) + seconds * report.seconds
+        stragglers = report.stragglers()
+        slow = {straggler.rank for straggler in stragglers}
+        for straggler in stragglers[:_STRAGGLERS]:
+            if straggler.rank not in self._slow:
+                self._output.print(
+                    f"step {report.step:,}: rank {straggler.rank} on {straggler.host} computes {straggler.ratio:.1f} "
+                    f"times as long as the others, above all in {straggler.phase}: they wait for it"
+                )
+        self._slow = slow
 
     def finish(self, error: BaseException | None) -> None:
         last = self._last
@@ -187,9 +204,17 @@ class Console(ThrottledMonitor):
                 for name, report in self._evaluations.items()
             ),
             _row("speed", ", ".join(self._rates(self._throughput.overall))),
+            *([_row("time", time_shares(self._split))] if self._split else []),
             _row("discarded", f"{last.discarded:,} of {last.step:,} updates" if last.discarded else "none"),
             _row("folder", _shortest_path(facts.folder)),
         ]
+
+
+def time_shares(split: Mapping[str, float]) -> str:
+    """Return the shares of an update's time by phase, the longest first; those below half a percent are left out."""
+    whole = sum(split.values())
+    longest = sorted(split.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {100 * part / whole:.0f} %" for name, part in longest if part >= 0.005 * whole)
 
 
 class Output:

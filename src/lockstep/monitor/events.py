@@ -30,6 +30,7 @@ from lockstep.monitor.jsonl import LineFile, finite, line
 from lockstep.monitor.meters import Throughput
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, NextReport, ThrottledMonitor
+from lockstep.monitor.rank_meters import MeterReport
 
 _log = logging.getLogger("lockstep.monitor")
 EVENTS = "events.jsonl"
@@ -109,6 +110,9 @@ class EventLog(ThrottledMonitor):
             for name, histogram in logged.histograms.items()
         }
         self._write(self._events, {"logged": {**logged.values, **histograms, **logged.texts}, "step": step})
+
+    def measured(self, report: MeterReport) -> None:
+        """Write nothing: ranks.jsonl has the meters."""
 
     def finish(self, error: BaseException | None) -> None:
         if self._pending is not None:

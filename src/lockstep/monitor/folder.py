@@ -5,6 +5,8 @@
     ├── environment.json    the run's id, the machine, the versions, the state of the user's code
     ├── metrics.jsonl       a line every `monitor.every` steps
     ├── events.jsonl        evaluations, epochs, and what user code logged
+    ├── ranks.jsonl         a line every `monitor.meter_seconds`: each rank's times and memory
+    ├── live.json           what each rank does now; there while the run trains
     ├── tensorboard/        curves
     ├── logs/               what each rank printed, and how each has ended
     ├── launch/             what a launcher, such as Slurm's, was given, and its output

@@ -21,10 +21,11 @@ from lockstep.monitor.tensorboard import records, step_of
 
 if TYPE_CHECKING:
     from lockstep.monitor.events import EventLog
+    from lockstep.monitor.meter_files import MeterFiles
     from lockstep.monitor.tensorboard import TensorBoard
 
 _log = logging.getLogger("lockstep.monitor")
-_LINE_FILES = ("metrics.jsonl", "events.jsonl")
+_LINE_FILES = ("metrics.jsonl", "events.jsonl", "ranks.jsonl")
 _TENSORBOARD = "tensorboard/"
 _EVENT_FILE = re.compile(r"tensorboard/events\.out\.tfevents\.[\w.-]+")
 _MAX_FAULTS = 8
@@ -43,7 +44,7 @@ def rewind(run: Path, step: int, archive: Path) -> None:
 
 
 class HistoryFiles:
-    """The files that a run appends to while it trains: metrics.jsonl, events.jsonl and TensorBoard's.
+    """The files that a run appends to while it trains: metrics.jsonl, events.jsonl, ranks.jsonl, TensorBoard's.
 
     Args:
         run: The run's folder.
@@ -54,7 +55,7 @@ class HistoryFiles:
     def __init__(
         self,
         run: Path,
-        monitors: Sequence[EventLog | TensorBoard] = (),
+        monitors: Sequence[EventLog | MeterFiles | TensorBoard] = (),
         publish: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from lockstep.core.protocols import Monitor
 from lockstep.core.records import EvaluationReport, Request, RestartReport, RunInfo, SaveReport, StepReport, Verdict
 from lockstep.monitor.metric_log import Logged
+from lockstep.monitor.rank_meters import MeterReport
 
 _log = logging.getLogger("lockstep.monitor")
 _NOTHING: tuple[Request, ...] = ()
@@ -65,6 +67,9 @@ class ThrottledMonitor(Monitor, Protocol):
     def logged(self, step: int, logged: Logged) -> None:
         """Take what user code logged up to and with update `step`, merged over all ranks."""
 
+    def measured(self, report: MeterReport) -> None:
+        """Take the meters of all ranks over an interval."""
+
 
 class Monitors:
     """Shows reports to all monitors; the requests are the union of their answers.
@@ -72,10 +77,17 @@ class Monitors:
     Args:
         throttled: see a report when they want to.
         others: a user's monitors, which see every report; the time that they take is the user's.
+        meters: reports that a thread appends; throttled monitors get them with the next report that is shown.
     """
 
-    def __init__(self, throttled: Sequence[ThrottledMonitor] = (), others: Sequence[Monitor] = ()) -> None:
+    def __init__(
+        self,
+        throttled: Sequence[ThrottledMonitor] = (),
+        others: Sequence[Monitor] = (),
+        meters: deque[MeterReport] | None = None,
+    ) -> None:
         self._throttled = list(throttled)
+        self._meters: deque[MeterReport] = deque() if meters is None else meters
         self._others = list(others)
         self._next_step: float = 0
         self._next_seconds: float = 0.0
@@ -120,6 +132,7 @@ class Monitors:
 
     def finish(self, error: BaseException | None) -> None:
         self._show_last()
+        self._show_meters()
         self._for_all(lambda monitor: monitor.finish(error))
 
     def _show(self, report: StepReport) -> Iterable[Request]:
@@ -127,6 +140,7 @@ class Monitors:
         _for_each(self._others, lambda monitor: requests.update(_requests(monitor, "see", monitor.see(report))))
         if not report.kept or report.step >= self._next_step or report.seconds >= self._next_seconds:
             requests.update(self._show_last())
+        self._show_meters()
         if (ended := self._epoch.after(report)) is not None:
             _for_each(self._throttled, lambda monitor: monitor.epoch(ended))
         wanted = [monitor.next_report() for monitor in self._throttled]
@@ -142,6 +156,11 @@ class Monitors:
             self._last_shown = last
             _for_each(self._throttled, lambda monitor: requests.update(monitor.see(last)))
         return requests
+
+    def _show_meters(self) -> None:
+        while self._meters:
+            report = self._meters.popleft()
+            _for_each(self._throttled, lambda monitor: monitor.measured(report))  # noqa: B023  (called at once)
 
     def _for_all(self, act: Callable[[Monitor], object]) -> None:
         _for_each(self._throttled, act)

@@ -25,6 +25,7 @@ from lockstep.monitor.jsonl import LineFile
 from lockstep.monitor.meters import Throughput, model_flops_utilization
 from lockstep.monitor.metric_log import Histogram, Logged
 from lockstep.monitor.monitors import EpochReport, NextReport, ThrottledMonitor
+from lockstep.monitor.rank_meters import MeterReport, meter_values
 
 _log = logging.getLogger("lockstep.monitor")
 _SECONDS_BETWEEN_POINTS = 0.1
@@ -92,6 +93,9 @@ class TensorBoard(ThrottledMonitor):
 
     def logged(self, step: int, logged: Logged) -> None:
         self._write(step, logged.values, logged.histograms, logged.texts)
+
+    def measured(self, report: MeterReport) -> None:
+        self._write(report.step, meter_values(report))
 
     def finish(self, error: BaseException | None) -> None:
         if self._pending is not None:

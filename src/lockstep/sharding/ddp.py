@@ -14,10 +14,12 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.phase_clock import Phase
 from lockstep.core.protocols import GradientStep
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Builder, Sharding, ShardingContext, SquaredNorm
@@ -59,6 +61,7 @@ class DDPStep(GradientStep):
     ) -> None:
         self._model = model
         self._ranks = world.axis.size
+        self._clock = world.clock
         self._optimizer = optimizer
         self._parameters = trainable_parameters(model)
         self._squared_norm = squared_norm
@@ -95,9 +98,22 @@ class DDPStep(GradientStep):
         return NO_SYNC if sync else self._ddp.no_sync()
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
+        if not self._reduces:
+            loss.backward(seed)  # type: ignore[no-untyped-call]
+            return
+        mark = loss.register_hook(self._mark_reduction)  # type: ignore[no-untyped-call]
         loss.backward(seed)  # type: ignore[no-untyped-call]
-        if self._reduces:
-            self._refuse_unreduced()
+        self._clock.enter(Phase.BACKWARD)
+        mark.remove()
+        self._refuse_unreduced()
+
+    def _mark_reduction(self, gradient: Tensor) -> None:
+        """Let the clock count what DDP does at the backward's end, when it waits for its buckets, as communication.
+
+        The engine's callbacks run in the order in which they are queued, and DDP queues its own at the last bucket.
+        """
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: self._clock.enter(Phase.COMMUNICATION))
 
     def parameters_without_gradient(self) -> list[str]:
         return without_gradient(self._model)

@@ -25,6 +25,7 @@ from lockstep.config.writing import to_public
 from lockstep.core.collection import paused_collection
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.out_of_memory import note_location
+from lockstep.core.phase_clock import Phase
 from lockstep.core.records import EvaluationReport, Request, SaveReport, TrainingState
 from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.folder import RunFolderTaken
@@ -286,20 +287,21 @@ class Checkpoints(VoteParticipant):
         saver, step = self._saver, self._session.progress.steps
         if self._saved_at == step:
             return
-        try:
-            with paused_collection():
-                state = self._session.state()
-            self._saves_again = False
-            metadata = self._metadata(state, evaluations)
-            finished = (lambda: report_saves(self.outcomes())) if report_saves is not None else lambda: None
-            self._wait_for_copies = saver.start(state, metadata, finished)
-        except Exception as error:
-            note_location(error, "checkpoint", f"in the save after update {step}")
-            raise
-        self._saved_at = step
-        self._trigger.restart()
-        if not self._section.asynchronous:
-            saver.finish()
+        with components_of(self._session).world.clock.phase(Phase.SAVE):
+            try:
+                with paused_collection():
+                    state = self._session.state()
+                self._saves_again = False
+                metadata = self._metadata(state, evaluations)
+                finished = (lambda: report_saves(self.outcomes())) if report_saves is not None else lambda: None
+                self._wait_for_copies = saver.start(state, metadata, finished)
+            except Exception as error:
+                note_location(error, "checkpoint", f"in the save after update {step}")
+                raise
+            self._saved_at = step
+            self._trigger.restart()
+            if not self._section.asynchronous:
+                saver.finish()
 
     def _metadata(self, state: TrainingState, evaluations: Iterable[EvaluationReport] = ()) -> StepMetadata:
         progress = self._session.progress

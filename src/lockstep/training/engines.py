@@ -101,6 +101,7 @@ def build_engine(
             autocast,
             draws,
             muted_logging,
+            clock=world.clock,
             stages=made.stages,
             schedule=config.parallel.pipeline_parallel.schedule,
             axis=position.pipeline,
@@ -118,13 +119,13 @@ def build_engine(
         assert position.ring is not None, "sequences are split over a ring"
         divider = SequenceDivider(model, made.context, position.ring, objective.targets_of)
         divide: Any = divider if prepare is None else lambda batch: prepare(divider(batch))
-        eager = EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, divide)
+        eager = EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, divide, world.clock)
         engine = ContextEngine(eager, divider)
         with muted_logging():
             engine.check(next(checked), world.axis)
         return engine
     check_tensor_plan([lambda batch: call(model, batch.inputs)])
-    return EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, prepare)
+    return EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, prepare, world.clock)
 
 
 def _both(

@@ -32,13 +32,11 @@ from lockstep.launch.rank import append
 from lockstep.launch.streams import log_path
 from lockstep.models.blocks import repeated_blocks
 from lockstep.monitor import history, metric_log
-from lockstep.monitor.console import Console
 from lockstep.monitor.environment import describe
-from lockstep.monitor.events import EventLog, summarize
+from lockstep.monitor.events import summarize
 from lockstep.monitor.folder import LOGS, LockedRunFolder, RunFolder, lock_holder
 from lockstep.monitor.metric_log import MetricLog
-from lockstep.monitor.monitors import Monitors, ThrottledMonitor
-from lockstep.monitor.tensorboard import TensorBoard
+from lockstep.monitor.monitors import Monitors
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
 from lockstep.training.assemble import assemble
@@ -48,6 +46,7 @@ from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
 from lockstep.training.locations import storage_of
+from lockstep.training.monitoring import Meters, make_monitors, started
 from lockstep.training.out_of_memory import MemoryFactors, explain, memory_factors, with_prediction
 from lockstep.training.ownership import run_folder_for
 from lockstep.training.publishing import publish
@@ -58,7 +57,7 @@ from lockstep.training.session import Session, components_of, ledger_of
 from lockstep.training.stored_run import StoredRun, in_bucket
 from lockstep.training.text import codec_of, sample
 from lockstep.training.user_logs import UserLogs
-from lockstep.training.user_objects import UserObjects, transform_names, user_monitors
+from lockstep.training.user_objects import UserObjects, transform_names
 from lockstep.training.working_copy import WEIGHTS
 
 _log = logging.getLogger("lockstep")
@@ -116,10 +115,10 @@ def run_job(job: Job) -> Finished:
         checkpoints, notes = _begin(job, session, folder)
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         is_first = components_of(session).world.rank == 0
-        builtin = _monitors(job, folder, checkpoints) if is_first else []
-        monitors = Monitors(builtin, user_monitors(config, job.given) if is_first else [])
+        meters = Meters(session, folder)
+        monitors = make_monitors(job, folder, checkpoints, meters) if is_first else Monitors()
         with _watched(session, checkpoints, folder) as checked_folder:
-            with metric_log.recording(MetricLog()) as log, _started(monitors, facts):
+            with metric_log.recording(MetricLog()) as log, started(monitors, facts), meters.measuring():
                 if (step := checkpoints.resumed_from) is not None:
                     attempt, samples = ledger_of(session).attempt, session.progress.samples
                     monitors.restarted(RestartReport(attempt, step, samples))
@@ -131,6 +130,7 @@ def run_job(job: Job) -> Finished:
                     raise RunFailed(f"{failure}; {rescued}") from failure
                 if prompt is not None:
                     metric_log.text("sample", sample(session, prompt))
+                meters.stop()  # and all ranks have, when their logs have been gathered
                 user_logs.finish(results.progress.steps)
             with run_signals(shown=is_first, ends=True):  # the run is finished: there is nothing to stop
                 summary = _publish_results(session, checkpoints, facts, results, checked_folder, job.stored)
@@ -291,31 +291,6 @@ def _watched(session: Session, checkpoints: Checkpoints, folder: Path) -> Iterat
 
     with closing(checkpoints.history), closing(watch), polling(watch.look):
         yield checked_folder
-
-
-# --- monitors -----------------------------------------------------------------------------------------------------
-
-
-def _monitors(job: Job, folder: Path, checkpoints: Checkpoints) -> list[ThrottledMonitor]:
-    """Return Lockstep's monitors, and make their files the history that checkpoints refer to."""
-    options, run_folder = job.config.monitor, RunFolder.open(folder)
-    log, console = EventLog(run_folder.metrics, options.every), Console(options.every, options.progress)
-    board = [TensorBoard(run_folder.tensorboard, options.every)] if options.tensorboard else []
-    publish = job.stored.publish if job.stored is not None else lambda: None
-    checkpoints.history = history.HistoryFiles(folder, [log, *board], publish)
-    return [log, console, *board]
-
-
-@contextmanager
-def _started(monitors: Monitors, facts: RunInfo) -> Iterator[None]:
-    """Start the monitors, and finish them with the block's exception, if any."""
-    monitors.start(facts)
-    try:
-        yield
-    except BaseException as error:
-        monitors.finish(error)
-        raise
-    monitors.finish(None)
 
 
 # --- the end ------------------------------------------------------------------------------------------------------

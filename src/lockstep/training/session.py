@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.core.errors import PeerFailed, RunFailed, Stopped
 from lockstep.core.out_of_memory import note_location
+from lockstep.core.phase_clock import Phase
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
 from lockstep.distributed import generators
@@ -141,19 +142,23 @@ class Session:
         """
         components, batch, upcoming = self._components, self._current, self._upcoming
         assert upcoming is not None, "commit() comes after accumulate()"
-        step, scale = components.sharding.step, components.scaler.scale
+        step, scale, clock = components.sharding.step, components.scaler.scale, components.world.clock
+        clock.enter(Phase.OPTIMIZER)
         outcome = components.consensus.close(step.squared_norm())
+        clock.enter(Phase.SAVE)
         norm = outcome.squared_norm**0.5 / scale
         keep = is_finite(norm + outcome.loss_sum)
         rate = self._rate()
         self._failure_state.updating = True
         self._saves.before_update()
+        clock.enter(Phase.OPTIMIZER)
         try:
             step.update(rate, clip_divisor(norm, components.config.optim.clip_norm, scale), keep)
         except Exception as error:
             note_location(error, "update", f"in the optimizer's step of update {batch.step + 1}")
             raise
         components.scaler.update(keep)
+        clock.enter(Phase.HOST)
         tokens = components.readback.tokens()
         self.progress = self.progress.advance(batch.samples, tokens)
         numbers = UpdateNumbers(outcome, norm, keep, scale, self._count)
@@ -163,11 +168,13 @@ class Session:
         if components.watch is not None:
             self.request(components.watch.requests(self.progress.steps))
         self._reports.receive()
+        clock.updated()
         return pending
 
     def evaluate(self) -> list[EvaluationReport]:
         """Evaluate on each of the evaluation sets, exactly over all ranks; the reports are the same on every rank."""
-        return self._components.evaluator.evaluate(self.progress.steps)
+        with self._components.world.clock.phase(Phase.EVALUATION):
+            return self._components.evaluator.evaluate(self.progress.steps)
 
     def checkpoints(
         self,
@@ -244,7 +251,8 @@ class Session:
     def _open_vote(self, loss_sum: Tensor) -> None:
         if self._upcoming is None:  # else an accumulate was interrupted by an error, and is repeated
             assert self._batches is not None, "batches() begins the session"
-            self._upcoming = self._next_batch(self._batches)
+            with self._components.world.clock.phase(Phase.DATA):
+                self._upcoming = self._next_batch(self._batches)
         position = self._components.position
         tallies = (float(self._current.digest) if position.reports_counts else 0.0, *self._saves.status())
         loss_sum = loss_sum if position.reports_loss else loss_sum.new_zeros(())

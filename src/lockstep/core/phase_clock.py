@@ -1,0 +1,245 @@
+"""The clock of a rank: where the time of its updates goes.
+
+    mark         DATA     FORWARD      BACKWARD    COMMUNICATION   BACKWARD  OPTIMIZER   HOST        updated()
+    main thread  |--------|------------|-----------|---------------|---------|-----------|-----------|
+    device       the same marks as events of its stream, in one of several updates, read once they have happened
+
+Every moment belongs to one phase, so the phases of an update add up to its time. A mark costs 0.2 us. Phases on a
+device are those of its stream: time in which the host was ahead of it belongs to what the device did.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import pairwise
+from typing import Any
+
+
+class Phase(IntEnum):
+    """A part of an update, or what interrupts the updates."""
+
+    HOST = 0  # everything else: monitors, bookkeeping, user code between updates
+    DATA = 1  # waiting for the next batch
+    FORWARD = 2
+    BACKWARD = 3
+    COMMUNICATION = 4  # waiting for other ranks, or for what they send
+    OPTIMIZER = 5
+    SAVE = 6  # waiting for a save
+    EVALUATION = 7  # no part of an update
+
+
+UPDATE_PHASES = tuple(phase for phase in Phase if phase is not Phase.EVALUATION)
+_COMMUNICATION, _EVALUATION = Phase.COMMUNICATION, Phase.EVALUATION
+_WHOLE = (Phase.SAVE, Phase.EVALUATION)  # whose collectives belong to them
+_NO_TIMES = (0.0,) * len(Phase)
+_RATIO = math.log(1.02)  # between the bins of durations: percentiles are exact to 1 %
+_SHORTEST = 1e-7  # seconds
+_MEASURED_ONE_OF = 8  # updates whose phases are measured on a device
+_MAX_WAITING = 4  # measured updates whose events haven't been read
+
+
+@dataclass(slots=True)
+class Durations:
+    """The distribution of durations in bins of 2 %, with exact moments.
+
+    Attributes:
+        bins: Counts by bin.
+        total: Sum in seconds.
+        squares: Sum of squares in seconds squared.
+        low, high: Shortest and longest; infinity and 0 if there is none.
+    """
+
+    bins: Counter[int] = field(default_factory=Counter)
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    low: float = math.inf
+    high: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.bins[round(math.log(max(seconds, _SHORTEST)) / _RATIO)] += 1
+        self.count += 1
+        self.total += seconds
+        self.squares += seconds * seconds
+        self.low, self.high = min(self.low, seconds), max(self.high, seconds)
+
+    def merge(self, other: Durations) -> None:
+        self.bins.update(other.bins)
+        self.count += other.count
+        self.total += other.total
+        self.squares += other.squares
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+
+    def since(self, earlier: Durations) -> Durations:
+        """Return what was added since `earlier`; its extremes are those of its bins, to 1 %."""
+        bins = self.bins - earlier.bins
+        low, high = (math.exp(index * _RATIO) for index in (min(bins), max(bins))) if bins else (math.inf, 0.0)
+        return Durations(
+            bins,
+            self.count - earlier.count,
+            self.total - earlier.total,
+            self.squares - earlier.squares,
+            max(low, self.low),
+            min(high, self.high),
+        )
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else math.nan
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the population."""
+        return math.sqrt(max(0.0, self.squares / self.count - self.mean**2)) if self.count else math.nan
+
+    def percentile(self, share: float) -> float:
+        """Return the duration that a share in [0, 1] of all doesn't exceed, to 1 %; NaN if there is none."""
+        wanted, passed = share * self.count, 0
+        for index in sorted(self.bins):
+            passed += self.bins[index]
+            if passed >= wanted:
+                return min(max(math.exp(index * _RATIO), self.low), self.high)
+        return math.nan
+
+
+@dataclass(slots=True)
+class UpdateTimes:
+    """Times of the updates in some interval.
+
+    Attributes:
+        durations: Of whole updates, without evaluations.
+        split: Seconds by `Phase`, over the updates whose phases were measured.
+        measured: Number of these updates: all on a CPU, one of several on a device.
+        evaluation: Seconds of evaluations.
+    """
+
+    durations: Durations = field(default_factory=Durations)
+    split: list[float] = field(default_factory=lambda: list(_NO_TIMES))
+    measured: int = 0
+    evaluation: float = 0.0
+
+    def merge(self, other: UpdateTimes) -> None:
+        self.durations.merge(other.durations)
+        self.split = [mine + more for mine, more in zip(self.split, other.split, strict=True)]
+        self.measured += other.measured
+        self.evaluation += other.evaluation
+
+    def since(self, earlier: UpdateTimes) -> UpdateTimes:
+        """Return what was added since `earlier`."""
+        return UpdateTimes(
+            self.durations.since(earlier.durations),
+            [mine - before for mine, before in zip(self.split, earlier.split, strict=True)],
+            self.measured - earlier.measured,
+            self.evaluation - earlier.evaluation,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """What a rank does at a moment.
+
+    Attributes:
+        updates: Ended since the clock was made.
+        phase: In which it is.
+        seconds: Since the phase began.
+    """
+
+    updates: int
+    phase: Phase
+    seconds: float
+
+
+class PhaseClock:
+    """Measures the phases of one rank's updates. Marks come from the thread that trains, `take` from any.
+
+    Args:
+        make_event: Makes an event with a time (`torch.cuda.Event(enable_timing=True)`) where the work is done on a
+            device; None: the host's clock counts.
+    """
+
+    def __init__(
+        self, make_event: Callable[[], Any] | None = None, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._make_event = make_event
+        self._now = now
+        self._phase = Phase.HOST
+        self._since = self._began = now()
+        self._seconds = list(_NO_TIMES)
+        self._updates = 0
+        self._times = UpdateTimes()
+        self._lock = threading.Lock()  # of the times
+        self._events: list[tuple[Phase, Any]] | None = None  # phases and their beginnings, if this update is measured
+        self._waiting: deque[list[tuple[Phase, Any]]] = deque()
+
+    def enter(self, phase: Phase) -> Phase:
+        """Begin a phase; return the one that it interrupts, to enter again when it is over."""
+        now, before = self._now(), self._phase
+        if phase is _COMMUNICATION and before in _WHOLE:
+            phase = before
+        self._seconds[before] += now - self._since
+        self._since, self._phase = now, phase
+        if self._events is not None and phase is not before:
+            self._events.append((phase, self._event()))
+        return before
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Spend the block in a phase."""
+        before = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def updated(self) -> None:
+        """End an update; what follows belongs to the next one."""
+        self.enter(Phase.HOST)
+        seconds, self._seconds = self._seconds, list(_NO_TIMES)
+        self._updates += 1
+        with self._lock:
+            times = self._times
+            if self._updates > 1:  # the first one includes what torch does once
+                times.durations.add(sum(seconds) - seconds[_EVALUATION])
+            times.evaluation += seconds[_EVALUATION]
+            if self._make_event is not None:
+                self._measure_on_device(times)
+            elif self._updates > 1:
+                times.split = [mine + more for mine, more in zip(times.split, seconds, strict=True)]
+                times.measured += 1
+
+    def take(self) -> UpdateTimes:
+        """Return the times since the last call, from any thread."""
+        with self._lock:
+            taken, self._times = self._times, UpdateTimes()
+        return taken
+
+    def position(self) -> Position:
+        """Return what the rank does now, from any thread."""
+        return Position(self._updates, self._phase, self._now() - self._since)
+
+    def _event(self) -> Any:
+        assert self._make_event is not None, "events are of a device"
+        event = self._make_event()
+        event.record()
+        return event
+
+    def _measure_on_device(self, times: UpdateTimes) -> None:
+        """End the measurement of an update, begin that of the next if it is its turn, and read those that are done."""
+        if self._events is not None:
+            self._events.append((Phase.HOST, self._event()))
+            self._waiting.append(self._events)
+            self._events = None
+        if self._updates % _MEASURED_ONE_OF == 0 and len(self._waiting) < _MAX_WAITING:
+            self._events = [(Phase.HOST, self._event())]
+        while self._waiting and self._waiting[0][-1][1].query():
+            marks = self._waiting.popleft()
+            for (phase, event), (_, following) in pairwise(marks):
+                times.split[phase] += event.elapsed_time(following) / 1000
+            times.measured += 1

@@ -1,0 +1,201 @@
+"""The meter of collectives: how long this rank waits for others, and what it exchanges with them.
+
+    torch.distributed, FSDP, DeepSpeed, pipelines --> ProcessGroup.allreduce(...) --> Work --> Work.wait()
+                                                      counted: calls, bytes                    Phase.COMMUNICATION
+    tensor parallelism    --> functional collectives --> wait_tensor()                         Phase.COMMUNICATION
+    DDP                   --> its reducer, in C++: `sharding.ddp` marks the end of its backward
+
+Bytes and bandwidths are those of NCCL's tests (nccl-tests, PERFORMANCE.md): a bus bandwidth says how fast the slowest
+link is used, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.core.phase_clock import Phase, PhaseClock
+
+_COMMUNICATION = Phase.COMMUNICATION
+_MAX_STARTED = 256
+_OPERATIONS: Mapping[str, tuple[str, int]] = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "allgather": ("all_gather", 0),
+    "allgather_coalesced": ("all_gather", 0),
+    "allgather_into_tensor_coalesced": ("all_gather", 0),
+    "all_gather_single": ("all_gather", 0),
+    "all_gather_single_coalesced": ("all_gather", 0),
+    "_allgather_base": ("all_gather", 0),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "send": ("send", 0),
+    "recv": ("recv", 0),
+    "barrier": ("barrier", 0),
+}
+"""By the method of a process group: the operation, and which argument has the bytes that count."""
+
+
+@dataclass(slots=True)
+class CollectiveTotals:
+    """What one operation has moved over groups of one size.
+
+    Attributes:
+        calls: Number of calls.
+        size: Bytes of all calls, as nccl-tests counts them: of the whole tensor, not of a rank's part.
+        timed_size, timed_seconds: Bytes and seconds of the calls that were waited for until they were complete.
+    """
+
+    calls: int = 0
+    size: int = 0
+    timed_size: int = 0
+    timed_seconds: float = 0.0
+
+    def bandwidths(self, operation: str, ranks: int) -> tuple[float, float] | None:
+        """Return algorithm and bus bandwidth in bytes per second; None if no call was waited for."""
+        if not self.timed_seconds or not self.timed_size:
+            return None
+        algorithm = self.timed_size / self.timed_seconds
+        return algorithm, algorithm * bus_factor(operation, ranks)
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """Return the ratio of bus to algorithm bandwidth (nccl-tests, PERFORMANCE.md)."""
+    if operation == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks if operation in ("all_gather", "reduce_scatter", "all_to_all") else 1.0
+
+
+class CollectiveMeter:
+    """Counts this rank's collectives, and marks the time in which it waits for them.
+
+    Attributes:
+        totals: By operation and number of ranks.
+    """
+
+    def __init__(self, clock: PhaseClock) -> None:
+        self._clock = clock
+        self.totals: dict[tuple[str, int], CollectiveTotals] = {}
+        self._started: dict[int, tuple[CollectiveTotals, int, float]] = {}  # by the work's id
+
+    def count(self, operation: str, ranks: int, size: int) -> CollectiveTotals:
+        """Count a call of `size` bytes."""
+        totals = self.totals.get((operation, ranks))
+        if totals is None:
+            totals = self.totals[operation, ranks] = CollectiveTotals()
+        totals.calls += 1
+        totals.size += size
+        return totals
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure torch's collectives while the block runs. Modules that are imported later are left out."""
+        group: Any = dist.ProcessGroup
+        places: list[tuple[Any, str, Callable[..., Any]]] = [
+            *((group, name, partial(self._counted, *_OPERATIONS[name])) for name in _OPERATIONS if name in vars(group)),
+            (dist.Work, "wait", self._waited),
+            *((owner, name, self._marked) for owner, name in _waits()),
+        ]
+        originals = [(owner, name, vars(owner)[name]) for owner, name, _ in places]
+        for (owner, name, wrap), (_, _, original) in zip(places, originals, strict=True):
+            setattr(owner, name, wrap(original))
+        try:
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+            self._started.clear()
+
+    def _counted(self, operation: str, argument: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of process groups that counts its calls and marks their time."""
+        clock = self._clock
+
+        @wraps(original)
+        def call(group: dist.ProcessGroup, *arguments: Any, **options: Any) -> Any:
+            size = _size(arguments[argument]) if len(arguments) > argument else 0
+            totals = self.count(operation, group.size(), size)
+            before, began = clock.enter(_COMMUNICATION), time.perf_counter()
+            try:
+                work = original(group, *arguments, **options)
+            finally:
+                clock.enter(before)
+            if work is not None and size:
+                if len(self._started) >= _MAX_STARTED:  # some are never waited for, but for their streams
+                    self._started.clear()
+                self._started[id(work)] = (totals, size, began)
+            return work
+
+        return call
+
+    def _waited(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `Work.wait` that marks its time, and times the collective if it is over only then."""
+        clock, started = self._clock, self._started
+
+        @wraps(original)
+        def wait(work: dist.Work, *arguments: Any, **options: Any) -> Any:
+            call = started.pop(id(work), None)
+            is_early = call is not None and not work.is_completed()
+            before = clock.enter(_COMMUNICATION)
+            try:
+                result = original(work, *arguments, **options)
+            finally:
+                clock.enter(before)
+            if call is not None and is_early and work.is_completed():  # or the device's stream waits, not the host
+                totals, size, began = call
+                totals.timed_size += size
+                totals.timed_seconds += time.perf_counter() - began
+            return result
+
+        return wait
+
+    def _marked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that marks its time."""
+        clock = self._clock
+
+        @wraps(original)
+        def call(*arguments: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(*arguments, **options)
+            before = clock.enter(_COMMUNICATION)
+            try:
+                return original(*arguments, **options)
+            finally:
+                clock.enter(before)
+
+        return call
+
+
+def _waits() -> Iterator[tuple[Any, str]]:
+    """Yield the functions of torch that wait for collectives in another way than by `Work.wait`."""
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    if functional is not None:
+        yield functional, "wait_tensor"
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    if fsdp is not None:  # on a GPU these let the stream wait
+        yield fsdp.FSDPParamGroup, "wait_for_unshard"
+        yield fsdp.FSDPParamGroup, "finalize_backward"
+
+
+def _size(value: Any) -> int:
+    """Return the bytes of a tensor, or of tensors in lists of lists."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_size, value)) if isinstance(value, list | tuple) else 0

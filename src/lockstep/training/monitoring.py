@@ -1,0 +1,97 @@
+"""The monitors and meters of a run on this rank, as its config has them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from lockstep.distributed.collective_meter import CollectiveMeter
+from lockstep.distributed.memory import memory_gauges
+from lockstep.monitor import history
+from lockstep.monitor.console import Console
+from lockstep.monitor.events import EventLog
+from lockstep.monitor.folder import RunFolder
+from lockstep.monitor.meter_files import MeterFiles, MeterThread
+from lockstep.monitor.monitors import Monitors
+from lockstep.monitor.rank_meters import RankMeters
+from lockstep.monitor.tensorboard import TensorBoard
+from lockstep.training.session import components_of
+from lockstep.training.user_objects import user_monitors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lockstep.core.records import RunInfo
+    from lockstep.training.checkpoints import Checkpoints
+    from lockstep.training.job import Job
+    from lockstep.training.session import Session
+
+
+class Meters:
+    """Measures this rank's updates, and on the first rank writes the meters of all.
+
+    Attributes:
+        files: Of the first rank; None on others, or if nothing is measured.
+    """
+
+    def __init__(self, session: Session, folder: Path) -> None:
+        components = components_of(session)
+        world, seconds = components.world, components.config.monitor.meter_seconds
+        self._measures = seconds > 0
+        self._collectives = CollectiveMeter(world.clock)
+        self.files: MeterFiles | None = None
+        if self._measures and world.rank == 0:
+            self.files = MeterFiles(folder, world.notices, seconds, world.size)
+        own = RankMeters(
+            world.clock,
+            world.notices,
+            world.rank,
+            lambda: session.progress.steps,
+            [memory_gauges(world.device)],
+            os.getpid(),
+        )
+        self._thread = MeterThread(own, self.files)
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure while the block runs; then all is written that has been posted."""
+        if not self._measures:
+            yield
+            return
+        with self._collectives.measuring():
+            self._thread.start()
+            try:
+                yield
+            finally:
+                self._thread.finish()
+
+    def stop(self) -> None:
+        """Post for the last time."""
+        if self._measures:
+            self._thread.stop()
+
+
+def make_monitors(job: Job, folder: Path, checkpoints: Checkpoints, meters: Meters) -> Monitors:
+    """Return the monitors of the first rank, and make their files the history that checkpoints refer to."""
+    options, run_folder = job.config.monitor, RunFolder.open(folder)
+    log, console = EventLog(run_folder.metrics, options.every), Console(options.every, options.progress)
+    board = [TensorBoard(run_folder.tensorboard, options.every)] if options.tensorboard else []
+    publish = job.stored.publish if job.stored is not None else lambda: None
+    files = [meters.files] if meters.files is not None else []
+    checkpoints.history = history.HistoryFiles(folder, [log, *board, *files], publish)
+    reports = meters.files.reports if meters.files is not None else None
+    return Monitors([log, console, *board], user_monitors(job.config, job.given), reports)
+
+
+@contextmanager
+def started(monitors: Monitors, facts: RunInfo) -> Iterator[None]:
+    """Start the monitors, and finish them with the block's exception, if any."""
+    monitors.start(facts)
+    try:
+        yield
+    except BaseException as error:
+        monitors.finish(error)
+        raise
+    monitors.finish(None)
