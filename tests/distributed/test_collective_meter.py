@@ -1,4 +1,4 @@
-"""Bytes and waits of collectives, whoever calls them."""
+"""Bytes and waits of all collectives, of torch as of its users."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class UpdateTimes:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What a rank does at a moment.
+    """The place of a rank in its updates at a moment.
 
     Attributes:
         updates: Ended since the clock was made.

@@ -5,8 +5,8 @@
     tensor parallelism    --> functional collectives --> wait_tensor()                         Phase.COMMUNICATION
     DDP                   --> its reducer, in C++: `sharding.ddp` marks the end of its backward
 
-Bytes and bandwidths are those of NCCL's tests (nccl-tests, PERFORMANCE.md): a bus bandwidth says how fast the slowest
-link is used, whatever the number of ranks.
+Bytes and bandwidths are those of NCCL's tests (nccl-tests, PERFORMANCE.md): a bus bandwidth is that of the slowest link,
+whatever the number of ranks is.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _OPERATIONS: Mapping[str, tuple[str, int]] = {
     "recv": ("recv", 0),
     "barrier": ("barrier", 0),
 }
-"""By the method of a process group: the operation, and which argument has the bytes that count."""
+"""The operation of each method of a process group, and which argument has the bytes that count."""
 
 
 @dataclass(slots=True)
 class CollectiveTotals:
-    """What one operation has moved over groups of one size.
+    """The totals of one operation over groups of one size.
 
     Attributes:
         calls: Number of calls.

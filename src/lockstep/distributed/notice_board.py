@@ -1,4 +1,4 @@
-"""What each rank posts for the others outside of collectives: its latest notice, over the ranks' store.
+"""The board on which ranks post notices for each other outside of collectives: the latest of each rank.
 
     rank 1   post(b"...")  --.
     rank 2   post(b"...")  --+--> store --> latest(): rank 0 reads all of them

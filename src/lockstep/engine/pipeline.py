@@ -16,7 +16,7 @@ import torch
 
 from lockstep.core.errors import Failure
 from lockstep.core.out_of_memory import note_location
-from lockstep.core.phase_clock import Phase
+from lockstep.core.phase_clock import Phase, PhaseClock
 from lockstep.distributed.collectives import receive, send
 from lockstep.engine.eager import muted_padding, sum_over, sums_of_outputs
 from lockstep.engine.schedule_runner import ScheduleRunner, StageOfSchedule
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from lockstep.core.phase_clock import PhaseClock
     from lockstep.core.protocols import Axis, EvaluatedObjective, GradientStep
     from lockstep.core.records import Batch, GlobalBatch, Inputs
     from lockstep.engine.eager import Context, KeyDraws
@@ -50,19 +49,19 @@ class PipelineEngine:
         key_draws: KeyDraws,
         muted: Context,
         *,
-        clock: PhaseClock,
         stages: PartitionedModel,
         schedule: Schedule,
         axis: Axis,
         group: dist.ProcessGroup,
         device: torch.device,
+        clock: PhaseClock | None = None,
     ) -> None:
         self._step = step
         self._objective = objective
         self._autocast = autocast
         self._key_draws = key_draws
         self._muted = muted
-        self._clock = clock
+        self._clock = clock or PhaseClock()
         self._stages = stages
         self._schedule = schedule
         self._axis = axis

@@ -23,6 +23,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.files import write_atomically
+from lockstep.monitor.folder import lock_holder
 from lockstep.monitor.jsonl import LineFile, finite, line
 from lockstep.monitor.rank_meters import POST_S, MeterReport, RankInterval, RankMeters, RankNotice
 
@@ -52,7 +53,9 @@ class MeterFiles:
     def __init__(self, folder: Path, board: NoticeBoard, interval: float, ranks: int) -> None:
         self.file = LineFile(folder / RANKS)
         self.reports: deque[MeterReport] = deque(maxlen=100)
+        self._folder = folder
         self._live = folder / LIVE
+        self._holder = lock_holder(folder)
         self._board = board
         self._interval = max(interval, ranks * _SECONDS_PER_RANK)
         self._data: list[bytes | None] = [None] * ranks
@@ -67,7 +70,10 @@ class MeterFiles:
         return (self.file,)
 
     def look(self, *, last: bool = False) -> None:
-        """Read the notices, and write them; a line if the interval is over, or it is the last look."""
+        """Read the notices, and write them; a line if the interval is over, or it is the last look.
+
+        Nothing is written in a folder that belongs to another run now, or was deleted.
+        """
         now = time.monotonic()
         for rank, data in enumerate(self._board.latest()):
             if data != self._data[rank]:
@@ -80,6 +86,8 @@ class MeterFiles:
             for rank, notice in notices.items()
         )
         report = MeterReport(max(notice.step for notice in notices.values()), now - self._began, ranks)
+        if not self._is_own():
+            return
         self._write_live(report)
         if last or now - self._began >= self._interval:
             self._began, self._before = now, notices
@@ -90,8 +98,12 @@ class MeterFiles:
     def close(self) -> None:
         """Remove live.json: the run has ended."""
         self.file.close()
-        with suppress(OSError):
-            self._live.unlink(missing_ok=True)
+        if self._is_own():
+            with suppress(OSError):
+                self._live.unlink(missing_ok=True)
+
+    def _is_own(self) -> bool:
+        return lock_holder(self._folder) == self._holder
 
     def _append(self, report: MeterReport) -> None:
         if not self.file.write(line(_columns(report))) and self.file.lost == 1:

@@ -38,7 +38,7 @@ Gauges = Callable[[], Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class RankNotice:
-    """What a rank has posted.
+    """A rank's state and totals, as it posts them.
 
     Attributes:
         time: Unix time of the rank's host.
@@ -99,7 +99,7 @@ class RankNotice:
 
 @dataclass(frozen=True, slots=True)
 class RankInterval:
-    """What a rank has done in an interval.
+    """The updates of a rank in an interval.
 
     Attributes:
         updates: Number of updates that were timed.

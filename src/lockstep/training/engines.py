@@ -115,8 +115,7 @@ def build_engine(
     if made.context is not None:
         from lockstep.engine.context_parallel import ContextEngine, SequenceDivider
 
-        assert isinstance(objective, TargetLoss), "others were refused"
-        assert position.ring is not None, "sequences are split over a ring"
+        assert isinstance(objective, TargetLoss) and position.ring is not None, "others were refused"  # noqa: PT018
         divider = SequenceDivider(model, made.context, position.ring, objective.targets_of)
         divide: Any = divider if prepare is None else lambda batch: prepare(divider(batch))
         eager = EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, divide, world.clock)
