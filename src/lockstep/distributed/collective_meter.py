@@ -5,8 +5,8 @@
     tensor parallelism    --> functional collectives --> wait_tensor()                         Phase.COMMUNICATION
     DDP                   --> its reducer, in C++: `sharding.ddp` marks the end of its backward
 
-Bytes and bandwidths are those of NCCL's tests (nccl-tests, PERFORMANCE.md): a bus bandwidth is that of the slowest link,
-whatever the number of ranks is.
+Bytes and bandwidths are those of nccl-tests (PERFORMANCE.md): a bus bandwidth is that of the slowest link, whatever the
+number of ranks is.
 """
 
 from __future__ import annotations
