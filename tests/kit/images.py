@@ -1,22 +1,35 @@
 """Real images for tests: a base made by debootstrap, Dockerfiles built by buildah, commands run in them.
 
-Only root can do that, and no engine is needed: storage is a folder, isolation a chroot.
+Only root can do that, and no engine is needed: storage is a folder, isolation a chroot; a container that is stopped as
+Docker does it also has a PID namespace, in which an init process is number 1.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 BASE = Path(__file__).parents[2] / "build" / "drill-base"  # takes minutes, and is kept
 BASE_IMAGE = "localhost/lockstep-drill-base"
 _PACKAGES = {"buildah": "buildah", "debootstrap": "debootstrap", "ip": "iproute2"}
 _MINUTES = 20
+_AS_DOCKER = """\
+set -eu
+hostname "$1"
+root=$2 user=$3 folder=$4; shift 4
+mount -t proc proc "$root/proc"
+mount --rbind /dev "$root/dev"
+while [ "$1" != -- ]; do mount --bind "${1%%:*}" "$root${1#*:}"; shift; done
+shift
+exec chroot --userspec="$user" "$root" env --ignore-environment --chdir="$folder" "$@"
+"""
 
 
 def why_not() -> str | None:
@@ -34,7 +47,7 @@ def make_base() -> None:
     unfinished = BASE.with_suffix(".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.parent.mkdir(exist_ok=True)
-    include = "--include=python3,python3-venv,ca-certificates"
+    include = "--include=python3,python3-venv,ca-certificates,tini"
     _execute("debootstrap", "--variant=minbase", include, "bookworm", str(unfinished))
     unfinished.rename(BASE)
 
@@ -69,6 +82,22 @@ class Images:
     def container(self, tag: str, hosts: Mapping[str, str]) -> str:
         """Make a container of an image, which knows hosts by name; return its identifier."""
         return self._call("from", *(f"--add-host={name}:{address}" for name, address in hosts.items()), tag)
+
+    def as_docker(
+        self, tag: str, service: Mapping[str, Any], mounts: Mapping[Path, str], variables: Mapping[str, str]
+    ) -> list[str]:
+        """Return words that run a service in a new container below an init process, as Docker does with `init: true`.
+
+        The init process is the child of the process that executes the words.
+        """
+        image = json.loads(self.inspect(tag))["Docker"]["config"]
+        root = self._call("mount", self._call("from", tag))
+        places = [f"{source}:{target}" for source, target in mounts.items()]
+        environment = [*image["Env"], *(f"{name}={value}" for name, value in variables.items())]
+        namespaces = [str(shutil.which("unshare")), "--fork", "--kill-child", "--pid", "--mount", "--uts"]
+        known = [service["hostname"], root, service["user"], image["WorkingDir"]]
+        program = ["/usr/bin/tini", "--", *image["Entrypoint"], *service["command"]]
+        return [*namespaces, "sh", "-c", _AS_DOCKER, "container", *known, *places, "--", *environment, *program]
 
     def inspect(self, tag: str) -> str:
         return self._call("inspect", "--type=image", tag)

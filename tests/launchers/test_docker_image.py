@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ CONFIG = {
     "monitor": {"every": 1},
 }
 USER = 1000
+MANY = 4000  # steps, more than there is time for
 
 pytestmark = [pytest.mark.drill, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
@@ -115,14 +117,15 @@ def test_digits_trains_from_the_image(images: Images) -> None:
     assert float(accuracy[-1]) > 95
 
 
+def default(text: str) -> str:
+    """Return what Compose puts for variables that aren't set."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
 def started(images: Images, net: Network, node: int, compose: dict[str, Any], project: Path) -> Running:
     """Run a service of the compose file in a container on a host of its own."""
     service = compose["services"][f"node{node}"]
     container = images.container(IMAGE, {f"node{host}": net.address(host) for host in range(2)})
-
-    def default(text: str) -> str:
-        return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
-
     volumes = [
         f"--volume={project / default(each['source'])}:{each['target']}:{'ro' if each.get('read_only') else 'rw'}"
         for each in service["volumes"]
@@ -150,3 +153,41 @@ def test_two_containers_give_the_losses_of_one_process(images: Images, project: 
     print(f"{len(single)} losses from {single[0]:.4f} to {single[-1]:.4f}, relative difference at most {most:.1e}")
     assert len(single) == 12
     assert most < 1e-6
+
+
+def below_init(images: Images, net: Network, node: int, compose: dict[str, Any], project: Path) -> Running:
+    """Run a service of the compose file in a container whose process 1 passes signals on."""
+    service = compose["services"][f"node{node}"]
+    assert (service["init"], service["stop_signal"]) == (True, "SIGTERM")
+    hosts = project / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{net.address(host)} node{host}\n" for host in range(2)))
+    mounts = {hosts: "/etc/hosts"} | {project / default(each["source"]): each["target"] for each in service["volumes"]}
+    command = [*service["command"], "run.folder=runs/stopped", f"run.steps={MANY}"]
+    service = {**service, "user": default(service["user"]), "command": command}
+    words = images.as_docker(IMAGE, service, mounts, {"LOCKSTEP_JOB_TOKEN": "of-the-drill"})
+    return net.start(node, *words, cwd=project)
+
+
+def test_a_container_that_docker_stops_stops_both_which_resume(images: Images, project: Path, tmp_path: Path) -> None:
+    compose = yaml.safe_load((project / "compose.yaml").read_text())
+    grace_s = float(compose["services"]["node1"]["stop_grace_period"].removesuffix("s"))
+    run = project / "runs" / "stopped"
+    metrics = run / "metrics.jsonl"
+    with network(2, tmp_path) as net:
+        nodes = [below_init(images, net, node, compose, project) for node in range(2)]
+        nodes[0].wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") > 20)
+        [init] = nodes[1].ranks
+        assert Path(f"/proc/{init}/status").read_text().partition("NSpid:")[2].split("\n")[0].split()[-1] == "1"
+        begin = time.monotonic()
+        os.kill(init, signal.SIGTERM)
+        assert [node.end() for node in nodes] == [75, 75], [node.output for node in nodes]
+        stopped_s = time.monotonic() - begin
+        stopped_at = len(losses(run))
+        print(f"stopped and saved after {stopped_at} steps, {stopped_s:.1f} s after SIGTERM, of {grace_s:.0f} s")
+        assert stopped_s < grace_s
+        assert stopped_at < MANY
+        nodes = [below_init(images, net, node, compose, project) for node in range(2)]
+        nodes[0].wait_for(lambda: len(losses(run)) > stopped_at)
+        assert [line for line in (project / "of-host-0/out").read_text().splitlines() if "resumes from step" in line]
+        os.kill(nodes[0].ranks[0], signal.SIGTERM)
+        assert [node.end() for node in nodes] == [75, 75], [node.output for node in nodes]
