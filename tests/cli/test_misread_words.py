@@ -27,8 +27,8 @@ MESSAGES: dict[str, tuple[str, str]] = {
     "an average": ("train --ema 0.99", "--ema: averaging of weights is not supported yet"),
     "a launcher": (
         "launch train.py",
-        "'train.py' is no place to launch at; it can be aws, docker, kubernetes, ray, slurm, ssh; lockstep train "
-        "--ranks N starts N ranks here",
+        "'train.py' is no place to launch at, which are aws, docker, kubernetes, ray, slurm, ssh, or module:Name; "
+        "lockstep train --ranks N starts N ranks here",
     ),
     "another's verb": ("predict x", "there is no verb 'predict'; lockstep generate RUN continues a text"),
     "a near verb": ("trian", "there is no verb 'trian'; did you mean train?"),

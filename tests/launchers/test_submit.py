@@ -11,8 +11,10 @@ import pytest
 
 import lockstep
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
+from lockstep.launchers.registry import find_launcher
 from lockstep.strategies.section import Section
 
+ROOT = Path(__file__).parents[2]
 TRAIN = ["train", "digits", "run.folder=r", "--ranks", 2]
 CODES: dict[str, int | None] = {}
 CALLS: list[tuple[str, str]] = []
@@ -120,9 +122,27 @@ def test_a_job_whose_identifier_is_known_is_remembered_before_it_is_submitted(
     ("command", "options", "message"),
     [
         (TRAIN, {"node": 2}, "node: there is no such option of queue; did you mean nodes?"),
-        (TRAIN, {"nodes": "two"}, "nodes: 'two': Input should be a valid integer"),
-        ("train digits", {}, "'train digits' is not a list of words; write"),
-        ([], {}, r"\[\] is not a list of words; write"),
+        *(
+            (TRAIN, {"nodes": bad}, "nodes: .* is not a whole number")
+            for bad in ("two", "2", None, True, 2.0, b"2", [2])
+        ),
+        *(
+            (TRAIN, {"tag": bad}, r"tag: .* is not a list of texts; write \[")
+            for bad in ("a", 5, None, [None], [["a"]])
+        ),
+        *((TRAIN, {"requeue": bad}, "requeue: .* is not true or false") for bad in ("yes", 1, None)),
+        *((TRAIN, {"sweep": bad}, "sweep: .* is not a mapping of keys to lists") for bad in ([], "a=1,2", 5, ["a"])),
+        *((TRAIN, {"sweep": {bad: [1]}}, "sweep: .* is not a key of the config") for bad in (5, "", "a=b", None)),
+        *(
+            (TRAIN, {"sweep": {"optim.lr": bad}}, "optim.lr: .* is not a list of values without commas")
+            for bad in (5, None, [], [[1, 2]], {1, 2}, b"ab", {"a": 1}, ["1,2"], [""], [b"1"])
+        ),
+        *((bad, {}, "command: .* is not a list of words") for bad in ("train digits", None, 5, {}, b"train", set())),
+        *(
+            ([*TRAIN, bad], {}, "command: .*: a word is a text, a number or a path")
+            for bad in (None, [1], b"x", "a\0b")
+        ),
+        ([], {}, r"command: \[\] is not a list of words; write"),
         (["recipes"], {}, "lockstep launch can't run 'recipes'"),
         ([*TRAIN, "optim.lrr=1"], {}, "unknown key; did you mean lr?"),
         (TRAIN, {"sweep": {"optim.lr": "0.1"}}, "optim.lr: '0.1' is not a list of values without commas"),
@@ -136,7 +156,31 @@ def test_mistakes_are_refused_before_anything_is_submitted(command: Any, options
     assert list(Path().iterdir()) == []
 
 
+def test_numbers_and_paths_are_words_and_texts() -> None:
+    config = Path("a b.yaml")
+    config.write_text((ROOT / "recipes" / "digits.yaml").read_text())
+    lockstep.submit("queue", ["train", config, "run.folder=r", "--model.compile", False], tag=[Path("x"), 5])
+    typed = json.loads(Path("r/launch/job.json").read_text())["command"]
+    assert typed == "lockstep launch queue --tag=x --tag=5 train 'a b.yaml' run.folder=r --model.compile false"
+
+
+@pytest.mark.parametrize("bad", [None, b"5", ["5"], True, "", 2.5j])
+def test_what_names_no_job_is_refused(bad: Any) -> None:
+    with pytest.raises(lockstep.ConfigError, match=r"job: .* is neither the identifier of a job nor the folder"):
+        lockstep.find_job("queue", bad)
+
+
+@pytest.mark.parametrize(
+    ("where", "ending"), [("slrum", "did you mean slurm"), (None, "lockstep train"), (b"x", "lockstep train"), ("", "")]
+)
+def test_an_unknown_place_lists_the_places(where: Any, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.cli.launch_api.find_launcher", find_launcher)
+    for function, last in ((lockstep.submit, TRAIN), (lockstep.find_job, "1")):
+        with pytest.raises(lockstep.ConfigError, match=f"no place to launch at, which are aws, docker, .*; {ending}"):
+            function(where, last)
+
+
 def test_the_example_submits_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "submit_from_python.py"))
+    example = runpy.run_path(str(ROOT / "examples" / "submit_from_python.py"))
     assert example["main"]("queue") == 0
     assert capsys.readouterr().out == "j0: None\nj1: None\n"

@@ -20,7 +20,6 @@ from lockstep.cli.launch_flags import refuse_unknown
 from lockstep.cli.launch_jobs import PlannedJobs, SubmittedJob, find_jobs, plan_jobs, submit_jobs
 from lockstep.cli.launch_project import print_files, refuse_others, short, write_project
 from lockstep.cli.section_flags import add_section, section_of
-from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError
 from lockstep.core.jobs import LaunchPlan
 from lockstep.core.protocols import ProjectLauncher
@@ -52,11 +51,8 @@ def run(arguments: Sequence[str]) -> int:
         from lockstep.launchers.ray_driver import drive
 
         return drive(arguments[1])
-    if ":" in where and not where.startswith("-"):
+    if where and not where.startswith("-"):
         return _launch(where, arguments[1:])
-    if where and where not in ("-h", "--help", *COMMANDS):
-        known = did_you_mean(where, COMMANDS, "it can be")
-        raise ConfigError(f"{where!r} is no place to launch at; {known}; lockstep train --ranks N starts N ranks here")
     return run_command("launch", COMMANDS, arguments, "lockstep launch WHERE --help prints the options of a launcher.")
 
 

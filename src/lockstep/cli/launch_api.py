@@ -10,13 +10,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from lockstep.cli.arguments import collected_notes
 from lockstep.cli.launch_jobs import SubmittedJob, find_jobs, plan_jobs, submit_jobs
-from lockstep.core.closest import did_you_mean
-from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.terminal import echo
+from lockstep.cli.launch_values import command_words, job_text, option_values, sweep_texts
+from lockstep.cli.section_flags import validated
+from lockstep.core.errors import Problem
+from lockstep.core.terminal import echo, shortened
 from lockstep.launchers.registry import find_launcher
 
 
@@ -39,14 +40,12 @@ def submit(
         ConfigError: The command or the options can't work, or this run has a job already.
         RunFailed: The launcher can't be reached, or refuses the job.
     """
-    if isinstance(command, str) or not command:
-        raise ConfigError(f'{command!r} is not a list of words; write ["train", "digits"]')
     launcher = find_launcher(where)
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-    section = _section(where, launcher.options, given)
-    words = [str(word) for word in command]
-    texts = [_sweep_text(key, values) for key, values in (sweep or {}).items()]
-    typed = [*_flags(launcher.options, given), *(f"--sweep={text}" for text in texts), *words]
+    words, texts = command_words(command), sweep_texts(sweep)
+    values = option_values(where, launcher.options, options)
+    given = {name: Problem("", name, shortened(options[name])) for name in values}
+    section = validated(launcher.options, values, given)
+    typed = [*_flags(launcher.options, values), *(f"--sweep={text}" for text in texts), *words]
     with collected_notes() as notes:
         planned = plan_jobs(where, launcher, section, texts, typed, words)
     for note in [*notes, *(f"note: {note}" for note in planned.notes)]:
@@ -54,7 +53,7 @@ def submit(
     return submit_jobs(planned)
 
 
-def find_job(where: str, job: str | Path) -> SubmittedJob:
+def find_job(where: str, job: str | int | Path) -> SubmittedJob:
     """Return a job that was submitted before, in this process or another one.
 
     Args:
@@ -62,26 +61,9 @@ def find_job(where: str, job: str | Path) -> SubmittedJob:
         job: Its identifier, or the folder of its run or sweep.
 
     Raises:
-        ConfigError: No job was launched for that folder by this launcher.
+        ConfigError: There is no such launcher, or no job was launched for that folder by it.
     """
-    return find_jobs(where, find_launcher(where), str(job))
-
-
-def _section(where: str, section: type[BaseModel], options: Mapping[str, object]) -> BaseModel:
-    unknown = [name for name in options if name not in section.model_fields]
-    if unknown:
-        text = "there is no such option of {}; {}"
-        known = section.model_fields
-        raise ConfigError([Problem("", name, text.format(where, did_you_mean(name, known))) for name in unknown])
-    try:
-        return section.model_validate(options)
-    except ValidationError as error:
-        raise ConfigError(
-            [
-                Problem("", str(each["loc"][0]), f"{options[str(each['loc'][0])]!r}: {each['msg']}")
-                for each in error.errors()
-            ]
-        ) from None
+    return find_jobs(where, find_launcher(where), job_text(job))
 
 
 def _flags(section: type[BaseModel], options: Mapping[str, object]) -> Iterator[str]:
@@ -93,10 +75,3 @@ def _flags(section: type[BaseModel], options: Mapping[str, object]) -> Iterator[
                 yield f"--{flag}" if value else f"--no-{flag}"
         elif value is not None:
             yield from (f"--{flag}={each}" for each in (value if isinstance(value, tuple) else (value,)))
-
-
-def _sweep_text(key: str, values: Sequence[object]) -> str:
-    texts = [str(value) for value in values]
-    if isinstance(values, str) or any("," in text for text in texts):
-        raise ConfigError(Problem("", key, f"{values!r} is not a list of values without commas; write [0.1, 0.01]"))
-    return f"{key}={','.join(texts)}"

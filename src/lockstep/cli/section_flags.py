@@ -11,6 +11,8 @@ The help is the string below the field.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -51,11 +53,39 @@ def section_of(args: argparse.Namespace, section: type[BaseModel]) -> BaseModel:
             values[name] = tuple(value)
         else:
             values[name] = _converted(value, at)
+    return validated(section, values, {name: Problem(_flag(name), "", repr(getattr(args, name))) for name in values})
+
+
+def validated(section: type[BaseModel], values: Mapping[str, object], given: Mapping[str, Problem]) -> BaseModel:
+    """Return the section with these values.
+
+    Args:
+        given: For each value, where it was given and its text, to which a mistake is added.
+
+    Raises:
+        ConfigError: Values aren't valid.
+    """
     try:
         return section.model_validate(values)
     except ValidationError as error:
-        problems = [_problem(section, str(each["loc"][0]), each["msg"], args) for each in error.errors()]
-        raise ConfigError(list(dict.fromkeys(problems))) from None  # a union has an error for each of its parts
+        first: dict[str, Problem] = {}  # a union has an error for each of its parts
+        for each in error.errors():
+            name = str(each["loc"][0]) if each["loc"] else ""
+            if name in given:
+                problem = given[name]
+                message = _reason(shape.fields(section)[name], each["type"], each["msg"])
+                first.setdefault(name, replace(problem, message=f"{problem.message} {message}"))
+            else:  # a check of several fields, or a required one
+                first.setdefault(name, Problem(_flag(name) if name else "", "", each["msg"]))
+        raise ConfigError([*first.values()]) from None
+
+
+def _reason(at: ValueShape, kind: str, message: str) -> str:
+    """Return what is wrong with a value, as the end of a sentence."""
+    valid = expectation(replace(at, nullable=False))
+    if kind == "value_error" or valid == "a value":
+        return f"is refused: {message.removeprefix('Value error, ')}"
+    return f"is not {valid}"
 
 
 def _flag(name: str) -> str:
@@ -76,9 +106,3 @@ def _converted(text: str, at: ValueShape) -> object:
         except ValueError:
             continue
     return text
-
-
-def _problem(section: type[BaseModel], name: str, message: str, args: argparse.Namespace) -> Problem:
-    at = shape.fields(section)[name]
-    valid = expectation(ValueShape(whole=at.whole, real=at.real, choices=at.choices)) if at.whole or at.real else ""
-    return Problem(_flag(name), "", f"{getattr(args, name)!r} is not {valid}" if valid else message)

@@ -21,6 +21,7 @@ _CONTROL = re.compile(
     "\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
+_LONGEST = 60
 
 
 def plain(text: str) -> str:
@@ -31,6 +32,12 @@ def plain(text: str) -> str:
 def plain_line(text: str) -> str:
     """Return the same on one line, for a name that could otherwise pass for a line that Lockstep prints."""
     return plain(text).replace("\r\n", "\\n").replace("\n", "\\n").replace("\t", "\\t")
+
+
+def shortened(value: object) -> str:
+    """Return a value as Python writes it, of a long one the beginning."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def echo(*texts: object, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from typing import NamedTuple, cast
 
+from lockstep.core.closest import hint
+from lockstep.core.errors import ConfigError
 from lockstep.core.extensions import import_target, instance, registered
 from lockstep.core.protocols import Launcher
+from lockstep.core.terminal import shortened
 
 _DIGITS = "train digits --ranks 2"
 
@@ -64,6 +67,11 @@ def find_launcher(name: str) -> Launcher:
     Raises:
         ConfigError: There is none, or it doesn't implement the protocol.
     """
+    places = summaries()
+    if not isinstance(name, str) or (":" not in name and name not in places):
+        guess = hint(str(name), places) or "; lockstep train --ranks N starts N ranks here"
+        message = f"{shortened(name)} is no place to launch at, which are {', '.join(places)}, or module:Name"
+        raise ConfigError(f"{message}{guess}")
     if name in BUILTIN:
         return cast("Launcher", import_target(BUILTIN[name].target))
     return cast("Launcher", instance("launchers", name, {}, Launcher))
