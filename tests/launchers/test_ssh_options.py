@@ -98,7 +98,7 @@ def test_a_value_from_here_is_not_written_down(
         (["--hosts", "a,b", "--rendezvous", "a", "train", "digits"], "--rendezvous: 'a' is not HOST:PORT"),
         (["--hosts", "a:2,b", "train", "digits", "--ranks", "1", "parallel.pipeline=2"], "but there are 3 ranks"),
         (["status", "4711", "--hosts"], "unrecognized arguments: --hosts"),
-        (["status", "4711"], "give the folder of the run instead of 4711: no service knows the jobs of ssh"),
+        (["status", "4711"], "'4711' is neither a job that ssh was given from here nor the folder of its run"),
     ],
 )
 def test_what_cannot_work_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 import lockstep
+from lockstep.cli.main import main
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
-from lockstep.launchers.registry import find_launcher
+from lockstep.launchers.registry import BUILTIN, find_launcher
 from lockstep.strategies.section import Section
 
 ROOT = Path(__file__).parents[2]
@@ -184,3 +186,34 @@ def test_the_example_submits_a_sweep(capsys: pytest.CaptureFixture[str]) -> None
     example = runpy.run_path(str(ROOT / "examples" / "submit_from_python.py"))
     assert example["main"]("queue") == 0
     assert capsys.readouterr().out == "j0: None\nj1: None\n"
+
+
+@pytest.mark.parametrize("where", sorted(BUILTIN))
+def test_a_job_that_is_not_known_is_refused_with_those_that_are(
+    where: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    other = "slurm" if where == "ssh" else "ssh"
+    for folder, launcher, job in (
+        ("runs/a", where, "its-own"),
+        ("b", other, "another's"),
+        ("runs/s/0", where, "swept"),
+    ):
+        Path(folder, "launch").mkdir(parents=True)
+        Path(folder, "launch", "job.json").write_text(json.dumps({"launcher": launcher, "job": job}))
+    Path("runs/damaged/launch").mkdir(parents=True)
+    Path("runs/damaged/launch/job.json").write_text("{")
+    Path("plain").mkdir()
+    Path("file").touch()
+    those = rf"; of {where} there are (its-own \(runs/a\), swept \(runs/s/0\)|swept \(runs/s/0\), its-own \(runs/a\))$"
+    for verb in ("status", "follow", "cancel"):
+        for text, message in {
+            "no such/": "'no such/' is neither .* nor the folder of .*" + those,
+            "": "'' is neither .* nor the folder of .*" + those,
+            "another's": rf"another's is a job of {other} \(b\), not of {where}: lockstep launch {other} ",
+            "plain": "plain has no launch/job.json: no job was launched for it; give the job's identifier or .*"
+            + those,
+            "runs/damaged": "runs/damaged/launch/job.json is damaged; give the job's identifier",
+        }.items():
+            assert main(["launch", where, verb, text]) == 2
+            assert re.match(f"lockstep: {message}", capsys.readouterr().err)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Launcher
 
 _RECORD = "job.json"
+_RUNS = ("*", "runs/*", "runs/*/*")  # folders of runs, and of a sweep's
+_MOST_LISTED = 5
 
 
 @dataclass(frozen=True)
@@ -57,19 +59,39 @@ class SubmittedJob:
             ConfigError: The launcher knows no such job.
             RunFailed: It can't be asked.
         """
-        states = [self._launcher.status(job) for job in self.jobs]
+        with self._jobs_named():
+            states = [self._launcher.status(job) for job in self.jobs]
         codes = [state.code for state in states if state.code is not None]
         return JobStatus("\n".join(state.text for state in states), max(codes) if len(codes) == len(states) else None)
 
     def follow(self) -> int:
         """Print the output until the end, of several jobs one after the other, and return the exit code."""
-        return max(self._launcher.follow(job) for job in self.jobs)
+        with self._jobs_named():
+            return max(self._launcher.follow(job) for job in self.jobs)
 
     def cancel(self) -> None:
         """Stop what has not ended, for good. Raises ConfigError: all has ended."""
-        live = [job for job in self.jobs if len(self.jobs) == 1 or self._launcher.status(job).code is None]
-        for job in live or self.jobs[:1]:
-            self._launcher.cancel(job)
+        with self._jobs_named():
+            live = [job for job in self.jobs if len(self.jobs) == 1 or self._launcher.status(job).code is None]
+            for job in live or self.jobs[:1]:
+                self._launcher.cancel(job)
+
+    @contextmanager
+    def _jobs_named(self) -> Iterator[None]:
+        """Add the jobs that there are to an error about an identifier that no job has."""
+        try:
+            yield
+        except ConfigError as error:
+            if self.jobs[0].folder is not None or self._is_known(self.jobs[0]):
+                raise
+            raise ConfigError(f"{error}; {jobs_here(self.where)}") from None
+
+    def _is_known(self, job: LaunchedJob) -> bool:
+        try:
+            self._launcher.status(job)
+        except Failure:
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +156,51 @@ def submit_jobs(planned: PlannedJobs) -> SubmittedJob:
 
 def find_jobs(where: str, launcher: Launcher, text: str) -> SubmittedJob:
     """Return the job that an identifier or a folder of a run names, or those of a sweep. Raises ConfigError."""
-    if not Path(text).is_dir():
-        return SubmittedJob(where, (LaunchedJob(text),), None, launcher)
-    jobs = _remembered(where, Path(text, JOB_FILES))
+    place = Path(text).expanduser()
+    if not text or not place.is_dir():
+        return SubmittedJob(where, (LaunchedJob(text, _folder_of(where, text)),), None, launcher)
+    jobs = _remembered(where, place / JOB_FILES)
     if not jobs:
-        raise ConfigError(f"{text} has no {JOB_FILES}/{_RECORD}: no job was launched for it; give the job's identifier")
-    return SubmittedJob(where, jobs, Path(text), launcher)
+        missing = f"{text} has no {JOB_FILES}/{_RECORD}: no job was launched for it"
+        raise ConfigError(f"{missing}; give the job's identifier or another folder; {jobs_here(where)}")
+    return SubmittedJob(where, jobs, place, launcher)
+
+
+def jobs_here(where: str) -> str:
+    """Return which jobs a launcher was given from the current folder, as the end of a sentence."""
+    jobs = [f"{job} ({folder.parent})" for folder, launcher, job in _jobs_below(Path()) if launcher == where]
+    if not jobs:
+        return f"no job of {where} was launched from {Path.cwd()}"
+    return f"of {where} there are {', '.join(jobs[:_MOST_LISTED])}{' and more' if len(jobs) > _MOST_LISTED else ''}"
+
+
+def _folder_of(where: str, number: str) -> Path | None:
+    """Return the folder of a job's files, if it was launched from here. Raises ConfigError: by another launcher."""
+    launchers = {launcher: folder for folder, launcher, job in _jobs_below(Path()) if job == number}
+    if launchers and where not in launchers:
+        launcher = next(iter(launchers))
+        way = f"lockstep launch {launcher} status {number}"
+        raise ConfigError(f"{number} is a job of {launcher} ({launchers[launcher].parent}), not of {where}: {way}")
+    return launchers[where].absolute() if launchers else None
+
+
+def _jobs_below(place: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield the folder, the launcher and the identifier of the jobs of runs here and in `runs`, the newest first."""
+    records = [record for pattern in _RUNS for record in place.glob(f"{pattern}/{JOB_FILES}/{_RECORD}")]
+    for path in sorted(records, key=_modified, reverse=True):
+        try:
+            record = json.loads(read_bounded(path, MAX_JSON_BYTES))
+            if "job" in record:
+                yield path.parent, str(record["launcher"]), str(record["job"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _world_size(options: object, ranks: int | None) -> int | None:

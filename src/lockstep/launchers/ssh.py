@@ -177,7 +177,7 @@ def _started(process: int) -> str:
 def _record(job: LaunchedJob) -> Mapping[str, Any]:
     """Return what was written when the job was launched. Raises ConfigError."""
     if job.folder is None:
-        raise ConfigError(f"give the folder of the run instead of {job.number}: no service knows the jobs of ssh")
+        raise ConfigError(f"{job.number!r} is neither a job that ssh was given from here nor the folder of its run")
     try:
         record: Mapping[str, Any] = json.loads(read_bounded(job.folder / _RECORD, MAX_JSON_BYTES))
     except (OSError, ValueError):
