@@ -33,6 +33,7 @@ CONFIG = {
     "monitor": {"every": 1},
 }
 USER = 1000
+VARIABLES = {"LOCKSTEP_JOB_TOKEN": "of-the-drill", "OMP_NUM_THREADS": "1"}  # containers share the machine's cores
 MANY = 4000  # steps, more than there is time for
 
 pytestmark = [pytest.mark.drill, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
@@ -131,8 +132,8 @@ def started(images: Images, net: Network, node: int, compose: dict[str, Any], pr
         for each in service["volumes"]
     ]
     how = ["--isolation=chroot", f"--user={default(service['user'])}", f"--hostname={service['hostname']}"]
-    token = "--env=LOCKSTEP_JOB_TOKEN=of-the-drill"
-    words = images.words("run", *how, token, *volumes, container, "--", "lockstep", *service["command"])
+    variables = [f"--env={name}={value}" for name, value in VARIABLES.items()]
+    words = images.words("run", *how, *variables, *volumes, container, "--", "lockstep", *service["command"])
     return net.start(node, *words, cwd=project)
 
 
@@ -164,7 +165,7 @@ def below_init(images: Images, net: Network, node: int, compose: dict[str, Any],
     mounts = {hosts: "/etc/hosts"} | {project / default(each["source"]): each["target"] for each in service["volumes"]}
     command = [*service["command"], "run.folder=runs/stopped", f"run.steps={MANY}"]
     service = {**service, "user": default(service["user"]), "command": command}
-    words = images.as_docker(IMAGE, service, mounts, {"LOCKSTEP_JOB_TOKEN": "of-the-drill"})
+    words = images.as_docker(IMAGE, service, mounts, VARIABLES)
     return net.start(node, *words, cwd=project)
 
 

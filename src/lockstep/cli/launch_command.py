@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -72,8 +72,35 @@ def job_command(
         state_bytes=_state_bytes(prepared),
         run_folder=checked.folder,
         checkpoint_folder=config.checkpoint.folder or _bucket(prepared) if config is not None else None,
+        paths=_paths_here(checked),
         in_folder=config is None or config.checkpoint.storage is None,
     )
+
+
+def _paths_here(checked: _Checked) -> tuple[str, ...]:
+    """Return the texts of the arguments and the config that are paths of files and folders here, without the run's."""
+    config = checked.prepared.config
+    texts = [text for word in checked.arguments for text in (word, word.partition("=")[2])]
+    own: set[str | None] = {str(checked.folder)}
+    if config is not None:
+        texts += _texts(config.model_dump())
+        own |= {config.run.folder, config.checkpoint.folder}
+    return tuple(dict.fromkeys(text for text in texts if text and text not in own and _exists(text)))
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # too long for a path, a null byte, the home of nobody
+        return False
 
 
 def _bucket(prepared: Prepared) -> str | None:

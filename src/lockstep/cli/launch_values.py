@@ -1,4 +1,4 @@
-"""What Python code may pass to `lockstep.submit` and `lockstep.find_job`, and the texts of a command line for it.
+"""Checks of what Python code passes to `lockstep.submit` and `lockstep.find_job`, as texts of a command line.
 
 command_words   ["train", Path("a.yaml"), 2]        -->   train a.yaml 2
 sweep_texts     {"optim.lr": [0.1, 0.01]}           -->   optim.lr=0.1,0.01

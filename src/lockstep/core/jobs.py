@@ -31,6 +31,7 @@ class JobCommand:
         state_bytes: Estimated bytes of a checkpoint; None: unknown.
         run_folder: Folder of the run as the command names it, relative to where it runs or absolute.
         checkpoint_folder: Path or address of the checkpoints, if the config names it.
+        paths: Files and folders here that the words or the config name, as they name them; not those of the run.
         in_folder: Whether checkpoints are in a folder, or at an address, and not in a store that is an object.
     """
 
@@ -46,6 +47,7 @@ class JobCommand:
     state_bytes: int | None = None
     run_folder: Path = Path()
     checkpoint_folder: str | None = None
+    paths: tuple[str, ...] = ()
     in_folder: bool = True
 
 

@@ -31,7 +31,7 @@ from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import echo, plain
 from lockstep.launch.meeting import TOKEN
 from lockstep.launchers.docker_compose import FOLDER_LABEL, job_text
-from lockstep.launchers.docker_options import DockerOptions, check, container_user, unseen
+from lockstep.launchers.docker_options import DockerOptions, check, container_user
 from lockstep.launchers.docker_project import project_files
 from lockstep.launchers.tools import execute, job_name, write_files
 
@@ -64,10 +64,7 @@ class DockerLauncher:
         path = command.folder / _COMPOSE_FILE
         compose = ("docker", "compose", f"--file={path}")
         build = [(*compose, "build", "node0")] if options.image is None else []
-        notes = [
-            f"{path} is here, but the containers don't see it; give --volume {path}:{path}:ro"
-            for path in unseen(command.words[1:], options, here)
-        ]
+        notes = []
         user = container_user(options, here)
         if options.user is None and int(user.partition(":")[0]) != os.getuid():
             notes.append(

@@ -94,7 +94,7 @@ def job_text(command: JobCommand, options: DockerOptions, name: str, folder: Pat
         "working_dir": str(folder),
         "entrypoint": OneLine(program_words(options.program)),
         "environment": _environment_of_job(options),
-        "volumes": [_mount(*each) for each in volumes(options, folder)],
+        "volumes": [_mount(each.host, each.target, each.read_only) for each in volumes(options, folder)],
         "labels": {FOLDER_LABEL: str(command.folder)},
         **(_health() if command.nodes else {}),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +13,8 @@ from pydantic import Field
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.jobs import HostOptions, JobCommand, SweepOptions
 from lockstep.core.secrets import names_a_secret
+from lockstep.launchers.container_names import image_mistake
+from lockstep.launchers.mounts import Mount, is_seen, mounting, unseen_problems
 from lockstep.launchers.tools import seconds_to_save
 from lockstep.stores.addresses import is_address
 from lockstep.strategies.section import Auto, Positive, Section
@@ -75,6 +77,8 @@ def check(command: JobCommand, options: DockerOptions, folder: Path) -> None:
         folder: Where the command is run.
     """
     problems = [*_malformed(options, folder), *_misfitting(command, options, folder)]
+    if not problems:
+        problems += unseen_problems(command.paths, volumes(options, folder), folder, "--volume", ":ro")
     if not problems and command.nodes:
         problems += _lost(command, options, folder)
     if problems:
@@ -101,8 +105,8 @@ def _bad_size(options: DockerOptions) -> Problem:
 def _malformed(options: DockerOptions, folder: Path) -> Iterator[Problem]:
     if not _SIZE.fullmatch(options.shm):
         yield _bad_size(options)
-    if options.image is not None and not re.fullmatch(r"[A-Za-z0-9][^\s$]*", options.image):
-        yield Problem("--image", "", f"{options.image!r} is not the name of an image, such as me/train:1")
+    if options.image is not None and (mistake := image_mistake(options.image)):
+        yield Problem("--image", "", mistake)
     if options.user is not None and not _USER.fullmatch(options.user):
         yield Problem("--user", "", f"{options.user!r} is not UID or UID:GID, numbers other than 0, such as 1000:1000")
     for text in options.env:
@@ -121,7 +125,7 @@ def _malformed(options: DockerOptions, folder: Path) -> Iterator[Problem]:
             yield Problem("--volume", "", f"{text!r} is not FOLDER:/PATH or FOLDER:/PATH:ro, such as /data:/data:ro")
         elif not (folder / Path(match["host"]).expanduser()).exists():
             yield Problem("--volume", "", f"there is no {match['host']} here; create it")
-    places = [place for _, place, _ in volumes(options, folder)]
+    places = [mount.target for mount in volumes(options, folder)]
     for place in sorted({place for place in places if places.count(place) > 1}):
         yield Problem("--volume", "", f"containers would see two folders at {place}; leave one out")
 
@@ -145,9 +149,13 @@ def _lost(command: JobCommand, options: DockerOptions, folder: Path) -> list[Pro
     if place is not None and is_address(place):
         return []
     kept = folder / (place or command.run_folder)
-    if _is_seen(kept, options, folder, writing=True):
+    mounts = volumes(options, folder)
+    if is_seen(kept, mounts, writing=True):
         return []
-    message = f"would be lost with the container: {kept} is in no volume; give --volume {kept.parent}:{kept.parent}"
+    outside = Path(os.path.realpath(kept))
+    where = "a read-only volume" if is_seen(kept, mounts) else "no volume"
+    remedy = f"give {mounting('--volume', outside.parent)}"
+    message = f"would be lost with the container: {outside} is in {where}; {remedy}"
     return [Problem("", "run.folder" if place is None else "checkpoint.folder", message)]
 
 
@@ -167,39 +175,21 @@ def grace_seconds(command: JobCommand, options: DockerOptions) -> int:
     return seconds_to_save(command, 1) if options.grace == "auto" else options.grace
 
 
-def volumes(options: DockerOptions, folder: Path) -> list[tuple[str, str, bool]]:
-    """Return each mount: the folder of this machine, its path in the containers, whether it is read-only."""
+def volumes(options: DockerOptions, folder: Path) -> list[Mount]:
+    """Return each mount, that of the folder first."""
     matches = [match for text in options.volume if (match := _VOLUME.fullmatch(text)) is not None]
     given = [
-        (
+        Mount(
             os.path.normpath(folder / Path(match["host"]).expanduser()),
             os.path.normpath(match["path"]),
             match["mode"] == ":ro",
         )
         for match in matches
     ]
-    return [(str(folder), str(folder), False), *given]
+    return [Mount(str(folder), str(folder)), *given]
 
 
 def variables(options: DockerOptions) -> dict[str, str | None]:
     """Return the environment variables that the user gives; None: the value here."""
     matches = [match for text in options.env if (match := _VARIABLE.fullmatch(text)) is not None]
     return {match["name"]: match["value"] for match in matches}
-
-
-def unseen(words: Sequence[str], options: DockerOptions, folder: Path) -> list[str]:
-    """Return the files and folders of a command line that the containers don't see."""
-    paths = [folder / Path(word.rpartition("=")[2]).expanduser() for word in words]
-    return [str(path) for path in paths if _exists(path) and not _is_seen(path, options, folder)]
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a word that is too long for a path, or has a null byte
-        return False
-
-
-def _is_seen(path: Path, options: DockerOptions, folder: Path, *, writing: bool = False) -> bool:
-    place = Path(os.path.normpath(path))
-    return any(place.is_relative_to(at) for _, at, read_only in volumes(options, folder) if not (writing and read_only))

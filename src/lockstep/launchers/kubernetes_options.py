@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from lockstep.core.closest import hint
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.jobs import JobCommand
 from lockstep.core.secrets import names_a_secret
+from lockstep.core.terminal import shortened
+from lockstep.launchers.container_names import (
+    amount,
+    image_mistake,
+    is_key,
+    is_subdomain,
+    is_value,
+    name_mistake,
+    quantity_mistake,
+)
 from lockstep.launchers.tools import seconds_to_save
 from lockstep.stores.addresses import is_address
 from lockstep.strategies.section import Auto, Positive, Section
 
 Kind = Literal["job", "jobset", "trainjob"]
 
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
-_SECRET = re.compile(_NAME.pattern + r"(:[A-Za-z_][A-Za-z0-9_]*)?")
-_LABEL = re.compile(r"([A-Za-z0-9][-A-Za-z0-9._/]*)=(([A-Za-z0-9][-A-Za-z0-9._]*)?)")
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(m|k|[MGTPE]|[KMGTPE]i)?")
-_VOLUME = re.compile(r"(?P<claim>[^:]+):(?P<path>/[^:]*)(?P<mode>:ro|:rw)?")
-_VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-_TOLERATION = re.compile(
-    r"(?P<key>[A-Za-z0-9][-A-Za-z0-9._/]*)(=(?P<value>[-A-Za-z0-9._]*))?"
-    r"(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?"
-)
-_FACTORS = {"m": 1e-3, "": 1.0, "k": 1e3} | {
-    unit + suffix: float(base**power)
-    for power, unit in enumerate("KMGTPE", start=1)
-    for suffix, base in (("", 1000), ("i", 1024))
-}
+_VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([^\0]*)", re.DOTALL)
+_SECRET_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # it becomes a variable
+_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+_MODES = {"ro": True, "rw": False}
+_MOST_PODS = 100_000  # of an Indexed Job
+_MOST_OF_31_BITS = 2**31 - 1
 _SCRATCH = "/work"
 
 
@@ -102,41 +105,111 @@ class KubernetesOptions(Section):
 def check(command: JobCommand, options: KubernetesOptions) -> None:
     """Raise ConfigError if the options aren't valid, or don't fit together or with the command."""
     problems = [*_malformed(options), *_misfitting(command, options)]
+    if not problems and command.starts_run and not _is_kept(command, options):
+        problems.append(_lost(command, options))
     if problems:
         raise ConfigError(problems)
 
 
-def _malformed(options: KubernetesOptions) -> list[Problem]:
-    names = "letters a to z, digits and dashes"
-    return [
-        *_unlike(_NAME, "--namespace", [options.namespace], f"a namespace: {names}"),
-        *_unlike(_NAME, "--service-account", [options.service_account], f"a service account: {names}"),
-        *_unlike(_NAME, "--priority-class", [options.priority_class], f"a priority class: {names}"),
-        *_unlike(_NAME, "--runtime", [options.runtime], f"a runtime: {names}"),
-        *_unlike(
-            _SECRET, "--env-secret", options.env_secret, "SECRET or SECRET:KEY, the name of a Secret and of a key"
-        ),
-        *_unlike(_NAME, "--image-pull-secret", options.image_pull_secret, f"the name of a Secret: {names}"),
-        *_unlike(_QUANTITY, "--cpu", [options.cpu], "a number of CPUs; write 16 or 500m"),
-        *_unlike(_QUANTITY, "--memory", [options.memory], "a size; write 200Gi"),
-        *_unlike(_QUANTITY, "--shm", [options.shm if options.shm != "auto" else None], "a size; write 16Gi"),
-        *_unlike(_VOLUME, "--volume", options.volume, "CLAIM:/PATH or CLAIM:/PATH:ro, such as work:/work"),
-        *_unlike(_VARIABLE, "--env", options.env, "NAME=VALUE, such as NCCL_DEBUG=INFO"),
-        *_unlike(_LABEL, "--label", options.label, "KEY=VALUE, such as team=vision"),
-        *_unlike(_LABEL, "--node-selector", options.node_selector, "KEY=VALUE, such as pool=h100"),
-        *_unlike(
-            _TOLERATION, "--toleration", options.toleration, "KEY[=VALUE][:NoSchedule|PreferNoSchedule|NoExecute]"
-        ),
-        *_unlike(re.compile(r"/.*"), "--workdir", [options.workdir], "an absolute path, such as /work"),
-    ]
+def _malformed(options: KubernetesOptions) -> Iterator[Problem]:
+    """Yield a problem for each value that Kubernetes would refuse."""
+    yield from _bad_names(options)
+    yield from _bad_volumes(options)
+    yield from _bad_pairs(options)
+    mistakes = {
+        "--image": image_mistake(options.image) if options.image else "",
+        "--cpu": quantity_mistake(options.cpu, "") if options.cpu is not None else "",
+        "--memory": quantity_mistake(options.memory, "Gi") if options.memory is not None else "",
+        "--shm": quantity_mistake(options.shm, "Gi") if options.shm != "auto" else "",
+    }
+    yield from (Problem(flag, "", mistake) for flag, mistake in mistakes.items() if mistake)
+    if not is_key(options.gpu_resource) or "/" not in options.gpu_resource:
+        message = f"{shortened(options.gpu_resource)} is not the name of a resource, such as nvidia.com/gpu"
+        yield Problem("--gpu-resource", "", message)
+    folder = options.workdir
+    if folder is not None and not (folder.startswith("/") and folder.isprintable()):
+        yield Problem("--workdir", "", f"{shortened(folder)} is not an absolute path, such as /work")
+    numbers = {"--nodes": (options.nodes, _MOST_PODS), "--gpus": (options.gpus or 1, _MOST_PODS)} | {
+        flag: (number, _MOST_OF_31_BITS)
+        for flag, number in (("--user", options.user), ("--grace", options.grace), ("--retries", options.retries))
+        if number != "auto"
+    }
+    for flag, (number, most) in numbers.items():
+        if number > most:
+            yield Problem(flag, "", f"{shortened(number)} is more than Kubernetes takes; give at most {most}")
 
 
-def _unlike(pattern: re.Pattern[str], flag: str, values: Sequence[str | None], valid: str) -> list[Problem]:
-    return [
-        Problem(flag, "", f"{value!r} is not {valid}")
-        for value in values
-        if value is not None and not pattern.fullmatch(value)
-    ]
+def _bad_names(options: KubernetesOptions) -> Iterator[Problem]:
+    names: dict[str, tuple[str, Sequence[str | None]]] = {
+        "--namespace": ("a namespace", [options.namespace]),
+        "--service-account": ("a service account", [options.service_account]),
+        "--priority-class": ("a priority class", [options.priority_class]),
+        "--runtime": ("a runtime", [options.runtime]),
+        "--image-pull-secret": ("a Secret", options.image_pull_secret),
+        "--env-secret": ("a Secret", [text.partition(":")[0] for text in options.env_secret]),
+    }
+    for flag, (what, values) in names.items():
+        for value in values:
+            if value is not None and (mistake := name_mistake(value, what, label=flag == "--namespace")):
+                yield Problem(flag, "", mistake)
+    for text in options.env_secret:
+        name, colon, key = text.partition(":")
+        if colon and not _SECRET_KEY.fullmatch(key):
+            message = (
+                f"{shortened(text)} is not SECRET:KEY, whose key becomes a variable, such as {name or 'aws'}:TOKEN"
+            )
+            yield Problem("--env-secret", "", message)
+    if options.context is not None and not (options.context and options.context.isprintable()):
+        message = f"{shortened(options.context)} is not a context; `kubectl config get-contexts` lists them"
+        yield Problem("--context", "", message)
+
+
+def _bad_volumes(options: KubernetesOptions) -> Iterator[Problem]:
+    paths: list[str] = []
+    for text in options.volume:
+        claim, _, rest = text.partition(":")
+        path, colon, mode = rest.partition(":")
+        if not path.startswith("/") or (colon and mode not in _MODES) or not path.isprintable():
+            example = f"{claim if is_subdomain(claim) else 'work'}:/work"
+            message = f"{shortened(text)} is not CLAIM:/PATH or CLAIM:/PATH:ro; write {example}"
+            yield Problem("--volume", "", message)
+            continue
+        if mistake := name_mistake(claim, "a persistent volume claim"):
+            yield Problem("--volume", "", mistake)
+        place = str(PurePosixPath(path))
+        if place in ("/", "/dev/shm") or ".." in PurePosixPath(path).parts:
+            yield Problem("--volume", "", f"{shortened(path)} can't be a volume's; give another path, such as /work")
+        elif place in paths:
+            yield Problem("--volume", "", f"pods would see two volumes at {place}; give each a path of its own")
+        paths.append(place)
+
+
+def _bad_pairs(options: KubernetesOptions) -> Iterator[Problem]:
+    for flag, texts, example in (
+        ("--label", options.label, "team=vision"),
+        ("--node-selector", options.node_selector, "pool=h100"),
+    ):
+        for text in texts:
+            key, equals, value = text.partition("=")
+            if not (equals and is_key(key) and is_value(value)):
+                rule = "KEY=VALUE of letters, digits, dashes, dots and underscores, at most 63 characters each"
+                yield Problem(flag, "", f"{shortened(text)} is not {rule}, such as {example}")
+        yield from _twice(flag, [text.partition("=")[0] for text in texts])
+    for text in options.env:
+        if not _VARIABLE.fullmatch(text):
+            yield Problem("--env", "", f"{shortened(text)} is not NAME=VALUE, such as NCCL_DEBUG=INFO")
+    keys = [text.partition(":")[2] for text in options.env_secret if ":" in text]
+    yield from _twice("--env", [*(text.partition("=")[0] for text in options.env), *keys])
+    for text in options.toleration:
+        key, given, effect = _toleration(text)
+        if not is_key(key) or not is_value(given or "") or (effect is not None and effect not in _EFFECTS):
+            message = f"{shortened(text)} is not KEY[=VALUE][:{'|'.join(_EFFECTS)}]"
+            yield Problem("--toleration", "", f"{message}{hint(effect or '', _EFFECTS)}")
+
+
+def _twice(flag: str, names: Sequence[str]) -> Iterator[Problem]:
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield Problem(flag, "", f"{shortened(name)} is given twice; give it once")
 
 
 def _misfitting(command: JobCommand, options: KubernetesOptions) -> list[Problem]:
@@ -149,7 +222,7 @@ def _misfitting(command: JobCommand, options: KubernetesOptions) -> list[Problem
     refuse(
         "--image",
         "is missing; give the image in which Lockstep is installed, such as registry.example/me/train:1",
-        lambda: not options.image or options.image != "".join(options.image.split()),
+        lambda: not options.image,
     )
     refuse(
         "--nodes",
@@ -164,7 +237,7 @@ def _misfitting(command: JobCommand, options: KubernetesOptions) -> list[Problem
     refuse(
         "--shm",
         f"{options.shm} is more than --memory {options.memory}, in which it counts; give less",
-        lambda: _bytes(options.shm) > _bytes(options.memory or "1E"),
+        lambda: amount(options.shm) > amount(options.memory or "") > 0,
     )
     refuse(
         "--fresh, --from, --fork",
@@ -179,14 +252,23 @@ def _misfitting(command: JobCommand, options: KubernetesOptions) -> list[Problem
         if names_a_secret(name)
     ]  # fmt: skip
     problems += _trainjob_problems(options)
-    if not problems and command.starts_run and not _is_kept(command, options):
-        folder = run_folder(command, options)
-        message = (
-            f"would be lost with the pod: {folder} is in no volume; give --volume CLAIM:{PurePosixPath(folder).parent} "
-            "or another that holds it, or checkpoint.folder=s3://BUCKET/PREFIX"
-        )
-        problems.append(Problem("", "run.folder", message))
     return problems
+
+
+def _lost(command: JobCommand, options: KubernetesOptions) -> Problem:
+    """Return the problem that what the run saves would end with the pod."""
+    folder = _kept_folder(command, options)
+    holding = [claim for claim, path, _ in claims(options) if folder.is_relative_to(path)]
+    reason = f"{folder} is in no volume; give --volume CLAIM:{folder.parent} or another that holds it"
+    if holding:
+        reason = f"{folder} is in the read-only volume {holding[0]}; give it without :ro, or another that holds the run"
+    message = f"would be lost with the pod: {reason}, or checkpoint.folder=s3://BUCKET/PREFIX"
+    return Problem("", "run.folder" if command.checkpoint_folder is None else "checkpoint.folder", message)
+
+
+def _kept_folder(command: JobCommand, options: KubernetesOptions) -> PurePosixPath:
+    place = command.checkpoint_folder or run_folder(command, options)
+    return PurePosixPath(os.path.normpath(PurePosixPath(workdir(options), place)))
 
 
 def _trainjob_problems(options: KubernetesOptions) -> list[Problem]:
@@ -209,16 +291,11 @@ def _trainjob_problems(options: KubernetesOptions) -> list[Problem]:
     ]  # fmt: skip
 
 
-def _bytes(quantity: str) -> float:
-    match = _QUANTITY.fullmatch(quantity)
-    return float(match[1]) * _FACTORS[match[2] or ""] if match else 0.0
-
-
 def shm_size(options: KubernetesOptions) -> str:
     """Return the size of /dev/shm."""
     if options.shm != "auto":
         return options.shm
-    return "8Gi" if options.memory is None else f"{max(int(_bytes(options.memory) / 2) >> 20, 1)}Mi"
+    return "8Gi" if options.memory is None else f"{max(int(amount(options.memory) / 2) >> 20, 1)}Mi"
 
 
 def grace_seconds(command: JobCommand, options: KubernetesOptions) -> int:
@@ -231,8 +308,8 @@ def grace_seconds(command: JobCommand, options: KubernetesOptions) -> int:
 
 def claims(options: KubernetesOptions) -> list[tuple[str, str, bool]]:
     """Return the claim, the path and whether it is read-only, of each volume."""
-    matches = [match for text in options.volume if (match := _VOLUME.fullmatch(text)) is not None]
-    return [(match["claim"], match["path"].rstrip("/") or "/", match["mode"] == ":ro") for match in matches]
+    parts = [text.split(":") for text in options.volume]
+    return [(part[0], str(PurePosixPath(part[1])), part[2:] == ["ro"]) for part in parts if len(part) > 1]
 
 
 def workdir(options: KubernetesOptions) -> str:
@@ -256,7 +333,7 @@ def _is_kept(command: JobCommand, options: KubernetesOptions) -> bool:
     place = command.checkpoint_folder
     if place is not None and is_address(place):
         return True
-    folder = PurePosixPath(workdir(options), place or run_folder(command, options))
+    folder = _kept_folder(command, options)
     return any(folder.is_relative_to(path) for _, path, read_only in claims(options) if not read_only)
 
 
@@ -275,10 +352,16 @@ def pairs(texts: Sequence[str]) -> dict[str, str]:
 
 def tolerations(options: KubernetesOptions) -> list[dict[str, str]]:
     """Return the taints that the pods tolerate."""
-    matches = [match for text in options.toleration if (match := _TOLERATION.fullmatch(text)) is not None]
     return [
-        {"key": match["key"]}
-        | ({"operator": "Exists"} if match["value"] is None else {"operator": "Equal", "value": match["value"]})
-        | ({} if match["effect"] is None else {"effect": match["effect"]})
-        for match in matches
+        {"key": key}
+        | ({"operator": "Exists"} if value is None else {"operator": "Equal", "value": value})
+        | ({} if effect is None else {"effect": effect})
+        for key, value, effect in map(_toleration, options.toleration)
     ]
+
+
+def _toleration(text: str) -> tuple[str, str | None, str | None]:
+    """Return the key, the value and the effect."""
+    taint, colon, effect = text.partition(":")
+    key, equals, value = taint.partition("=")
+    return key, value if equals else None, effect if colon else None

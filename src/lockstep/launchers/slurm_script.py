@@ -8,6 +8,7 @@ after srun       exit code 75, stopped and saved: queued again; any other ends t
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -16,12 +17,15 @@ from typing import Literal
 
 from lockstep.core.errors import ConfigError, Paused, Problem
 from lockstep.core.jobs import JobCommand, SweepOptions
-from lockstep.launchers.tools import bash_array, own_program, seconds_to_save
+from lockstep.core.terminal import plain_line, shortened
+from lockstep.launchers.mounts import Mount, is_seen, mounting, unseen_problems
+from lockstep.launchers.slurm_grammar import bash_problems, limit_seconds, option_problems, passed_problems
+from lockstep.launchers.tools import bash_array, own_program, program_words, seconds_to_save
+from lockstep.stores.addresses import is_address
 from lockstep.strategies.section import Auto, Positive, Section
 
-_TIME = re.compile(
-    r"(?:(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?|(?P<rest>\d+(?::\d+){0,2}))"
-)
+_MOUNT = re.compile(r"[^:,\s][^:,\n]*(:/[^:,\n]*(:[a-z+-]+)?)?")
+_MOST_NODES, _MOST_OF_16_BITS = 65_533, 65_535
 
 
 class SlurmOptions(Section, SweepOptions):
@@ -90,11 +94,9 @@ def check(command: JobCommand, options: SlurmOptions) -> None:
             for word in words
             if not re.fullmatch(r"--?[A-Za-z][^\n]*", word)
         ]
-    limit, before = _limit_seconds(options.time), signal_before(command, options)
-    if options.time is not None and limit is None:
-        problems.append(
-            Problem("--time", "", f"{options.time!r} is not a time of Slurm; write 30, 4:00:00 or 2-12:00:00")
-        )
+    problems += [*option_problems(_named(options)), *passed_problems(options.sbatch), *bash_problems(options.setup)]
+    problems += [*_unreadable(options), *_unseen(command, options)]
+    limit, before = limit_seconds(options.time), signal_before(command, options)
     if limit is not None and 2 * before > limit:
         message = (
             f"{options.time} is {limit} s, and the ranks are asked to stop {before} s before its end, to save; give a "
@@ -105,23 +107,57 @@ def check(command: JobCommand, options: SlurmOptions) -> None:
         raise ConfigError(problems)
 
 
+def _named(options: SlurmOptions) -> dict[str, str | None]:
+    names = ("partition", "account", "qos", "constraint", "time", "gpus_per_node", "mem")
+    return {name.replace("_", "-"): getattr(options, name) for name in names}
+
+
+def _unreadable(options: SlurmOptions) -> Iterator[Problem]:
+    """Yield texts that would not be what they seem in the script."""
+    if options.program is not None:
+        program_words(options.program)
+    texts = {"--container-image": [options.container_image], "--module": options.module}
+    for flag, values in texts.items():
+        for value in values:
+            if value is not None and (not value.strip() or value.startswith("-") or not value.isprintable()):
+                yield Problem(flag, "", f"{shortened(value)} is not a name")
+    for value in options.container_mounts:
+        if not _MOUNT.fullmatch(value):
+            message = f"{shortened(value)} is not FOLDER:/PATH, such as /data:/data"
+            yield Problem("--container-mounts", "", message)
+    if options.nodes > _MOST_NODES:
+        yield Problem("--nodes", "", f"{options.nodes} is more than Slurm can have; give at most {_MOST_NODES}")
+    for flag, number in (("--cpus-per-task", options.cpus_per_task), ("--signal-before", options.signal_before)):
+        if number != "auto" and number > _MOST_OF_16_BITS:
+            yield Problem(flag, "", f"{number} is more than Slurm takes; give at most {_MOST_OF_16_BITS}")
+
+
+def _unseen(command: JobCommand, options: SlurmOptions) -> list[Problem]:
+    """Return the paths that a container would not have."""
+    if options.container_image is None:
+        return []
+    here = str(Path.cwd())
+    mounts = [Mount(here, here)]
+    if options.container == "apptainer":  # mounts these by itself
+        mounts += [Mount(place, place) for place in (str(Path.home()), "/tmp")]
+    parts = [text.split(":") for text in options.container_mounts]
+    mounts += [
+        Mount(os.path.normpath(part[0]), os.path.normpath(part[1] if len(part) > 1 else part[0])) for part in parts
+    ]
+    problems = unseen_problems(command.paths, mounts, Path(here), "--container-mounts", "")
+    kept = Path(here, command.checkpoint_folder or command.run_folder)
+    if command.starts_run and not is_address(str(command.checkpoint_folder)) and not is_seen(kept, mounts):
+        remedy = mounting("--container-mounts", Path(os.path.realpath(kept)).parent)
+        message = f"would be lost with the container: {kept} is in no folder that it has; give {remedy}"
+        problems.append(
+            Problem("", "run.folder" if command.checkpoint_folder is None else "checkpoint.folder", message)
+        )
+    return problems
+
+
 def signal_before(command: JobCommand, options: SlurmOptions) -> int:
     """Return how many seconds before the limit Slurm asks the ranks to stop."""
     return seconds_to_save(command, options.nodes) if options.signal_before == "auto" else options.signal_before
-
-
-def _limit_seconds(time: str | None) -> int | None:
-    """Return the seconds of a time limit: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None if it isn't one."""
-    match = _TIME.fullmatch(time or "")
-    if match is None:
-        return None
-    if match["rest"] is None:
-        days, hours, minutes, seconds = (int(match[unit] or 0) for unit in ("days", "hours", "minutes", "seconds"))
-        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    numbers = [int(part) for part in match["rest"].split(":")]
-    if len(numbers) == 1:
-        return 60 * numbers[0]
-    return sum(number * factor for number, factor in zip(reversed(numbers), (1, 60, 3600), strict=False))
 
 
 # --- the script -----------------------------------------------------------------------------------------------------
@@ -152,13 +188,14 @@ def script(command: JobCommand, options: SlurmOptions, directory: Path) -> str:
 
 def output(command: JobCommand) -> Path:
     """Return the path of the job's output, in which Slurm replaces %j, %A and %a."""
-    return command.folder / ("slurm-%A_%a.out" if command.sweep else "slurm-%j.out")
+    folder = Path(str(command.folder).replace("%", "%%"))
+    return folder / ("slurm-%A_%a.out" if command.sweep else "slurm-%j.out")
 
 
 def _directives(command: JobCommand, options: SlurmOptions, directory: Path) -> Iterator[str]:
     cpus = _cpus(command, options)
     plain: Mapping[str, object] = {
-        "job-name": command.name,
+        "job-name": plain_line(command.name),
         "chdir": directory,
         "nodes": options.nodes,
         "partition": options.partition,
@@ -194,6 +231,8 @@ def _directives(command: JobCommand, options: SlurmOptions, directory: Path) -> 
 
 def _directive(option: str) -> str:
     """Return a line for sbatch, which reads quotes as a shell does."""
+    if not option.isprintable():
+        raise ConfigError(f"{shortened(option)} has characters that a line of sbatch can't have; name it otherwise")
     return f"#SBATCH {shlex.quote(option)}"
 
 
@@ -232,7 +271,7 @@ def _command(command: JobCommand, options: SlurmOptions) -> Iterator[str]:
 def _program(options: SlurmOptions) -> str:
     """Return the words that start Lockstep on a node, for an array of bash."""
     if options.program is not None:
-        return options.program
+        return bash_array(program_words(options.program))
     if options.container_image is not None:
         return "lockstep"
     return own_program()
