@@ -120,19 +120,39 @@ def test_a_verb_that_starts_no_ranks_has_no_health_check(here: Path, capsys: pyt
     assert "healthcheck" not in dry_run(capsys, *IMAGE, "memory", "digits")["services"]["node0"]
 
 
-def test_files_that_the_containers_do_not_see_are_named(
+def test_paths_that_the_containers_do_not_see_are_refused(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tmp_path / "own.yaml"
-    config.write_text((Path(__file__).parents[2] / "recipes" / "digits.yaml").read_text())
-    inside = here / "inside.yaml"
-    inside.write_text(config.read_text())
-    words = ["train", str(config), str(inside), "run.folder=runs/a"]
-    note = f"note: {config} is here, but the containers don't see it; give --volume {config}:{config}:ro\n"
-    assert main([*LAUNCH, "--dry-run", *IMAGE, *words]) == 0
-    assert note in capsys.readouterr().err
-    assert main([*LAUNCH, "--dry-run", *IMAGE, "--volume", f"{config}:{config}:ro", *words]) == 0
-    assert str(config) not in capsys.readouterr().err
+    recipe = (Path(__file__).parents[2] / "recipes" / "digits.yaml").read_text()
+    outside = tmp_path / "its own.yaml"
+    outside.write_text(recipe)
+    (here / "inside.yaml").write_text(recipe)
+    (here / "link.yaml").symlink_to(outside)
+    (here / "dead").symlink_to(tmp_path / "other")
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    volume = shlex.quote(f"{outside}:{outside}:ro")
+    unseen = f"the containers don't see it: {outside} is in no folder that they have; give --volume {volume}\n"
+    for name in (str(outside), "../its own.yaml"):
+        assert refusal(capsys, *IMAGE, "train", name, "run.folder=a") == f"{name}: {unseen}"
+    mounted = [*IMAGE, "--volume", f"{outside}:{outside}:ro"]
+    for words in (["train", "../its own.yaml"], ["train", "link.yaml"], ["train", "inside.yaml"]):
+        assert refusal(capsys, *IMAGE, *words, "run.folder=a") if "inside.yaml" not in words else True
+        dry_run(capsys, *mounted, *words, "run.folder=a")
+    assert refusal(capsys, *IMAGE, "train", "link.yaml", "run.folder=a").startswith(
+        f"link.yaml: the containers don't see it: it leads to {outside}, which is in no folder that they have; give"
+    )
+    assert refusal(capsys, *mounted[:2], "--volume", f"{outside}:/x.yaml", "train", str(outside)).startswith(
+        f"{outside}: the containers don't see it: they have it at /x.yaml"
+    )
+    (here / "data.yaml").write_text(f"data: {{train: {{kind: tokens, folder: {corpus}}}}}")
+    assert refusal(capsys, *IMAGE, "train", "stdlib-lm", "data.yaml", "run.folder=a").startswith(
+        f"{corpus}: the containers don't see it: {corpus} is in no folder that they have; give --volume {corpus}:"
+    )
+    lost = (
+        f"run.folder: would be lost with the container: {tmp_path}/other/a is in no volume; give --volume {tmp_path}/"
+    )
+    assert refusal(capsys, *IMAGE, "train", "digits", "run.folder=dead/a").startswith(lost)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +160,11 @@ def test_files_that_the_containers_do_not_see_are_named(
     [
         ([*IMAGE, "--image", "a b", *TRAIN], "--image: 'a b' is not the name of an image"),
         ([*IMAGE, "--image", "-x", *TRAIN], "--image: expected one argument"),
+        (
+            [*IMAGE, "--image", "Me/train", *TRAIN],
+            "--image: 'Me/Train' is not the name of an image, which is [HOST/]PATH",
+        ),
+        ([*IMAGE, "--env", "A=1", "--env", "A=2", *TRAIN], "--env: A is given twice; give it once"),
         ([*IMAGE, "--user", "0", *TRAIN], "--user: '0' is not UID or UID:GID, numbers other than 0"),
         ([*IMAGE, "--user", "root", *TRAIN], "--user: 'root' is not UID or UID:GID"),
         ([*IMAGE, "--shm", "8Gi", *TRAIN], "--shm: '8Gi' is not a size; write 8gb"),

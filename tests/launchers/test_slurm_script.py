@@ -130,6 +130,64 @@ def test_the_ranks_get_the_time_to_save(words: list[str], seconds: int, capsys: 
     [
         (["train", "digits", "--optim.lrr", "1"], "--optim.lrr: unknown key; did you mean lr?"),
         (["--partitoin", "x", "train", "digits"], "--partitoin: there is no such flag of launch slurm; did you mean"),
+        *(
+            ([flag, value, "train", "digits"], f"{flag}: {value!r} is not {valid}")
+            for flag, valid, values in (
+                ("--gpus-per-node", "a number of GPUs; write h100:8, the kind with the number", ("h100:", "h100")),
+                ("--gpus-per-node", "a number of GPUs; write 8 or h100:8", ("", "8,h100:2", "a:b:2", "-1", "8 8", "٣")),
+                ("--mem", "a size; write 200G", ("200Gi", "200.5g")),
+                ("--mem", "a size; write 200G, or 0", ("lots", "", "-1", "1e9", "10P", "$(x)")),
+                ("--time", "a time of Slurm; write 30", ("abc", "", "1:2:3:4", "1-", "-1", "4h", "1-2:3:4:5", "٣")),
+                (
+                    "--partition",
+                    "the name of a partition, such as gpu",
+                    ("", "a b", "a;b", "a,,b", "a\nb", "$(id)", "'"),
+                ),
+                ("--account", "the name of an account", ("", "a b", "a\n#SBATCH", "--x=y")),
+                ("--qos", "the name of a quality", ("", "a,b", "`id`")),
+                (
+                    "--constraint",
+                    "a list of features; write a100&nvlink",
+                    ("", "a&&b", "[a", "a]", "a b", "&a", "a|", "a*x", "a,b", "[a|[b]]", "(a", "a(b)", "a\nb", "[]"),
+                ),
+            )
+            for value in values
+            if not value.startswith("-")
+        ),
+        *(
+            ([f"--sbatch={option}={value}", "train", "digits"], f"--sbatch: '{option}={value}': {value!r} is not a dep")
+            for option in ("--dependency",)
+            for value in ("foo", "afterok", "afterok:x", "afterok:1,afterany:2?after:3", "singleton:1", "afterok:1:")
+        ),
+        *(
+            ([f"--sbatch={option}", "train", "digits"], f"--sbatch: {option!r} would contradict the script; ")
+            for option in (
+                "--array=0-3",
+                "--array=x",
+                "-a0-3",
+                "--nodes=2",
+                "-N2",
+                "--ntasks=4",
+                "--time=5",
+                "--signal=USR1",
+            )
+        ),
+        *(
+            (["--setup", line, "train", "digits"], f"--setup: bash can't read {line!r}: ")
+            for line in ("echo 'a", 'echo "a', "fi", "if true; then", "$(", "a (b)", "for x")
+        ),
+        (["--module", "", "train", "digits"], "--module: '' is not a name"),
+        (["--nodes", "9" * 30, "train", "digits"], "--nodes: 999"),
+        (["--cpus-per-task", "65536", "train", "digits"], "--cpus-per-task: 65536 is more than Slurm takes"),
+        (
+            ["--container-image", "x", "--container-mounts", "a,b", "train", "digits"],
+            "--container-mounts: 'a,b' is not",
+        ),
+        (
+            ["--container-image", "x", "train", "digits", "run.folder=/elsewhere/a"],
+            "run.folder: would be lost with the",
+        ),
+        (["train", "digits", "run.folder=a\nb"], "run.folder: 'a\\nb' has characters that sbatch can't read"),
         (["--nodes", "0", "train", "digits"], "--nodes: '0' is not a whole number above 0"),
         (["--time", "1:0:0:0", "train", "digits"], "--time: '1:0:0:0' is not a time of Slurm; write 30, 4:00:00"),
         (
@@ -209,3 +267,33 @@ def test_a_launcher_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Where it is." in capsys.readouterr().out
     assert main(["launch", "mine.py:Options", "--help"]) == 2
     assert "lacks cancel, follow, options, plan, status, submit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            ["--constraint", text]
+            for text in ("a", "a100&nvlink", "a|b", "[rack1|rack2]", "[rack1*2&rack2*4]", "gpu*4")
+        ),
+        *(["--constraint", text] for text in ("[(rack1|rack2)*1&(rack3)*2]", "[haswell*2&(knl&hemi)*4]", "a&(b|c)")),
+        *(["--time", text] for text in ("30", "30:00", "4:00:00", "2-12", "2-12:30", "2-12:30:10", "0", "UNLIMITED")),
+        *(["--gpus-per-node", text] for text in ("8", "h100:8", "h100:4,a100:4", "a100_1g.5gb:2", "0")),
+        *(["--mem", text] for text in ("0", "200G", "200g", "1000", "200GB")),
+        *(["--partition", text] for text in ("gpu", "gpu,debug", "größe", "a-b_c.d")),
+        *(
+            [f"--sbatch=--dependency={text}"]
+            for text in ("afterok:20:21,afterany:23", "afterok:1?after:2", "singleton")
+        ),
+        *([f"--sbatch=--dependency={text}"] for text in ("after:5+10", "aftercorr:7_1", "123")),
+        ["--setup", "if true; then", "--setup", 'echo "it\'s"', "--setup", "fi # it's"],
+    ],
+    ids=" ".join,
+)
+def test_what_slurm_accepts_is_accepted(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    dry_run(capsys, *words, "train", "digits")
+
+
+def test_words_of_the_program_are_taken_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    script = dry_run(capsys, "--program", "my $(id) 'a b'; x", "train", "digits")
+    assert "program=(my '$(id)' 'a b;' x)" in script

@@ -85,7 +85,11 @@ def _paths_here(checked: _Checked) -> tuple[str, ...]:
     if config is not None:
         texts += _texts(config.model_dump())
         own |= {config.run.folder, config.checkpoint.folder}
-    return tuple(dict.fromkeys(text for text in texts if text and text not in own and _exists(text)))
+    return tuple(text for text in dict.fromkeys(texts) if text and _exists(text) and not {text, _expanded(text)} & own)
+
+
+def _expanded(text: str) -> str:
+    return str(Path(text).expanduser())
 
 
 def _texts(value: object) -> Iterator[str]:

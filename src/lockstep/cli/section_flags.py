@@ -22,6 +22,7 @@ from lockstep.config.reference import description
 from lockstep.config.shape import ValueShape
 from lockstep.config.wording import expectation
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.terminal import shortened
 
 
 def add_section(parser: argparse.ArgumentParser, section: type[BaseModel]) -> None:
@@ -53,7 +54,9 @@ def section_of(args: argparse.Namespace, section: type[BaseModel]) -> BaseModel:
             values[name] = tuple(value)
         else:
             values[name] = _converted(value, at)
-    return validated(section, values, {name: Problem(_flag(name), "", repr(getattr(args, name))) for name in values})
+    return validated(
+        section, values, {name: Problem(_flag(name), "", shortened(getattr(args, name))) for name in values}
+    )
 
 
 def validated(section: type[BaseModel], values: Mapping[str, object], given: Mapping[str, Problem]) -> BaseModel:

@@ -29,7 +29,7 @@ from lockstep.launchers.docker_options import (
     variables,
     volumes,
 )
-from lockstep.launchers.tools import program_words
+from lockstep.launchers.tools import as_comment, program_words
 
 FOLDER_LABEL = "lockstep.folder"
 """Label of a container: where the files of its job are."""
@@ -78,11 +78,11 @@ def job_text(command: JobCommand, options: DockerOptions, name: str, folder: Pat
         name: Of the job, and of its network.
         folder: Where the command is run.
     """
-    path = shlex.quote(str(command.folder / "compose.yaml"))
+    path = as_comment(shlex.quote(str(command.folder / "compose.yaml")))
     nodes = number_of_nodes(options)
     up = f"docker compose --file {path} up"
     head = [
-        " ".join(command.typed.split()),
+        as_comment(command.typed),
         "Written by that command, to be read, changed and started again:",
         f'{TOKEN}="$(openssl rand -hex 32)" {up}' if nodes > 1 else up,
     ]

@@ -21,8 +21,8 @@ from lockstep.strategies.section import Auto, Positive, Section
 
 _VOLUME = re.compile(r"(?P<host>[^:]+):(?P<path>/[^:/][^:]*)(?P<mode>:ro|:rw)?")
 _VARIABLE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)(=(?P<value>[^\0]*))?", re.DOTALL)
-_SIZE = re.compile(r"[1-9]\d*([kmg]b?)?", re.IGNORECASE)
-_USER = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
+_SIZE = re.compile(r"[1-9][0-9]{0,9}([kmg]b?)?", re.IGNORECASE)
+_USER = re.compile(r"[1-9][0-9]{0,9}(:[1-9][0-9]{0,9})?")
 _OTHER_THAN_ROOT = "1000:1000"
 _FOR_PROJECTS = ("nodes", "cuda", "gpus_per_node", "shm", "port")
 """Fields that count with --init."""
@@ -119,6 +119,9 @@ def _malformed(options: DockerOptions, folder: Path) -> Iterator[Problem]:
             name = match["name"]
             yield Problem("--env", "", f"{name} looks like a secret, which would be written down; set it, and give "
                           f"--env {name}")  # fmt: skip
+    names = [text.partition("=")[0] for text in options.env]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield Problem("--env", "", f"{name} is given twice; give it once")
     for text in options.volume:
         match = _VOLUME.fullmatch(text)
         if match is None:

@@ -140,9 +140,8 @@ KUBERNETES = KubernetesLauncher()
 def _notes(command: JobCommand, options: KubernetesOptions) -> list[str]:
     folder = workdir(options)
     notes = [
-        f"{word} is a file here; the pods read it at {PurePosixPath(folder, word)}, in the image or a volume"
-        for word in command.words[1:]
-        if Path(word).is_file()
+        f"{text} is here; the pods read it at {PurePosixPath(folder, text)}, in the image or a volume{_link_note(text)}"
+        for text in command.paths
     ]
     if options.kind == "trainjob":
         notes.append(
@@ -150,6 +149,12 @@ def _notes(command: JobCommand, options: KubernetesOptions) -> list[str]:
             f"(exit code {Paused.exit_code}) counts as a failure there, unless its Job has a podFailurePolicy"
         )
     return notes
+
+
+def _link_note(text: str) -> str:
+    real = Path(text).resolve()
+    leads_out = not real.is_relative_to(Path.cwd()) and Path(text).absolute().is_relative_to(Path.cwd())
+    return f"; here it leads to {real}, so copy what is there, and not the link" if leads_out else ""
 
 
 # --- kubectl --------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from lockstep.launchers.kubernetes_options import (
     variables,
     workdir,
 )
-from lockstep.launchers.tools import program_words
+from lockstep.launchers.tools import as_comment, program_words
 
 TOKEN = "LOCKSTEP_JOB_TOKEN"
 CONTAINERS = {"job": "lockstep", "jobset": "lockstep", "trainjob": "node"}
@@ -63,9 +63,9 @@ def documents(command: JobCommand, options: KubernetesOptions, name: str) -> lis
 def text_of(manifests: Sequence[Mapping[str, Any]], command: JobCommand) -> str:
     """Return the manifests as YAML with comments."""
     parts = [
-        f"# {' '.join(command.typed.split())}",
+        f"# {as_comment(command.typed)}",
         "# Written by that command, to be read, changed and created again: kubectl create --filename="
-        + shlex.quote(f"{command.folder}/job.yaml"),
+        + as_comment(shlex.quote(f"{command.folder}/job.yaml")),
     ]
     if TOKEN in str(manifests):
         name = manifests[-1]["metadata"]["name"]

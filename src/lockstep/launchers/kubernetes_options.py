@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -14,7 +14,7 @@ from lockstep.core.closest import hint
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.jobs import JobCommand
 from lockstep.core.secrets import names_a_secret
-from lockstep.core.terminal import shortened
+from lockstep.core.terminal import plain_line, shortened
 from lockstep.launchers.container_names import (
     amount,
     image_mistake,
@@ -105,6 +105,8 @@ class KubernetesOptions(Section):
 def check(command: JobCommand, options: KubernetesOptions) -> None:
     """Raise ConfigError if the options aren't valid, or don't fit together or with the command."""
     problems = [*_malformed(options), *_misfitting(command, options)]
+    if not problems:
+        problems += _unseen(command, options)
     if not problems and command.starts_run and not _is_kept(command, options):
         problems.append(_lost(command, options))
     if problems:
@@ -252,6 +254,23 @@ def _misfitting(command: JobCommand, options: KubernetesOptions) -> list[Problem
         if names_a_secret(name)
     ]  # fmt: skip
     problems += _trainjob_problems(options)
+    return problems
+
+
+def _unseen(command: JobCommand, options: KubernetesOptions) -> list[Problem]:
+    """Return a problem for each path here that lies outside of the current folder, and for the pods in no volume."""
+    problems = []
+    for text in command.paths:
+        inside = PurePosixPath(os.path.normpath(PurePosixPath(workdir(options), text)))
+        below_here = Path(os.path.abspath(Path(text).expanduser())).is_relative_to(Path.cwd())
+        relative = not text.startswith(("/", "~"))
+        if (relative and below_here) or any(inside.is_relative_to(path) for _, path, _ in claims(options)):
+            continue
+        message = (
+            f"the pods don't see it: {inside} is in no volume; copy it into one and give --volume "
+            f"CLAIM:{inside.parent}, or name it relative to this folder and copy it to the pods' --workdir"
+        )
+        problems.append(Problem(plain_line(text), "", message))
     return problems
 
 

@@ -20,7 +20,7 @@ from lockstep.core.jobs import JobCommand, SweepOptions
 from lockstep.core.terminal import plain_line, shortened
 from lockstep.launchers.mounts import Mount, is_seen, mounting, unseen_problems
 from lockstep.launchers.slurm_grammar import bash_problems, limit_seconds, option_problems, passed_problems
-from lockstep.launchers.tools import bash_array, own_program, program_words, seconds_to_save
+from lockstep.launchers.tools import as_comment, bash_array, own_program, program_words, seconds_to_save
 from lockstep.stores.addresses import is_address
 from lockstep.strategies.section import Auto, Positive, Section
 
@@ -90,12 +90,12 @@ def check(command: JobCommand, options: SlurmOptions) -> None:
         problems.append(Problem("--container", "", "apptainer needs an image; give --container-image too"))
     for flag, words in (("--sbatch", options.sbatch), ("--srun", options.srun)):
         problems += [
-            Problem(flag, "", f"{word!r} is not an option; write {flag}=--name=value")
+            Problem(flag, "", f"{shortened(word)} is not an option; write {flag}=--name=value")
             for word in words
             if not re.fullmatch(r"--?[A-Za-z][^\n]*", word)
         ]
     problems += [*option_problems(_named(options)), *passed_problems(options.sbatch), *bash_problems(options.setup)]
-    problems += [*_unreadable(options), *_unseen(command, options)]
+    problems += [*_unreadable(command, options), *_unseen(command, options)]
     limit, before = limit_seconds(options.time), signal_before(command, options)
     if limit is not None and 2 * before > limit:
         message = (
@@ -112,10 +112,13 @@ def _named(options: SlurmOptions) -> dict[str, str | None]:
     return {name.replace("_", "-"): getattr(options, name) for name in names}
 
 
-def _unreadable(options: SlurmOptions) -> Iterator[Problem]:
+def _unreadable(command: JobCommand, options: SlurmOptions) -> Iterator[Problem]:
     """Yield texts that would not be what they seem in the script."""
     if options.program is not None:
         program_words(options.program)
+    if not str(command.folder).isprintable():
+        message = f"{shortened(str(command.run_folder))} has characters that sbatch can't read; name it otherwise"
+        yield Problem("", "run.folder", message)
     texts = {"--container-image": [options.container_image], "--module": options.module}
     for flag, values in texts.items():
         for value in values:
@@ -171,9 +174,9 @@ def script(command: JobCommand, options: SlurmOptions, directory: Path) -> str:
     """
     parts = [
         "#!/usr/bin/env bash",
-        f"# {' '.join(command.typed.split())}",
+        f"# {as_comment(command.typed)}",
         "# Written by that command, to be read, changed and submitted again: sbatch "
-        + shlex.quote(f"{command.folder}/job.sh"),
+        + as_comment(shlex.quote(f"{command.folder}/job.sh")),
         *_directives(command, options, directory),
         "",
         "set -euo pipefail",

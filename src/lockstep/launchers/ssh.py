@@ -28,7 +28,7 @@ from lockstep.launchers.host_connection import HostConnection
 from lockstep.launchers.host_run import RemoteRun
 from lockstep.launchers.ssh_connection import SshProcess, ssh_words
 from lockstep.launchers.ssh_options import SshHost, SshOptions, check, hosts_of
-from lockstep.launchers.tools import own_program, write_files
+from lockstep.launchers.tools import own_program, program_words, write_files
 
 _RECORD = "ssh.json"
 _TO_BE_CHOSEN = "ADDRESS:PORT"  # of the first host, once the hosts have been asked
@@ -49,7 +49,7 @@ class SshLauncher:
         _environment(options.env)
         here = Path.cwd()
         folder = options.folder or str(here)
-        program = options.program or own_program()
+        program = own_program() if options.program is None else _program(options.program)
         job = secrets.token_hex(4)
         record = {
             "job": job,
@@ -129,6 +129,13 @@ class SshLauncher:
 
 
 SSH = SshLauncher()
+
+
+def _program(text: str) -> str:
+    """Return the words of --program for the shell of a host, which replaces nothing in them but `~/` at their begin."""
+    first, *rest = program_words(text)
+    home = "~/" if first.startswith("~/") else ""
+    return " ".join([home + shlex.quote(first.removeprefix(home)), *map(shlex.quote, rest)])
 
 
 def _words(command: JobCommand, host: SshHost, node: int, nodes: int, job: str) -> list[str]:

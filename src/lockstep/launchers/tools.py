@@ -21,7 +21,7 @@ from typing import TypeVar
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.files import write_atomically
 from lockstep.core.jobs import JobCommand
-from lockstep.core.terminal import echo, plain
+from lockstep.core.terminal import echo, plain, shortened
 
 _Answer = TypeVar("_Answer")
 
@@ -100,14 +100,22 @@ def bash_array(words: Sequence[str]) -> str:
     return " ".join(f"'{word}'" if "," in word and shlex.quote(word) == word else shlex.quote(word) for word in words)
 
 
+def as_comment(text: str) -> str:
+    """Return a text for a comment of a script or of YAML: one line of characters that YAML can have."""
+    line = " ".join(text.split())
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
+
+
 def program_words(text: str) -> list[str]:
     """Return the words of the option --program. Raises ConfigError: there is none, or a quote isn't closed."""
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise ConfigError(Problem("--program", "", f"{text!r} is not a command: {error}")) from None
-    if not words:
+    if not words or not words[0]:
         raise ConfigError(Problem("--program", "", "is empty; leave it out, or give a program"))
+    if not text.isprintable():
+        raise ConfigError(Problem("--program", "", f"{shortened(text)} is not a command on one line"))
     return words
 
 
