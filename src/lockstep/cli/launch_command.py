@@ -103,7 +103,7 @@ def _texts(value: object) -> Iterator[str]:
 def _exists(text: str) -> bool:
     try:
         return Path(text).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):  # too long for a path, a null byte, the home of nobody
+    except (OSError, ValueError, RuntimeError):  # too long for a path, a null byte, an unknown home
         return False
 
 

@@ -293,7 +293,8 @@ def _kept_folder(command: JobCommand, options: KubernetesOptions) -> PurePosixPa
 def _trainjob_problems(options: KubernetesOptions) -> list[Problem]:
     """Return the options that a TrainJob can't hold: its runtime decides them."""
     if options.kind != "trainjob":
-        return []
+        is_given = options.runtime != KubernetesOptions.model_fields["runtime"].default
+        return [Problem("--runtime", "", "is for a TrainJob; give --kind trainjob too")] if is_given else []
     given = {
         "--no-restart": not options.restart,
         "--retries": options.retries,

@@ -79,7 +79,7 @@ def passed_problems(words: Sequence[str]) -> Iterator[Problem]:
 
 
 def _expected(name: str, value: str) -> str:
-    """Return what the value of an option should be, as the end of a sentence; empty if it is, or can't be judged."""
+    """Return what the value of an option should be, as the end of a sentence; empty if it is, or can't be checked."""
     valid = ""
     match name:
         case "partition":
@@ -171,7 +171,7 @@ def bash_problems(lines: Sequence[str]) -> Iterator[Problem]:
 
 
 def _bash_error(script: str) -> str:
-    """Return why a script can't be read; empty if it can, or if there is no bash that would say."""
+    """Return why a script can't be read; empty if it can, or if there is no bash to report it."""
     if "\0" in script:
         return "it has a null byte"
     bash = shutil.which("bash")
