@@ -48,7 +48,7 @@ def _left_alone(wait: str, own_group: bool) -> tuple[str, float]:
             _sum(group)
             began = time.monotonic()
             if world.rank == 1:
-                time.sleep(5.0)
+                time.sleep(3.0)
             else:
                 _WAITS[wait](group)
     except CollectiveTimeout as error:
