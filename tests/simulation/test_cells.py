@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import pytest
 from kit.cells import PRECISIONS, allowed, cells, fault, faults, features
+from kit.layouts import DRILLED
 from kit.simulated import Simulated
 from training.test_features import ASKS
 
 from lockstep.plan.features import FEATURES
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.drill)])
-def test_every_layout_runs_as_on_an_accelerator(ranks: int) -> None:
-    assert not faults(cells(every=False)[ranks], ranks)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_layouts_run_as_on_an_accelerator(ranks: int) -> None:
+    """The others: drills/cells_drill.py."""
+    assert not faults([cell for cell in cells(every=False)[ranks] if cell[0] not in DRILLED], ranks)
 
 
 def test_products_run_as_on_an_accelerator() -> None:
