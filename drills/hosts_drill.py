@@ -88,8 +88,9 @@ def trial(ranks: tuple[int, ...], rendezvous: str, strategy: str, alone: list[fl
             launched = start(net, folder, ranks, rendezvous, words)
             launched[0].wait_for(lambda: len(losses(run)) > COMPARED)
             net.cut(len(ranks) - 1)
-            seconds = _named(launched)
+            begun, named = time.monotonic(), _named(launched)
             codes = [launcher.end() for launcher in launched]
+            ended = round(time.monotonic() - begun, 2)
             assert set(codes) == {1}, f"{codes}: {launched[0].output}"
             net.join(len(ranks) - 1)
             reached = len(losses(run))
@@ -98,7 +99,12 @@ def trial(ranks: tuple[int, ...], rendezvous: str, strategy: str, alone: list[fl
             stop(launched)
         steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert steps == [*range(1, len(steps) + 1)], "a step is missing, or there twice"
-        return {"difference": difference(run, alone), "updates": min(len(steps), len(alone)), "named": seconds}
+        return {
+            "difference": difference(run, alone),
+            "updates": min(len(steps), len(alone)),
+            "named": named,
+            "ended": ended,
+        }
 
 
 def _named(launched: list[Running]) -> list[float]:
@@ -125,15 +131,15 @@ def single_process(updates: int) -> list[float]:
 def table(results: Mapping[str, Any]) -> str:
     lines = [
         "| ranks of each host | rendezvous | strategy | largest difference of losses | updates | "
-        "s until each host names the lost one | resumed |",
-        "|---|---|---|--:|--:|--:|---|",
+        "s until each host names the lost one | s until all have ended | resumed |",
+        "|---|---|---|--:|--:|--:|--:|---|",
     ]
     for row in results["rows"]:
         if "failure" in row:
-            figures = f"failed: {row['failure']} | | | no"
+            figures = f"failed: {row['failure']} | | | | no"
         else:
             named = ", ".join(f"{seconds:.1f}" for seconds in row["named"])
-            figures = f"{row['difference']:.1e} | {row['updates']:,} | {named} | yes"
+            figures = f"{row['difference']:.1e} | {row['updates']:,} | {named} | {row['ended']:.1f} | yes"
         lines.append(f"| {' + '.join(map(str, row['ranks']))} | {row['rendezvous']} | {row['strategy']} | {figures} |")
     return "\n".join(lines)
 
