@@ -139,14 +139,15 @@ def table(results: Mapping[str, Any]) -> str:
             figures = f"failed: {row['failure']} | | | | no"
         else:
             named = ", ".join(f"{seconds:.1f}" for seconds in row["named"])
-            figures = f"{row['difference']:.1e} | {row['updates']:,} | {named} | {row['ended']:.1f} | yes"
+            ended = f"{row['ended']:.1f}" if "ended" in row else ""
+            figures = f"{row['difference']:.1e} | {row['updates']:,} | {named} | {ended} | yes"
         lines.append(f"| {' + '.join(map(str, row['ranks']))} | {row['rendezvous']} | {row['strategy']} | {figures} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=STRATEGIES, action="append", help="strategies; by default all")
+    parser.add_argument("--only", choices=STRATEGIES, action="append", help="strategies; other rows stay as they are")
     given = parser.parse_args()
     about, alone, rows = machine(), single_process(400), []
     for ranks, rendezvous, strategy in itertools.product(PLACES, RENDEZVOUS, given.only or STRATEGIES):
@@ -160,9 +161,12 @@ def main() -> None:
             row["failure"] = str(failure).strip().splitlines()[-1]
         rows.append(row)
         print(row, file=sys.stderr, flush=True)
-    results = {"command": " ".join(["python", "drills/hosts_drill.py", *sys.argv[1:]]), "machine": about, "rows": rows}
+    path = RESULTS / "hosts_drill.json"
+    kept = json.loads(path.read_text())["rows"] if given.only and path.exists() else []
+    both = [*rows, *(row for row in kept if row["strategy"] not in given.only)]
+    results = {"command": " ".join(["python", "drills/hosts_drill.py", *sys.argv[1:]]), "machine": about, "rows": both}
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "hosts_drill.json").write_text(json.dumps(results, indent=1) + "\n")
+    path.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
     sys.exit(any("failure" in row for row in rows))
 

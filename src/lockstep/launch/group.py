@@ -36,6 +36,7 @@ _SETTLE = 1.0  # seconds for the other ranks to report how they fail, once one h
 _SETTLE_PEER = 5.0  # the same while only consequences are known: the cause may be a rank that is still unwinding
 _SETTLE_TIMEOUT = 0.1  # part of a collective's timeout: a rank that began to wait later times out later
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL, if the run has failed anyway
+_HANGS = 20.0  # seconds after which a launcher hangs that hasn't ended its ranks, and should have
 _SAME_REQUEST = 0.5  # seconds: signals this close are one request (timeout(1) and shells signal process and group)
 _CAUSES = {EndKind.MESSAGE, EndKind.TRACEBACK, EndKind.CODE, EndKind.EXITED, EndKind.KILLED, EndKind.LOST}
 
@@ -184,11 +185,12 @@ class _Deadlines:
 
     terminate: float = math.inf
     kill: float = math.inf
+    others: float = math.inf  # when hosts that don't report how their ranks have ended count as lost
     terminated: bool = False
 
     def timeout(self) -> float | None:
         """Return the seconds until the next one; None if there is none."""
-        nearest = min(self.terminate, self.kill)
+        nearest = min(self.terminate, self.kill, self.others)
         return None if nearest == math.inf else max(0.0, nearest - time.monotonic())
 
 
@@ -219,6 +221,8 @@ def watch(
             _stop(stops, living, deadlines, patience)
         _set_deadlines(_ends(members, hosts), deadlines, patience, hosts.size if hosts is not None else len(members))
         _enforce(living, deadlines)
+        if hosts is not None:
+            _give_up_others([member.ended for member in members], hosts, deadlines, patience, stops)
     return [end for _, end in sorted(_ends(members, hosts).items())]
 
 
@@ -284,6 +288,21 @@ def _enforce(living: Sequence[RankProcess], deadlines: _Deadlines) -> None:
             member.end(signal.SIGTERM)
         deadlines.terminated = True
         deadlines.terminate, deadlines.kill = math.inf, min(deadlines.kill, now + _GRACE)
+
+
+def _give_up_others(
+    ends: Sequence[End | None], hosts: Hosts, deadlines: _Deadlines, patience: float, stops: int
+) -> None:
+    """Count other hosts as lost that don't report how their ranks end, a while after this one's have failed."""
+    kinds = [end.kind for end in ends if end is not None]
+    settle = 0.0 if stops > 1 else _settle_time(kinds, hosts.size, patience)
+    if len(kinds) < len(ends) or settle == math.inf or hosts.others_have_ended():
+        return
+    now, limit = time.monotonic(), settle + _GRACE + _HANGS
+    if deadlines.others == math.inf:
+        deadlines.others = now + limit
+    elif now >= deadlines.others:
+        hosts.give_up(limit)
 
 
 def _by_launcher(end: End) -> End:

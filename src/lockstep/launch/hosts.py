@@ -166,6 +166,12 @@ class Hosts:
         here = range(self.here.first, self.here.first + self.here.ranks)
         return all(rank in self._ended for rank in range(self.size) if rank not in here)
 
+    def give_up(self, seconds: float) -> None:
+        """Count hosts as lost whose launchers have not reported for some seconds how their ranks ended."""
+        for node, host in enumerate(self.world):
+            if node != self.node and not self._ended.issuperset(range(host.first, host.first + host.ranks)):
+                self._lose_host({"node": node, "why": f"its launcher hasn't ended its ranks within {seconds:g} s"})
+
     # --- the end ---
 
     def wait_for_result(self, requests: SignalRequests) -> LaunchResult:
