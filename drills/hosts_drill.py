@@ -164,6 +164,7 @@ def main() -> None:
     path = RESULTS / "hosts_drill.json"
     kept = json.loads(path.read_text())["rows"] if given.only and path.exists() else []
     both = [*rows, *(row for row in kept if row["strategy"] not in given.only)]
+    both.sort(key=lambda row: (PLACES.index(tuple(row["ranks"])), row["rendezvous"] == "c10d", row["strategy"]))
     results = {"command": " ".join(["python", "drills/hosts_drill.py", *sys.argv[1:]]), "machine": about, "rows": both}
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ TRAIN = (
 IN_BUCKET = (f"run.folder={ADDRESS}",)
 CHECKPOINTS_IN_BUCKET = ("run.folder=run", f"checkpoint.folder={ADDRESS}/checkpoints")
 ENDLESS = "run.steps=100000"
+TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--nnodes", 2, "--nproc-per-node", 1)
 
 
 class Hosts:
@@ -44,6 +46,18 @@ class Hosts:
         place = f"{self.net.address(leader)}:29500"
         common = (*TRAIN, *words, "--ranks", 1, "--nodes", 2, "--rendezvous", place)
         return [self.start(host, *common) for host in (leader, 1 - leader)]
+
+    def torchrun(self, kind: str, *words: object, leader: int = 0) -> list[Running]:
+        """Start torchrun on both; the first in the list has rank 0."""
+        place = self.net.address(leader)
+        launched = []
+        for node, host in enumerate((leader, 1 - leader)):
+            meeting: tuple[object, ...] = ("--master-addr", place, "--master-port", 29500, "--node-rank", node)
+            if kind == "c10d":
+                meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{place}:29500", "--rdzv-id", "job",
+                           "--rdzv-conf", f"is_host={1 - node}")  # fmt: skip
+            launched.append(self.start(host, *TORCHRUN, *meeting, "-m", "lockstep", *TRAIN, *words))
+        return launched
 
     def newest(self) -> int:
         names = S3Store(f"{ADDRESS}/checkpoints").sizes("")
@@ -95,3 +109,24 @@ def test_hosts_with_only_their_checkpoints_in_a_bucket_resume_on_either(hosts: H
     assert [each.end() for each in again] == [0, 0], again[0].output + again[1].output
     run = hosts.folder / "run"
     assert _steps((folder_of(0, run) / "metrics.jsonl").read_bytes()) == [*range(1, before + 5)]
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("static", IN_BUCKET), ("c10d", IN_BUCKET), ("static", CHECKPOINTS_IN_BUCKET)],  # c10d may move rank 0 elsewhere
+    ids=["static run", "c10d run", "static checkpoints"],
+)
+def test_torchrun_on_hosts_that_share_a_bucket_resumes_a_killed_run(
+    hosts: Hosts, kind: str, words: tuple[str, ...]
+) -> None:
+    before = hosts.kill(hosts.torchrun(kind, ENDLESS, *words))
+    leader = 1 if words is IN_BUCKET else 0
+    again = hosts.torchrun(kind, f"run.steps={before + 4}", *words, leader=leader)
+    assert [each.end() for each in again] == [0, 0], again[0].output + again[1].output
+    run = folder_of(0, hosts.folder / "run")
+    metrics = _stored("metrics.jsonl") if words is IN_BUCKET else (run / "metrics.jsonl").read_bytes()
+    assert _steps(metrics) == [*range(1, before + 5)]
+    if words is IN_BUCKET:
+        single = hosts.start(0, *TRAIN, *words, f"run.steps={before + 6}", "--ranks", 1, "parallel.strategy=single")
+        assert single.end() == 0, single.output

@@ -237,7 +237,8 @@ def _run_folder(job: Job, world: World) -> Iterator[Path]:
     failure: Failure | None = None
     if world.rank == 0:
         try:
-            path = kept_folder(world) or run_folder_for(job.config, job.recipe, job.resume)
+            kept = kept_folder(world) if job.stored is None else None  # a working copy is this host's, and rank 0 moves
+            path = kept or run_folder_for(job.config, job.recipe, job.resume)
             folder = RunFolder.create(path, job.recipe, again=True)
             keep_folder(world, folder.path)
         except Failure as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -45,6 +44,7 @@ from lockstep.training.resuming import Resume
 from lockstep.training.saved_state import epoch_samples_in
 from lockstep.training.stored_run import in_working_copy, is_stored, opened_run, publish_logs
 from lockstep.training.user_objects import UserObjects, refuse_given
+from lockstep.training.working_copy import log_marks
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
@@ -308,10 +308,11 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
     if path is None:
         print_on_stderr(f"nothing is left to train, as host {hosts.world[0].name} reports")
         return None, LaunchResult(0)
-    config, since = job.config, time.time()
+    config = job.config
     if is_stored(config):  # this host has a folder of its own for its logs
         job = replace(job, config=in_working_copy(config))
         path = Path(job.config.run.folder or "")
+    before = log_marks(path) if is_stored(config) else {}
     logs = path / LOGS
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -325,7 +326,7 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
     entry = partial(_train_as_rank, job, path)
     result = launch(entry, ranks, job.config.launch, logs, preload=ahead, remedy=remedy, hosts=hosts)
     if is_stored(config):
-        publish_logs(config, since)
+        publish_logs(config, before)
     if result.code == 0:
         place = config.run.folder if is_stored(config) else f"{path} on host {hosts.world[0].name}"
         print_on_stderr(f"done: {hosts.here}; the run is in {place}")

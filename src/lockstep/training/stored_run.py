@@ -27,7 +27,7 @@ from lockstep.launch.outcome import print_on_stderr
 from lockstep.monitor.folder import CONFIG, ENVIRONMENT, SUMMARY
 from lockstep.stores.addresses import is_address
 from lockstep.training.store_lock import GONE_S, RENEWED_S
-from lockstep.training.working_copy import WorkingCopy, checkpoints_address, config_error_of, working_folder
+from lockstep.training.working_copy import LogMarks, WorkingCopy, checkpoints_address, config_error_of, working_folder
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -115,10 +115,10 @@ def opened_run(job: Job, *, is_first: bool = True) -> Iterator[Job]:
         yield replace(job, config=in_working_copy(job.config), stored=stored)
 
 
-def publish_logs(config: Config, since: float) -> None:
+def publish_logs(config: Config, before: LogMarks) -> None:
     """Publish the logs of a host whose launcher doesn't lead. A bucket that fails is reported."""
     try:
-        WorkingCopy(str(config.run.folder), None, config.checkpoint.retry_seconds).publish_logs(since)
+        WorkingCopy(str(config.run.folder), None, config.checkpoint.retry_seconds).publish_logs(before)
     except OSError as error:
         print_on_stderr(f"this host's logs are not in {config.run.folder}: {error.strerror or error}")
 

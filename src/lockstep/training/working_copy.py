@@ -30,6 +30,7 @@ from lockstep.training.store_lock import StoreLock
 
 _KIND = "runs"
 _BLOCK_BYTES = 2**24
+LogMarks = dict[str, list[int] | None]
 WEIGHTS = "model/"  # complete when they appear, and large
 
 
@@ -142,10 +143,10 @@ class WorkingCopy:
                     known[name] = {"tag": "", "stat": files[name]}
             self._remove([name for name in gone if name in known], known)
 
-    def publish_logs(self, since: float) -> None:
-        """Upload the logs that this host, which has no lock, has written since a time. Raises OSError."""
-        for name in _files(self.folder):
-            if name.startswith(f"{LOGS}/") and (self.folder / name).stat().st_mtime >= since:
+    def publish_logs(self, before: LogMarks) -> None:
+        """Upload the logs that this host, which has no lock, has written since their marks. Raises OSError."""
+        for name, mark in log_marks(self.folder).items():
+            if mark != before.get(name):
                 self._upload(name)
 
     def _upload(self, name: str) -> None:
@@ -262,6 +263,11 @@ def _files(folder: Path) -> list[str]:
         inside = Path(parent).relative_to(folder)
         names += [(inside / name).as_posix() for name in files if not name.startswith(".")]
     return sorted(name for name in names if name != LOCK and not (folder / name).is_symlink())
+
+
+def log_marks(folder: Path) -> LogMarks:
+    """Return what changes if one of a run's logs is written: no time, because clocks are set."""
+    return {name: _stat(folder / name) for name in _files(folder) if name.startswith(f"{LOGS}/")}
 
 
 def _stat(path: Path) -> list[int] | None:
