@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lockstep.doctor.known_failures import KNOWN, failure_in
-from lockstep.doctor.run import describe_known, known_as_json
+from lockstep.doctor.run_output import describe_known, known_as_json
 
 # --- made here ----------------------------------------------------------------------------------------------------
 
@@ -130,6 +130,19 @@ RECORDED = {
         "  exitcode  : -9 (pid: 4410)",
         "  traceback : Signal 9 (SIGKILL) received by PID 4410",
         "rank 1 was killed by SIGKILL",
+        "rank 1 was killed by SIGKILL: out of memory, perhaps (the kernel's log, dmesg, would show it)",
+    ],
+    "a rank was killed from outside": [
+        "rank 1 was killed by SIGKILL: by a person or a scheduler; the kernel has counted no out-of-memory kill here",
+    ],
+    "an import fails": [
+        "ImportError: cannot import name 'Net' from 'mine' (/home/a/mine.py)",
+        "AttributeError: partially initialized module 'mine' has no attribute 'Net' (most likely due to a circular",
+        "SyntaxError: invalid syntax",
+    ],
+    "a rank hangs": [
+        "rank 1 did not answer within 20 s (launch.timeout), while rank 0 waited in a collective. If a rank hangs",
+        "ranks 1, 2 and 5 on hosts a, b did not answer within 20 s (launch.timeout), while the others waited in a",
     ],
     "shared memory full": [
         "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
@@ -245,7 +258,11 @@ RECORDED = {
         "slurmstepd: error: *** STEP 41.0 ON n1 AT 2026-11-02T10:00:01 DUE TO TIME LIMIT ***",
         "slurmstepd: error: *** JOB 41 ON n1 AT 2026-11-02T10:00:01 DUE TO PREEMPTION ***",
     ],
-    "a rank exited": ["rank 1 ended with exit code 9", "  exitcode  : 3 (pid: 16753)"],
+    "a rank exited": [
+        "rank 1 ended with exit code 9",
+        "rank 1 ended with exit code 0 before it was done",
+        "  exitcode  : 3 (pid: 16753)",
+    ],
     "an exception": ["KeyError: 'labels'", "my_package.errors.NoSensorError"],
     "NCCL fails": [
         "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled system error",
@@ -257,7 +274,6 @@ RECORDED = {
     ],
     "collective timed out": [
         "RuntimeError: [unbound_buffer.cc:81] Timed out waiting 20000ms for recv operation to complete",
-        "rank 1 did not answer within 20 s (launch.timeout), while rank 0 waited in a collective.",
     ],
     "peer closed its connection": [
         "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:4410",

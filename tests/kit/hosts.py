@@ -41,6 +41,7 @@ class Network:
     """Hosts on one network.
 
     `service`: a headless Service of Kubernetes; a pod knows itself as SERVICE-0 and the others as SERVICE-1.SERVICE.
+    `containers`: of Docker Compose instead; each knows all as NAME0, NAME1, ..., itself by its address.
     `prefix`: of addresses, 10.77.0. or one of IPv6.
     """
 
@@ -49,6 +50,7 @@ class Network:
     folder: Path
     service: str = ""
     prefix: str = "10.77.0."
+    containers: str = ""
 
     def address(self, host: int) -> str:
         return f"{self.prefix}{host + 1}"
@@ -100,6 +102,8 @@ class Network:
 
     def _known(self, host: int, other: int) -> str:
         """Return how a host knows another, or itself."""
+        if self.containers:
+            return f"{self.address(other)} {self.containers}{other}"
         if self.service:
             return f"{self.address(other)} {self.service}-{other}" + f".{self.service}" * (other != host)
         return f"{self.address(other) if other != host else '127.0.1.1'} host-{other}"
@@ -109,7 +113,7 @@ class Network:
         libc = ctypes.CDLL(None, use_errno=True)
         self._enter(host)
         assert libc.unshare(_NEWUTS | _NEWNS) == 0, os.strerror(ctypes.get_errno())
-        hostname = f"{self.service or 'host'}-{host}".encode()
+        hostname = (f"{self.containers}{host}" if self.containers else f"{self.service or 'host'}-{host}").encode()
         libc.sethostname(hostname, len(hostname))
         libc.mount(None, b"/", None, _RECURSIVE | _PRIVATE, None)
         hosts = self.folder / f"hosts-{host}"
@@ -143,7 +147,9 @@ def _exec(words: list[str], folder: str, environment: dict[str, str], out: str, 
 
 
 @contextlib.contextmanager
-def network(hosts: int, folder: Path, service: str = "", prefix: str = "10.77.0.") -> Iterator[Network]:
+def network(
+    hosts: int, folder: Path, service: str = "", prefix: str = "10.77.0.", containers: str = ""
+) -> Iterator[Network]:
     """Yield a network of hosts, which is removed afterwards. Arguments as of `Network`."""
     length = "64 nodad" if ":" in prefix else "24"
     name = f"lockstep-{os.getpid()}-{next(_numbers)}"
@@ -156,7 +162,7 @@ def network(hosts: int, folder: Path, service: str = "", prefix: str = "10.77.0.
             _ip(f"link add port{host} type veth peer name eth0 netns {own}", within=name)
             _ip(f"link set port{host} master hub", f"link set port{host} up", within=name)
             _ip("link set lo up", f"addr add {prefix}{host + 1}/{length} dev eth0", "link set eth0 up", within=own)
-        yield Network(name, hosts, folder, service, prefix)
+        yield Network(name, hosts, folder, service, prefix, containers)
     finally:
         for space in spaces:
             subprocess.run(["ip", "netns", "delete", space], capture_output=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -67,11 +68,12 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     return Prepared(partial(chosen[0], args, _width()), name="doctor", nodes=not answers_here, ranks=args.ranks)
 
 
-def _width() -> int:
-    return shutil.get_terminal_size().columns
+def _width() -> int | None:
+    """Return the columns of the terminal; None: stdout is a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def _examine(args: argparse.Namespace, width: int) -> int:
+def _examine(args: argparse.Namespace, width: int | None) -> int:
     from lockstep.doctor.checks import examine
     from lockstep.doctor.findings import MachineView
     from lockstep.doctor.output import as_json, describe, exit_code
@@ -84,7 +86,7 @@ def _examine(args: argparse.Namespace, width: int) -> int:
     return exit_code(findings)
 
 
-def _measure(args: argparse.Namespace, width: int) -> int:
+def _measure(args: argparse.Namespace, width: int | None) -> int:
     from lockstep.config.schema import Launch
     from lockstep.doctor.ranks import Measurement, start
 
@@ -101,8 +103,8 @@ def _measure(args: argparse.Namespace, width: int) -> int:
     return start(Measurement(section, args.size, width, args.json))
 
 
-def _show_known(args: argparse.Namespace, width: int) -> int:
-    from lockstep.doctor.run import describe_known, known_as_json
+def _show_known(args: argparse.Namespace, width: int | None) -> int:
+    from lockstep.doctor.run_output import describe_known, known_as_json
 
     if args.json:
         emit(known_as_json())
@@ -111,8 +113,9 @@ def _show_known(args: argparse.Namespace, width: int) -> int:
     return 0
 
 
-def _diagnose(args: argparse.Namespace, width: int) -> int:
-    from lockstep.doctor.run import describe_run, diagnose_run, run_as_json
+def _diagnose(args: argparse.Namespace, width: int | None) -> int:
+    from lockstep.doctor.run import diagnose_run
+    from lockstep.doctor.run_output import describe_run, run_as_json
 
     try:
         diagnosis = diagnose_run(args.run)

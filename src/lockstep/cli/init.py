@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from lockstep.cli.arguments import Parser, path
 from lockstep.config.init_templates import CONFIG, STARTS, InitTemplate
 from lockstep.core.closest import did_you_mean
+from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError
 from lockstep.core.terminal import echo
 
@@ -38,7 +38,7 @@ def run(arguments: Sequence[str]) -> int:
     data = _ask("Data, a file, a folder or a name", start.data) if asks and not args.data else args.data
     model, data = _relative_to(args.folder, model), _relative_to(args.folder, data)
     _write(args.folder, {CONFIG: start.filled_config(model, data), **start.files})
-    enter = [] if args.folder == Path() else [f"cd {shlex.quote(str(args.folder))}"]
+    enter = [] if args.folder == Path() else [command_line("cd", args.folder)]
     check, train = f"lockstep config check {CONFIG}", f"lockstep train {CONFIG}"
     echo("\nnext:")
     for line in (*enter, *start.filled_commands(data), check, train):

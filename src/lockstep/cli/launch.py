@@ -20,6 +20,7 @@ from lockstep.cli.launch_flags import refuse_unknown
 from lockstep.cli.launch_jobs import PlannedJobs, SubmittedJob, find_jobs, plan_jobs, submit_jobs
 from lockstep.cli.launch_project import print_files, refuse_others, short, write_project
 from lockstep.cli.section_flags import add_section, section_of
+from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError
 from lockstep.core.jobs import LaunchPlan
 from lockstep.core.protocols import ProjectLauncher
@@ -125,7 +126,7 @@ def _show_left(planned: PlannedJobs) -> None:
 
 
 def _follow(job: SubmittedJob) -> int:
-    ways = "; ".join(f"lockstep launch {job.where} {way} {job.number}" for way in ("follow", "cancel"))
+    ways = "; ".join(command_line("lockstep", "launch", job.where, way, job.number) for way in ("follow", "cancel"))
     with undo_on_stop(lambda: write_stderr(f"the job continues: {ways}")):
         return job.follow()
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 
 from lockstep.cli.launch_command import job_command, runs_of
+from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Failure, RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
 from lockstep.core.jobs import JOB_FILES, HostOptions, JobCommand, JobStatus, LaunchedJob, LaunchPlan, SweepOptions
@@ -136,7 +137,7 @@ def submit_jobs(planned: PlannedJobs) -> SubmittedJob:
     jobs: list[LaunchedJob] = []
 
     def progress() -> str:
-        way = f"lockstep launch {planned.where} cancel {planned.command.run_folder}"
+        way = command_line("lockstep", "launch", planned.where, "cancel", planned.command.run_folder)
         return f"{len(jobs)} of {len(planned.plans)} runs are submitted ({way} stops them)"
 
     with undo_on_stop(lambda: write_stderr(progress()) if jobs else None):
@@ -264,5 +265,5 @@ def _refuse_second(where: str, launcher: Launcher, command: JobCommand) -> None:
         return
     for job, status in states:
         if status.code is None:
-            way = f"lockstep launch {where} cancel {job.number}"
+            way = command_line("lockstep", "launch", where, "cancel", job.number)
             raise ConfigError(f"this run has a job already ({status.text}); wait for its end, or stop it: {way}")

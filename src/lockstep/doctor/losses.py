@@ -1,49 +1,97 @@
 """Finds in a run's losses that they are not finite, larger than they were, or no smaller than at the start.
 
 loss  4.2 3.9 ... 1.3 ... 9.8     medians of a tenth of the values, at the start, the lowest, and at the end
+loss  0.7 80 1e4 1e10             of fewer values: the last ones, compared with the first
+
+Losses that may be negative have no natural zero: only those that have left by far what they were at first count.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from lockstep.core.formatting import value
-from lockstep.report.series import Series
+from lockstep.report.series import Numbers, Series
 
-_FEWEST = 20  # values, of which fewer show nothing
+_FEWEST = 20  # values, of which fewer have no trend
 _PARTS = 10
-_GROWN = 2.0  # as large as the lowest, and larger than at the start: diverged
+_GROWN = 2.0  # times the lowest, and larger than at the start: worth a note
+_DIVERGED = 10.0  # times the lowest: no noise, and no opponent that learns, too
+_EXPLODED = 1000.0  # times the first
+_LAST = 2  # values at the end, of which one alone may be an outlier
 _IMPROVED = 0.99  # of the median at the start
+_REMEDY = "Lower optim.lr, lengthen its warmup, or set optim.clip_norm: 1.0."
 
 
-def divergence(loss: Series) -> str | None:
-    """Return a sentence if the run has diverged; None if it hasn't."""
+@dataclass(frozen=True, slots=True)
+class LossFinding:
+    """A sentence about a run's losses, and whether the run has diverged."""
+
+    text: str
+    is_wrong: bool
+
+
+def finding_of_losses(loss: Series) -> LossFinding | None:
+    """Return what is wrong with the losses, or noteworthy; None if nothing is."""
     if len(loss.values) and not math.isfinite(loss.values[-1]):
         step = int(loss.steps[np.flatnonzero(loss.finite)[-1] + 1]) if loss.finite.any() else int(loss.steps[0])
-        return f"The loss is not finite from step {step:,} on."
+        return LossFinding(f"The loss is not finite from step {step:,} on. {_REMEDY}", is_wrong=True)
+    if (exploded := _exploded(loss)) is not None:
+        return LossFinding(exploded, is_wrong=True)
     medians = _medians(loss)
-    if len(medians) < 2:
+    return (_grown(medians) or _not_improved(medians)) if medians else None
+
+
+def _exploded(loss: Series) -> str | None:
+    """Return a sentence if the last losses are a thousand times the first."""
+    values, steps = loss.known, loss.known_steps
+    if len(values) < 2:
         return None
-    lowest, last = min(medians[:-1], key=lambda item: item[1]), medians[-1]
-    if last[1] > medians[0][1] and last[1] - lowest[1] > (_GROWN - 1) * abs(lowest[1]):
-        return (
-            f"The loss has diverged: it was {value(lowest[1])} around step {lowest[0]:,}, and is {value(last[1])} at "
-            "the end. Lower optim.lr, lengthen its warmup, or set optim.clip_norm: 1.0."
-        )
-    return None
-
-
-def no_improvement(loss: Series) -> str | None:
-    """Return a sentence if the losses at the end are no smaller than those at the start."""
-    medians = _medians(loss)
-    if len(medians) < 2 or medians[-1][1] < medians[0][1] - (1 - _IMPROVED) * abs(medians[0][1]):
+    last = float(values[-min(_LAST, len(values) - 1) :].min())
+    before = _size_at_first(values)
+    if before == 0.0 or last <= _EXPLODED * before:
         return None
     return (
-        f"The loss did not improve: {value(medians[0][1])} at the start, {value(medians[-1][1])} at the end. Compare "
-        "the learning rate and the data with a run that does: lockstep report."
+        f"The loss has diverged: it was {value(float(values[0]))} at step {int(steps[0]):,}, and is "
+        f"{value(float(values[-1]))} at step {int(steps[-1]):,}. {_REMEDY}"
     )
+
+
+def _size_at_first(values: Numbers) -> float:
+    """Return how large the first values are; of a loss that may be negative, the largest of the first half."""
+    is_signed = bool((values < 0.0).any())
+    return float(np.abs(values[: max(1, len(values) // 2)]).max() if is_signed else values[0])
+
+
+def _grown(medians: list[tuple[int, float]]) -> LossFinding | None:
+    """Return a finding if the loss is larger than it was, and than at the start."""
+    (_, first), (_, last) = medians[0], medians[-1]
+    step, lowest = min(medians[:-1], key=lambda item: item[1])
+    if lowest <= 0.0:
+        size = max(abs(median) for _, median in medians[: len(medians) // 2])
+        if last <= 0.0 or last < _DIVERGED * size:
+            return None
+    elif last <= first or last < _GROWN * lowest:
+        return None
+    was = f"it was {value(lowest)} around step {step:,}, and is {value(last)} at the end. {_REMEDY}"
+    if last < _DIVERGED * lowest:
+        return LossFinding(f"The loss has grown: {was}", is_wrong=False)
+    return LossFinding(f"The loss has diverged: {was}", is_wrong=True)
+
+
+def _not_improved(medians: list[tuple[int, float]]) -> LossFinding | None:
+    """Return a finding if the losses at the end are no smaller than those at the start."""
+    (_, first), (_, last) = medians[0], medians[-1]
+    if last < first - (1 - _IMPROVED) * abs(first):
+        return None
+    text = (
+        f"The loss did not improve: {value(first)} at the start, {value(last)} at the end. Compare the learning rate "
+        "and the data with a run that does: lockstep report."
+    )
+    return LossFinding(text, is_wrong=False)
 
 
 def _medians(loss: Series) -> list[tuple[int, float]]:

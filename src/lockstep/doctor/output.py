@@ -10,8 +10,8 @@ from lockstep.core.terminal import plain_line
 from lockstep.doctor.findings import Finding, FindingState
 
 
-def describe(findings: Sequence[Finding], width: int) -> str:
-    """Return the findings as text of at most `width` columns.
+def describe(findings: Sequence[Finding], width: int | None) -> str:
+    """Return the findings as text of at most `width` columns; None: for a file, in which no line is broken or cut.
 
     1 wrong, 19 ok, 2 not here
 
@@ -26,15 +26,15 @@ def describe(findings: Sequence[Finding], width: int) -> str:
     for state in (FindingState.WRONG, FindingState.WARNING):
         for finding in findings:
             if finding.state is state:
-                lines += ["", f"{state.value}: {finding.name}", *_wrapped(finding.seen, "  ", width)]
-                lines += _wrapped(f"-> {finding.remedy}", "  ", width, "     ")
+                lines += ["", f"{state.value}: {finding.name}", *wrapped(finding.seen, "  ", width)]
+                lines += wrapped(f"-> {finding.remedy}", "  ", width, "     ")
     name_width = max((len(finding.name) for finding in findings), default=0)
     lines.append("")
     for state in (FindingState.OK, FindingState.NOT_HERE):
         for finding in findings:
             if finding.state is state:
                 line = f"{state.value:<8}  {finding.name:<{name_width}}  {plain_line(finding.seen)}"
-                lines.append(line if len(line) <= width else f"{line[: width - 1]}…")
+                lines.append(line if width is None or len(line) <= width else f"{line[: width - 1]}…")
     return "\n".join(lines).rstrip()
 
 
@@ -56,7 +56,14 @@ def exit_code(findings: Sequence[Finding]) -> int:
     return 3 if any(finding.state is FindingState.WRONG for finding in findings) else 0
 
 
-def _wrapped(text: str, indent: str, width: int, further: str | None = None) -> list[str]:
+def wrapped(text: str, indent: str, width: int | None, further: str | None = None) -> list[str]:
+    """Return a paragraph as lines; without a width it has one line.
+
+    Args:
+        further: Indent of the lines after the first; None: the same.
+    """
+    if width is None:
+        return [f"{indent}{plain_line(text)}"]
     return textwrap.wrap(
         plain_line(text),
         max(width, 40),

@@ -62,12 +62,12 @@ class Measurement:
 
     Attributes:
         largest: Bytes of the largest buffer.
-        width: Columns of the terminal.
+        width: Columns of the terminal; None: a file.
     """
 
     section: Launch
     largest: int
-    width: int
+    width: int | None
     as_json: bool
 
 
@@ -262,7 +262,7 @@ def _title(places: Sequence[RankPlace]) -> str:
     return f"{len(places)} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)} ({', '.join(hosts)})"
 
 
-def _show(findings: Sequence[Finding], pairs: Sequence[Any], places: Sequence[RankPlace], width: int) -> None:
+def _show(findings: Sequence[Finding], pairs: Sequence[Any], places: Sequence[RankPlace], width: int | None) -> None:
     lines = [f"\n{'pair':<7} {'latency':>8} {'there':>13} {'back':>13}   what the hardware gives"]
     for pair in pairs:
         best, by = expected(places[pair.first], places[pair.second], places)

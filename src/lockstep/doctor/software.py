@@ -14,6 +14,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
+from lockstep.core.command_lines import command_line
 from lockstep.core.distribution import DISTRIBUTION
 from lockstep.doctor.findings import Finding, MachineView, not_here, ok, warning, wrong
 
@@ -159,7 +160,7 @@ def stale_builds(machine: MachineView) -> Iterator[Finding]:
             continue
         yield wrong(
             f"{lock} is {minutes:.0f} minutes old: a build was killed, and all later ones wait for it without a limit",
-            f"Delete it: rm {lock}",
+            f"Delete it: {command_line('rm', lock)}",
         )
     if not locks:
         yield ok(f"no build of an extension waits in {root}")

@@ -16,6 +16,7 @@ import torch
 
 from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config, Parallel
+from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.records import TrainingState
 from lockstep.interop.zero_checkpoint import ZeroCheckpoint, read_zero
@@ -51,9 +52,10 @@ class ImportedRun:
     steps: int
 
     def __str__(self) -> str:
+        train = command_line("lockstep", "train", self.run)
         return (
             f"{self.run}: weights and moments of {self.source}, after {self.steps:,} steps of its optimizer\n"
-            f"`lockstep train {self.run}` continues from them, at the first sample and the beginning of the schedule"
+            f"`{train}` continues from them, at the first sample and the beginning of the schedule"
         )
 
 

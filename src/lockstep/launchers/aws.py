@@ -116,7 +116,7 @@ def _notes(command: JobCommand, options: AwsOptions) -> list[str]:
         "when it has ended, the instances, their disks, groups and objects are removed: by `--follow`, `follow` or "
         f"`cancel`; the instances terminate themselves, after {options.max_hours:g} hours at the latest"
     ]
-    if command.nodes and command.in_folder:
+    if command.starts_run and command.in_folder:
         notes.append(f"checkpoints: {checkpoints(command, options)}; they stay there")
     if options.spot:
         notes.append("the second ec2 run-instances is made only if there are no spot instances")

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from lockstep.core.command_lines import in_a_comment
 from lockstep.core.errors import Paused
 from lockstep.core.jobs import JobCommand
 from lockstep.launchers.aws_calls import as_command
@@ -108,7 +109,7 @@ def batch_script(command: JobCommand, options: AwsOptions) -> str:
 def cluster_files(command: JobCommand, options: AwsOptions, name: str, region: str, facts: AwsFacts) -> dict[Path, str]:
     """Return the configuration of a cluster, and the batch script for its Slurm."""
     config = yaml.safe_dump(cluster(options, region, facts), sort_keys=False)
-    about = f"# {' '.join(command.typed.split())}\n# pcluster create-cluster --cluster-name {name} --region {region} "
+    about = f"# {in_a_comment(command.typed)}\n# pcluster create-cluster --cluster-name {name} --region {region} "
     setup = tuple(f"export {key}={json.dumps(value)}" for key, value in environment(options).items())
     slurm = SlurmOptions(
         nodes=options.nodes,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lockstep.core.command_lines import command_line
 from lockstep.core.errors import Failure, RunFailed
 from lockstep.core.terminal import echo, plain_line
 from lockstep.launchers.aws_calls import AwsCalls, CallFailed, wait_until
@@ -83,7 +84,7 @@ def remove(aws: AwsCalls, job: AwsJob, *, settle: bool = False, keep_objects: bo
     if failures:
         raise RunFailed(
             f"something of job {job.identifier} may be left, and be paid for ({failures[0]}); try again: "
-            f"lockstep launch aws cancel {job.identifier}"
+            f"{command_line('lockstep', 'launch', 'aws', 'cancel', job.identifier)}"
         )
     return removed
 

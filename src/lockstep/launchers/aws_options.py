@@ -199,11 +199,11 @@ def _misfitting(command: JobCommand, options: AwsOptions) -> Iterator[Problem]:
         yield Problem("--fresh, --from, --fork", "", message)
     place = command.checkpoint_folder
     is_kept = options.kind == "parallelcluster" or (place is not None and is_address(place))
-    if options.kind == "batch" and command.nodes and command.in_folder and not is_kept and options.bucket is None:
+    if options.kind == "batch" and command.starts_run and command.in_folder and not is_kept and options.bucket is None:
         yield Problem(
             "", "checkpoint.folder", "would be lost with the containers; give --bucket, or s3://BUCKET/PREFIX"
         )
-    if command.nodes and command.in_folder and place is not None and not is_kept:
+    if command.starts_run and command.in_folder and place is not None and not is_kept:
         message = f"{place} would be lost with the instances; leave it out, or give s3://BUCKET/PREFIX"
         yield Problem("", "checkpoint.folder", message)
     if options.kind == "ec2" and (command.run_folder.is_absolute() or ".." in command.run_folder.parts):
@@ -248,4 +248,4 @@ def checkpoints(command: JobCommand, options: AwsOptions) -> str:
 
 
 def _gets_checkpoints(command: JobCommand) -> bool:
-    return command.nodes and command.in_folder and command.checkpoint_folder is None
+    return command.starts_run and command.in_folder and command.checkpoint_folder is None

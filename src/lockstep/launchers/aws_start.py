@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.core.command_lines import command_line
 from lockstep.core.errors import Failure, RunFailed
 from lockstep.core.jobs import LaunchPlan
 from lockstep.core.stopping import undo_on_stop, write_stderr
@@ -103,7 +104,8 @@ class _Starting:
     def undo_in_handler(self) -> None:
         """Remove what was created, inside a signal handler; a further signal ends the command at once."""
         if self._is_stopped:
-            write_stderr(f"what was created may be left: lockstep launch aws cancel {self._job.identifier}")
+            way = command_line("lockstep", "launch", "aws", "cancel", self._job.identifier)
+            write_stderr(f"what was created may be left: {way}")
             return
         self._is_stopped = True
         write_stderr("removing what was created")

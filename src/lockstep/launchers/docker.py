@@ -24,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Paused, RunFailed, Stopped, VerificationError
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan, ProjectFiles
@@ -194,7 +195,7 @@ def _undo(number: str, folder: Path, failure: RunFailed) -> None:
     try:
         _remove(number, folder)
     except RunFailed as second:
-        left = f"docker compose --project-name {number} down"
+        left = command_line("docker", "compose", "--project-name", number, "down")
         raise RunFailed(f"{failure}; what was made is left ({second}); remove it: {left}") from None
 
 

@@ -17,7 +17,6 @@ import difflib
 import json
 import pickle
 import re
-import shlex
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -32,6 +31,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lockstep.core import checksums
+from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, RunFailed
 
 _IN_FOLDERS = (
@@ -122,20 +122,19 @@ def _main_file(place: Path) -> Path:
 
 
 def _no_weights_in(folder: Path) -> str:
+    export = command_line("lockstep", "export", folder)
     if (folder / "manifest.json").is_file():
-        return f"{folder} is a checkpoint; export its weights with `lockstep export {folder} --to FILE.safetensors`"
+        return f"{folder} is a checkpoint; export its weights with `{export} --to FILE.safetensors`"
     if any((entry / "manifest.json").is_file() for entry in folder.iterdir()):
-        return (
-            f"{folder} has checkpoints; export the newest's weights with "
-            f"`lockstep export {folder} --to FILE.safetensors`"
-        )
+        return f"{folder} has checkpoints; export the newest's weights with `{export} --to FILE.safetensors`"
     if (folder / "config.yaml").is_file():
         return (
             f"the run in {folder} has no weights yet (there is no {folder / 'model'}); export those of its newest "
-            f"checkpoint with `lockstep export {folder}`"
+            f"checkpoint with `{export}`"
         )
+    to_import = command_line("lockstep", "ckpt", "import", folder)
     if (folder / "latest").is_file() or any(folder.glob("*_model_states.pt")):
-        return f"{folder} is a DeepSpeed checkpoint; convert it with `lockstep ckpt import {folder} WEIGHTS`"
+        return f"{folder} is a DeepSpeed checkpoint; convert it with `{to_import} WEIGHTS`"
     files = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".safetensors", *_OF_TORCH))
     names = f"; give one of its files by name: {', '.join(files[:4])}" if files else ""
     return f"{folder} has none of {', '.join(_IN_FOLDERS)}{names}"
@@ -162,9 +161,10 @@ def _read(file: Path) -> TensorsAndOthers:
 def _refuse_damaged(file: Path) -> None:
     fault = checksums.fault(file)
     if fault is not None:
+        again = command_line("lockstep", "export", "RUN", "--to", file.parent, "--force")
         raise RunFailed(
-            f"{file} is damaged: {fault}. Export it from a checkpoint of its run again (lockstep export RUN --to "
-            f"{file.parent} --force), or delete that list if the file was changed on purpose"
+            f"{file} is damaged: {fault}. Export it from a checkpoint of its run again ({again}), or delete that "
+            "list if the file was changed on purpose"
         )
 
 
@@ -264,10 +264,11 @@ def _refused(file: Path, message: str, remedy: str | None) -> str:
         "save_file({name: value.clone().contiguous() for name, value in content.items() "
         f"if isinstance(value, torch.Tensor)}}, {json.dumps(str(file.with_suffix('.safetensors')))})"
     )
+    convert = command_line("python", "-c", program)
     return (
         f"{file} needs {readable(name[1])} to be unpickled, which is more than tensors; that is refused, since "
         "unpickling can run any code. "
-        + (remedy or f"If you trust the file, convert it to a file of tensors:\n  python -c {shlex.quote(program)}")
+        + (remedy or f"If you trust the file, convert it to a file of tensors:\n  {convert}")
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any, cast
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config
+from lockstep.core.command_lines import command_line
 from lockstep.core.errors import Failure, OutOfMemory, RunFailed
 from lockstep.core.hub import needs_hub
 from lockstep.core.out_of_memory import out_of_memory_cause
@@ -340,7 +341,7 @@ def _save_elsewhere(
     """Save the last state of a run whose own folder can't take it, or else its weights; return what to report."""
     place = save_elsewhere(session, checkpoints, folder)
     if place is not None:
-        return f"it is saved in {place}, from which the run continues: lockstep train {place}"
+        return f"it is saved in {place}, from which the run continues: {command_line('lockstep', 'train', place)}"
     try:
         return f"its weights are in {publish(session, checked_folder)}"
     except RunFailed as error:

@@ -24,6 +24,7 @@ from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.known_runs import CONFIG, id_of_run
 from lockstep.config.writing import to_public
+from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.progress import Progress
 from lockstep.monitor.folder import is_finished, is_run
@@ -144,7 +145,7 @@ def other_settings(config: Config, earlier: Config) -> list[str]:
 def _refuse_taken_fork(checkpoint: Checkpoint, folder: Path) -> None:
     """Raise ConfigError if a fork would overwrite another run's files."""
     if folder.is_dir() and any(folder.iterdir()):
-        resume = f", or resume that run: lockstep train {folder}" if is_run(folder) else ""
+        resume = f", or resume that run: {command_line('lockstep', 'train', folder)}" if is_run(folder) else ""
         content = "a run already" if is_run(folder) else "something else"
         raise ConfigError(f"--fork begins a new run, and {folder} holds {content}; name a new folder{resume}")
     storage = storage_of(checkpoint, folder)
@@ -203,7 +204,7 @@ def _refusal(place: str, occupant: _Occupant, remedy: str) -> str:
     step = f", at step {occupant.newest.step:,}" if occupant.newest is not None else ""
     folder = occupant.folder
     finished = " (finished)" if folder is not None and is_finished(folder) else ""
-    resume = f". To continue the other run: lockstep train {folder}" if folder is not None else ""
+    resume = f". To continue the other run: {command_line('lockstep', 'train', folder)}" if folder is not None else ""
     return f"{place} holds the checkpoints of another run, {occupant.owner}{step}{finished}; {remedy}{resume}"
 
 

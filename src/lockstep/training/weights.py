@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config.approval import approved
 from lockstep.core import checksums
+from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import exchanged, flush
 from lockstep.monitor.folder import is_finished
@@ -53,12 +54,12 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
     place = folder / MODEL
     if not holds_weights(place):
-        export = f"take those of its newest checkpoint (lockstep export {folder} --to {place})"
+        export = f"take those of its newest checkpoint ({command_line('lockstep', 'export', folder, '--to', place)})"
         if is_finished(folder):
             raise ConfigError(f"{folder}: the weights that this run left ({Path(MODEL, FILE)}) are gone; {export}")
         raise ConfigError(
             f"{folder}: this run left no weights ({Path(MODEL, FILE)}); only a finished run does: "
-            f"finish it (lockstep train {folder}), or {export}"
+            f"finish it ({command_line('lockstep', 'train', folder)}), or {export}"
         )
     try:
         fit = match_weights(model, read_weights(place))

@@ -1,0 +1,150 @@
+"""The lines of a run's files that show known failures.
+
+    logs/ends*.jsonl   logs/rank-*.log   metrics.jsonl   events.jsonl   --> failures, the cause first, each with lines
+
+Files may be torn, huge or another person's: of each, a bounded part is read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.doctor.catalog import KnownFailure, Standing
+from lockstep.doctor.failures_of_hosts import BY_A_PERSON, KILLED, OUT_OF_MEMORY
+from lockstep.doctor.kernel_log import kernel_kills_near
+from lockstep.doctor.known_failures import KNOWN, failure_in
+from lockstep.doctor.starts import LastLaunch
+from lockstep.launch.ends_file import LaunchEnds
+from lockstep.monitor.folder import LOGS
+
+_MOST_READ = 16 << 20  # bytes of a file: its end
+_MOST_SKIPPED = 1 << 30  # bytes before them in which lines are counted
+_MOST_LOGS = 1024
+_MOST_SEARCHED = 4000  # characters of a line, in which a failure is looked for
+_LONGEST_LINE = 1 << 16  # characters that are kept of a line
+_NO_FAILURES = ("done", "ended", "stopped", "paused", "interrupted")
+_LOG_NAME = re.compile(r"rank-(\d+)\.log")
+
+
+@dataclass(frozen=True, slots=True)
+class LogEvidence:
+    """A line of a run's file. `rank` is None outside of logs."""
+
+    file: str
+    line: int
+    text: str
+    rank: int | None = None
+
+
+@dataclass(slots=True)
+class SeenFailure:
+    """A known failure, and the lines that show it: the last ones of each file."""
+
+    failure: KnownFailure
+    evidence: list[LogEvidence] = field(default_factory=list)
+
+
+def seen_failures(run: Path, last: LastLaunch) -> list[SeenFailure]:
+    """Return the failures that the files of the last launch show, the cause first."""
+    lines: dict[str, list[LogEvidence]] = {}
+    for line, failure in (*_of_ends(last.records), *_of_files(run, last)):
+        lines.setdefault(failure.name, []).append(line)
+    if KILLED in lines:
+        _tell_who_killed(lines, last.records)
+    by_name = {failure.name: failure for failure in KNOWN}
+    seen = [SeenFailure(by_name[name], evidence) for name, evidence in lines.items()]
+    return sorted(seen, key=lambda item: (item.failure.standing, KNOWN.index(item.failure)))
+
+
+def _of_ends(records: Sequence[LaunchEnds]) -> Iterator[tuple[LogEvidence, KnownFailure]]:
+    """Yield what node 0's launcher has recorded: of the first cause its whole message, of other ranks their own."""
+    for record in records[:1]:
+        for end in record.ranks:
+            is_cause = end.rank == record.cause and end.text in record.text
+            text = record.text if is_cause else f"rank {end.rank} on {end.host}: {end.text}"
+            if end.end not in _NO_FAILURES and (failure := failure_in(text)) is not None:
+                yield LogEvidence(record.file, record.line, text, end.rank), failure
+
+
+def _of_files(run: Path, last: LastLaunch) -> Iterator[tuple[LogEvidence, KnownFailure]]:
+    """Yield the last line of each file that shows a failure, for each failure."""
+    logs = [(file, "", rank) for rank, file in rank_logs(run).items()]
+    others = [(run / name, name, None) for name in sorted({failure.file for failure in KNOWN} - {""})]
+    for file, name, rank in [*logs, *others]:
+        kept: dict[str, tuple[LogEvidence, KnownFailure]] = {}
+        for number, text in _lines(file, last.log_starts.get(rank, 0) if rank is not None else 0):
+            failure = failure_in(text[:_MOST_SEARCHED], name)
+            if failure is not None:
+                line = LogEvidence(str(file.relative_to(run)), number, text.strip(), rank)
+                kept[failure.name] = line, failure
+        yield from kept.values()
+
+
+def _tell_who_killed(lines: dict[str, list[LogEvidence]], records: Sequence[LaunchEnds]) -> None:
+    """Move the lines about a rank that SIGKILL has ended to the cause, if the launcher or the kernel knows it."""
+    ends = [end for record in records[:1] for end in record.ranks if "SIGKILL" in end.text]
+    if of_kernel := kernel_evidence([end.time for end in ends if end.host == socket.gethostname()]):
+        lines.setdefault(OUT_OF_MEMORY, []).extend(of_kernel)
+    known = next((name for name in (OUT_OF_MEMORY, BY_A_PERSON) if name in lines), None)
+    if known is not None:
+        lines[known] += lines.pop(KILLED)
+
+
+def kernel_evidence(moments: Sequence[float]) -> list[LogEvidence]:
+    """Return this host's record of processes that were killed at these times because memory ran out."""
+    return [LogEvidence("kernel log", number, text) for number, text in kernel_kills_near(moments)]
+
+
+def rank_logs(run: Path) -> dict[int, Path]:
+    """Return the logs of ranks by rank."""
+    folder = run / LOGS
+    files = sorted(folder.glob("rank-*.log")) if folder.is_dir() else []
+    return {int(match[1]): file for file in files[:_MOST_LOGS] if (match := _LOG_NAME.fullmatch(file.name))}
+
+
+def silent_ranks(run: Path, seen: Sequence[SeenFailure]) -> list[int]:
+    """Return the ranks whose logs have no failure, while others' do: they were killed, or hang."""
+    reporting = {line.rank for item in seen for line in item.evidence if item.failure.standing is not Standing.REMARK}
+    only_consequences = all(item.failure.standing is not Standing.CAUSE for item in seen)
+    return (
+        [rank for rank in rank_logs(run) if rank not in reporting] if reporting - {None} and only_consequences else []
+    )
+
+
+def last_line_of(file: Path) -> str:
+    """Return the last line of a file that has text; empty if there is none."""
+    lines = [text for _, text in _lines(file) if text.strip()]
+    return lines[-1] if lines else ""
+
+
+def _lines(file: Path, since: int = 0) -> Iterator[tuple[int, str]]:
+    """Yield number and text of the lines at a file's end; nothing if it is missing or no regular file.
+
+    Args:
+        since: Bytes before which lines are an earlier launch's.
+    """
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return
+    with open(handle, "rb") as opened:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            return
+        number = 0
+        start = max(min(since, status.st_size), status.st_size - _MOST_READ)
+        if 0 < start <= _MOST_SKIPPED:
+            while opened.tell() < start:
+                number += opened.read(min(1 << 20, start - opened.tell())).count(b"\n")
+        opened.seek(start)
+        for part in opened.read(_MOST_READ).split(b"\n"):
+            number += 1
+            text = part[:_LONGEST_LINE].decode("utf-8", "replace").rstrip()
+            more = len(part) - _LONGEST_LINE
+            yield number, f"{text} ... {more:,} more bytes" if more > 0 else text

@@ -1,0 +1,104 @@
+"""The newest state of a run that is saved somewhere, and the command that resumes from it.
+
+RUN/checkpoints, or checkpoint.folder     its own checkpoints
+RUN-unsaved-x7f2/                         a run whose disk was full has made this folder: in its working folder, or
+                                          that for temporary files, with the id of the run
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.checkpoint.storage import names_by_step
+from lockstep.core.command_lines import command_line
+from lockstep.core.errors import Failure
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded
+from lockstep.monitor.folder import ENVIRONMENT, is_finished
+from lockstep.report.run_data import RunData
+from lockstep.training.finished_run import run_config
+from lockstep.training.locations import storage_of
+from lockstep.training.working_copy import place_of
+
+_OF_HOSTS = ("--nodes", "--rendezvous", "--job-id", "--ranks")
+"""Flags that a resumed run needs again: its config has what the others set."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """The newest saved state of a run.
+
+    Attributes:
+        note: What is saved where.
+        resume: The command that resumes from it; empty: there is nothing to resume.
+    """
+
+    note: str
+    resume: str = ""
+
+
+def saved_state(run: Path, data: RunData) -> SavedState:
+    """Return where the newest state of a run that has ended is, and how it is resumed."""
+    own = max(_steps(run), default=None) if (run / ENVIRONMENT).exists() else None
+    if own is None:
+        own = max((save.step for save in data.saves if save.failure is None), default=None)
+    rescued = {folder: max(_steps(folder), default=-1) for folder in _rescue_folders(run, data)}
+    folder = max(rescued, key=lambda each: rescued[each], default=None)
+    if folder is not None and rescued[folder] > (-1 if own is None else own):
+        older = f"{run} itself has step {own:,} at most" if own is not None else f"{run} itself has no checkpoint"
+        note = f"The state after step {rescued[folder]:,} was rescued to another folder: {folder}; {older}."
+        if is_finished(folder):
+            return SavedState(f"{note} The run was resumed there, and is finished.")
+        return SavedState(note, command_line("lockstep", "train", folder))
+    if own is None:
+        return SavedState("No checkpoint exists: the run starts from the beginning.", _resume(run, data))
+    return SavedState(f"The newest checkpoint is that of step {own:,}.", _resume(run, data))
+
+
+def _resume(run: Path, data: RunData) -> str:
+    place = place_of(run)
+    return command_line("lockstep", "train", Path(place) if place == str(run) else place, *_flags_of_hosts(data))
+
+
+def _flags_of_hosts(data: RunData) -> list[str]:
+    """Return the flags of the recorded command line by which several hosts met; none if it was one host."""
+    typed = data.environment.get("command_line")
+    words = [word for word in typed if isinstance(word, str)] if isinstance(typed, list) else []
+    if not any(word.partition("=")[0] == "--nodes" for word in words):
+        return []
+    flags = []
+    for number, word in enumerate(words):
+        name, equals, _ = word.partition("=")
+        if name in _OF_HOSTS:
+            flags += [word] if equals else words[number : number + 2]
+    return flags
+
+
+def _steps(run: Path) -> list[int]:
+    """Return the steps of a run's checkpoints; none if they can't be listed."""
+    with suppress(Failure, OSError):
+        return [*names_by_step(storage_of(run_config(run).checkpoint, run).names())]
+    return []
+
+
+def _rescue_folders(run: Path, data: RunData) -> Iterator[Path]:
+    """Yield the folders to which this run has saved what its own folder couldn't take."""
+    number = data.environment.get("run")
+    worked_in = data.environment.get("working_directory")
+    parents = [Path(worked_in)] if isinstance(worked_in, str) else []
+    for parent in dict.fromkeys([*parents, Path.cwd(), Path(tempfile.gettempdir())]):
+        with suppress(OSError, ValueError):
+            for folder in sorted(parent.glob(f"{glob.escape(run.resolve().name)}-unsaved-*")):
+                if number is not None and _id(folder) == number:
+                    yield folder
+
+
+def _id(folder: Path) -> object:
+    with suppress(OSError, ValueError, AttributeError, RecursionError):
+        return json.loads(read_bounded(folder / ENVIRONMENT, MAX_JSON_BYTES)).get("run")
+    return None
