@@ -140,6 +140,7 @@ RECORDED = {
         "AttributeError: partially initialized module 'mine' has no attribute 'Net' (most likely due to a circular",
         "SyntaxError: invalid syntax",
     ],
+    "no progress": ["nothing was recorded for 5 min before the end, since 2026-11-02 10:00:01"],
     "a rank hangs": [
         "rank 1 did not answer within 20 s (launch.timeout), while rank 0 waited in a collective. If a rank hangs",
         "ranks 1, 2 and 5 on hosts a, b did not answer within 20 s (launch.timeout), while the others waited in a",

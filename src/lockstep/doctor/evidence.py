@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep.core.errors import Paused, Stopped
 from lockstep.doctor.catalog import KnownFailure, Standing
 from lockstep.doctor.failures_of_hosts import BY_A_PERSON, KILLED, OUT_OF_MEMORY
 from lockstep.doctor.kernel_log import kernel_kills_near
@@ -63,13 +64,16 @@ def seen_failures(run: Path, last: LastLaunch) -> list[SeenFailure]:
 
 
 def _of_ends(records: Sequence[LaunchEnds]) -> Iterator[tuple[LogEvidence, KnownFailure]]:
-    """Yield what node 0's launcher has recorded: of the first cause its whole message, of other ranks their own."""
+    """Yield what node 0's launcher has recorded: the message of the launch, and those of the ranks it isn't about."""
     for record in records[:1]:
+        has_failed = record.code not in (0, Paused.exit_code, Stopped.exit_code)
+        texts = [(record.cause, record.text)] if has_failed else []
         for end in record.ranks:
-            is_cause = end.rank == record.cause and end.text in record.text
-            text = record.text if is_cause else f"rank {end.rank} on {end.host}: {end.text}"
-            if end.end not in _NO_FAILURES and (failure := failure_in(text)) is not None:
-                yield LogEvidence(record.file, record.line, text, end.rank), failure
+            if end.end not in _NO_FAILURES and not (has_failed and end.text in record.text):
+                texts.append((end.rank, f"rank {end.rank} on {end.host}: {end.text}"))
+        for rank, text in texts:
+            if (failure := failure_in(text)) is not None:
+                yield LogEvidence(record.file, record.line, text, rank), failure
 
 
 def _of_files(run: Path, last: LastLaunch) -> Iterator[tuple[LogEvidence, KnownFailure]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep.doctor.catalog import KnownFailure, Standing, row
 from lockstep.doctor.failures_of_hosts import OF_MEMORY, OF_NETWORK
 
-HANGS = "a rank hangs"
+NO_PROGRESS = "no progress"
 
 _SOFTWARE = (
     row(
@@ -154,7 +154,15 @@ _PROGRAM = (
 )
 _SEEN_BY_RANKS = (
     row(
-        HANGS,
+        NO_PROGRESS,
+        r"^nothing was recorded for .* before the end",
+        "The run made no progress when it was ended: a rank hangs (a lock, a data source, a file server), or something "
+        "is slow (an evaluation, a compilation).",
+        "Start again; while nothing is printed, see where each rank is: py-spy dump --pid PID. A lower launch.timeout "
+        "ends such a run by itself, and names the rank.",
+    ),
+    row(
+        "a rank hangs",
         r"\branks? [\d, and]+( more)?( on hosts? .*)? did not answer within",
         "This rank did not reach a collective while others waited for launch.timeout: it hangs (a lock, a data source, "
         "a file server), or is slow (a compilation).",

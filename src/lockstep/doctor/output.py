@@ -56,11 +56,14 @@ def exit_code(findings: Sequence[Finding]) -> int:
     return 3 if any(finding.state is FindingState.WRONG for finding in findings) else 0
 
 
-def wrapped(text: str, indent: str, width: int | None, further: str | None = None) -> list[str]:
+def wrapped(
+    text: str, indent: str, width: int | None, further: str | None = None, *, breaks: bool = False
+) -> list[str]:
     """Return a paragraph as lines; without a width it has one line.
 
     Args:
         further: Indent of the lines after the first; None: the same.
+        breaks: Whether words that are longer than a line, such as paths, are broken, too.
     """
     if width is None:
         return [f"{indent}{plain_line(text)}"]
@@ -70,5 +73,5 @@ def wrapped(text: str, indent: str, width: int | None, further: str | None = Non
         initial_indent=indent,
         subsequent_indent=indent if further is None else further,
         break_on_hyphens=False,
-        break_long_words=False,
+        break_long_words=breaks,
     )

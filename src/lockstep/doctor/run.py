@@ -22,9 +22,17 @@ from pathlib import Path
 from lockstep.core.errors import ConfigError, Paused, Stopped, named_ranks
 from lockstep.core.formatting import duration, size
 from lockstep.doctor.catalog import Standing
-from lockstep.doctor.evidence import LogEvidence, SeenFailure, kernel_evidence, rank_logs, seen_failures, silent_ranks
+from lockstep.doctor.evidence import (
+    LogEvidence,
+    SeenFailure,
+    kernel_evidence,
+    last_line_of,
+    rank_logs,
+    seen_failures,
+    silent_ranks,
+)
 from lockstep.doctor.failures_of_hosts import DISK_FULL, OUT_OF_MEMORY
-from lockstep.doctor.known_failures import HANGS, failure_named
+from lockstep.doctor.known_failures import NO_PROGRESS, failure_named
 from lockstep.doctor.locks import is_locked, lock_in_bucket
 from lockstep.doctor.losses import finding_of_losses
 from lockstep.doctor.saved import saved_state
@@ -36,7 +44,7 @@ from lockstep.training.store_lock import GONE_S
 
 _EXITED = ("exited", "code")  # ends by the program's own exit
 _SHORTEST_HANG_S = 10.0
-_INTERVALS = 20  # between records, after which a run without a further one hangs
+_INTERVALS = 5  # between records, after which a run without a further one hangs
 _FULL = 1 << 20  # bytes that are free on a disk that counts as full
 
 
@@ -112,7 +120,7 @@ def _recorded(run: Path, data: RunData, last: LastLaunch, seen: list[SeenFailure
         hang = _hang(run, data, end)
         if hang is None:
             return _ended(run, data, f"stopped {_after(data)}: {reason}", _remarks(seen), ranks=ranks, failed=False)
-        return _ended(run, data, f"hung {_after(data)}, and was ended: {reason}", (hang, *seen), ranks=ranks)
+        return _ended(run, data, f"stopped without progress {_after(data)}: {reason}", (hang, *seen), ranks=ranks)
     if end.code == 0:  # all ranks have exited so, or the summary is gone
         ways = dict.fromkeys(rank.text for rank in ranks if rank.end in _EXITED)
         reason = f"all ranks ended with exit code 0 before it was done{': ' * bool(ways)}{'; '.join(ways)}"
@@ -131,21 +139,20 @@ def _unrecorded(run: Path, data: RunData, last: LastLaunch, seen: list[SeenFailu
             seen = [full, *(item for item in seen if item.failure is not full.failure)]
         elif lines := _kernel_kills_at_the_end(run, data):
             seen = [SeenFailure(failure_named(OUT_OF_MEMORY), lines), *seen]
-        way = "its launcher was killed, its machine stopped, or the disk was full"
+        way = "its launcher was killed, its machine stopped, or its disk was full"
         if _variable(data, "WORLD_SIZE") == "1":
-            way = "its process was killed or called os._exit(), its machine stopped, or the disk was full"
-        advice = [] if seen and not _lacks_cause(seen) else [
-            "Nothing was recorded at the end. Run dmesg on its host, and see what the scheduler recorded."
-        ]  # fmt: skip
-        return _ended(run, data, f"ended {_after(data)} without a record: {way}", seen, advice)
+            way = "its process was killed or called os._exit(), its machine stopped, or its disk was full"
+        if full is not None:
+            way = "its disk is full"
+        advice = _of_last_line(run) if _lacks_cause(seen) else []
+        return _ended(run, data, f"failed {_after(data)} without a record: {way}", seen, advice)
     if len(_remarks(seen)) == len(seen):
         state = f"ended {_after(data)}, and its files show no failure: it was stopped, or killed"
         return _ended(run, data, state, seen, failed=False)
-    silent = silent_ranks(run, seen)
-    ways = (
-        [f"{named_ranks(silent)} ended without a message: killed, or hung. Run dmesg on that host."] if silent else []
-    )
-    return _ended(run, data, f"failed {_after(data)}", seen, ways)
+    notes = []
+    if silent := silent_ranks(run, seen):
+        notes.append(f"{named_ranks(silent)} ended without a message: killed, or hung. Run dmesg on that host.")
+    return _ended(run, data, f"failed {_after(data)}", seen, notes)
 
 
 def _ended(
@@ -168,6 +175,13 @@ def _ended(
         texts.append(f"It was resumed {times} time{'s' * (times > 1)}, last from step {data.restarts[-1][0]}.")
     texts += [saved.note, *data.flaws]
     return Diagnosis(run, state, failed, tuple(seen), tuple(texts), ranks, saved.resume)
+
+
+def _of_last_line(run: Path) -> list[str]:
+    """Return what can be said of a run that left neither a record nor a known failure."""
+    logs = rank_logs(run)
+    shown = [f"The last line of {file}: {text}" for file in logs.values() if (text := last_line_of(file))]
+    return [*shown[:1], "Run dmesg on its host, see what the scheduler recorded, and search the program for os._exit."]
 
 
 def _progress(data: RunData) -> str:
@@ -203,9 +217,9 @@ def _hang(run: Path, data: RunData, end: LaunchEnds) -> SeenFailure | None:
     if silent < max(_SHORTEST_HANG_S, _INTERVALS * interval):
         return None
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(times)))
-    usual = f", and it used to come every {duration(interval)}" if records else ""
-    what = f"the last record is of {since}, {duration(silent)} before the end{usual}"
-    return SeenFailure(failure_named(HANGS), [LogEvidence("metrics.jsonl" if records else ENVIRONMENT, 0, what)])
+    usual = f"; until then a record came every {duration(interval)}" if records else ""
+    what = f"nothing was recorded for {duration(silent)} before the end, since {since}{usual}"
+    return SeenFailure(failure_named(NO_PROGRESS), [LogEvidence("metrics.jsonl" if records else ENVIRONMENT, 0, what)])
 
 
 def _full_disk(run: Path) -> SeenFailure | None:
@@ -214,7 +228,7 @@ def _full_disk(run: Path) -> SeenFailure | None:
         disk = os.statvfs(run)
         free = disk.f_bavail * disk.f_frsize
         if free < _FULL or (disk.f_files and not disk.f_favail):
-            text = f"this disk has {size(free)} and {disk.f_favail:,} files free now"
+            text = f"this disk has {size(free)} free now" if free < _FULL else "this disk has no inodes free now"
             return SeenFailure(failure_named(DISK_FULL), [LogEvidence(str(run), 0, text)])
     return None
 

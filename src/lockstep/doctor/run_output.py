@@ -51,7 +51,7 @@ def describe_run(diagnosis: Diagnosis, width: int | None) -> str:
         shown = item.evidence if width is None else item.evidence[:_MOST_EVIDENCE]
         for line in shown:
             place = f"{line.file}:{line.line}" if line.line else line.file
-            lines += wrapped(_shortened(f"{place}: {line.text}", width), "  ", width, "    ")
+            lines += wrapped(_shortened(f"{place}: {line.text}", width), "  ", width, "    ", breaks=True)
         if len(item.evidence) > len(shown):
             lines.append(f"  and {len(item.evidence) - len(shown)} more such lines")
         lines += wrapped(f"-> {remedy_for(failure, diagnosis.run)}", "  ", width, "     ")
@@ -84,7 +84,7 @@ def _of_ranks(ranks: Sequence[RankEnd], width: int | None) -> Iterator[str]:
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first)) if number == 0 else f"{rank.time - first:+.1f} s"
         )
         text = f"rank {rank.rank} on {rank.host}  {moment}  {rank.text or _ENDS.get(rank.end, rank.end)}"
-        yield from wrapped(_shortened(text, width), "  ", width, "      ")
+        yield from wrapped(_shortened(text, width), "  ", width, "      ", breaks=True)
     if len(ranks) > len(shown):
         yield f"  and {len(ranks) - len(shown)} more ranks"
 

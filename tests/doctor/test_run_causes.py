@@ -1,0 +1,300 @@
+"""What `lockstep doctor RUN` says of runs whose end no log names: full disks, exits, hangs, short runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kit.commands import run_lockstep, start_lockstep
+
+from lockstep.doctor.kernel_log import kernel_kills_near
+from lockstep.doctor.losses import finding_of_losses
+from lockstep.doctor.run import diagnose_run
+from lockstep.doctor.run_output import describe_run, run_as_json
+from lockstep.launch.ends_file import file_name
+from lockstep.report.series import Series
+
+PROGRAM = """
+import os, time, torch
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return {"x": torch.randn(4), "labels": index % 2}
+
+def fill(place, free):
+    with open(place, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 14))
+        except OSError:
+            file.truncate(max(0, file.tell() - free))
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.large, self.calls = torch.nn.Linear(4, 2), torch.nn.Linear(256, 256), 0
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 3:
+            FAULT
+        return self.layer(x) + 0 * self.large(torch.zeros(256))[0]
+"""
+CONFIG = {
+    "model": {"kind": "custom", "target": "mine.py:Net"},
+    "objective": {"kind": "classification"},
+    "data": {"train": {"kind": "custom", "target": "mine.py:Points"}},
+    "batch": {"global_size": 8},
+    "launch": {"device": "cpu"},
+    "monitor": {"tensorboard": False, "every": 1},
+    "run": {"steps": 6, "folder": "run"},
+}
+
+
+def write_program(folder: Path, fault: str) -> None:
+    (folder / "mine.py").write_text(PROGRAM.replace("FAULT", fault))
+    (folder / "run.json").write_text(json.dumps(CONFIG))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "small disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", place], capture_output=True).returncode:
+        pytest.skip("a file system can't be mounted here")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.mark.parametrize("free", [0, 1 << 18], ids=["to the last byte", "for checkpoints"])
+def test_a_full_disk_is_named_with_the_place_of_the_rescued_state(free: int, small_disk: Path, tmp_path: Path) -> None:
+    write_program(tmp_path, f"fill({str(small_disk / 'x')!r}, {free})")
+    done = run_lockstep("train", "run.json", "--ranks", 1, f"run.folder={small_disk}/run", cwd=tmp_path)
+    assert done.returncode == 1, done
+    explained = run_lockstep("doctor", small_disk / "run", cwd=tmp_path)
+    assert explained.returncode == 3
+    assert "cause: disk full" in explained.stdout
+    assert "the run continued" not in explained.stdout
+    state = "6 of 6 without a record: its disk is full" if free == 0 else "6 of 6: the state after step 6 could not be"
+    assert f": failed after step {state}" in explained.stdout
+    (spare,) = tmp_path.glob("run-unsaved-*")
+    assert f"The state after step 6 was rescued to another folder: {spare}" in explained.stdout
+    command = explained.stdout.splitlines()[-1].strip()
+    assert shlex.split(command) == ["lockstep", "train", str(spare)]
+    assert command in done.stderr, "the run itself printed the same"
+    resumed = run_lockstep(*shlex.split(command)[1:], cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    again = run_lockstep("doctor", small_disk / "run", cwd=tmp_path)
+    assert "The run was resumed there, and is finished." in again.stdout
+
+
+EXITS = [
+    ("import sys; sys.exit(3)", 3, "called sys.exit(3) in ", "cause: a rank exited"),
+    ("import sys; sys.exit(2)", 2, "failed after step 2 of 6: rank 0 called sys.exit(2)", "cause: a rank exited"),
+    ("import sys; sys.exit(130)", 130, "failed after step 2 of 6: rank 0 called", "cause: a rank exited"),
+    ("import sys; sys.exit(0)", 0, "all ranks ended with exit code 0 before it was done", "called sys.exit(0)"),
+    ("os._exit(0)", 0, "without a record: its process was killed or called os._exit()", "search the program for"),
+    ("import no_such_package", 1, "No module named 'no_such_package'", "cause: package missing"),
+    ("from os import nothing", 1, "cannot import name 'nothing'", "cause: an import fails"),
+]
+
+
+@pytest.mark.parametrize(("fault", "code", "state", "cause"), EXITS, ids=[fault for fault, *_ in EXITS])
+def test_a_program_that_ends_itself_is_named(fault: str, code: int, state: str, cause: str, tmp_path: Path) -> None:
+    write_program(tmp_path, fault)
+    assert run_lockstep("train", "run.json", "--ranks", 1, cwd=tmp_path).returncode == code
+    explained = run_lockstep("doctor", "run", cwd=tmp_path)
+    assert explained.returncode == 3, explained
+    assert state in explained.stdout
+    assert cause in explained.stdout
+    assert explained.stdout.splitlines()[-1].split() == ["lockstep", "train", "run"]
+
+
+def test_a_run_that_died_before_its_first_update_is_named(tmp_path: Path) -> None:
+    write_program(tmp_path, "pass")
+    source = (tmp_path / "mine.py").read_text()
+    (tmp_path / "mine.py").write_text(source.replace("self.calls == 3", "self.calls == 1").replace("pass", "1 / 0"))
+    assert run_lockstep("train", "run.json", "--ranks", 1, cwd=tmp_path).returncode == 1
+    text = run_lockstep("doctor", "run", cwd=tmp_path).stdout
+    assert text.startswith("run: failed before its first update: ")
+    assert "ZeroDivisionError: division by zero" in text
+    assert "No checkpoint exists: the run starts from the beginning." in text
+
+
+def test_a_hang_that_the_timeout_ends_is_named(tmp_path: Path) -> None:
+    write_program(tmp_path, "time.sleep(1000 * (os.environ['RANK'] == '1'))")
+    done = run_lockstep("train", "run.json", "--ranks", 2, "launch.timeout=1", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    text = run_lockstep("doctor", "run", cwd=tmp_path).stdout
+    assert "rank 1 did not answer within 1 s" in text.splitlines()[0]
+    assert "\ncause: a rank hangs\n" in text
+    assert "py-spy dump" in text
+
+
+def test_a_hang_that_a_person_ends_is_named(tmp_path: Path) -> None:
+    write_program(tmp_path, "print('hangs', flush=True); time.sleep(1000)")
+    running = start_lockstep("train", "run.json", "--ranks", 2, cwd=tmp_path)
+    running.wait_for(lambda: "hangs" in (tmp_path / "out").read_text())
+    for name in ("metrics.jsonl", "events.jsonl"):
+        if (file := tmp_path / "run" / name).exists():
+            os.utime(file, (file.stat().st_atime, file.stat().st_mtime - 300))  # instead of waiting so long
+    running.send(signal.SIGINT)
+    running.wait_for(lambda: "once more stops at once" in running.output)
+    running.send(signal.SIGINT)
+    assert running.end() == 130
+    explained = run_lockstep("doctor", "run", cwd=tmp_path)
+    assert explained.returncode == 3
+    assert explained.stdout.startswith("run: stopped without progress after step 2 of 6: ")
+    assert "cause: no progress\n" in explained.stdout
+    assert "metrics.jsonl: nothing was recorded for 5 min" in explained.stdout
+
+
+# --- who killed a rank ----------------------------------------------------------------------------------------------
+
+
+def failed_run(folder: Path, reason: str, log: str = "", host: str = "elsewhere") -> Path:
+    """The folder of a run, one of whose ranks SIGKILL has ended."""
+    run = folder / "run"
+    (run / "logs").mkdir(parents=True)
+    (run / "config.yaml").write_text("run: {steps: 10}\n")
+    (run / "logs" / "rank-0.log").write_text(log)
+    end = {"rank": 0, "host": host, "end": "killed", "code": 1, "text": "was killed by SIGKILL", "time": 100.0}
+    line = {"attempt": "", "time": 101.0, "code": 1, "text": f"rank 0 was killed by SIGKILL{reason}", "step": 3,
+            "cause": 0, "ranks": [end], "logs": {}, "environment": {}}  # fmt: skip
+    (run / "logs" / file_name(0)).write_text(json.dumps(line) + "\n")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("reason", "name", "has", "lacks"),
+    [
+        (": out of memory (the kernel's OOM killer, in this control group).", "host out of memory", "fewer", "kill -9"),
+        (": by a person or a scheduler; the kernel has counted no", "a rank was killed from outside", "sacct", "dmesg"),
+        (": out of memory, perhaps (the kernel's log, dmesg, would show it)", "a rank was killed", "dmesg", "sacct"),
+    ],
+)
+def test_remedy_and_headline_agree_on_who_killed_a_rank(
+    reason: str, name: str, has: str, lacks: str, tmp_path: Path
+) -> None:
+    run = failed_run(tmp_path, reason, log="rank 0 was killed by SIGKILL\n")
+    (item,) = diagnose_run(run).seen
+    assert item.failure.name == name
+    assert len(item.evidence) == 2, "of the launcher, and of the log"
+    assert has in item.failure.remedy
+    assert lacks not in item.failure.cause + item.failure.remedy
+
+
+def test_the_kernels_log_decides_where_the_launcher_could_not(tmp_path: Path) -> None:
+    import time
+
+    started = time.time() - time.monotonic()
+    log = tmp_path / "kmsg"
+    log.write_text(
+        "6,7,1000000,-;usb: new device\n"
+        "3,8,50000000,-;Out of memory: Killed process 4410 (python) total-vm:8\n"
+        "3,9,900000000,c;oom-kill:constraint=CONSTRAINT_MEMCG\ngarbage\xff\n"
+    )
+    assert kernel_kills_near([started + 52], log) == [(8, "Out of memory: Killed process 4410 (python) total-vm:8")]
+    assert kernel_kills_near([started + 500], log) == []
+    assert kernel_kills_near([], log) == []
+    assert kernel_kills_near([started], tmp_path / "missing") == []
+
+
+# --- losses ---------------------------------------------------------------------------------------------------------
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("losses", "text"),
+    [
+        ([0.7, 80.0, 1e4, 1e10], "has diverged: it was 0.7 at step 1"),
+        ([0.7, 1e4, 1e4, 1e4], "has diverged"),
+        ([2.3, 1e10], "has diverged"),
+        ([0.7 * 2**step for step in range(15)], "has diverged"),
+        ([*([0.5] * 40), 1e9, 1e10], "has diverged"),
+        ([0.7, INF], "not finite from step 2 on"),
+        ([0.7, 0.6, NAN, NAN], "not finite from step 3 on"),
+        ([NAN], "not finite from step 1 on"),
+        ([-1.0, 2.0, 1e6, 1e7], "has diverged"),
+        ([-1.0 + step % 2 for step in range(30)] + [500.0] * 10, "has diverged"),
+    ],
+)
+def test_a_run_that_diverged_is_named_however_short(losses: list[float], text: str) -> None:
+    finding = finding_of_losses(Series.of("loss", range(1, len(losses) + 1), losses))
+    assert finding is not None
+    assert finding.is_wrong
+    assert text in finding.text
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [],
+        [2.3],
+        [2.3, 2.1],
+        [2.3, 2.4, 2.9, 2.2, 2.6],
+        [50_000.0, 900.0, 80.0, 30.0],
+        [30.0, 80.0, 900.0],
+        [0.0, 5.0, 4.0],
+        [2.3, 2.2, 9e9, 2.1, 2.0],
+        [2.3, 2.2, 2.1, 2.0, 9e9],
+        [0.001, -3.0, 5.0, -8.0, 12.0],
+        [0.69 + 0.02 * step for step in range(100)],
+        [-0.01, -5.0, -80.0, -5000.0],
+        [-5.0 + step % 7 for step in range(60)],
+        [2.0 - step / 10 for step in range(60)],
+    ],
+)
+def test_no_other_run_is_called_diverged(losses: list[float]) -> None:
+    finding = finding_of_losses(Series.of("loss", range(1, len(losses) + 1), losses))
+    assert finding is None or not finding.is_wrong, finding
+
+
+# --- what is printed ------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_cut_in_a_file_and_a_terminal_has_its_width(tmp_path: Path) -> None:
+    message = "CUDA out of memory " + "x" * 500 + " tail"
+    run = failed_run(tmp_path, "", log=f"{message}\n")
+    diagnosis = diagnose_run(run)
+    assert message in describe_run(diagnosis, None)
+    assert message in run_as_json(diagnosis)["failures"][0]["evidence"][0]["text"]
+    for width in (60, 200):
+        lines = describe_run(diagnosis, width).splitlines()[1:]
+        assert max(len(line) for line in lines if str(tmp_path) not in line) <= width
+
+
+def test_the_command_cuts_nothing_in_a_pipe_and_takes_the_terminals_width(tmp_path: Path) -> None:
+    message = "CUDA out of memory " + "y" * 100
+    failed_run(tmp_path, "", log=f"{message}\n")
+    words = [sys.executable, "-m", "lockstep", "doctor", "run"]
+    piped = run_lockstep("doctor", "run", cwd=tmp_path)
+    assert f"logs/rank-0.log:1: {message}\n" in piped.stdout
+    primary, terminal = os.openpty()
+    import fcntl
+    import struct
+    import termios
+
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 66, 0, 0))
+    variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    subprocess.run(words, cwd=tmp_path, stdout=terminal, stderr=terminal, env=variables)
+    os.close(terminal)
+    shown = b""
+    try:
+        while data := os.read(primary, 1 << 16):
+            shown += data
+    except OSError:  # the other side is closed
+        pass
+    os.close(primary)
+    lines = shown.decode().splitlines()[1:]
+    assert 50 < max(len(line) for line in lines if "lockstep train" not in line) <= 66
+    assert "cause: GPU out of memory" in lines
