@@ -1,4 +1,4 @@
-"""What `lockstep doctor RUN` says of runs whose end no log names: full disks, exits, hangs, short runs."""
+"""`lockstep doctor RUN` names ends that no log states: full disks, exits, hangs, losses of short runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from lockstep.doctor.losses import finding_of_losses
 from lockstep.doctor.run import diagnose_run
 from lockstep.doctor.run_output import describe_run, run_as_json
 from lockstep.launch.ends_file import file_name
+from lockstep.launch.group import _SAME_REQUEST
 from lockstep.report.series import Series
 
 PROGRAM = """
@@ -36,7 +38,7 @@ def fill(place, free):
             while True:
                 file.write(bytes(1 << 14))
         except OSError:
-            file.truncate(max(0, file.tell() - free))
+            file.truncate(max(0, os.path.getsize(place) - free))
 
 class Net(torch.nn.Module):
     def __init__(self):
@@ -148,6 +150,7 @@ def test_a_hang_that_a_person_ends_is_named(tmp_path: Path) -> None:
             os.utime(file, (file.stat().st_atime, file.stat().st_mtime - 300))  # instead of waiting so long
     running.send(signal.SIGINT)
     running.wait_for(lambda: "once more stops at once" in running.output)
+    time.sleep(_SAME_REQUEST)
     running.send(signal.SIGINT)
     assert running.end() == 130
     explained = run_lockstep("doctor", "run", cwd=tmp_path)
@@ -193,8 +196,6 @@ def test_remedy_and_headline_agree_on_who_killed_a_rank(
 
 
 def test_the_kernels_log_decides_where_the_launcher_could_not(tmp_path: Path) -> None:
-    import time
-
     started = time.time() - time.monotonic()
     log = tmp_path / "kmsg"
     log.write_text(

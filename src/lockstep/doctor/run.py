@@ -178,7 +178,7 @@ def _ended(
 
 
 def _of_last_line(run: Path) -> list[str]:
-    """Return what can be said of a run that left neither a record nor a known failure."""
+    """Return sentences on a run that left neither a record nor a known failure."""
     logs = rank_logs(run)
     shown = [f"The last line of {file}: {text}" for file in logs.values() if (text := last_line_of(file))]
     return [*shown[:1], "Run dmesg on its host, see what the scheduler recorded, and search the program for os._exit."]

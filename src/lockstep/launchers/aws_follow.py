@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import JobStatus, LaunchedJob
@@ -69,6 +70,7 @@ class FollowedJob:
         self.job = job_named(job.number)
         self._aws = AwsCalls(self.job.region, known.get("profile"))
         self._objects = JobObjects(self._aws, self.job)
+        self._cancel_line = command_line("lockstep", "launch", "aws", "cancel", self.job.identifier)
 
     def status(self) -> JobStatus:
         """Return the job's state. Raises ConfigError: nothing of it is left, or was ever there."""
@@ -87,7 +89,7 @@ class FollowedJob:
                     f"AWS has nothing of job {self.job.identifier}: it has ended, and everything was removed, or it "
                     "was never launched"
                 )
-            rest = f"lockstep launch aws cancel {self.job.identifier} removes the rest"
+            rest = f"{self._cancel_line} removes the rest"
             return AwsState(f"{name}: no instance was started, or all are long gone; {rest}", None, {}, ())
         states = Counter(state_of(each) for each in listed)
         text = f"{name}: instances {', '.join(f'{number} {state}' for state, number in states.items()) or 'gone'}"
@@ -108,8 +110,8 @@ class FollowedJob:
             state = self.state()
             if state.code is None:
                 raise ConfigError(
-                    f"{state.text}; its record is missing in {self.job.place}, so it can't be followed: lockstep "
-                    f"launch aws cancel {self.job.identifier} ends it"
+                    f"{state.text}; its record is missing in {self.job.place}, so it can't be followed: "
+                    f"{self._cancel_line} ends it"
                 )
             echo(state.text, file=sys.stderr)
             return state.code
@@ -212,7 +214,7 @@ class FollowedJob:
                 return
             self._objects.ask_to_stop()
             echo("waiting for the run to save and stop; Ctrl-C leaves that to its instances", file=sys.stderr)
-            rest = f"the run stops by itself; lockstep launch aws cancel {self.job.identifier} removes the rest"
+            rest = f"the run stops by itself; {self._cancel_line} removes the rest"
             with undo_on_stop(lambda: write_stderr(rest)):
                 wait_until(lambda: self.state().code is not None, _STOPPING_S, _POLL_S)
             self._objects.print_log()
