@@ -51,7 +51,7 @@ COMMAND = re.compile(
     r"(?: [\w=.@-]+)* ?(?:--[\w-]+[ =])?$"
 )
 PLAIN = re.compile(
-    r"[A-Z]+|where|verb|name|launcher|host|command\.words\[0\]|record\['job'\]|'\|'\.join\(STARTS\)|.*\.returncode"
+    r"[A-Z]+|where|verb|name|launcher|host|command\.words\[0\]|record\['job'\]|(planned|job)\.where|'\|'\.join\(STARTS\)|.*\.returncode"
 )
 """Values that need no quotes: constants, names of launchers, verbs, jobs and hosts, and what no command has."""
 
