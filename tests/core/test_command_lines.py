@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lockstep
-from lockstep.core.command_lines import command_line, in_a_comment
+from lockstep.core.command_lines import command_line
 
 SOURCE = Path(lockstep.__file__).parent
 ODD = "it's my run's; $(touch x) `y` \"z\" #1 ä"
@@ -39,11 +39,6 @@ def test_a_real_shell_reads_them_too() -> None:
     assert subprocess.check_output(["sh", "-c", line], text=True) == f"{ODD}\n./-run\n"
 
 
-def test_a_comment_has_one_line() -> None:
-    line = command_line("lockstep", "train", "a  b\nc")
-    assert in_a_comment(line) == "lockstep train 'a  b c'"
-
-
 # --- the law: what is put into a command is quoted --------------------------------------------------------------------
 
 COMMAND = re.compile(
@@ -51,7 +46,8 @@ COMMAND = re.compile(
     r"(?: [\w=.@-]+)* ?(?:--[\w-]+[ =])?$"
 )
 PLAIN = re.compile(
-    r"[A-Z]+|where|verb|name|launcher|host|command\.words\[0\]|record\['job'\]|(planned|job)\.where|'\|'\.join\(STARTS\)|.*\.returncode"
+    r"[A-Z]+|where|verb|name|launcher|host|command\.words\[0\]|record\['job'\]|(planned|job)\.where|"
+    r"'\|'\.join\(STARTS\)|.*\.returncode"
 )
 """Values that need no quotes: constants, names of launchers, verbs, jobs and hosts, and what no command has."""
 

@@ -14,11 +14,6 @@ def command_line(*words: str | os.PathLike[str]) -> str:
     return shlex.join(_unlike_a_flag(word) if isinstance(word, os.PathLike) else word for word in words)
 
 
-def in_a_comment(line: str) -> str:
-    """Return a line for a shell as it may stand in a comment, which a newline in one of its words would end."""
-    return " ".join(line.splitlines())
-
-
 def _unlike_a_flag(path: os.PathLike[str]) -> str:
     text = os.fspath(path)
     return f"./{text}" if text.startswith("-") else text

@@ -6,7 +6,7 @@ from lockstep.doctor.catalog import row
 
 DISK_FULL = "disk full"
 OUT_OF_MEMORY, KILLED, BY_A_PERSON = "host out of memory", "a rank was killed", "a rank was killed from outside"
-"""Failures of a rank that SIGKILL ended: the kernel has recorded it, no record shows it, or the kernel has counted no kill."""
+"""Failures of a rank that SIGKILL ended: the kernel has recorded it, no record shows it, or it counted none."""
 
 OF_MEMORY = (
     row(

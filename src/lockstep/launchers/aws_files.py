@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 
-from lockstep.core.command_lines import in_a_comment
 from lockstep.core.errors import Paused
 from lockstep.core.jobs import JobCommand
 from lockstep.launchers.aws_calls import as_command
@@ -21,7 +20,7 @@ from lockstep.launchers.aws_names import TAG
 from lockstep.launchers.aws_options import AwsOptions, bucket_parts, environment, tags, words_there
 from lockstep.launchers.aws_plan import AwsFacts, uses_efa
 from lockstep.launchers.slurm_script import SlurmOptions, script
-from lockstep.launchers.tools import bash_array
+from lockstep.launchers.tools import as_comment, bash_array
 
 DEFINITION, CLUSTER, SCRIPT = "job-definition.json", "cluster.yaml", "job.sh"
 
@@ -109,7 +108,7 @@ def batch_script(command: JobCommand, options: AwsOptions) -> str:
 def cluster_files(command: JobCommand, options: AwsOptions, name: str, region: str, facts: AwsFacts) -> dict[Path, str]:
     """Return the configuration of a cluster, and the batch script for its Slurm."""
     config = yaml.safe_dump(cluster(options, region, facts), sort_keys=False)
-    about = f"# {in_a_comment(command.typed)}\n# pcluster create-cluster --cluster-name {name} --region {region} "
+    about = f"# {as_comment(command.typed)}\n# pcluster create-cluster --cluster-name {name} --region {region} "
     setup = tuple(f"export {key}={json.dumps(value)}" for key, value in environment(options).items())
     slurm = SlurmOptions(
         nodes=options.nodes,

@@ -10,12 +10,12 @@ No secret is in them: the token of the job is a variable, whose value `docker co
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.command_lines import command_line
 from lockstep.core.errors import Paused
 from lockstep.core.jobs import JobCommand
 from lockstep.launch.meeting import TOKEN
@@ -78,9 +78,8 @@ def job_text(command: JobCommand, options: DockerOptions, name: str, folder: Pat
         name: Of the job, and of its network.
         folder: Where the command is run.
     """
-    path = as_comment(shlex.quote(str(command.folder / "compose.yaml")))
     nodes = number_of_nodes(options)
-    up = f"docker compose --file {path} up"
+    up = as_comment(command_line("docker", "compose", "--file", command.folder / "compose.yaml", "up"))
     head = [
         as_comment(command.typed),
         "Written by that command, to be read, changed and started again:",
