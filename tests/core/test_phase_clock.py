@@ -27,10 +27,7 @@ class Event:
 
     def __init__(self, time: Time) -> None:
         self._time = time
-        self.at = math.nan
-
-    def record(self) -> None:
-        self.at = self._time.now
+        self.at = time.now
 
     def query(self) -> bool:
         return self._time.now > self.at + 1.0

@@ -160,14 +160,14 @@ class PhaseClock:
     """Measures the phases of one rank's updates. Marks come from the thread that trains, `take` from any.
 
     Args:
-        make_event: Makes an event with a time (`torch.cuda.Event(enable_timing=True)`) where the work is done on a
-            device; None: the host's clock counts.
+        mark: Returns an event with a time (`torch.cuda.Event(enable_timing=True)`), recorded on the stream of a device
+            that does the work; None: the host's clock counts.
     """
 
     def __init__(
-        self, make_event: Callable[[], Any] | None = None, now: Callable[[], float] = time.perf_counter
+        self, mark: Callable[[], Any] | None = None, now: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._make_event = make_event
+        self._mark = mark
         self._now = now
         self._phase = Phase.HOST
         self._since = self._began = now()
@@ -185,8 +185,8 @@ class PhaseClock:
             phase = before
         self._seconds[before] += now - self._since
         self._since, self._phase = now, phase
-        if self._events is not None and phase is not before:
-            self._events.append((phase, self._event()))
+        if self._events is not None and self._mark is not None and phase is not before:
+            self._events.append((phase, self._mark()))
         return before
 
     @contextmanager
@@ -208,8 +208,8 @@ class PhaseClock:
             if self._updates > 1:  # the first one includes what torch does once
                 times.durations.add(sum(seconds) - seconds[_EVALUATION])
             times.evaluation += seconds[_EVALUATION]
-            if self._make_event is not None:
-                self._measure_on_device(times)
+            if self._mark is not None:
+                self._measure_on_device(times, self._mark)
             elif self._updates > 1:
                 times.split = [mine + more for mine, more in zip(times.split, seconds, strict=True)]
                 times.measured += 1
@@ -224,20 +224,14 @@ class PhaseClock:
         """Return what the rank does now, from any thread."""
         return Position(self._updates, self._phase, self._now() - self._since)
 
-    def _event(self) -> Any:
-        assert self._make_event is not None, "events are of a device"
-        event = self._make_event()
-        event.record()
-        return event
-
-    def _measure_on_device(self, times: UpdateTimes) -> None:
+    def _measure_on_device(self, times: UpdateTimes, mark: Callable[[], Any]) -> None:
         """End the measurement of an update, begin that of the next if it is its turn, and read those that are done."""
         if self._events is not None:
-            self._events.append((Phase.HOST, self._event()))
+            self._events.append((Phase.HOST, mark()))
             self._waiting.append(self._events)
             self._events = None
         if self._updates % _MEASURED_ONE_OF == 0 and len(self._waiting) < _MAX_WAITING:
-            self._events = [(Phase.HOST, self._event())]
+            self._events = [(Phase.HOST, mark())]
         while self._waiting and self._waiting[0][-1][1].query():
             marks = self._waiting.popleft()
             for (phase, event), (_, following) in pairwise(marks):

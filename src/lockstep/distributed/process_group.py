@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -186,7 +185,17 @@ def _clock(device: torch.device) -> PhaseClock:
     """Return a clock that measures phases where the work is done."""
     if device.type == "cpu":
         return PhaseClock()
-    return PhaseClock(partial(torch.get_device_module(device).Event, enable_timing=True))
+    module = torch.get_device_module(device)
+    streams: list[Any] = []
+
+    def mark() -> Any:
+        if not streams:  # at the end of an update: later marks may be made where another stream is current
+            streams.append(module.current_stream(device))
+        event = module.Event(enable_timing=True)
+        event.record(streams[0])
+        return event
+
+    return PhaseClock(mark)
 
 
 def _make_group(environment: RankEnvironment, backend: str, device: torch.device, timeout: float) -> None:

@@ -78,6 +78,11 @@ class Chart:
         return [(series, color_class(series), value_text(series.known[-1], self.unit)) for series in self.series]
 
     @property
+    def last_step(self) -> int:
+        """The step of the newest value."""
+        return max(int(series.known_steps[-1]) for series in self.series)
+
+    @property
     def notes(self) -> list[str]:
         """Remarks on how the chart is drawn."""
         notes = ["Logarithmic scale."] if self.scale.is_logarithmic else []
