@@ -63,7 +63,7 @@ def test_the_whole_life_of_a_job(moto: Cloud, capsys: pytest.CaptureFixture[str]
     assert launch("follow", job) == 75
     done = capsys.readouterr()
     assert done.out == "step 1\nstep 2\n"
-    assert "2 files of the run are in run" in done.err
+    assert f"2 files of the run are in {Path('run').absolute()}" in done.err
     assert Path("run/logs/rank-0.log").read_text() == "hello"
     assert Path("run/launch/node-1.log").read_text() == "a note of node 1\n"
     assert moto.left() == []

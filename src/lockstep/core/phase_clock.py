@@ -164,9 +164,7 @@ class PhaseClock:
             that does the work; None: the host's clock counts.
     """
 
-    def __init__(
-        self, mark: Callable[[], Any] | None = None, now: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, mark: Callable[[], Any] | None = None, now: Callable[[], float] = time.perf_counter) -> None:
         self._mark = mark
         self._now = now
         self._phase = Phase.HOST

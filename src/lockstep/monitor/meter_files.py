@@ -62,7 +62,6 @@ class MeterFiles:
         self._changed = [0.0] * ranks  # when a rank's notice was another than before
         self._before: dict[int, RankNotice] = {}  # at the last interval's end
         self._began = time.monotonic()
-        self._warned = False
 
     @property
     def files(self) -> tuple[LineFile, ...]:
@@ -111,12 +110,8 @@ class MeterFiles:
 
     def _write_live(self, report: MeterReport) -> None:
         text = json.dumps(finite(_live(report)), allow_nan=False)
-        try:
+        with suppress(OSError):  # the warnings on the run's other files are enough
             write_atomically(self._live, text + "\n", durable=False)
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                _log.warning("can't write %s: %s; the run continues without it", self._live, error)
 
 
 class MeterThread:
