@@ -67,6 +67,8 @@ def test_where_the_time_of_each_rank_goes(tmp_path: Path) -> None:
         assert first_waits > second_waits, name
         assert last["split"]["forward"][1] > SLOW_S > last["split"]["forward"][0], name
         assert last["gauges"]["memory_resident"][0] > 1e7
+        assert last["gauges"]["disk_free"][0] > 0
+        assert {"cpu_percent", "host_memory_used", "network_sent_rate"} <= set(last["gauges"])
         assert not (tmp_path / name / "live.json").exists()
     named = [line["stragglers"] for line in of_runs["ddp"] if line["stragglers"]]
     assert named

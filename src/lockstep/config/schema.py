@@ -209,7 +209,7 @@ class MonitorConfig(Section):
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """auto: a live display on a terminal, otherwise plain lines."""
     meter_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
-    """Seconds between the lines of ranks.jsonl, which have each rank's times and memory; 0: they aren't measured."""
+    """Seconds between the lines of ranks.jsonl (each rank's times, memory, GPU and host); 0: they aren't measured."""
 
 
 class Run(Section):

@@ -18,6 +18,7 @@ from lockstep.core import formatting
 from lockstep.core.errors import Stopped
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport, Verdict
 from lockstep.core.terminal import plain, plain_line
+from lockstep.monitor.gpu_health import GpuHealth
 from lockstep.monitor.live import LiveDisplay, Status, terminal_width
 from lockstep.monitor.meters import Rates, Throughput, model_flops_utilization
 from lockstep.monitor.metric_log import Logged
@@ -55,6 +56,7 @@ class Console(ThrottledMonitor):
         self._last: StepReport | None = None
         self._split: dict[str, float] = {}  # by phase, weighted by intervals
         self._slow: set[int] = set()
+        self._gpus = GpuHealth()
         self._printed_step = 0
         self._next_line = self._next_drawing = self._next_discarded = self._next_epoch = 0.0  # seconds of the run
 
@@ -123,6 +125,8 @@ class Console(ThrottledMonitor):
             self._output.print(f"step {step:,}: {plain_line(name)}: {shown}")
 
     def measured(self, report: MeterReport) -> None:
+        for line in self._gpus.lines(report):
+            self._output.print(f"step {report.step:,}: {line}")
         for name, seconds in report.split().items():
             self._split[name] = self._split.get(name, 0.0) + seconds * report.seconds
         stragglers = report.stragglers()

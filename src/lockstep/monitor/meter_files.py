@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 LIVE = "live.json"
 RANKS = "ranks.jsonl"
+_PATIENCE_S = 5.0  # for the thread's end
 _SECONDS_PER_RANK = 0.1  # of an interval: a line of 1,024 ranks has 100 KB
 _log = logging.getLogger("lockstep.monitor")
 
@@ -132,18 +133,21 @@ class MeterThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and post for the last time."""
+        """End the thread, which posts for the last time.
+
+        A thread that waits for a device or a file system without an answer is left alone: the run ends without it.
+        """
         if self._ended.is_set():
             return
         self._ended.set()
-        self._thread.join(timeout=self._seconds)
-        with suppress(RuntimeError):  # the ranks' store has ended
-            self._meters.post()
+        self._thread.join(timeout=_PATIENCE_S)
 
     def finish(self) -> None:
         """Collect what all ranks have posted, and close the files."""
         self.stop()
-        if self._files is not None:
+        if self._files is not None and self._thread.is_alive():
+            _log.warning("the meters of this rank don't answer; the run ends without the last ones")
+        elif self._files is not None:
             with suppress(RuntimeError):
                 self._files.look(last=True)
             self._files.close()
@@ -155,6 +159,7 @@ class MeterThread:
                 self._meters.post()
                 if self._files is not None:
                     self._files.look()
+            self._meters.post()
         except RuntimeError:  # the ranks' store has ended
             return
         except Exception:

@@ -13,8 +13,10 @@ from lockstep.monitor import history
 from lockstep.monitor.console import Console
 from lockstep.monitor.events import EventLog
 from lockstep.monitor.folder import RunFolder
+from lockstep.monitor.host_gauges import host_gauges
 from lockstep.monitor.meter_files import MeterFiles, MeterThread
 from lockstep.monitor.monitors import Monitors
+from lockstep.monitor.nvidia import gpu_gauges
 from lockstep.monitor.rank_meters import RankMeters
 from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.training.session import components_of
@@ -49,7 +51,7 @@ class Meters:
             world.notices,
             world.rank,
             lambda: session.progress.steps,
-            [memory_gauges(world.device)],
+            [memory_gauges(world.device), *host_gauges(folder), *gpu_gauges(world.device)],
             os.getpid(),
         )
         self._thread = MeterThread(own, self.files)

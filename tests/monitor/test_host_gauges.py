@@ -1,0 +1,95 @@
+"""Gauges of the host: this machine's, and disks and counters that a test makes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from lockstep.core.phase_clock import PhaseClock
+from lockstep.distributed.notice_board import NoticeBoard
+from lockstep.monitor import meter_files
+from lockstep.monitor.host_gauges import Rates, host_gauges
+from lockstep.monitor.meter_files import MeterFiles, MeterThread
+from lockstep.monitor.rank_meters import RankMeters
+
+
+def read(folder: Path, block_devices: Path, times: int = 2) -> dict[str, float]:
+    gauges = host_gauges(folder, block_devices)
+    values: dict[str, float] = {}
+    for _ in range(times):
+        values = {name: value for gauge in gauges for name, value in gauge().items()}
+        time.sleep(0.01)
+    return values
+
+
+def test_this_machine_has_its_gauges(tmp_path: Path) -> None:
+    values = read(tmp_path, tmp_path)
+    rates = {"network_sent_rate", "network_received_rate"}
+    memory = {"host_memory_used", "host_memory_free", "host_swap_used"}
+    assert set(values) == {"cpu_percent", "host_cpu_percent", "disk_free", *memory, *rates}
+    assert 0 <= values["host_cpu_percent"] <= 100
+    assert values["disk_free"] == pytest.approx(os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize, rel=0.1)
+    assert values["host_memory_used"] < psutil.virtual_memory().total
+
+
+def test_a_process_that_computes_shows(tmp_path: Path) -> None:
+    gauges = host_gauges(tmp_path, tmp_path)
+    until = time.process_time() + 0.1
+    while time.process_time() < until:
+        pass
+    assert gauges[0]()["cpu_percent"] > 10
+
+
+def test_the_disk_is_that_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = os.stat(tmp_path).st_dev
+    (tmp_path / "nvme0n1p1").mkdir()
+    (tmp_path / f"{os.major(device)}:{os.minor(device)}").symlink_to(tmp_path / "nvme0n1p1")
+    io = SimpleNamespace(read_bytes=7, write_bytes=0)
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda perdisk: {"sda": SimpleNamespace(), "nvme0n1p1": io})
+    disk = host_gauges(tmp_path, tmp_path)[3]
+    assert disk() == {}
+    io.write_bytes = 5_000_000
+    assert disk()["disk_write_rate"] > 1e6
+    assert disk() == {"disk_read_rate": 0.0, "disk_write_rate": 0.0}
+
+
+def test_rates_are_a_second_and_a_counter_that_is_reset_is_not_negative() -> None:
+    values = iter([{"sent": 0.0}, {"sent": 100.0, "received": 9.0}, {"sent": 20.0, "received": 19.0}, {}])
+    now = iter([0.0, 10.0, 20.0, 20.0])
+    rates = Rates(lambda: next(values), lambda: next(now))
+    assert [rates() for _ in range(4)] == [{}, {"sent_rate": 10.0}, {"sent_rate": 0.0, "received_rate": 1.0}, {}]
+
+
+def test_loopback_is_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    io = SimpleNamespace(bytes_sent=0, bytes_recv=0)
+    monkeypatch.setattr(psutil, "net_io_counters", lambda pernic: {"lo": SimpleNamespace(), "eth0": io})
+    network = host_gauges(tmp_path, tmp_path)[-1]
+    network()
+    io.bytes_sent = 9_000_000
+    assert network()["network_sent_rate"] > 1e6
+
+
+def test_a_gauge_without_an_answer_does_not_keep_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(meter_files, "_PATIENCE_S", 0.05)
+    released, board = threading.Event(), NoticeBoard(None, 0, 1)
+
+    def hanging() -> dict[str, float]:
+        released.wait(30)
+        return {}
+
+    files = MeterFiles(tmp_path, board, interval=0.0, ranks=1)
+    thread = MeterThread(RankMeters(PhaseClock(), board, 0, lambda: 1, [hanging]), files, seconds=0.01)
+    thread.start()
+    began = time.monotonic()
+    thread.finish()
+    assert time.monotonic() - began < 5
+    assert "the run ends without the last ones" in caplog.text
+    released.set()
