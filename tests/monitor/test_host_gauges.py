@@ -14,7 +14,7 @@ import pytest
 from lockstep.core.phase_clock import PhaseClock
 from lockstep.distributed.notice_board import NoticeBoard
 from lockstep.monitor import meter_files
-from lockstep.monitor.host_gauges import Rates, host_gauges
+from lockstep.monitor.host_gauges import CounterRates, host_gauges
 from lockstep.monitor.meter_files import MeterFiles, MeterThread
 from lockstep.monitor.rank_meters import RankMeters
 
@@ -62,7 +62,7 @@ def test_the_disk_is_that_of_the_folder(tmp_path: Path, monkeypatch: pytest.Monk
 def test_rates_are_a_second_and_a_counter_that_is_reset_is_not_negative() -> None:
     values = iter([{"sent": 0.0}, {"sent": 100.0, "received": 9.0}, {"sent": 20.0, "received": 19.0}, {}])
     now = iter([0.0, 10.0, 20.0, 20.0])
-    rates = Rates(lambda: next(values), lambda: next(now))
+    rates = CounterRates(lambda: next(values), lambda: next(now))
     assert [rates() for _ in range(4)] == [{}, {"sent_rate": 10.0}, {"sent_rate": 0.0, "received_rate": 1.0}, {}]
 
 

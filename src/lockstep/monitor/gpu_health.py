@@ -30,7 +30,7 @@ _XIDS = {
     95: "an uncontained memory error",
     119: "no answer of the GPU's system processor",
 }
-"""Of NVIDIA's list of Xid errors, those that are seen in training."""
+"""Meanings of the Xid errors of NVIDIA's list that are seen in training."""
 
 
 class GpuHealth:

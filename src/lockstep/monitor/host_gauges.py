@@ -39,8 +39,8 @@ def host_gauges(folder: Path, block_devices: Path = _BLOCK_DEVICES) -> list[Gaug
         _processor(psutil.Process()),
         _memory,
         lambda: {"disk_free": float(psutil.disk_usage(os.fspath(folder)).free)},
-        *([] if disk is None else [Rates(lambda: _disk_bytes(disk))]),
-        Rates(_network_bytes),
+        *([] if disk is None else [CounterRates(lambda: _disk_bytes(disk))]),
+        CounterRates(_network_bytes),
     ]
 
 
@@ -84,8 +84,8 @@ def _network_bytes() -> dict[str, float]:
     }
 
 
-class Rates:
-    """Rates a second of counters since the last call, named NAME_rate; nothing on the first call."""
+class CounterRates:
+    """CounterRates a second of counters since the last call, named NAME_rate; nothing on the first call."""
 
     def __init__(self, counters: Callable[[], dict[str, float]], now: Callable[[], float] = time.monotonic) -> None:
         self._counters = counters

@@ -28,7 +28,7 @@ THROTTLE_REASONS = {
     0x200: ("board_limit", "a limit of its board"),
     0x400: ("reliability", "its voltage limit for reliability"),
 }
-"""By the bit of NVML's nvmlClocksEventReason...: name of the gauge after `gpu_throttled_`, and the reason as text.
+"""Reasons by the bit of NVML's nvmlClocksEventReason...: name of the gauge after `gpu_throttled_`, and the reason as text.
 
 Not there: bits of a GPU that is idle (1), and of clocks that a user (2) or a display (0x100) has set."""
 
@@ -46,7 +46,7 @@ _NEVER = (
     "NVMLError_FunctionNotFound",
     "NVMLError_Deprecated",
 )
-"""Of a value that this GPU, driver or user never has; after other errors it is read again."""
+"""Errors of a value that this GPU, driver or user never has; after other errors it is read again."""
 _MOST_EVENTS = 100  # read at once
 
 
