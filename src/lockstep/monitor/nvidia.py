@@ -28,7 +28,7 @@ THROTTLE_REASONS = {
     0x200: ("board_limit", "a limit of its board"),
     0x400: ("reliability", "its voltage limit for reliability"),
 }
-"""Reasons by the bit of NVML's nvmlClocksEventReason...: name of the gauge after `gpu_throttled_`, and the reason as text.
+"""Reasons by the bit of NVML's nvmlClocksEventReason...: name of the gauge after `gpu_throttled_`, and the reason.
 
 Not there: bits of a GPU that is idle (1), and of clocks that a user (2) or a display (0x100) has set."""
 
