@@ -32,6 +32,7 @@ VERBS = {
     "generate": ("generate", "continue a text with the language model of a run"),
     "export": ("export", "write a run's model for other tools"),
     "report": ("report", "write a run as one HTML page"),
+    "explain": ("explain", "explain a run: how fast it is, what limits it, what to do next"),
     "verify": ("verify", "check on your model that every strategy trains as a single process does"),
     "plan": ("plan", "show what a run will be, without starting it"),
     "memory": ("memory", "measure on your model what each way to save memory saves and costs"),

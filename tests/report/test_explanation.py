@@ -1,0 +1,109 @@
+"""The words about a run: planted bottlenecks are named, each with what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.commands import run_lockstep
+
+from lockstep.report.explanation import explain, limits
+from lockstep.report.rank_history import read_rank_history
+from lockstep.report.run_data import read_run
+
+USUAL = {"host": 0.0002, "data": 0.001, "forward": 0.015, "backward": 0.03, "communication": 0.003, "optimizer": 0.002}
+
+
+def interval(step: int, stragglers: list[dict[str, Any]], **split: float) -> dict[str, Any]:
+    parts = {**USUAL, "save": 0.0, **split}
+    whole = sum(parts.values())
+    return {
+        "step": step,
+        "time": 1.79e9 + step,
+        "seconds": 10 * whole,
+        "ranks": [0, 1],
+        "hosts": ["a"],
+        "updates": [10, 10],
+        "step_seconds": [whole, whole],
+        "median": [whole, whole],
+        "slowest": [whole, whole],
+        "deviation": [0.0, 0.0],
+        "split": {name: [value, value] for name, value in parts.items()},
+        "gauges": {"memory_resident_peak": [2.0**30, 2.0**31]},
+        "stragglers": stragglers,
+    }
+
+
+def write_run(folder: Path, stragglers: list[dict[str, Any]] | None = None, **split: float) -> Path:
+    folder.mkdir()
+    (folder / "config.yaml").write_text("run: {steps: 100}\nprecision: {compute: fp32}\n")
+    lines = [{"step": step, "loss": 5.0 - step / 30, "samples_per_second": 200.0} for step in range(10, 101, 10)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [interval(step, stragglers or [], **split) for step in range(10, 101, 10)]
+    (folder / "ranks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("split", "name", "remedy", "gain"),
+    [
+        ({"data": 0.05}, "data", "data.loader.workers: 2", 2.0),
+        ({"communication": 0.15}, "communication", "doctor --ranks N", 4.0),
+        ({"host": 0.05}, "host", "do less in monitors", 2.0),
+        ({"save": 0.01}, "saves", "checkpoint.every larger", 1.2),
+        ({"optimizer": 0.05}, "optimizer", "a larger batch.global_size", 2.0),
+        ({"data": 1e-5, "forward": 5e-4, "backward": 1e-3, "communication": 1e-5, "optimizer": 1e-4}, "tiny batches",
+         "a larger batch.global_size", 2.0),
+    ],
+)  # fmt: skip
+def test_a_planted_bottleneck_is_named_with_its_remedy_and_gain(
+    tmp_path: Path, split: dict[str, float], name: str, remedy: str, gain: float
+) -> None:
+    folder = write_run(tmp_path / "run", **split)
+    first = limits(read_run(folder), read_rank_history(folder))[0]
+    assert first.name == name
+    assert remedy in first.remedy
+    assert first.gain == pytest.approx(gain, rel=0.1)
+    sentences = explain(folder)
+    assert len(sentences) <= 10
+    assert any(remedy in sentence for sentence in sentences)
+
+
+def test_a_rank_that_the_others_wait_for_is_named_instead_of_the_links(tmp_path: Path) -> None:
+    slow = [{"rank": 1, "host": "b", "ratio": 2.0, "phase": "data"}]
+    folder = write_run(tmp_path / "run", slow, communication=0.05)
+    names = [limit.name for limit in limits(read_run(folder), read_rank_history(folder))]
+    assert names == ["straggler"]
+    assert any("Rank 1 computed 2.0 times as long" in sentence for sentence in explain(folder))
+
+
+def test_a_run_that_is_limited_by_its_computation_alone_is_told_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert limits(read_run(folder), read_rank_history(folder)) == []
+    text = " ".join(explain(folder))
+    assert "Nothing but the computation itself limits it; to try are precision.compute: bf16" in text
+    assert "backward 59 %" in text
+    assert "2.00 GiB resident were used, by rank 1" in text
+
+
+def test_what_is_damaged_or_missing_is_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", data=0.05)
+    ranks = folder / "ranks.jsonl"
+    ranks.write_text('{"step": 1, "ranks": [0]}\n[]\n\x00\n' + ranks.read_text() + '{"step": 110, "ra')
+    history = read_rank_history(folder)
+    assert (len(history.intervals), history.damaged) == (10, 4)
+    assert limits(read_run(folder), history)[0].name == "data"
+    ranks.unlink()
+    assert "wasn't measured" in " ".join(explain(folder))
+    (folder / "metrics.jsonl").unlink()
+    assert explain(folder)[0] == "No update is recorded yet."
+
+
+def test_the_command_prints_sentences_or_json(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", data=0.05)
+    assert "The data came too late" in run_lockstep("explain", folder).stdout
+    record = json.loads(run_lockstep("explain", folder, "--json").stdout)
+    assert record["limits"][0]["name"] == "data"
+    assert record["sentences"][0].startswith("The run is not finished: 100 updates")
