@@ -214,12 +214,11 @@ def _of_communication(run: RunData, shares: Mapping[str, float], ranks: RankHist
     share = shares.get("communication", 0.0)
     if share < _COMMUNICATION_SHARE or _of_stragglers(ranks) is not None:  # then it is the wait for that rank
         return None
-    compression = "parallel.ddp.compression, " if run.configured("parallel", "strategy") == "ddp" else ""
     return Limit(
         "communication",
         share,
         f"Ranks waited {100 * share:.0f} % of the time for what others sent, although none of them was slow",
-        f"a larger batch.global_size (fewer reductions a sample), {compression}or faster links, which `lockstep doctor "
+        "a larger batch.global_size (fewer reductions a sample), parallel.ddp.compression under DDP, or faster links, which `lockstep doctor "
         "--ranks N` measures",
     )
 
