@@ -218,8 +218,8 @@ def _of_communication(run: RunData, shares: Mapping[str, float], ranks: RankHist
         "communication",
         share,
         f"Ranks waited {100 * share:.0f} % of the time for what others sent, although none of them was slow",
-        "a larger batch.global_size (fewer reductions a sample), parallel.ddp.compression under DDP, or faster links, which `lockstep doctor "
-        "--ranks N` measures",
+        "a larger batch.global_size (fewer reductions a sample), parallel.ddp.compression under DDP, or faster links, "
+        "which `lockstep doctor --ranks N` measures",
     )
 
 
