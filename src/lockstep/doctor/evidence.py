@@ -20,8 +20,8 @@ from lockstep.doctor.catalog import KnownFailure, Standing
 from lockstep.doctor.failures_of_hosts import BY_A_PERSON, KILLED, OUT_OF_MEMORY
 from lockstep.doctor.kernel_log import kernel_kills_near
 from lockstep.doctor.known_failures import KNOWN, failure_in
-from lockstep.doctor.starts import LastLaunch
 from lockstep.launch.ends_file import LaunchEnds
+from lockstep.launch.last_launch import LastLaunch
 from lockstep.monitor.folder import LOGS
 
 _MOST_READ = 16 << 20  # bytes of a file: its end

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.doctor.findings import Finding, MachineView, not_here, ok, warning, wrong
-from lockstep.monitor.folder import LOCK, is_run, lock_holder
+from lockstep.monitor.folder import HOLDER, LOCK, held_by, is_run
 from lockstep.training.working_copy import WorkingCopy, stored_at
 
 _MOST_RUNS = 500
-_HOLDER = re.compile(r"process (\d+) on (\S+), since (.+)")
 
 
 def run_locks(machine: MachineView) -> Iterator[Finding]:
@@ -26,16 +23,11 @@ def run_locks(machine: MachineView) -> Iterator[Finding]:
     runs = (
         [folder] if is_run(folder) else [run for run in itertools.islice(folder.iterdir(), _MOST_RUNS) if is_run(run)]
     )
-    held = [(run, holder) for run in runs if (holder := _held(run / LOCK)) is not None]
+    held = [(run, holder) for run in runs if (holder := held_by(run)) is not None]
     stale = [finding for run, holder in held for finding in _stale(machine, run, holder)]
     yield from stale
     if not stale:
         yield ok(f"{len(runs)} run{'s' * (len(runs) != 1)} in {folder}, {len(held)} of them running")
-
-
-def is_locked(lock: Path) -> bool:
-    """Return whether a process holds a run's lock."""
-    return _held(lock) is not None
 
 
 def lock_in_bucket(run: Path) -> tuple[str, bool | None] | None:
@@ -47,25 +39,8 @@ def lock_in_bucket(run: Path) -> tuple[str, bool | None] | None:
     return WorkingCopy(address).lock.holder() if address is not None else None
 
 
-def _held(lock: Path) -> str | None:
-    """Return what a held lock states; None if no process holds it."""
-    try:
-        handle = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return (lock_holder(lock.parent) or b"").decode(errors="replace").strip()
-    except OSError:
-        return None
-    finally:
-        os.close(handle)
-    return None
-
-
 def _stale(machine: MachineView, run: Path, holder: str) -> Iterator[Finding]:
-    match = _HOLDER.fullmatch(holder)
+    match = HOLDER.fullmatch(holder)
     if match is None:
         return
     process, host, since = match.groups()

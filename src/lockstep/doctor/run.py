@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.core.errors import ConfigError, Paused, Stopped, named_ranks
+from lockstep.core.errors import ConfigError, named_ranks
 from lockstep.core.formatting import duration, size
 from lockstep.doctor.catalog import Standing
 from lockstep.doctor.evidence import (
@@ -33,16 +33,16 @@ from lockstep.doctor.evidence import (
 )
 from lockstep.doctor.failures_of_hosts import DISK_FULL, OUT_OF_MEMORY
 from lockstep.doctor.known_failures import NO_PROGRESS, failure_named
-from lockstep.doctor.locks import is_locked, lock_in_bucket
+from lockstep.doctor.locks import lock_in_bucket
 from lockstep.doctor.losses import finding_of_losses
 from lockstep.doctor.saved import saved_state
-from lockstep.doctor.starts import LastLaunch, changes_since_saved, differences_of_hosts, last_launch
-from lockstep.launch.ends_file import LaunchEnds, RankEnd
-from lockstep.monitor.folder import ENVIRONMENT, LOCK, LOGS, is_finished, is_run, refuse_escaping_links
+from lockstep.doctor.starts import changes_since_saved, differences_of_hosts
+from lockstep.launch.ends_file import EXITED, LaunchEnds, RankEnd
+from lockstep.launch.last_launch import LastLaunch, last_launch
+from lockstep.monitor.folder import ENVIRONMENT, LOGS, held_by, is_finished, is_run, refuse_escaping_links
 from lockstep.report.run_data import RunData, read_run
 from lockstep.training.store_lock import GONE_S
 
-_EXITED = ("exited", "code")  # ends by the program's own exit
 _SHORTEST_HANG_S = 10.0
 _INTERVALS = 5  # between records, after which a run without a further one hangs
 _FULL = 1 << 20  # bytes that are free on a disk that counts as full
@@ -86,7 +86,7 @@ def diagnose_run(run: Path) -> Diagnosis:
     if is_finished(run):
         return _continuing(run, data, seen, f"finished ({_progress(data)})")
     holder, lives = lock_in_bucket(run) or ("", False)
-    if is_locked(run / LOCK) or lives:
+    if held_by(run) is not None or lives:
         return _continuing(run, data, seen, f"running ({_progress(data)} so far)")
     if lives is None:
         waits = f"if that has ended, the next start waits {GONE_S:g} s, and resumes"
@@ -115,16 +115,15 @@ def _recorded(run: Path, data: RunData, last: LastLaunch, seen: list[SeenFailure
     end = last.records[0]
     ranks = tuple(sorted(end.ranks, key=lambda rank: (rank.rank != end.cause, rank.time)))
     reason = end.text.partition("\n")[0] or f"exit code {end.code}"
-    has_exited = any(rank.end in _EXITED for rank in ranks if rank.rank in (end.cause, None) or end.cause is None)
-    if end.code in (Paused.exit_code, Stopped.exit_code) and not has_exited:
+    if end.is_stop:
         hang = _hang(run, data, end)
         if hang is None:
             return _ended(run, data, f"stopped {_after(data)}: {reason}", _remarks(seen), ranks=ranks, failed=False)
         return _ended(run, data, f"stopped without progress {_after(data)}: {reason}", (hang, *seen), ranks=ranks)
     if end.code == 0:  # all ranks have exited so, or the summary is gone
-        ways = dict.fromkeys(rank.text for rank in ranks if rank.end in _EXITED)
+        ways = dict.fromkeys(rank.text for rank in ranks if rank.end in EXITED)
         reason = f"all ranks ended with exit code 0 before it was done{': ' * bool(ways)}{'; '.join(ways)}"
-    is_refused = end.code == ConfigError.exit_code and not has_exited
+    is_refused = end.code == ConfigError.exit_code and not end.has_exited
     state = f"{'refused' if is_refused else 'failed'} {_after(data)}: {reason}"
     notes = list(differences_of_hosts(last.records))
     if _lacks_cause(seen) and not is_refused and (log := rank_logs(run).get(end.cause or 0)) is not None:

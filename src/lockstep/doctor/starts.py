@@ -1,7 +1,5 @@
-"""The starts of a run: how the last one ended, as its launchers recorded it, and what differs between starts and hosts.
+"""The starts of a run, and what differs between them and between hosts.
 
-run.lock                      the last attempt  --.
-logs/ends*.jsonl              a line each attempt  -- its line: how each rank ended; none: its launcher was killed
 checkpoints/*/manifest.json   the environment of the start that wrote it  --.
 environment.json              that of the last start  --------------------'-- what has changed since
 """
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +16,7 @@ from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.errors import Failure
 from lockstep.core.formatting import listed
-from lockstep.core.ranks import LAUNCHER
-from lockstep.launch.ends_file import LaunchEnds, read_ends
-from lockstep.monitor.folder import LOGS, lock_holder
+from lockstep.launch.ends_file import LaunchEnds
 from lockstep.report.run_data import RunData
 from lockstep.training.finished_run import run_config
 from lockstep.training.locations import storage_of
@@ -32,36 +27,6 @@ _OF_A_LAUNCH = ("RANK", "MASTER_", "WORLD_SIZE", "LOCAL_", "GROUP_", "LOCKSTEP_"
 _CREATED = "created"  # when a start was described; a rank that saves while others fail describes nothing
 _CHECKPOINTS = 5  # the newest, in which a description is looked for
 _MOST = 8  # differences in a note
-
-
-@dataclass(frozen=True, slots=True)
-class LastLaunch:
-    """The last launch of a run.
-
-    Attributes:
-        records: Its lines, of all hosts, node 0's first; none if none was left.
-        was_killed: Whether its launcher, which was Lockstep's, left no line.
-        log_starts: Rank --> where its log of this launch begins, in bytes of the file.
-    """
-
-    records: tuple[LaunchEnds, ...]
-    was_killed: bool
-    log_starts: Mapping[int, int]
-
-
-def last_launch(run: Path, environment: Mapping[str, Any]) -> LastLaunch:
-    """Return what is known of the run's last launch."""
-    attempt = (lock_holder(run) or b"").decode(errors="replace").strip()
-    entries = read_ends(run / LOGS)
-    records = tuple(entry for entry in entries if entry.attempt == attempt)
-    if records:
-        newest = {entry.file: entry for entry in records}
-        starts = {rank: start for entry in newest.values() for rank, (start, _) in entry.logs.items()}
-        return LastLaunch(tuple(newest.values()), False, starts)
-    starts = {rank: end for entry in entries for rank, (_, end) in entry.logs.items()}
-    variables = environment.get("variables")
-    was_own = LAUNCHER in variables if isinstance(variables, Mapping) else bool(entries)
-    return LastLaunch((), was_own, starts)
 
 
 def changes_since_saved(run: Path, data: RunData) -> list[str]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.errors import Paused, Stopped
 from lockstep.core.files import MAX_JSON_BYTES, append_to, read_bounded
 from lockstep.core.secrets import masked, secrets_in
 from lockstep.launch import streams
@@ -30,6 +31,8 @@ from lockstep.launch.outcome import LaunchResult
 from lockstep.monitor.environment import short_description
 from lockstep.monitor.folder import METRICS, lock_holder
 
+EXITED = ("exited", "code")
+"""Ends of a rank by the program's own exit."""
 _LONGEST = 500  # characters of a rank's text
 _MOST_HOSTS = 1024
 _TAIL = 1 << 16  # bytes of metrics.jsonl in which the last step is
@@ -76,6 +79,16 @@ class LaunchEnds:
     ranks: tuple[RankEnd, ...]
     logs: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_exited(self) -> bool:
+        """Whether the program's own exit ended the launch, whose code then has no other meaning."""
+        return any(rank.end in EXITED for rank in self.ranks if self.cause is None or rank.rank == self.cause)
+
+    @property
+    def is_stop(self) -> bool:
+        """Whether a person or a scheduler stopped the run."""
+        return self.code in (Paused.exit_code, Stopped.exit_code) and not self.has_exited
 
 
 def file_name(node: int) -> str:

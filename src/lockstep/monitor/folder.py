@@ -33,6 +33,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -56,6 +57,8 @@ SUMMARY = "summary.json"
 LOCK = "run.lock"
 EARLIER = "earlier"
 CHECKPOINTS = "checkpoints"
+HOLDER = re.compile(r"process (\d+) on (\S+), since (.+)")
+"""The content of a lock: process, host, time."""
 _MOST_LOCK = 1000
 
 
@@ -264,6 +267,23 @@ def lock_holder(path: str | os.PathLike[str]) -> bytes | None:
         return read_bounded(Path(path) / LOCK, _MOST_LOCK)
     except OSError:
         return None
+
+
+def held_by(path: str | os.PathLike[str]) -> str | None:
+    """Return what the run's lock states if a process holds it; None if none does, or that can't be seen."""
+    try:
+        handle = os.open(Path(path) / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return (lock_holder(path) or b"").decode(errors="replace").strip()
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
+    return None
 
 
 def read_summary(path: str | os.PathLike[str]) -> dict[str, Any] | None:

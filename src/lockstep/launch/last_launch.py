@@ -1,0 +1,46 @@
+"""The last launch of a run, as its launchers recorded it. No torch is needed.
+
+run.lock            the last attempt --.
+logs/ends*.jsonl    a line each attempt -- its line: how each rank ended; none: its launcher was killed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.ranks import LAUNCHER
+from lockstep.launch.ends_file import LaunchEnds, read_ends
+from lockstep.monitor.folder import LOGS, lock_holder
+
+
+@dataclass(frozen=True, slots=True)
+class LastLaunch:
+    """The last launch of a run.
+
+    Attributes:
+        records: Its lines, of all hosts, node 0's first; none if none was left.
+        was_killed: Whether its launcher, which was Lockstep's, left no line.
+        log_starts: Rank --> where its log of this launch begins, in bytes of the file.
+    """
+
+    records: tuple[LaunchEnds, ...]
+    was_killed: bool
+    log_starts: Mapping[int, int]
+
+
+def last_launch(run: Path, environment: Mapping[str, Any]) -> LastLaunch:
+    """Return what is known of the run's last launch."""
+    attempt = (lock_holder(run) or b"").decode(errors="replace").strip()
+    entries = read_ends(run / LOGS)
+    records = tuple(entry for entry in entries if entry.attempt == attempt)
+    if records:
+        newest = {entry.file: entry for entry in records}
+        starts = {rank: start for entry in newest.values() for rank, (start, _) in entry.logs.items()}
+        return LastLaunch(tuple(newest.values()), False, starts)
+    starts = {rank: end for entry in entries for rank, (_, end) in entry.logs.items()}
+    variables = environment.get("variables")
+    was_own = LAUNCHER in variables if isinstance(variables, Mapping) else bool(entries)
+    return LastLaunch((), was_own, starts)

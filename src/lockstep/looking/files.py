@@ -1,0 +1,93 @@
+"""Reads parts of a run's files: what is missing, damaged, a link or no file counts as empty.
+
+metrics.jsonl   |-- --  --  --  --  --|     losses, of blocks spread over the file
+                                   |--|     its last records
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded
+
+_LOSS = re.compile(rb'^\{"step": (\d{1,15}),.*?"loss": (null|-?[\d.]+(?:e[-+]?\d+)?)[,}]', re.MULTILINE)
+_BLOCK = 1 << 12
+_BLOCKS = 12
+
+
+def read_object(file: Path) -> Mapping[str, Any]:
+    """Return a file's JSON object; empty if it has none."""
+    try:
+        content = None if file.is_symlink() else json.loads(read_bounded(file, MAX_JSON_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def last_records(file: Path, size: int) -> list[dict[str, Any]]:
+    """Return the JSON objects in the last `size` bytes of a file of lines."""
+    try:
+        with _opened(file) as handle:
+            begin = max(0, os.fstat(handle).st_size - size)
+            lines = os.pread(handle, size, begin).split(b"\n")
+    except OSError:
+        return []
+    records = []
+    for text in lines[1:] if begin else lines:
+        with suppress(ValueError, RecursionError):
+            record = json.loads(text)
+            if isinstance(record, dict):
+                records.append(record)
+    return records
+
+
+def sampled_losses(file: Path) -> list[tuple[int, float]]:
+    """Return step and loss of some records of metrics.jsonl, the first and the last among them; NaN: not finite."""
+    try:
+        with _opened(file) as handle:
+            size = os.fstat(handle).st_size
+            if size <= _BLOCK * _BLOCKS:
+                parts = [os.pread(handle, size, 0)]
+            else:
+                begins = ((size - _BLOCK) * number // (_BLOCKS - 1) for number in range(_BLOCKS))
+                parts = [os.pread(handle, _BLOCK, begin) for begin in begins]
+    except OSError:
+        return []
+    matches = (match for part in parts for match in _LOSS.finditer(part))
+    losses = {int(match[1]): _number(match[2]) for match in matches}
+    return sorted(losses.items())
+
+
+def changed(*files: Path) -> float:
+    """Return when the newest of these files was written, in seconds of the epoch; 0 if none is there."""
+    times = [0.0]
+    for file in files:
+        with suppress(OSError):
+            times.append(file.stat().st_mtime)
+    return max(times)
+
+
+def _number(text: bytes) -> float:
+    try:
+        return float("nan") if text == b"null" else float(text)
+    except ValueError:
+        return float("nan")
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[int]:
+    """Open a regular file. Raises OSError for anything else."""
+    handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(f"{file} is not a file")
+        yield handle
+    finally:
+        os.close(handle)

@@ -1,0 +1,215 @@
+"""All runs of a folder, for `lockstep ls`.
+
+state    run        step    loss            speed         age  host
+running  runs/a  120/300   2.345   24.5k tokens/s  5 min 02 s  a +3
+failed   runs/b    7/300   2.871    9.2k tokens/s  2 h 10 min  a
+  rank 1 on host b was killed by SIGKILL
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lockstep.core import formatting
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded
+from lockstep.core.terminal import plain_line
+from lockstep.looking.files import changed, last_records, read_object
+from lockstep.looking.states import RunState, number, status_of
+from lockstep.monitor.events import EVENTS
+from lockstep.monitor.folder import CONFIG, ENVIRONMENT, METRICS, SUMMARY, is_run
+from lockstep.monitor.meter_files import LIVE
+
+RUNS = "runs"
+"""Where runs are by default."""
+_MOST_ENTRIES = 20_000  # of a folder
+_TAIL = 1 << 12
+_LENGTHS = re.compile(r"^run:\n(?:[ #].*\n)*", re.MULTILINE)
+_LENGTH = re.compile(r"^ +(steps|samples|tokens|epochs): (\d+(?:\.\d+)?)$", re.MULTILINE)
+_HEAD = ("state", "run", "step", "loss", "speed", "age", "host")
+_RIGHT = ("step", "loss", "speed", "age")
+
+
+@dataclass(frozen=True, slots=True)
+class ListedRun:
+    """A run in a list. What isn't known is None.
+
+    Attributes:
+        run: Its folder.
+        steps: To do.
+        share: Of the run that is done, from 0 to 1.
+        speed: Tokens per second, or samples per second where samples have no tokens: `unit`.
+        started: When it was started last, in seconds of the epoch.
+        changed: When it last wrote something.
+        note: Why it ended, or what is unusual; may be empty.
+    """
+
+    run: str
+    state: RunState
+    step: int | None
+    steps: int | None
+    share: float | None
+    loss: float | None
+    speed: float | None
+    unit: str
+    started: float | None
+    changed: float
+    host: str
+    hosts: int
+    note: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "state": self.state.value}
+
+
+def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
+    """Return the runs in these folders and the folders in them, the last started first.
+
+    A folder that is a run itself counts. What can't be read is left out.
+    """
+    runs = {os.path.realpath(run): run for folder in folders for run in _runs_in(folder, depth=2)}
+    rows = [_listed(run) for run in runs.values()]
+    return sorted(rows, key=lambda row: row.changed if row.started is None else row.started, reverse=True)
+
+
+def _runs_in(folder: Path, depth: int) -> Iterator[Path]:
+    with suppress(OSError):
+        if is_run(folder):
+            yield folder
+            return
+        if depth == 0:
+            return
+        with os.scandir(folder) as entries:
+            inside = [entry for entry in itertools.islice(entries, _MOST_ENTRIES) if not entry.name.startswith(".")]
+        for entry in sorted(inside, key=lambda entry: entry.name):
+            if entry.is_dir():
+                yield from _runs_in(Path(entry.path), depth - 1)
+
+
+def _listed(run: Path) -> ListedRun:
+    status = status_of(run)
+    last = next(iter(last_records(run / METRICS, _TAIL)[-1:]), {})
+    summary, live, environment = (read_object(run / name) for name in (SUMMARY, LIVE, ENVIRONMENT))
+    step = max((number(record.get(key), -1) for record, key in ((summary, "steps"), (last, "step"), (live, "step"))))
+    unit, wanted = _length(run)
+    share = _share(summary, last, max(step, 0), unit, wanted)
+    tokens, samples = (number(last.get(f"{name}_per_second")) for name in ("tokens", "samples"))
+    speed, name = (samples, "samples") if tokens == samples or not tokens > 0 else (tokens, "tokens")
+    host = environment.get("host")
+    return ListedRun(
+        run=str(run),
+        state=status.state,
+        step=int(step) if step >= 0 else None,
+        steps=_steps(summary, unit, wanted),
+        share=share,
+        loss=_known(number(last.get("loss"))),
+        speed=_known(speed) if speed > 0 else None,
+        unit=name,
+        started=_moment(environment.get("created")),
+        changed=changed(run / METRICS, run / EVENTS, run / LIVE, run / ENVIRONMENT, run / SUMMARY, run / CONFIG),
+        host=host if isinstance(host, str) else "",
+        hosts=max(1, len(_hosts(live))),
+        note=status.note,
+    )
+
+
+def _length(run: Path) -> tuple[str, float]:
+    """Return the unit and number of the configured length; ("", 0) if it can't be read.
+
+    The config is read as text: Lockstep writes it in one form, and parsing 500 of them takes seconds.
+    """
+    try:
+        text = read_bounded(run / CONFIG, MAX_JSON_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return "", 0.0
+    section = _LENGTHS.search(text + "\n")
+    length = _LENGTH.search(section[0]) if section is not None else None
+    return (length[1], float(length[2])) if length is not None else ("", 0.0)
+
+
+def _steps(summary: Mapping[str, Any], unit: str, wanted: float) -> int | None:
+    if unit == "steps":
+        return int(wanted)
+    steps = number(summary.get("steps"))
+    return int(steps) if steps >= 0 else None
+
+
+def _share(summary: Mapping[str, Any], last: Mapping[str, Any], step: float, unit: str, wanted: float) -> float | None:
+    if summary:
+        return 1.0
+    if wanted <= 0:
+        return None
+    done = {"steps": step, "epochs": number(last.get("epoch"), 0.0)}.get(unit)
+    share = (number(last.get(unit), 0.0) if done is None else done) / wanted
+    return min(1.0, max(0.0, share))
+
+
+def _hosts(live: Mapping[str, Any]) -> set[str]:
+    ranks = live.get("ranks")
+    return {str(rank.get("host")) for rank in ranks if isinstance(rank, dict)} if isinstance(ranks, list) else set()
+
+
+def _moment(created: object) -> float | None:
+    try:
+        return datetime.fromisoformat(created).timestamp() if isinstance(created, str) else None
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
+
+
+def describe(rows: Sequence[ListedRun], width: int | None, now: float | None = None) -> str:
+    """Return a table of at most `width` columns; None: for a file, in which nothing is cut."""
+    if not rows:
+        return "no runs"
+    moment = time.time() if now is None else now
+    cells = [_HEAD, *(_cells(row, moment) for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(_HEAD))]
+    if width is not None:  # of a narrow terminal the names of runs lose their beginning
+        widths[1] = max(8, min(widths[1], width - sum(widths) + widths[1] - 2 * (len(widths) - 1)))
+    lines = []
+    for row, texts in itertools.zip_longest([None, *rows], cells):
+        line = "  ".join(_padded(text, *column) for text, *column in zip(texts, widths, _HEAD, strict=True)).rstrip()
+        lines.append(line if width is None else line[:width])
+        if row is not None and row.note:
+            note = f"  {plain_line(row.note)}"
+            lines.append(note if width is None or len(note) <= width else f"{note[: width - 1]}…")
+    return "\n".join(lines)
+
+
+def _cells(row: ListedRun, now: float) -> tuple[str, ...]:
+    step = "" if row.step is None else f"{row.step:,}"
+    if row.steps is not None:
+        step = f"{step or 0}/{row.steps:,}"
+    elif row.share is not None:
+        step = f"{step} ({100 * row.share:.0f} %)"
+    host = row.host + (f" +{row.hosts - 1}" if row.hosts > 1 else "")
+    return (
+        row.state.value,
+        plain_line(row.run),
+        step,
+        "" if row.loss is None else formatting.value(row.loss),
+        "" if row.speed is None else f"{formatting.short(row.speed)} {row.unit}/s",
+        formatting.duration(max(0.0, now - (row.changed if row.started is None else row.started))),
+        plain_line(host),
+    )
+
+
+def _padded(text: str, width: int, column: str) -> str:
+    if len(text) > width:
+        text = f"…{text[len(text) - width + 1 :]}"
+    return text.rjust(width) if column in _RIGHT else text.ljust(width)

@@ -1,0 +1,116 @@
+"""The state of a run, from the files that are there.
+
+summary.json                     --> done        or diverged, if its losses show it
+run.lock held, or a live.json    --> starting    no update yet
+of the last seconds                  running
+logs/ends*.jsonl                 --> stopped, failed, diverged
+none of these                    --> failed      its launcher was killed
+                                     stopped     other launchers leave no record
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.formatting import duration
+from lockstep.launch.last_launch import last_launch
+from lockstep.looking.files import changed, read_object, sampled_losses
+from lockstep.monitor.folder import ENVIRONMENT, HOLDER, METRICS, held_by, is_finished, lock_holder
+from lockstep.monitor.meter_files import LIVE
+
+_FRESH_S = 30.0
+"""Age up to which a live.json, which is replaced every 2 s, shows that its run is running, wherever that is."""
+_SUSPECT = 2.0  # times the lowest loss, from which on the losses are examined
+
+
+class RunState(Enum):
+    """The state of a run."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    DONE = "done"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    DIVERGED = "diverged"
+
+    @property
+    def is_active(self) -> bool:
+        """Whether its processes are there."""
+        return self in (RunState.STARTING, RunState.RUNNING)
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """The state of a run, and a sentence about it; empty if there is nothing to tell."""
+
+    state: RunState
+    note: str = ""
+
+
+def status_of(run: Path) -> RunStatus:
+    """Return the state of the run in a folder. Never raises OSError."""
+    live = read_object(run / LIVE)
+    if is_finished(run):
+        losses = _divergence(run)
+        return RunStatus(RunState.DIVERGED, losses) if losses else RunStatus(RunState.DONE)
+    silent = time.time() - number(live.get("time"), changed(run / LIVE)) if live else math.inf
+    if held_by(run) is not None or (abs(silent) < _FRESH_S and _is_elsewhere(run)):
+        return _active(run, live, silent)
+    return _ended(run)
+
+
+def _is_elsewhere(run: Path) -> bool:
+    """Return whether the process that locked the run may be there although no lock shows: on another host, or here."""
+    match = HOLDER.fullmatch((lock_holder(run) or b"").decode(errors="replace").strip())
+    return match is None or match[2] != socket.gethostname() or Path("/proc", match[1]).exists()
+
+
+def number(value: object, otherwise: float = math.nan) -> float:
+    """Return a finite number as it is, and something else instead of anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if is_number and isinstance(value, int | float) else otherwise
+
+
+def _active(run: Path, live: Mapping[str, Any], silent: float) -> RunStatus:
+    if not live and changed(run / METRICS) <= changed(run / ENVIRONMENT):
+        return RunStatus(RunState.STARTING)
+    if live and silent >= _FRESH_S:
+        return RunStatus(RunState.RUNNING, f"nothing was heard of it for {duration(silent)}")
+    return RunStatus(RunState.RUNNING, _divergence(run))
+
+
+def _ended(run: Path) -> RunStatus:
+    last = last_launch(run, read_object(run / ENVIRONMENT))
+    losses = _divergence(run)
+    if not last.records:
+        if losses:
+            return RunStatus(RunState.DIVERGED, losses)
+        note = "it left no record: killed, or its machine stopped" if last.was_killed else ""
+        return RunStatus(RunState.FAILED if last.was_killed else RunState.STOPPED, note)
+    end = last.records[0]
+    text = end.text.partition("\n")[0] or ("" if end.is_stop else f"exit code {end.code}")
+    if losses:
+        return RunStatus(RunState.DIVERGED, losses)
+    return RunStatus(RunState.STOPPED if end.is_stop else RunState.FAILED, text)
+
+
+def _divergence(run: Path) -> str:
+    """Return what shows that the losses have diverged; empty: nothing does."""
+    losses = sampled_losses(run / METRICS)
+    values = [value for _, value in losses]
+    finite = [abs(value) for value in values if math.isfinite(value)]
+    if not values or (math.isfinite(values[-1]) and abs(values[-1]) <= _SUSPECT * min(finite)):
+        return ""
+
+    from lockstep.doctor.losses import finding_of_losses  # needs NumPy, and few runs need it
+    from lockstep.report.series import Series
+
+    finding = finding_of_losses(Series.of("loss", [step for step, _ in losses], values))
+    return finding.text.partition(". ")[0] if finding is not None and finding.is_wrong else ""

@@ -1,0 +1,236 @@
+"""`lockstep ls`: the state of each run from the files that are there, quickly, whatever they are like."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kit.reports import FACTS, report
+
+from lockstep.cli.main import main
+from lockstep.core.progress import Progress
+from lockstep.launch.ends import End, EndKind
+from lockstep.launch.ends_file import append_ends
+from lockstep.launch.outcome import LaunchResult
+from lockstep.looking.listing import describe, list_runs
+from lockstep.looking.states import RunState, status_of
+from lockstep.monitor.events import EventLog, summarize
+from lockstep.monitor.folder import RunFolder, is_finished
+
+
+def make_run(path: Path, steps: int = 30, *, host: str = "a", **changes: object) -> RunFolder:
+    """Start a run that writes `steps` lines, and holds its lock."""
+    run = RunFolder.create(path)
+    run.write_config("description: learns\nrun:\n  # as given\n  steps: 40\n  samples: null\nmonitor:\n  steps: 7\n")
+    run.write_environment(
+        {"host": host, "created": "2026-11-21T09:30:00+0000", "variables": {"LOCKSTEP_LAUNCHER": "1"}}
+    )
+    log = EventLog(run.metrics, every=1)
+    for step in range(1, steps + 1):
+        log.see(report(step, **changes))
+    log.finish(None)
+    return run
+
+
+def live(run: Path, age: float = 0.0, hosts: int = 1) -> None:
+    ranks = [{"rank": rank, "host": f"h{rank}"} for rank in range(hosts)]
+    (run / "live.json").write_text(json.dumps({"time": time.time() - age, "step": 30, "ranks": ranks}))
+
+
+def ended(run: RunFolder, code: int, text: str, kind: EndKind) -> None:
+    append_ends(run.logs, 0, [End(kind, code, text, time=time.monotonic())], ["a"], LaunchResult(code, text), {0: 0})
+    run.release()
+
+
+def finished(run: RunFolder) -> None:
+    run.write_summary(summarize(FACTS, Progress(40, 2560, 2560), report(40), [], 3.25))
+    run.release()
+
+
+def foreign(run: RunFolder) -> None:
+    """Leave a run as another host that holds its lock would, on a file system that doesn't show it."""
+    run.release()
+    (run.path / "run.lock").write_text("process 7 on elsewhere, since 2026-11-21 09:30:00\n")
+
+
+STATES: dict[str, tuple[Callable[[RunFolder], object], dict[str, object], str, str]] = {
+    "lock held": (lambda run: None, {}, "running", ""),
+    "lock held, live": (lambda run: live(run.path), {}, "running", ""),
+    "lock held, silent": (lambda run: live(run.path, 90), {}, "running", "nothing was heard of it for 1 min 30 s"),
+    "elsewhere": (lambda run: (foreign(run), live(run.path)), {}, "running", ""),
+    "elsewhere, long ago": (lambda run: (foreign(run), live(run.path, 90)), {}, "failed", "it left no record"),
+    "killed just now": (lambda run: (run.release(), live(run.path)), {}, "running", ""),  # this process lives
+    "launcher killed": (lambda run: run.release(), {}, "failed", "it left no record"),
+    "finished": (finished, {}, "done", ""),
+    "finished, not finite": (finished, {"loss": float("nan")}, "diverged", "The loss is not finite from step 1 on"),
+    "paused": (lambda run: ended(run, 75, "stopped by SIGTERM", EndKind.PAUSED), {}, "stopped", "stopped by SIGTERM"),
+    "interrupted": (lambda run: ended(run, 130, "stopped", EndKind.INTERRUPTED), {}, "stopped", "stopped"),
+    "exit code 75": (lambda run: ended(run, 75, "", EndKind.CODE), {}, "failed", "exit code 75"),
+    "failed": (lambda run: ended(run, 1, "rank 0: ValueError: x", EndKind.TRACEBACK), {}, "failed", "rank 0: ValueEr"),
+    "failed, not finite": (
+        lambda run: ended(run, 1, "20 updates in a row were discarded", EndKind.MESSAGE),
+        {"loss": float("inf")},
+        "diverged",
+        "The loss is not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_the_state_comes_from_the_files_that_are_there(tmp_path: Path, name: str) -> None:
+    happen, changes, state, note = STATES[name]
+    run = make_run(tmp_path / "run", **changes)
+    happen(run)
+    status = status_of(run.path)
+    assert status.state.value == state
+    assert status.note.startswith(note) if note else not status.note
+    run.release()
+
+
+def test_a_run_without_an_update_is_starting(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=0)
+    assert status_of(run.path).state is RunState.STARTING
+    live(run.path)
+    assert status_of(run.path).state is RunState.RUNNING
+    run.release()
+
+
+def test_a_killed_run_is_not_running_although_its_live_file_is_fresh(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    ended_process = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True)
+    lock = (run.path / "run.lock").read_text().replace(str(os.getpid()), ended_process.stdout.decode().strip())
+    run.release()
+    (run.path / "run.lock").write_text(lock)
+    live(run.path)
+    assert status_of(run.path).state is RunState.FAILED
+
+
+def test_a_loss_that_grows_in_a_long_file_is_seen(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=0)
+    lines = ({"step": step, "note": "x" * 300, "loss": 0.1 if step < 1500 else 80.0} for step in range(1, 2001))
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    ended(run, 75, "stopped", EndKind.PAUSED)
+    assert status_of(run.path).state is RunState.DIVERGED
+
+
+def test_the_list_has_what_the_files_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = make_run(tmp_path / "runs" / "first")
+    live(first.path, hosts=3)
+    finished(make_run(tmp_path / "runs" / "sweep" / "second", host="b"))
+    row = next(row for row in list_runs([Path(), Path("runs")]) if row.run == "runs/first")
+    assert (row.step, row.steps, row.share, row.loss) == (30, 40, 0.75, 1.0 + 1.0 / 30)
+    assert (row.speed, row.unit, row.host, row.hosts) == (pytest.approx(640 * 256), "tokens", "a", 3)
+    assert row.started == 1795253400.0
+    text = describe(list_runs([Path("runs")]), None, now=1795253400.0 + 3600)
+    assert [line.split()[:3] for line in text.splitlines()] == [
+        ["state", "run", "step"],
+        ["running", "runs/first", "30/40"],
+        ["done", "runs/sweep/second", "40/40"],
+    ]
+    assert text.splitlines()[1].endswith("30/40  1.033  164k tokens/s  1 h 00 min  a +2")
+    first.release()
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_the_table_fits_its_terminal(tmp_path: Path, width: int) -> None:
+    run = make_run(tmp_path / ("long" * 20))
+    ended(run, 1, "rank 0: ValueError: " + "x" * 200 + "\x1b[2J", EndKind.TRACEBACK)
+    lines = describe(list_runs([tmp_path]), width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert "\x1b" not in "".join(lines)
+    assert lines[2].endswith("…")
+
+
+def test_damaged_foreign_and_hostile_folders_are_listed_or_left_out(tmp_path: Path) -> None:
+    damaged = make_run(tmp_path / "damaged")
+    damaged.release()
+    for name in ("metrics.jsonl", "environment.json", "live.json", "config.yaml", "logs/ends.jsonl"):
+        (damaged.path / name).write_bytes(os.urandom(3000))
+    odd = make_run(tmp_path / "odd")
+    odd.release()
+    (odd.path / "environment.json").write_text('{"host": ["x"], "created": 7, "variables": []}')
+    (odd.path / "live.json").write_text('{"time": "now", "step": [1], "ranks": {"a": 1}}')
+    odd.metrics.write_text('{"step": "x", "loss": true}\n[' * 5000)
+    piped = make_run(tmp_path / "piped")
+    piped.release()
+    for name in ("metrics.jsonl", "environment.json"):
+        (piped.path / name).unlink()
+        os.mkfifo(piped.path / name)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "metrics.jsonl").write_text("{}")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "text.txt").write_text("")
+    rows = {Path(row.run).name: row for row in list_runs([tmp_path])}
+    assert sorted(rows) == ["damaged", "odd", "piped"]
+    assert all(row.loss is None for row in rows.values())
+    assert describe(list(rows.values()), 80)
+
+
+def test_a_folder_that_refuses_to_be_read_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "mine").release()
+    (tmp_path / "other").mkdir()
+    scan = os.scandir
+
+    def refused(path: object) -> object:
+        if str(path).endswith("other"):
+            raise PermissionError(13, "Permission denied")
+        return scan(path)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "scandir", refused)
+    assert [Path(row.run).name for row in list_runs([tmp_path])] == ["mine"]
+
+
+def test_the_verb_lists_runs_and_refuses_what_is_no_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run")
+    run.release()
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    captured = capfd.readouterr()
+    (row,) = json.loads(captured.out)
+    assert (row["state"], row["step"], row["steps"], row["host"]) == ("failed", 30, 40, "a")
+    assert str(run.path) in captured.err
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not is_finished(run.path)
+    assert main(["ls", str(tmp_path / "no")]) == 2
+    assert "there is no folder" in capfd.readouterr().err
+
+
+def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "looking.md").read_text()
+    lines = re.findall(r"^lockstep (ls.*)$", page, re.MULTILINE)
+    assert len(lines) == 3
+    for line in lines:
+        words = shlex.split(line.replace("/shared", str(tmp_path)))
+        for word in words[1:]:
+            if not word.startswith("-"):
+                make_run(Path(word, "run")).release()
+        assert main(words) == 0
+
+
+def test_500_runs_are_listed_without_torch_below_a_second(tmp_path: Path) -> None:
+    first = make_run(tmp_path / "0", steps=200)
+    ended(first, 1, "rank 0: ValueError", EndKind.TRACEBACK)
+    for number in range(1, 500):
+        other = tmp_path / str(number)
+        (other / "logs").mkdir(parents=True)
+        for name in ("config.yaml", "environment.json", "metrics.jsonl", "run.lock", "logs/ends.jsonl"):
+            os.link(first.path / name, other / name)
+    code = (
+        "import sys, time; began = time.process_time(); from lockstep.cli.main import main; "
+        f"main(['ls', {str(tmp_path)!r}]); "
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; print(time.process_time() - began)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *rows, seconds = done.stdout.splitlines()
+    assert len(rows) == 1 + 2 * 500
+    assert float(seconds) < 1.0, seconds
