@@ -183,7 +183,7 @@ def describe(rows: Sequence[ListedRun], width: int | None, now: float | None = N
         widths[1] = max(8, min(widths[1], width - sum(widths) + widths[1] - 2 * (len(widths) - 1)))
     lines = []
     for row, texts in itertools.zip_longest([None, *rows], cells):
-        line = "  ".join(_padded(text, *column) for text, *column in zip(texts, widths, _HEAD, strict=True)).rstrip()
+        line = "  ".join(_padded(*cell) for cell in zip(texts, widths, _HEAD, strict=True)).rstrip()
         lines.append(line if width is None else line[:width])
         if row is not None and row.note:
             note = f"  {plain_line(row.note)}"
