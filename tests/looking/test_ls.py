@@ -64,7 +64,7 @@ def foreign(run: RunFolder) -> None:
 STATES: dict[str, tuple[Callable[[RunFolder], object], dict[str, object], str, str]] = {
     "lock held": (lambda run: None, {}, "running", ""),
     "lock held, live": (lambda run: live(run.path), {}, "running", ""),
-    "lock held, silent": (lambda run: live(run.path, 90), {}, "running", "nothing was heard of it for 1 min 30 s"),
+    "lock held, silent": (lambda run: live(run.path, 90), {}, "running", "no sign of life for 1 min 30 s"),
     "elsewhere": (lambda run: (foreign(run), live(run.path)), {}, "running", ""),
     "elsewhere, long ago": (lambda run: (foreign(run), live(run.path, 90)), {}, "failed", "it left no record"),
     "killed just now": (lambda run: (run.release(), live(run.path)), {}, "running", ""),  # this process lives

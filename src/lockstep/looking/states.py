@@ -48,7 +48,7 @@ class RunState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """The state of a run, and a sentence about it; empty if there is nothing to tell."""
+    """The state of a run, and a sentence about it; empty if nothing is unusual."""
 
     state: RunState
     note: str = ""
@@ -82,7 +82,7 @@ def _active(run: Path, live: Mapping[str, Any], silent: float) -> RunStatus:
     if not live and changed(run / METRICS) <= changed(run / ENVIRONMENT):
         return RunStatus(RunState.STARTING)
     if live and silent >= _FRESH_S:
-        return RunStatus(RunState.RUNNING, f"nothing was heard of it for {duration(silent)}")
+        return RunStatus(RunState.RUNNING, f"no sign of life for {duration(silent)}")
     return RunStatus(RunState.RUNNING, _divergence(run))
 
 
