@@ -82,12 +82,12 @@ class LaunchEnds:
 
     @property
     def has_exited(self) -> bool:
-        """Whether the program's own exit ended the launch, whose code then has no other meaning."""
+        """True if the program's own exit ended the launch, whose code then has no other meaning."""
         return any(rank.end in EXITED for rank in self.ranks if self.cause is None or rank.rank == self.cause)
 
     @property
     def is_stop(self) -> bool:
-        """Whether a person or a scheduler stopped the run."""
+        """True if a person or a scheduler stopped the run."""
         return self.code in (Paused.exit_code, Stopped.exit_code) and not self.has_exited
 
 

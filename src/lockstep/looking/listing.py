@@ -1,4 +1,4 @@
-"""All runs of a folder, for `lockstep ls`.
+"""Lists the runs of a folder, for `lockstep ls`.
 
 state    run        step    loss            speed         age  host
 running  runs/a  120/300   2.345   24.5k tokens/s  5 min 02 s  a +3

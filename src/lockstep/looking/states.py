@@ -42,7 +42,7 @@ class RunState(Enum):
 
     @property
     def is_active(self) -> bool:
-        """Whether its processes are there."""
+        """True if its processes are there."""
         return self in (RunState.STARTING, RunState.RUNNING)
 
 
