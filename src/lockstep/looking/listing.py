@@ -30,7 +30,7 @@ from lockstep.monitor.folder import CONFIG, ENVIRONMENT, METRICS, SUMMARY, is_ru
 from lockstep.monitor.meter_files import LIVE
 
 RUNS = "runs"
-"""Where runs are by default."""
+"""The default folder of runs."""
 _MOST_ENTRIES = 20_000  # of a folder
 _TAIL = 1 << 12
 _LENGTHS = re.compile(r"^run:\n(?:[ #].*\n)*", re.MULTILINE)
