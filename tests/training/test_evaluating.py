@@ -13,10 +13,12 @@ from kit.worlds import in_world
 from torch.nn import functional as F
 
 import lockstep
+from lockstep.config.training_sections import ProfileConfig
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport
 from lockstep.models.objectives import TargetLoss
 from lockstep.monitor.metric_log import MetricLog
 from lockstep.monitor.monitors import Monitors
+from lockstep.monitor.profiler import Profiler
 from lockstep.training.run import run
 from lockstep.training.session import components_of
 from lockstep.training.user_logs import UserLogs
@@ -92,7 +94,8 @@ def _steps_of_evaluations(folder: Path, every: str | None, at_end: bool = True) 
     config = small.config(evaluation={"every": every, "at_end": at_end})
     with lockstep.session(config, objective=TargetLoss(language=False)) as session:
         checkpoints = session.checkpoints(folder)
-        results = run(session, monitor, checkpoints, UserLogs(session, Monitors(), MetricLog()))
+        profiler = Profiler(ProfileConfig(), components_of(session).world, folder)
+        results = run(session, monitor, checkpoints, UserLogs(session, Monitors(), MetricLog()), profiler)
     assert results.progress.steps == 8
     assert bool(results.evaluations) == bool(monitor.steps)
     return monitor.steps

@@ -7,8 +7,8 @@
     ├── batch         samples per update              ├── monitor      what is displayed and logged
     ├── optim         optimizer                       ├── monitors     extensions
     ├── schedule      learning rate                   ├── transforms   extensions
-    ├── precision     of the arithmetic               └── run          length, seed, folder
-    ├── parallel      strategy, degrees
+    ├── precision     of the arithmetic               ├── run          length, seed, folder
+    ├── parallel      strategy, degrees               └── profile      which updates are traced
     └── memory        activation checkpointing, offloading
 
 Frozen, complete, and nothing derived: what follows from it (accumulation, steps, ranks) is in `plan`. This module also
@@ -54,6 +54,7 @@ from lockstep.config.training_sections import (
     Optim,
     ParameterRule,
     Precision,
+    ProfileConfig,
     Schedule,
 )
 from lockstep.core.closest import closest_match
@@ -267,6 +268,7 @@ class Config(Section):
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     monitor: MonitorConfig = MonitorConfig()
+    profile: ProfileConfig = ProfileConfig()
     monitors: tuple[Extension, ...] = ()
     """Further monitors, which receive each report on the first rank (`lockstep.Monitor`)."""
     transforms: tuple[Extension, ...] = ()

@@ -1,7 +1,8 @@
-"""Sections about the update: objective, batch, optimizer, schedule, precision, memory."""
+"""Sections about the update: objective, batch, optimizer, schedule, precision, memory, profile."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -224,3 +225,55 @@ class Memory(Section):
     loss_chunk: Positive | None = None
     """Language models: compute the loss for this many positions at a time, so that all logits never exist at once;
     null: for all at once."""
+
+
+_STEPS = re.compile(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?")
+
+
+def step_range(steps: int | str) -> tuple[int, int]:
+    """Return the first and the last update of `10`, or of `10..13`. Raises ValueError."""
+    match = _STEPS.fullmatch(str(steps))
+    if match is None:
+        raise ValueError(f"steps {steps!r} is no update such as 10, and no range of updates such as 10..13")
+    first = int(match[1])
+    last = int(match[2] or first)
+    if first < 1 or last < first:
+        raise ValueError(f"steps {steps} is empty: the first update is 1, and a range ends where it begins or later")
+    return first, last
+
+
+class ProfileConfig(Section):
+    """Traces of some updates, recorded by torch.profiler on some ranks into the run's folder `profile`."""
+
+    steps: Positive | str | None = None
+    """Updates to record, such as `10..13`, both included; null: none."""
+    ranks: Literal["all"] | tuple[Annotated[int, Field(ge=0)], ...] = (0,)
+    """Ranks that record. The others aren't slowed but by waiting for these."""
+    warmup: Annotated[int, Field(ge=0)] = 1
+    """Updates before each trace in which the profiler runs and records nothing, so that its start isn't traced."""
+    active: Positive | None = None
+    """Updates in a trace; null: all of `steps`."""
+    wait: Annotated[int, Field(ge=0)] = 0
+    """Updates between the end of a trace and the warm-up of the next one, where `active` makes several."""
+    repeat: Positive | None = None
+    """Number of traces, at most; null: as many as `steps` has room for."""
+    shapes: bool = True
+    """Record the shapes of operators' inputs."""
+    memory: bool = True
+    """Record what is allocated, and on a GPU also a snapshot of its memory."""
+    stacks: bool = False
+    """Record the Python lines that call operators: larger traces, slower updates."""
+    flops: bool = False
+    """Estimate the FLOPs of matrix products and convolutions."""
+
+    @model_validator(mode="after")
+    def _steps_are_a_range(self) -> ProfileConfig:
+        if self.steps is not None:
+            first, last = step_range(self.steps)
+            if self.active is not None and self.active > last - first + 1:
+                raise ValueError(
+                    f"active {self.active} is more than the {last - first + 1} updates of steps {self.steps}"
+                )
+        if self.ranks == ():
+            raise ValueError("ranks is empty; name ranks such as [0], or all")
+        return self

@@ -36,6 +36,8 @@ class Phase(IntEnum):
 
 
 UPDATE_PHASES = tuple(phase for phase in Phase if phase is not Phase.EVALUATION)
+Mark = tuple[float, Phase | None]
+"""A time of the host's clock, and the phase that begins; None: an update has ended."""
 _COMMUNICATION, _EVALUATION = Phase.COMMUNICATION, Phase.EVALUATION
 _WHOLE = (Phase.SAVE, Phase.EVALUATION)  # whose collectives belong to them
 _NO_TIMES = (0.0,) * len(Phase)
@@ -168,13 +170,23 @@ class PhaseClock:
         self._mark = mark
         self._now = now
         self._phase = Phase.HOST
-        self._since = self._began = now()
+        self._since = self._ended = now()
         self._seconds = list(_NO_TIMES)
         self._updates = 0
         self._times = UpdateTimes()
         self._lock = threading.Lock()  # of the times
         self._events: list[tuple[Phase, Any]] | None = None  # phases and their beginnings, if this update is measured
         self._waiting: deque[list[tuple[Phase, Any]]] = deque()
+        self._marks: list[Mark] | None = None  # if they are recorded
+
+    def record(self) -> None:
+        """Keep the marks from now on, for a profile; the first one is the end of the latest update."""
+        self._marks = [(self._ended, None), (self._ended, Phase.HOST), (self._now(), self._phase)]
+
+    def recorded(self) -> list[Mark]:
+        """Stop keeping marks; return those since `record`."""
+        marks, self._marks = self._marks or [], None
+        return marks
 
     def enter(self, phase: Phase) -> Phase:
         """Begin a phase; return the one that it interrupts, to enter again when it is over."""
@@ -183,6 +195,8 @@ class PhaseClock:
             phase = before
         self._seconds[before] += now - self._since
         self._since, self._phase = now, phase
+        if self._marks is not None:
+            self._marks.append((now, phase))
         if self._events is not None and self._mark is not None and phase is not before:
             self._events.append((phase, self._mark()))
         return before
@@ -199,6 +213,9 @@ class PhaseClock:
     def updated(self) -> None:
         """End an update; what follows belongs to the next one."""
         self.enter(Phase.HOST)
+        self._ended = self._since
+        if self._marks is not None:
+            self._marks[-1:] = [(self._ended, None), (self._ended, Phase.HOST)]
         seconds, self._seconds = self._seconds, list(_NO_TIMES)
         self._updates += 1
         with self._lock:

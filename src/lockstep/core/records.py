@@ -119,6 +119,7 @@ class Request(Enum):
     SAVE = 3
     SAVE_MEMORY = 4  # a rank is short of memory: recompute activations from now on
     FAIL = 5  # a rank has no data for the next update: all ranks save this one, and the run fails
+    PROFILE = 6  # the first rank has announced a request for a trace
 
 
 class Tally(Enum):

@@ -15,7 +15,7 @@ import resource
 import socket
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -109,3 +109,21 @@ def keep_freed_memory() -> bool:
     return mallopt is not None and all(
         mallopt(option, value) == 1 for option, value in ((_MMAP_THRESHOLD, _LARGEST), (_TRIM_THRESHOLD, _KEPT))
     )
+
+
+_MOST_MEMORY_EVENTS = 200_000
+
+
+def record_memory_history(device: torch.device) -> None:
+    """Keep the allocations of a GPU from now on, with the Python lines that make them; elsewhere nothing."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=_MOST_MEMORY_EVENTS, stacks="python")
+
+
+def end_memory_history(device: torch.device) -> dict[str, Any] | None:
+    """Keep no more allocations; return the snapshot that pytorch.org/memory_viz shows, None elsewhere."""
+    if device.type != "cuda":
+        return None
+    snapshot = torch.cuda.memory._snapshot()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    return cast("dict[str, Any]", snapshot)

@@ -17,9 +17,11 @@ from torch._C._distributed_c10d import PrefixStore
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+_ANNOUNCEMENT = "announcement"
+
 
 class NoticeBoard:
-    """The notices of a run's ranks, for one thread of each.
+    """The notices of a run's ranks, and an announcement of one of them to all.
 
     Args:
         store: The ranks' store; None: this rank is alone.
@@ -32,6 +34,7 @@ class NoticeBoard:
         self._own: Any = None  # a store; torch's stubs have neither `clone` nor bytes
         self._known: set[int] = set()
         self._latest: list[bytes | None] = [None] * size
+        self._announced = b""
         self._lock = threading.Lock()
 
     def post(self, notice: bytes) -> None:
@@ -49,6 +52,17 @@ class NoticeBoard:
             for rank, notice in zip(known, store.multi_get([str(rank) for rank in known]), strict=True):
                 self._latest[rank] = bytes(notice)
         return list(self._latest)
+
+    def announce(self, notice: bytes) -> None:
+        """Replace the announcement, which any rank may then read. Raises RuntimeError as `post`."""
+        self._announced = notice
+        if (store := self._connected()) is not None:
+            store.set(_ANNOUNCEMENT, notice)
+
+    def announced(self) -> bytes:
+        """Return the announcement, for which it waits if there is none yet. Raises RuntimeError as `post`."""
+        store = self._connected()
+        return self._announced if store is None else bytes(store.get(_ANNOUNCEMENT))
 
     def _connected(self) -> Any:
         if self._store is None or self._size == 1:

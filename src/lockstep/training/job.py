@@ -38,6 +38,7 @@ from lockstep.monitor.events import summarize
 from lockstep.monitor.folder import LOGS, LockedRunFolder, RunFolder, lock_holder
 from lockstep.monitor.metric_log import MetricLog
 from lockstep.monitor.monitors import Monitors
+from lockstep.monitor.profiler import Profiler
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
 from lockstep.training.assemble import assemble
@@ -114,6 +115,8 @@ def run_job(job: Job) -> Finished:
         codec_of(config.model, config.data.train)  # refuses a model that makes no text, before training
     with opened(config, job.given, _purpose(job)) as session, _logged_tracebacks(job, session) as folder:
         checkpoints, notes = _begin(job, session, folder)
+        profiler = Profiler(config.profile, components_of(session).world, folder)
+        notes += profiler.notes
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         is_first = components_of(session).world.rank == 0
         meters = Meters(session, folder)
@@ -125,7 +128,7 @@ def run_job(job: Job) -> Finished:
                     monitors.restarted(RestartReport(attempt, step, samples))
                 user_logs = UserLogs(session, monitors, log)
                 try:
-                    results = run(session, monitors, checkpoints, user_logs)
+                    results = run(session, monitors, checkpoints, user_logs, profiler)
                 except SaveFailed as failure:
                     rescued = _save_elsewhere(session, checkpoints, folder, checked_folder)
                     raise RunFailed(f"{failure}; {rescued}") from failure

@@ -10,7 +10,7 @@ On an accelerator a report comes one update late, unless something follows its u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from lockstep.training.session import Session, components_of, reports_of, second
 if TYPE_CHECKING:
     from lockstep.core.progress import Progress
     from lockstep.core.protocols import Monitor
+    from lockstep.monitor.profiler import Profiler
     from lockstep.training.user_logs import UserLogs
 
 _LAST_REPORT_S = 30.0
@@ -56,7 +57,9 @@ class Results:
     seconds: float
 
 
-def run(session: Session, monitor: Monitor, checkpoints: Checkpoints, user_logs: UserLogs) -> Results:
+def run(
+    session: Session, monitor: Monitor, checkpoints: Checkpoints, user_logs: UserLogs, profiler: Profiler
+) -> Results:
     """Train, evaluate and save as configured, from the session's progress to the end.
 
     Raises:
@@ -66,21 +69,26 @@ def run(session: Session, monitor: Monitor, checkpoints: Checkpoints, user_logs:
     """
     components = components_of(session)
     evaluation = Trigger(components.config.evaluation.every, Request.EVALUATE, components.plan.epoch_samples)
-    loop = _Loop(session, monitor, checkpoints, user_logs, evaluation)
+    loop = _Loop(session, monitor, checkpoints, user_logs, profiler, evaluation)
     with (
         run_signals(shown=components.world.rank == 0) as signals,
         rescuing(session, SaveFailed, NothingLearned),
         loop.complete_history(),
+        closing(profiler),
     ):
+        profiler.start(session.progress.steps)
         for before in updates_of(session, loop.is_followed):
             requests = loop.see_reports(before)
-            session.request((*signals.requests(), *evaluation.requests(), *checkpoints.requests()))
+            session.request(
+                (*signals.requests(), *evaluation.requests(), *checkpoints.requests(), *profiler.requests())
+            )
             loop.report_saves(checkpoints.outcomes())
             if loop.follow(before, requests):
                 _finish(checkpoints, loop.report_saves)
                 raise Paused(
                     f"stopped at step {session.progress.steps:,}, as requested, and saved; start it again to resume"
                 )
+            profiler.updated(session.progress.steps)
         _refuse_untrained(loop.last)
         loop.finish(at_end=components.config.evaluation.at_end)
         _finish(checkpoints, loop.report_saves)
@@ -100,6 +108,7 @@ class _Loop:
     monitor: Monitor
     checkpoints: Checkpoints
     user_logs: UserLogs
+    profiler: Profiler
     evaluation: Trigger
     last: StepReport | None = None
     evaluations: tuple[EvaluationReport, ...] = ()
@@ -122,6 +131,7 @@ class _Loop:
             self.last = report
             self.session.request(self.monitor.see(report))
             self.user_logs.see(report)
+            self.profiler.see(report)
             requests |= report.requests
         return requests
 

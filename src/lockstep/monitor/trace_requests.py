@@ -1,0 +1,135 @@
+"""Requests for traces of a run that trains, as files in its folder.
+
+    lockstep profile RUN --> profile/request.json --> rank 0's thread --> announced to all ranks, Request.PROFILE
+                                                                          in the vote: all record the same updates
+                             profile/answer.json  <-- which updates, on which ranks; or why not
+
+No update touches the disk for it: a thread of the first rank looks every half second whether there is a request.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.files import read_bounded, write_atomically
+from lockstep.monitor.profile_spans import PROFILE, TraceRequest
+
+REQUEST = "request.json"
+ANSWER = "answer.json"
+_MAX_BYTES = 1 << 16
+_SECONDS_BETWEEN_LOOKS = 0.5
+_log = logging.getLogger("lockstep.monitor")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceAnswer:
+    """A run's answer to a request.
+
+    Attributes:
+        name: Of the request.
+        first, last: Numbers of the updates that are recorded; 0 if none are.
+        ranks: Ranks that record them.
+        refusal: Why none are recorded; None if they are.
+        time: Unix time.
+    """
+
+    name: str
+    first: int = 0
+    last: int = 0
+    ranks: tuple[int, ...] = ()
+    refusal: str | None = None
+    time: float = 0.0
+
+
+def write_answer(run: Path, answer: TraceAnswer) -> None:
+    """Write an answer, and remove its request. Raises OSError."""
+    (run / PROFILE).mkdir(exist_ok=True)
+    write_atomically(run / PROFILE / ANSWER, json.dumps({**asdict(answer), "time": time.time()}) + "\n", durable=False)
+    (run / PROFILE / REQUEST).unlink(missing_ok=True)
+
+
+def read_answer(run: Path) -> TraceAnswer | None:
+    """Return the latest answer; None if there is none."""
+    record = _read(run / PROFILE / ANSWER)
+    if record is None:
+        return None
+    try:
+        return TraceAnswer(**{**record, "ranks": tuple(record["ranks"])})
+    except (KeyError, TypeError):
+        return None
+
+
+class RequestWatch:
+    """Looks for requests, in a thread of the first rank.
+
+    Args:
+        announce: Receives each request once.
+        is_own: Returns whether the folder is still this run's.
+    """
+
+    def __init__(self, run: Path, announce: Callable[[TraceRequest], None], is_own: Callable[[], bool]) -> None:
+        self._run = run
+        self._announce = announce
+        self._is_own = is_own
+        self._pending: str | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="lockstep-trace-requests", daemon=True)
+
+    def start(self) -> None:
+        """Remove what an earlier attempt has left, and look from now on."""
+        for name in (REQUEST, ANSWER):
+            with suppress(OSError):
+                (self._run / PROFILE / name).unlink(missing_ok=True)
+        self._thread.start()
+
+    def answered(self, name: str) -> None:
+        """Note that a request has its answer."""
+        if self._pending == name:
+            self._pending = None
+
+    def stop(self) -> None:
+        """End the thread; refuse what nobody has answered."""
+        self._ended.set()
+        self._thread.join(_SECONDS_BETWEEN_LOOKS)
+        with suppress(OSError):
+            request = self._request()
+            if request is not None and self._is_own():
+                write_answer(self._run, TraceAnswer(request.name, refusal="the run has ended"))
+
+    def _poll(self) -> None:
+        while not self._ended.wait(_SECONDS_BETWEEN_LOOKS):
+            try:
+                request = self._request()
+                if request is not None and request.name != self._pending and self._is_own():
+                    self._pending = request.name
+                    self._announce(request)
+            except RuntimeError:  # the ranks' store has ended
+                return
+            except Exception:
+                _log.warning("requests for traces fail; the run continues, and answers none", exc_info=True)
+                return
+
+    def _request(self) -> TraceRequest | None:
+        record = _read(self._run / PROFILE / REQUEST)
+        if record is None:
+            return None
+        try:
+            return TraceRequest.of_record(record)
+        except (KeyError, TypeError, ValueError):
+            return None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads(read_bounded(path, _MAX_BYTES))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None

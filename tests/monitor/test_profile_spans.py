@@ -1,0 +1,69 @@
+"""Which updates are traced: from a config, after a resume, and on request."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from lockstep.config.training_sections import ProfileConfig
+from lockstep.monitor.profile_spans import Span, TraceOptions, TraceRequest, next_free, options_of, spans_of
+
+
+@pytest.mark.parametrize(
+    ("config", "spans"),
+    [
+        ({}, []),
+        ({"steps": 10}, [(10, 10, 1)]),
+        ({"steps": "10..13"}, [(10, 13, 1)]),
+        ({"steps": "1..2"}, [(1, 2, 0)]),  # nothing comes before the first update
+        ({"steps": "10..21", "active": 3, "wait": 2}, [(10, 12, 1), (16, 18, 1)]),
+        ({"steps": "10..21", "active": 3, "wait": 2, "repeat": 1, "warmup": 2}, [(10, 12, 2)]),
+        ({"steps": "10..12", "active": 1, "warmup": 0}, [(10, 10, 0), (11, 11, 0), (12, 12, 0)]),
+    ],
+)
+def test_traces_of_a_config(config: dict[str, object], spans: list[tuple[int, int, int]]) -> None:
+    planned = spans_of(ProfileConfig.model_validate(config))
+    assert [(span.first, span.last, span.warmup) for span in planned] == spans
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"steps": "13..10"}, "steps 13..10 is empty"),
+        ({"steps": "0..2"}, "steps 0..2 is empty"),
+        ({"steps": "ten"}, "no range of updates such as 10..13"),
+        ({"steps": "10..13", "active": 5}, "active 5 is more than the 4 updates"),
+        ({"ranks": ()}, "ranks is empty"),
+    ],
+)
+def test_wrong_configs(config: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ProfileConfig.model_validate(config)
+
+
+@pytest.mark.parametrize(
+    ("next_update", "left"),
+    [(1, Span(10, 13, 1)), (9, Span(10, 13, 1)), (10, Span(10, 13, 0)), (12, Span(12, 13, 0)), (14, None)],
+)
+def test_a_resumed_run_records_what_is_left(next_update: int, left: Span | None) -> None:
+    assert Span(10, 13, 1).resumed(next_update) == left
+
+
+@pytest.mark.parametrize(
+    ("planned", "expected"),
+    [
+        ([], Span(24, 26, 1)),
+        ([Span(10, 13, 1)], Span(24, 26, 1)),
+        ([Span(24, 24, 1)], Span(26, 28, 1)),
+        ([Span(28, 30, 1), Span(24, 26, 1)], Span(32, 34, 1)),
+    ],
+)
+def test_a_request_waits_for_what_is_planned(planned: list[Span], expected: Span) -> None:
+    assert next_free(20, TraceRequest("a", 3, 1, TraceOptions()), planned) == expected
+
+
+def test_requests_pass_as_json() -> None:
+    request = TraceRequest("a", 3, 1, TraceOptions(ranks=(0, 3), flops=True))
+    assert TraceRequest.of_record(request.record()) == request
+    assert options_of(ProfileConfig(ranks="all")).includes(7)
+    assert not options_of(ProfileConfig()).includes(1)
