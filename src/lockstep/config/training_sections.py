@@ -254,9 +254,9 @@ class ProfileConfig(Section):
     active: Positive | None = None
     """Updates in a trace; null: all of `steps`."""
     wait: Annotated[int, Field(ge=0)] = 0
-    """Updates between the end of a trace and the warm-up of the next one, where `active` makes several."""
+    """Updates between the end of a trace and the warmup of the next one, where `active` makes several."""
     repeat: Positive | None = None
-    """Number of traces, at most; null: as many as `steps` has room for."""
+    """Number of traces, at most; null: as many as fit in `steps`."""
     shapes: bool = True
     """Record the shapes of operators' inputs."""
     memory: bool = True

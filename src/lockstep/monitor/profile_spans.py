@@ -3,7 +3,7 @@
 steps: 10..21, active: 3, wait: 2, warmup: 1
 
 update   9         10 11 12   13 14   15        16 17 18   19 20   21
-         warm-up   trace      wait    warm-up   trace      wait    (no room for a third trace)
+         warmup    trace      wait    warmup    trace      wait    (too few for a third)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROFILE = "profile"
 """The folder of a run's traces."""
 TRACE_SUFFIX = ".pt.trace.json.gz"
 REQUEST_LEAD = 3
-"""Updates between the vote in which ranks hear of a request and its warm-up: on a GPU, a vote is read one late."""
+"""Updates between the vote that carries a request and its warmup: on a GPU, a vote is read one late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def options_of(config: ProfileConfig) -> TraceOptions:
 
 
 def next_free(step: int, request: TraceRequest, planned: Sequence[Span]) -> Span:
-    """Return the updates of a request that was heard in the vote of update `step`, after those that are planned."""
+    """Return the updates of a request from the vote of update `step`, after those that are planned."""
     span = Span(
         step + REQUEST_LEAD + request.warmup, step + REQUEST_LEAD + request.warmup + request.count - 1, request.warmup
     )

@@ -1,10 +1,10 @@
 """The profiler of a rank: starts, steps and ends torch's, between two updates.
 
     update    8       9          10   11   12   13              14
-    profiler          warm-up    recorded                       --> RUN/profile/rank0.10.pt.trace.json.gz, by a thread
+    profiler          warmup     recorded                       --> RUN/profile/rank0.10.pt.trace.json.gz, by a thread
               start              clock's marks                  ended
 
-Which updates these are follows from the config, or from a request that all ranks have heard in the same vote: they
+Which updates these are follows from the config, or from a request in the vote: they
 record the same ones, without a collective of their own.
 """
 
@@ -144,7 +144,7 @@ class Profiler:
         self._writer.submit(write)
 
     def _announce(self, request: TraceRequest) -> None:
-        """Tell all ranks what is requested, then let them hear that it is."""
+        """Announce a request to all ranks, then make it known in the vote."""
         self._world.notices.announce(json.dumps(request.record()).encode())
         self._requested = True
 

@@ -6,7 +6,7 @@ Kineto writes without releasing Python's lock, for a second per 50 MB: in a chil
 
 The files' names are those that TensorBoard's profiler plugin reads (WORKER.SPAN.pt.trace.json.gz); Perfetto and
 chrome://tracing open them as they are. What Lockstep adds is a track `lockstep/PHASE` with the marks of the rank's
-clock, and the object "lockstep", which says of what the trace is.
+clock, and the object "lockstep", which names rank, updates and device.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class RequestWatch:
             self._pending = None
 
     def stop(self) -> None:
-        """End the thread; refuse what nobody has answered."""
+        """End the thread; refuse a request without an answer."""
         self._ended.set()
         self._thread.join(_SECONDS_BETWEEN_LOOKS)
         with suppress(OSError):
