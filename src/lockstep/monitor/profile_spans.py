@@ -1,4 +1,4 @@
-"""Which updates are traced, and how: from a config, or from a request while the run trains.
+"""The updates that are traced, and how: from a config, or from a request while the run trains.
 
 steps: 10..21, active: 3, wait: 2, warmup: 1
 
@@ -56,7 +56,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """What a trace has; see `ProfileConfig`.
+    """The content of a trace; see `ProfileConfig`.
 
     Attributes:
         ranks: Ranks that record; None: all.

@@ -76,7 +76,7 @@ class Profiler:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know at the start."""
+        """Sentences for the start of the run."""
         return [
             f"updates {span.first:,} to {span.last:,} are traced by "
             f"{'all ranks' if options.ranks is None else 'rank ' + ', '.join(map(str, options.ranks))} into "
