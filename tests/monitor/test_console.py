@@ -72,6 +72,7 @@ def _lines(console: Console, stream: io.StringIO, steps: range, seconds_per_step
     monitors.start(replace(FACTS, steps=None))
     for step in steps:
         monitors.see(report(step, seconds=step * seconds_per_step))
+    console._output.drain()
     return [
         int(line.split()[1].replace(",", "")) for line in stream.getvalue().splitlines() if line.startswith("step ")
     ]
@@ -128,6 +129,7 @@ def test_epochs_and_what_user_code_logs_are_printed() -> None:
     console.epoch(EpochReport(0, 1, 2.5, 64, 75.0, True))
     console.logged(1, Logged({"hits": 0.25}, {}, {"sample": "def f():\n    pass", "long": "x" * 2000}))
     console.see(report(30))
+    console._output.drain()
     text = stream.getvalue()
     assert "step 1: epoch 1 done: mean loss 2.5, 1 min 15 s\n" in text
     assert "step 1: sample: def f():\n    pass\n" in text
@@ -140,6 +142,7 @@ def test_utilization_is_shown_where_the_peak_is_known() -> None:
     console = Console(1, stream=stream)
     console.start(replace(FACTS, peak_flops=1e12, flops_per_token=5e6))
     console.see(report(1))
+    console._output.drain()
     assert "164k tokens/s  MFU 41.0 %" in stream.getvalue()
 
 
@@ -200,6 +203,26 @@ def test_a_closed_stream_and_a_full_disk_do_not_end_the_run() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
 
 
+def test_a_reader_that_does_not_read_does_not_stop_the_run() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream, os.fdopen(reading, "rb") as reader:
+        console = Console(1, "plain", stream)
+        console.start(FACTS)
+        for step in range(1, 3001):  # about 300 kB; a pipe holds 64 kB
+            console.see(report(step, seconds=20.0 * step))
+        received: list[bytes] = []
+        thread = threading.Thread(target=lambda: received.extend(reader))
+        thread.start()
+        console.finish(None)
+        stream.close()
+        thread.join()
+    steps = [int(line.split(b"/")[0].split()[1].replace(b",", b"")) for line in received if line.startswith(b"step ")]
+    assert steps[:700] == list(range(1, 701)), "in order, nothing missing before the limit"
+    missing = int(next(line for line in received if b"are missing here" in line).split()[0].replace(b",", b""))
+    assert len(steps) + missing == 3000
+    assert received[-1].startswith(b"  folder")
+
+
 def _on_a_terminal(columns: int, progress: str = "auto") -> str:
     """Run and return what the terminal received."""
     reader, writer = pty.openpty()
@@ -209,10 +232,13 @@ def _on_a_terminal(columns: int, progress: str = "auto") -> str:
     thread.start()
     before = sys.stdout, sys.stderr
     with os.fdopen(writer, "w", encoding="utf-8") as stream:
-        monitors = Monitors([Console(10, progress, stream)])
+        console = Console(10, progress, stream)
+        monitors = Monitors([console])
         monitors.start(replace(FACTS, steps=3))
         monitors.see(report(1))
+        console._output.drain()
         monitors.see(report(2, seconds=1000.0))
+        console._output.drain()
         monitors.evaluated(EVALUATION)
         monitors.see(report(3, seconds=2000.0))
         monitors.finish(None)

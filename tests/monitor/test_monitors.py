@@ -10,6 +10,7 @@ import pytest
 from kit.reports import FACTS, report
 
 from lockstep.core.records import EvaluationReport, Request, RunInfo, StepReport, Verdict
+from lockstep.monitor.background import BackgroundMonitor
 from lockstep.monitor.console import Console
 from lockstep.monitor.events import EventLog
 from lockstep.monitor.metric_log import Logged
@@ -175,7 +176,11 @@ def test_an_epoch_entered_in_its_middle_is_marked() -> None:
 
 def test_a_step_that_no_monitor_wants_costs_less_than_two_microseconds(tmp_path) -> None:
     monitors = Monitors(
-        [EventLog(tmp_path / "metrics.jsonl", 10**6), TensorBoard(tmp_path, 10**6), Console(10**6, "none")]
+        [
+            BackgroundMonitor(EventLog(tmp_path / "metrics.jsonl", 10**6), 10**6),
+            BackgroundMonitor(TensorBoard(tmp_path, 10**6), 10**6),
+            Console(10**6, "none"),
+        ]
     )
     reports = [report(step, seconds=step * 1e-5) for step in range(1, 5001)]
     monitors.start(FACTS)

@@ -18,6 +18,7 @@ from lockstep.core import formatting
 from lockstep.core.errors import Stopped
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport, Verdict
 from lockstep.core.terminal import plain, plain_line
+from lockstep.monitor.background import WorkQueue
 from lockstep.monitor.gpu_health import GpuHealth
 from lockstep.monitor.live import LiveDisplay, Status, terminal_width
 from lockstep.monitor.meters import Rates, Throughput, model_flops_utilization
@@ -33,6 +34,7 @@ _MAX_SECONDS = 15.0  # more than that
 _LONGEST_TEXT = 1000
 _LOGGED_VALUES = 3
 _STRAGGLERS = 3
+_MOST_LINES = 1000  # that wait for a reader
 _REASONS = {Verdict.OVERFLOW: "fp16 overflow", Verdict.NON_FINITE: "gradient not finite"}
 
 
@@ -147,6 +149,7 @@ class Console(ThrottledMonitor):
         if self._facts is not None:
             for line in self._summary(self._facts, error):
                 self._output.print(line)
+        self._output.drain()
 
     def _wants_line(self, report: StepReport) -> bool:
         if report.step <= self._printed_step:
@@ -222,7 +225,9 @@ def time_shares(split: Mapping[str, float]) -> str:
 
 
 class Output:
-    """Lines, and two live rows below them on a terminal. Nothing once the stream is broken.
+    """Lines, and two live rows below them on a terminal, which a thread writes. Nothing once the stream is broken.
+
+    A reader that stops reading (a full pipe, a terminal that is paused) doesn't stop the run; its end waits for it.
 
     Attributes:
         live: whether there is a live display.
@@ -237,8 +242,13 @@ class Output:
             self._terminal = False
         self.live = progress == "live" or (progress == "auto" and self._terminal)
         self._display: LiveDisplay | None = None
+        self._queue = WorkQueue("lockstep-console", _MOST_LINES)
+        self._status: Status | None = None
+        self._draws = False  # a drawing waits
 
     def start(self) -> None:
+        """Start the live rows, below the lines that were printed."""
+        self.drain()
         if self.live and not self._broken:
             self._display = LiveDisplay(self._stream)
             self._attempt(self._display.start)
@@ -252,20 +262,39 @@ class Output:
         encoding = self._stream.encoding or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)
         display = self._display
-        self._attempt(lambda: display.print(text) if display is not None else self._write(text))
+        self._put(lambda: display.print(text) if display is not None else self._write(text))
 
     def draw(self, status: Status) -> float:
         """Draw the live rows, and return the seconds until it is worth drawing again."""
         display = self._display
         if self._broken or display is None:
             return math.inf
-        self._attempt(lambda: display.show(status))
+        self._status = status
+        if not self._draws:
+            self._draws = True
+            self._put(lambda: self._draw(display))
         return display.seconds_between_drawings
 
+    def drain(self) -> None:
+        """Wait until all is written, as long as the reader takes."""
+        self._queue.drain()
+
     def stop(self) -> None:
+        """Remove the live rows, when all else is written."""
+        self.drain()
         if self._display is not None:
             self._attempt(self._display.stop)
             self._display = None
+        if self._queue.dropped:
+            self.print(f"{self._queue.dropped:,} lines are missing here: the output was not read in time")
+
+    def _draw(self, display: LiveDisplay) -> None:
+        self._draws = False  # first: a status that comes now is drawn, too
+        if self._status is not None:
+            display.show(self._status)
+
+    def _put(self, act: Callable[[], object]) -> None:
+        self._queue.put(lambda: self._attempt(act))
 
     def _write(self, text: str) -> None:
         self._stream.write(text + "\n")

@@ -29,7 +29,7 @@ from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport
 from lockstep.monitor.jsonl import LineFile, finite, line
 from lockstep.monitor.meters import Throughput
 from lockstep.monitor.metric_log import Logged
-from lockstep.monitor.monitors import EpochReport, NextReport, ThrottledMonitor
+from lockstep.monitor.monitors import EpochReport, ReportWriter
 from lockstep.monitor.rank_meters import MeterReport
 
 _log = logging.getLogger("lockstep.monitor")
@@ -38,7 +38,7 @@ _STEP = ("step", "samples", "tokens", "epoch", "loss", "count", "grad_norm", "lr
 _SUMMARY = ("strategy", "ranks", "backend", "device", "precision", "global_size", "parameters", "trainable")
 
 
-class EventLog(ThrottledMonitor):
+class EventLog(ReportWriter):
     """Writes metrics.jsonl, and events.jsonl beside it.
 
     Rates are those since the line before, evaluations not counted.
@@ -49,7 +49,6 @@ class EventLog(ThrottledMonitor):
         self._metrics = LineFile(path)
         self._events = LineFile(path.with_name(EVENTS))
         self._throughput = Throughput(window=0.0)
-        self._next_step = 0
         self._pending: StepReport | None = None
         self._first = True
 
@@ -62,11 +61,7 @@ class EventLog(ThrottledMonitor):
         if info.resumed_from is not None:
             self._write(self._events, {"resumed": info.resumed_from, "step": info.resumed_from, "ranks": info.ranks})
 
-    def next_report(self) -> NextReport:
-        return NextReport(self._next_step, float("inf"))
-
     def see(self, report: StepReport) -> Iterable[Request]:
-        self._next_step = report.step + self._every - report.step % self._every
         if self._first:
             self._first = False
             self._throughput.add(report)

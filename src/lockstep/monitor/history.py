@@ -29,6 +29,8 @@ _LINE_FILES = ("metrics.jsonl", "events.jsonl", "ranks.jsonl")
 _TENSORBOARD = "tensorboard/"
 _EVENT_FILE = re.compile(r"tensorboard/events\.out\.tfevents\.[\w.-]+")
 _MAX_FAULTS = 8
+_FLUSH_S = 20.0  # a save's thread waits for the writers' threads
+_MARK_S = 1.0  # an update that begins a save does
 
 
 def rewind(run: Path, step: int, archive: Path) -> None:
@@ -50,6 +52,7 @@ class HistoryFiles:
         run: The run's folder.
         monitors: Those that write files there.
         publish: Uploads what the folder of a run in a bucket has; raises Failure.
+        drains: Wait, a number of seconds at most, until threads have written what the monitors were shown.
     """
 
     def __init__(
@@ -57,10 +60,12 @@ class HistoryFiles:
         run: Path,
         monitors: Sequence[EventLog | MeterFiles | TensorBoard] = (),
         publish: Callable[[], None] = lambda: None,
+        drains: Sequence[Callable[[float], object]] = (),
     ) -> None:
         self._run = run
         self._monitors = monitors
         self._publish = publish
+        self._drains = drains
         self._earlier: dict[str, FileMark] = {}  # TensorBoard files of earlier attempts
         self._warned = False
         for file in _event_files(run):
@@ -71,6 +76,7 @@ class HistoryFiles:
 
     def flush(self) -> None:
         """Flush all files to the disk, and publish them, in any thread. A disk that fails is reported once."""
+        self._drain(_FLUSH_S)
         for file in self._files():
             try:
                 file.flush()
@@ -92,8 +98,14 @@ class HistoryFiles:
 
     def marks(self) -> dict[str, list[int]]:
         """Return how far each file has been written: lines, bytes and CRC-32 by name, for `faults`."""
+        self._drain(_MARK_S)
         marks = self._earlier | {str(file.path.relative_to(self._run)): file.mark for file in self._files()}
         return {name: [mark.lines, mark.size, mark.crc] for name, mark in marks.items() if mark.lines}
+
+    def _drain(self, seconds: float) -> None:
+        """Wait until the files have all that was reported; a disk that hangs may leave them shorter, but valid."""
+        for drain in self._drains:
+            drain(seconds)
 
     def _files(self) -> Iterator[LineFile]:
         for monitor in self._monitors:

@@ -56,11 +56,8 @@ class EpochReport:
     whole: bool
 
 
-class ThrottledMonitor(Monitor, Protocol):
-    """A monitor that needs only some of the reports. It always sees discarded updates and the last one."""
-
-    def next_report(self) -> NextReport:
-        """Return when the next report is wanted; called after each that was shown."""
+class ReportWriter(Monitor, Protocol):
+    """A monitor that also takes the sums of epochs, what user code logged, and the ranks' meters."""
 
     def epoch(self, report: EpochReport) -> None: ...
 
@@ -69,6 +66,13 @@ class ThrottledMonitor(Monitor, Protocol):
 
     def measured(self, report: MeterReport) -> None:
         """Take the meters of all ranks over an interval."""
+
+
+class ThrottledMonitor(ReportWriter, Protocol):
+    """A monitor that needs only some of the reports. It always sees discarded updates and the last one."""
+
+    def next_report(self) -> NextReport:
+        """Return when the next report is wanted; called after each that was shown."""
 
 
 class Monitors:

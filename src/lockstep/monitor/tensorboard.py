@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import os
 import socket
 import struct
@@ -24,7 +23,7 @@ from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport
 from lockstep.monitor.jsonl import LineFile
 from lockstep.monitor.meters import Throughput, model_flops_utilization
 from lockstep.monitor.metric_log import Histogram, Logged
-from lockstep.monitor.monitors import EpochReport, NextReport, ThrottledMonitor
+from lockstep.monitor.monitors import EpochReport, ReportWriter
 from lockstep.monitor.rank_meters import MeterReport, meter_values
 
 _log = logging.getLogger("lockstep.monitor")
@@ -33,7 +32,7 @@ _FRAME = 16  # bytes of a record around its data
 _numbers = itertools.count()
 
 
-class TensorBoard(ThrottledMonitor):
+class TensorBoard(ReportWriter):
     """Writes loss, gradient norm, learning rate, rates, evaluations, epochs and what user code logs.
 
     Args:
@@ -48,7 +47,6 @@ class TensorBoard(ThrottledMonitor):
         self._has_head = False
         self._facts: RunInfo | None = None
         self._throughput = Throughput()
-        self._next = NextReport(0, math.inf)
         self._next_seconds = 0.0
         self._pending: StepReport | None = None
         self._warned = False
@@ -66,11 +64,7 @@ class TensorBoard(ThrottledMonitor):
     def start(self, info: RunInfo) -> None:
         self._facts = info
 
-    def next_report(self) -> NextReport:
-        return self._next
-
     def see(self, report: StepReport) -> Iterable[Request]:
-        self._next = NextReport(report.step + self._every - report.step % self._every, math.inf)
         self._throughput.add(report)
         is_point = report.step == 1 or (report.step % self._every == 0 and report.seconds >= self._next_seconds)
         if is_point or not report.kept:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lockstep.distributed.collective_meter import CollectiveMeter
 from lockstep.distributed.memory import memory_gauges
 from lockstep.monitor import history
+from lockstep.monitor.background import BackgroundMonitor
 from lockstep.monitor.console import Console
 from lockstep.monitor.events import EventLog
 from lockstep.monitor.folder import RunFolder
@@ -78,13 +79,17 @@ class Meters:
 def make_monitors(job: Job, folder: Path, checkpoints: Checkpoints, meters: Meters) -> Monitors:
     """Return the monitors of the first rank, and make their files the history that checkpoints refer to."""
     options, run_folder = job.config.monitor, RunFolder.open(folder)
-    log, console = EventLog(run_folder.metrics, options.every), Console(options.every, options.progress)
-    board = [TensorBoard(run_folder.tensorboard, options.every)] if options.tensorboard else []
+    writers: list[EventLog | TensorBoard] = [EventLog(run_folder.metrics, options.every)]
+    if options.tensorboard:
+        writers.append(TensorBoard(run_folder.tensorboard, options.every))
+    background = [BackgroundMonitor(writer, options.every) for writer in writers]
+    console = Console(options.every, options.progress)
     publish = job.stored.publish if job.stored is not None else lambda: None
     files = [meters.files] if meters.files is not None else []
-    checkpoints.history = history.HistoryFiles(folder, [log, *board, *files], publish)
+    drains = [monitor.drain for monitor in background]
+    checkpoints.history = history.HistoryFiles(folder, [*writers, *files], publish, drains)
     reports = meters.files.reports if meters.files is not None else None
-    return Monitors([log, console, *board], user_monitors(job.config, job.given), reports)
+    return Monitors([*background, console], user_monitors(job.config, job.given), reports)
 
 
 @contextmanager

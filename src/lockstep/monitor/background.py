@@ -1,0 +1,182 @@
+"""Monitors whose work is done by threads: no update waits for a disk, a network or the reader of standard output.
+
+    update --> see(report) --> WorkQueue, bounded --> its thread: EventLog.see(report) --> metrics.jsonl
+               microseconds    full: dropped, counted and told once
+
+    save   --> drain: all that was put before is written, unless the disk hangs
+    end    --> close: all is written, within a limit
+
+Each monitor has a queue of its own: a network that hangs stops no file.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from lockstep.core.records import EvaluationReport, Request, RestartReport, RunInfo, SaveReport, StepReport
+from lockstep.monitor.metric_log import Logged
+from lockstep.monitor.monitors import EpochReport, NextReport, ReportWriter, ThrottledMonitor
+from lockstep.monitor.rank_meters import MeterReport
+
+_log = logging.getLogger("lockstep.monitor")
+_MOST_WEIGHT = 10_000
+_HISTOGRAM_WEIGHT = 10
+_CHARACTERS = 500  # of a text that weigh as much as a report
+END_S = 20.0  # how long the end of a run waits for a queue
+
+
+class WorkQueue:
+    """Calls functions in the order in which they were put, in a thread that starts with the first.
+
+    Args:
+        name: of the thread.
+        most: weight of the waiting functions, at most. A single one is always taken, and those without weight.
+
+    Attributes:
+        dropped: Number of functions that were not called, since the queue was full or closed.
+    """
+
+    def __init__(self, name: str, most: int = _MOST_WEIGHT) -> None:
+        self._name = name
+        self._most = most
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Callable[[], object], int]] = deque()
+        self._weight = 0
+        self._busy_since = math.inf
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.dropped = 0
+
+    def put(self, act: Callable[[], object], weight: int = 1) -> bool:
+        """Add a function, which must not raise; return whether there was room. Never waits."""
+        with self._changed:
+            if self._closed or (self._waiting and weight and self._weight + weight > self._most):
+                self.dropped += 1
+                return False
+            self._waiting.append((act, weight))
+            self._weight += weight
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return True
+
+    def drain(self, seconds: float = math.inf) -> bool:
+        """Wait until all functions have been called; return False if that takes longer, or one already does."""
+        limit = time.monotonic() + seconds
+        with self._changed:
+            while self._waiting or self._busy_since < math.inf:
+                left = min(limit, self._busy_since + seconds) - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(None if left == math.inf else left)
+        return True
+
+    def close(self, seconds: float = math.inf) -> bool:
+        """Wait as `drain` does, and call nothing more; return whether all functions were called."""
+        done = self.drain(seconds)
+        with self._changed:
+            self._closed = True
+            self.dropped += len(self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
+        return done
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                act, weight = self._waiting.popleft()
+                self._busy_since = time.monotonic()
+            act()
+            del act  # and what it holds
+            with self._changed:
+                self._weight -= weight
+                self._busy_since = math.inf
+                self._changed.notify_all()
+
+
+class BackgroundMonitor(ThrottledMonitor):
+    """Passes reports to a writer in a thread.
+
+    A writer that raises gets nothing more, with one warning.
+
+    Args:
+        every: steps between the reports that the writer gets.
+        end_seconds: how long the end of the run waits for the writer.
+    """
+
+    def __init__(self, writer: ReportWriter, every: int, end_seconds: float = END_S, most: int = _MOST_WEIGHT) -> None:
+        self._writer = writer
+        self._name = type(writer).__name__
+        self._every = every
+        self._end_seconds = end_seconds
+        self._queue = WorkQueue(f"lockstep-{self._name}", most)
+        self._next_step = 0
+        self._failed = False
+
+    def start(self, info: RunInfo) -> None:
+        self._put(lambda: self._writer.start(info))
+
+    def restarted(self, report: RestartReport) -> None:
+        self._put(lambda: self._writer.restarted(report))
+
+    def next_report(self) -> NextReport:
+        return NextReport(self._next_step, math.inf)
+
+    def see(self, report: StepReport) -> Iterable[Request]:
+        self._next_step = report.step + self._every - report.step % self._every
+        self._put(lambda: self._writer.see(report))
+        return ()
+
+    def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
+        self._put(lambda: self._writer.evaluated(report))
+        return ()
+
+    def saved(self, report: SaveReport) -> None:
+        self._put(lambda: self._writer.saved(report), weight=0)  # never dropped
+
+    def epoch(self, report: EpochReport) -> None:
+        self._put(lambda: self._writer.epoch(report))
+
+    def logged(self, step: int, logged: Logged) -> None:
+        texts = sum(len(text) for text in logged.texts.values()) // _CHARACTERS
+        weight = 1 + len(logged.values) // 10 + _HISTOGRAM_WEIGHT * len(logged.histograms) + texts
+        self._put(lambda: self._writer.logged(step, logged), weight)
+
+    def measured(self, report: MeterReport) -> None:
+        self._put(lambda: self._writer.measured(report), 1 + len(report.ranks))
+
+    def finish(self, error: BaseException | None) -> None:
+        """Let the writer finish, and wait for it up to the limit."""
+        self._put(lambda: self._writer.finish(error), weight=0)
+        if not self._queue.close(self._end_seconds):
+            _log.warning("%s has not ended within %g s: its last reports are lost", self._name, self._end_seconds)
+        elif self._queue.dropped:
+            _log.warning("%s was too slow for %d reports, which are lost", self._name, self._queue.dropped)
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until the writer has taken all reports, in any thread; return False if it takes longer."""
+        return self._queue.drain(seconds)
+
+    def _put(self, act: Callable[[], object], weight: int = 1) -> None:
+        if self._failed:
+            return
+        if not self._queue.put(lambda: self._attempt(act), weight) and self._queue.dropped == 1:
+            _log.warning("%s can't keep up: the run continues without some of its reports", self._name)
+
+    def _attempt(self, act: Callable[[], object]) -> None:
+        if self._failed:
+            return
+        try:
+            act()
+        except Exception as error:
+            self._failed = True
+            _log.warning("%s failed and is left out from now on: %r", self._name, error, exc_info=True)
