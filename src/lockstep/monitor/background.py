@@ -1,7 +1,7 @@
 """Monitors whose work is done by threads: no update waits for a disk, a network or the reader of standard output.
 
     update --> see(report) --> WorkQueue, bounded --> its thread: EventLog.see(report) --> metrics.jsonl
-               microseconds    full: dropped, counted and told once
+               microseconds    full: dropped, counted, reported once
 
     save   --> drain: all that was put before is written, unless the disk hangs
     end    --> close: all is written, within a limit
@@ -53,7 +53,7 @@ class WorkQueue:
         self.dropped = 0
 
     def put(self, act: Callable[[], object], weight: int = 1) -> bool:
-        """Add a function, which must not raise; return whether there was room. Never waits."""
+        """Add a function, which must not raise; return whether it fitted. Never waits."""
         with self._changed:
             if self._closed or (self._waiting and weight and self._weight + weight > self._most):
                 self.dropped += 1
