@@ -1,4 +1,4 @@
-"""Writers in threads: an update never waits for them, their order stays, and what is lost is reported once.
+"""Writers in threads: an update never waits for them, their order stays, and what is lost is reported once."""
 
 from __future__ import annotations
 
