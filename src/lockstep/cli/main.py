@@ -32,6 +32,7 @@ VERBS = {
     "generate": ("generate", "continue a text with the language model of a run"),
     "export": ("export", "write a run's model for other tools"),
     "ls": ("ls", "list the runs of a folder, and what each does"),
+    "top": ("top", "show a run live: progress, loss, and what each rank does"),
     "report": ("report", "write a run as one HTML page"),
     "explain": ("explain", "explain a run: how fast it is, what limits it, what to do next"),
     "verify": ("verify", "check on your model that every strategy trains as a single process does"),

@@ -77,7 +77,7 @@ def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
     A folder that is a run itself counts. What can't be read is left out.
     """
     runs = {os.path.realpath(run): run for folder in folders for run in _runs_in(folder, depth=2)}
-    rows = [_listed(run) for run in runs.values()]
+    rows = [listed(run) for run in runs.values()]
     return sorted(rows, key=lambda row: row.changed if row.started is None else row.started, reverse=True)
 
 
@@ -95,7 +95,8 @@ def _runs_in(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _runs_in(Path(entry.path), depth - 1)
 
 
-def _listed(run: Path) -> ListedRun:
+def listed(run: Path) -> ListedRun:
+    """Return what the files of a run show. Never raises OSError."""
     status = status_of(run)
     last = next(iter(last_records(run / METRICS, _TAIL)[-1:]), {})
     summary, live, environment = (read_object(run / name) for name in (SUMMARY, LIVE, ENVIRONMENT))

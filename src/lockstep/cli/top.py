@@ -1,0 +1,44 @@
+"""The verb `top`: lockstep top [RUN] [--once]."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+
+from lockstep.cli.arguments import Parser, run_path
+from lockstep.core.terminal import echo
+
+_HEIGHT_OF_ONCE = 60
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Show what all ranks of a run do, live in a terminal."""
+    parser = Parser(
+        "top", "Shows a run live: progress, loss, and what each rank does. Press q to quit; nothing is written."
+    )
+    parser.add_argument(
+        "run",
+        nargs="?",
+        type=run_path,
+        metavar="RUN",
+        help="the run's folder, or its address; default: the newest that is running here or in runs",
+    )
+    parser.add_argument("--once", action="store_true", help="print the state once, as without a terminal")
+    args = parser.parse_args(arguments)
+
+    from lockstep.looking.screen import draw
+    from lockstep.looking.watched import chosen_run, watch
+
+    folder = chosen_run(args.run)
+    unicode = "utf" in (sys.stdout.encoding or "").lower()
+    if args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        width = shutil.get_terminal_size((120, 24)).columns
+        for line in draw(watch(folder), width, _HEIGHT_OF_ONCE, unicode=unicode):
+            echo(line.text)
+        return 0
+
+    from lockstep.looking.terminal import show
+
+    show(lambda columns, lines: draw(watch(folder), columns, lines - 1, unicode=unicode))
+    return 0

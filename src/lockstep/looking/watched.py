@@ -1,0 +1,262 @@
+"""A run as `lockstep top` sees it, read again and again from its files.
+
+live.json       --> each rank: phase, step time, memory, silent or not     none: the last line of ranks.jsonl
+metrics.jsonl   --> loss, speed, time left
+events.jsonl    --> the last events
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.core import formatting
+from lockstep.core.errors import ConfigError
+from lockstep.looking.files import last_records, read_object, sampled_losses
+from lockstep.looking.listing import RUNS, ListedRun, list_runs, listed
+from lockstep.looking.states import RunState, number
+from lockstep.monitor.events import EVENTS
+from lockstep.monitor.folder import METRICS, is_run
+from lockstep.monitor.meter_files import LIVE, RANKS
+
+SILENT_S = 10.0
+"""Seconds without a notice, of which each rank posts one every 2 s, after which it counts as silent."""
+_MEMORY = ("memory_allocated", "memory_used", "memory_resident")
+_UTILIZATION = ("gpu_utilization", "utilization")
+_EVENTS = 8
+_TAIL = 1 << 15
+_LARGEST_LINE = 1 << 22  # of ranks.jsonl: a line of 1,024 ranks has 100 KB
+_NO_METRICS = ("evaluation", "step", "samples", "seconds", "not_finite")
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedRank:
+    """A rank as it was last seen; NaN: unknown.
+
+    Attributes:
+        phase: In which it is, for `phase_seconds`; empty if the run has ended.
+        silent: Seconds since its last notice.
+        seconds, slowest: Of an update: mean and 95th percentile.
+        memory: Bytes, on its device if it has one.
+        utilization: Of its GPU, in percent.
+        straggler: What slows the others down, such as "1.7x backward"; empty if nothing does.
+    """
+
+    rank: int
+    host: str
+    step: float
+    phase: str
+    phase_seconds: float
+    silent: float
+    seconds: float
+    slowest: float
+    memory: float
+    utilization: float
+    straggler: str
+
+    @property
+    def is_silent(self) -> bool:
+        return self.silent > SILENT_S
+
+    @property
+    def severity(self) -> tuple[bool, float, bool, float, int]:
+        """A key: the smallest is that of the rank to look at first."""
+        known = self.seconds if math.isfinite(self.seconds) else 0.0
+        return not self.is_silent, self.step if math.isfinite(self.step) else 0.0, not self.straggler, -known, self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedRun:
+    """All that is shown of a run.
+
+    Attributes:
+        last: The last record of metrics.jsonl; empty if there is none.
+        left: Seconds that the rest will take; None: unknown.
+        losses: Of some updates, in their order.
+        split: Mean share of an update by phase.
+        events: Sentences, the newest last.
+    """
+
+    listed: ListedRun
+    last: Mapping[str, Any]
+    left: float | None
+    losses: tuple[float, ...]
+    ranks: tuple[WatchedRank, ...]
+    split: Mapping[str, float]
+    events: tuple[str, ...]
+
+
+def watch(run: Path) -> WatchedRun:
+    """Read a run's files. Never raises OSError: what can't be read is left out."""
+    row = listed(run)
+    live = read_object(run / LIVE)
+    records = last_records(run / METRICS, _TAIL)
+    if row.state.is_active and live:
+        age = max(0.0, time.time() - number(live.get("time"), time.time()))
+        ranks = _of_live(live, age)
+    else:
+        ranks = _of_last_interval(run)
+    return WatchedRun(
+        row,
+        records[-1] if records else {},
+        _time_left(row, records) if row.state is RunState.RUNNING else None,
+        tuple(loss for _, loss in sampled_losses(run / METRICS)),
+        ranks,
+        _split(live if row.state.is_active else _last_interval(run)),
+        tuple(filter(None, map(event_text, last_records(run / EVENTS, _TAIL)[-_EVENTS:]))),
+    )
+
+
+def chosen_run(run: Path | None) -> Path:
+    """Return the run, or the one that was started last, and of those that are running.
+
+    Raises:
+        ConfigError: It is not a run, or there is none.
+    """
+    if run is not None:
+        if not is_run(run):
+            raise ConfigError(f"{run} is not the folder of a run: it has neither config.yaml nor run.lock")
+        return run
+    rows = list_runs([Path(), Path(RUNS)])
+    if not rows:
+        raise ConfigError("there is no run in the current folder or in runs; name the folder of a run")
+    return Path(next((row.run for row in rows if row.state.is_active), rows[0].run))
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def _of_live(live: Mapping[str, Any], age: float) -> tuple[WatchedRank, ...]:
+    stragglers = _stragglers(live)
+    ranks = []
+    for record in _objects(live.get("ranks")):
+        gauges = record.get("gauges")
+        rank = int(number(record.get("rank"), 0))
+        ranks.append(
+            WatchedRank(
+                rank,
+                str(record.get("host", "")),
+                number(record.get("step")),
+                str(record.get("phase", "")),
+                number(record.get("phase_seconds")) + age,
+                number(record.get("silent"), 0.0) + age,
+                number(record.get("step_seconds")),
+                number(record.get("slowest")),
+                _first(gauges, _MEMORY),
+                _first(gauges, _UTILIZATION),
+                stragglers.get(rank, ""),
+            )
+        )
+    return tuple(ranks)
+
+
+def _of_last_interval(run: Path) -> tuple[WatchedRank, ...]:
+    record = _last_interval(run)
+    stragglers, gauges = _stragglers(record), record.get("gauges")
+    hosts = _list(record.get("hosts"))
+    host = str(hosts[0]) if len(hosts) == 1 else ""
+
+    def value(column: object, place: int) -> float:
+        values = _list(column)
+        return number(values[place]) if place < len(values) else math.nan
+
+    def gauge(names: Iterable[str], place: int) -> float:
+        columns = gauges if isinstance(gauges, dict) else {}
+        return next((value(columns[name], place) for name in names if name in columns), math.nan)
+
+    return tuple(
+        WatchedRank(
+            int(number(rank, 0)),
+            host,
+            math.nan,
+            "",
+            math.nan,
+            0.0,
+            value(record.get("step_seconds"), place),
+            value(record.get("slowest"), place),
+            gauge(_MEMORY, place),
+            gauge(_UTILIZATION, place),
+            stragglers.get(int(number(rank, 0)), ""),
+        )
+        for place, rank in enumerate(_list(record.get("ranks")))
+    )
+
+
+def _last_interval(run: Path) -> Mapping[str, Any]:
+    for size in (_TAIL, _LARGEST_LINE):
+        if records := last_records(run / RANKS, size):
+            return records[-1]
+    return {}
+
+
+def _stragglers(record: Mapping[str, Any]) -> dict[int, str]:
+    return {
+        int(number(item.get("rank"), -1)): f"{number(item.get('ratio')):.1f}x {item.get('phase', '')}"
+        for item in _objects(record.get("stragglers"))
+    }
+
+
+def _split(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the mean share of an update by phase, of live.json or a line of ranks.jsonl."""
+    totals: dict[str, float] = {}
+    columns = record.get("split")
+    splits = [record.get("split") for record in _objects(record.get("ranks"))] if columns is None else [columns]
+    for split in splits:
+        for name, seconds in split.items() if isinstance(split, dict) else ():
+            values = [number(value, 0.0) for value in (seconds if isinstance(seconds, list) else [seconds])]
+            totals[str(name)] = totals.get(str(name), 0.0) + sum(values)
+    total = sum(totals.values())
+    return {name: seconds / total for name, seconds in totals.items()} if total > 0 else {}
+
+
+# --- progress, events -----------------------------------------------------------------------------------------------
+
+
+def _time_left(row: ListedRun, records: list[dict[str, Any]]) -> float | None:
+    """Return the seconds that the rest takes at the speed of the last records."""
+    if row.share is None or row.step is None or len(records) < 2:
+        return None
+    first, last = records[-min(len(records), 20)], records[-1]
+    done = number(last.get("step"), 0.0) - number(first.get("step"), 0.0)
+    seconds = number(last.get("seconds")) - number(first.get("seconds"))
+    if not (done > 0 and seconds > 0 and row.share > 0):
+        return None
+    steps_left = row.step / row.share - row.step
+    return steps_left * seconds / done
+
+
+def event_text(record: Mapping[str, Any]) -> str:
+    """Return a sentence about a line of events.jsonl; empty for what users logged."""
+    step = f"step {number(record.get('step'), 0):,.0f}: "
+    if isinstance(name := record.get("evaluation"), str):
+        values = {key: value for key, value in record.items() if key not in _NO_METRICS}
+        metrics = {key: number(value) for key, value in values.items() if value is None or math.isfinite(number(value))}
+        return f"{step}evaluation {name}: {formatting.metrics(metrics)}"
+    if "failure" in record:
+        return f"{step}not saved: {record['failure']}"
+    if "saved" in record:
+        size, seconds = (number(record.get(key), 0.0) for key in ("bytes", "seconds"))
+        return f"{step}saved {formatting.size(size)} in {formatting.duration(seconds)}"
+    if "resumed" in record:
+        return f"{step}resumed on {number(record.get('ranks'), 0):.0f} ranks"
+    if "epoch_done" in record:
+        loss = formatting.value(number(record.get("loss")))
+        return f"{step}epoch {number(record.get('epoch_done'), 0) + 1:.0f} done, loss {loss}"
+    return ""
+
+
+def _first(gauges: object, names: Iterable[str]) -> float:
+    values = gauges if isinstance(gauges, dict) else {}
+    return next((number(values[name]) for name in names if name in values), math.nan)
+
+
+def _objects(value: object) -> list[dict[str, Any]]:
+    return [item for item in _list(value) if isinstance(item, dict)]
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,215 @@
+"""`lockstep top`: one screen shows a run of any size, live in a terminal and once without."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import pty
+import re
+import select
+import shlex
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.main import main
+from lockstep.looking.screen import draw, sparkline
+from lockstep.looking.watched import event_text, watch
+
+PHASES = ("forward", "backward", "communication")
+
+
+def make_run(path: Path, ranks: int = 2, *, per_host: int = 8, age: float = 0.0, silent: tuple[int, ...] = ()) -> Path:
+    """Write the files of a run that is running on another host; rank 1 is a straggler."""
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text("run:\n  steps: 300\n")
+    (path / "run.lock").write_text("process 9 on host-0, since 2026-11-21 09:30:00\n")
+    (path / "environment.json").write_text('{"host": "host-0"}')
+    losses = [*(4.0 / step for step in range(1, 120)), math.nan]
+    lines = [
+        {"step": step, "loss": None if math.isnan(loss) else loss, "grad_norm": 0.5, "lr": 1e-3, "seconds": step / 10}
+        | {"samples_per_second": 640.0, "tokens_per_second": 24500.0, "discarded": 1}
+        for step, loss in enumerate(losses, 1)
+    ]
+    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (path / "events.jsonl").write_text(
+        '{"resumed": 50, "step": 50, "ranks": 2}\n{"evaluation": "held-out", "step": 100, "loss": 0.5, "seconds": 1}\n'
+        '{"saved": 100, "step": 100, "bytes": 2048, "seconds": 0.25, "lost_seconds": 0}\n'
+    )
+    rows = [
+        {"rank": rank, "host": f"host-{rank // per_host}", "step": 120, "phase": PHASES[rank % 3], "phase_seconds": 0.2}
+        | {"silent": 45.0 if rank in silent else 0.5, "step_seconds": 0.1, "slowest": 0.12}
+        | {"split": {"forward": 0.06, "backward": 0.04}, "gauges": {"memory_allocated": 2.0**30}}
+        for rank in range(ranks)
+    ]
+    stragglers = [{"rank": 1, "host": "host-0", "ratio": 1.71, "phase": "data"}]
+    live = {"time": time.time() - age, "step": 120, "ranks": rows, "stragglers": stragglers}
+    (path / "live.json").write_text(json.dumps(live))
+    return path
+
+
+def screen(run: Path, width: int = 80, height: int = 24) -> list[str]:
+    lines = draw(watch(run), width, height)
+    assert len(lines) <= height
+    assert max(len(line.text) for line in lines) <= width
+    return [line.text for line in lines]
+
+
+def test_a_small_run_is_shown_whole(tmp_path: Path) -> None:
+    lines = screen(make_run(tmp_path / "run"), 120)
+    assert lines[0].endswith("run  running  2 ranks on host-0")
+    assert lines[1] == "The loss is not finite from step 120 on"
+    assert re.fullmatch(r"120/300 ━+─+ 40 %  0:1[89] left", lines[2])
+    assert lines[3] == "24.5k tokens/s  100 ms a step  grad norm 0.5  lr 0.001  1 discarded"
+    assert re.fullmatch(r"loss [▁-█]+x 4 to 0.03361", lines[4])
+    assert lines[5] == "time forward 60 %  backward 40 %"
+    assert [line.split() for line in lines[7:10]] == [
+        ["rank", "host", "step", "phase", "for", "mean", "slowest", "memory"],
+        ["0", "host-0", "120", "forward", *lines[8].split()[4:6], "100", "ms", "120", "ms", "1.00", "GiB"],
+        [
+            "1",
+            "host-0",
+            "120",
+            "backward",
+            *lines[9].split()[4:6],
+            "100",
+            "ms",
+            "120",
+            "ms",
+            "1.00",
+            "GiB",
+            "1.7x",
+            "data",
+        ],
+    ]
+    assert lines[-3:] == [
+        "step 50: resumed on 2 ranks",
+        "step 100: evaluation held-out: loss 0.5",
+        "step 100: saved 2.00 KiB in 0.25 s",
+    ]
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 50), (40, 10), (20, 3)])
+def test_hundreds_of_ranks_fit_any_terminal_the_worst_first(tmp_path: Path, width: int, height: int) -> None:
+    lines = screen(make_run(tmp_path / "run", ranks=512, silent=(300, 301)), width, height)
+    text = "\n".join(lines)
+    if height >= 24:
+        assert "512 ranks on 64 hosts" in text
+        hosts = [line.split() for line in lines if re.match(r"host-\d", line)]
+        assert [hosts[0][0], *hosts[0][7:9]] == ["host-37", "2", "silent"]
+        ranks = [line.split()[0] for line in lines if re.match(r" *\d+  host", line)]
+        assert ranks[:3] == ["300", "301", "1"]
+        assert "silent 45" in text
+        assert "of 512 ranks, the worst first" in text
+
+
+def test_a_run_whose_host_is_gone_shows_all_ranks_silent(tmp_path: Path) -> None:
+    lines = draw(watch(make_run(tmp_path / "run", age=20)), 100, 24)
+    assert [line.style for line in lines if "silent 20" in line.text] == ["alarm"] * 2
+
+
+def test_a_run_that_has_ended_is_shown_with_its_end(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "live.json").unlink()
+    interval = {"ranks": [0, 1], "hosts": ["a"], "step_seconds": [0.1, None], "slowest": [0.2, 3], "stragglers": []}
+    interval |= {"split": {"data": [1, 3]}, "gauges": {"memory_resident": [1024, None]}}
+    (run / "ranks.jsonl").write_text(json.dumps(interval) + "\n")
+    (run / "logs").mkdir()
+    end = {"attempt": "process 9 on host-0, since 2026-11-21 09:30:00", "time": 1, "code": 1, "cause": 1, "step": 120}
+    end |= {"text": "rank 1 on host a was killed by SIGKILL", "ranks": [], "logs": {}, "environment": {}}
+    (run / "logs" / "ends.jsonl").write_text(json.dumps(end) + "\n")
+    (run / "metrics.jsonl").write_text('{"step": 120, "loss": 1.0}\n')
+    lines = screen(run)
+    assert lines[0].endswith("run  failed  2 ranks on a")
+    assert lines[1] == "rank 1 on host a was killed by SIGKILL"
+    assert any(line.split() == ["0", "a", "100", "ms", "1.00", "KiB"] for line in lines)
+    (run / "summary.json").write_text('{"steps": 300}')
+    assert screen(run)[0].endswith("run  done  2 ranks on a")
+
+
+def test_damaged_files_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    live = {"time": time.time(), "ranks": [7, {"rank": "x", "gauges": 3, "split": [1], "host": "\x1b[2J"}, {}]}
+    (run / "live.json").write_text(json.dumps(live | {"stragglers": {"a": 1}}))
+    (run / "events.jsonl").write_text(
+        '{"evaluation": "a\\u001b[2J", "step": 1, "loss": "x", "y": null}\n{"saved": "\n[]\n'
+    )
+    (run / "metrics.jsonl").write_bytes(os.urandom(5000))
+    assert "\x1b" not in "".join(screen(run))
+    for name in ("live.json", "events.jsonl", "metrics.jsonl", "environment.json", "config.yaml"):
+        (run / name).unlink()
+    assert screen(run)
+
+
+def test_a_sparkline_has_medians_and_marks_what_is_not_finite() -> None:
+    assert sparkline([8.0, 4.0, math.nan, 1.0], 4) == "█▄x▁"
+    assert sparkline([1.0, 1.0, 5.0, 5.0], 2) == "▁█"
+    assert sparkline([3.0, 3.0], 8) == "▁▁"
+    assert sparkline([1.0, math.nan], 8) == ""
+    assert sparkline([float(n) for n in range(1000)], 5, " .:#") == "..:##"
+
+
+def test_events_are_sentences() -> None:
+    assert event_text({"saved": 3, "step": 3, "failure": "no space"}) == "step 3: not saved: no space"
+    assert event_text({"epoch_done": 1, "step": 46, "loss": 0.25}) == "step 46: epoch 2 done, loss 0.25"
+    assert event_text({"logged": {"x": 1.0}, "step": 3}) == ""
+
+
+def test_without_a_terminal_the_state_is_printed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["top"]) == 2
+    assert "there is no run" in capsys.readouterr().err
+    run = make_run(tmp_path / "runs" / "mine")
+    before = {file: file.read_bytes() for file in run.rglob("*")}
+    page = (Path(__file__).parents[2] / "docs" / "looking.md").read_text()
+    lines = re.findall(r"^lockstep (top.*)$", page, re.MULTILINE)
+    assert len(lines) == 3
+    for line in lines:
+        assert main(shlex.split(line)) == 0
+        assert "mine  running  2 ranks" in capsys.readouterr().out
+    assert {file: file.read_bytes() for file in run.rglob("*")} == before
+    assert main(["top", "runs"]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
+
+
+def test_a_terminal_is_redrawn_when_its_size_changes_and_left_as_it_was(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    main_end, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    before = termios.tcgetattr(terminal)
+    command = [sys.executable, "-m", "lockstep", "top", str(run)]
+    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal)
+    try:
+        first = _read(main_end, "\x1b[24;1H\x1b[K\x1b[2mq quits")
+        assert first.startswith("\x1b[?1049h")
+        assert "host-0" in first
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 160, 0, 0))
+        assert "\x1b[2J" in _read(main_end, "\x1b[50;1H\x1b[K\x1b[2mq quits")
+        os.write(main_end, b"q")
+        _read(main_end, "\x1b[?1049l")
+        assert process.wait(20) == 0
+        assert termios.tcgetattr(terminal) == before
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+        os.close(main_end)
+
+
+def _read(handle: int, wanted: str) -> str:
+    """Return what a terminal shows up to some text."""
+    text, end = "", time.monotonic() + 20
+    while wanted not in text:
+        assert time.monotonic() < end, text
+        if select.select([handle], [], [], 0.1)[0]:
+            text += os.read(handle, 1 << 16).decode("utf-8", "replace")
+    return text
