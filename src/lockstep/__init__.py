@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from lockstep.core.records import StepReport as StepReport
     from lockstep.distributed.forward_mode import positions as positions
     from lockstep.distributed.generators import register_generator as register_generator
+    from lockstep.distributed.metric_reduction import reduce as reduce
     from lockstep.distributed.user_collectives import broadcast as broadcast
     from lockstep.distributed.user_collectives import gather as gather
     from lockstep.distributed.user_collectives import print_once as print_once
@@ -52,6 +53,10 @@ if TYPE_CHECKING:
     from lockstep.launch.outcome import exit_with as exit_with
     from lockstep.models.build import count_parameters as count_parameters
     from lockstep.monitor import metric_log as log
+    from lockstep.monitor.gpu_monitor import GPUMonitor as GPUMonitor
+    from lockstep.monitor.metric_log import merged_histogram as merged_histogram
+    from lockstep.monitor.rank_logger import rank_logger as rank_logger
+    from lockstep.monitor.throughput_tracker import ThroughputTracker as ThroughputTracker
     from lockstep.proof.api import verify as verify
     from lockstep.simulation.planning import estimate_memory as estimate_memory
     from lockstep.strategies.record import Strategy as Strategy
@@ -79,10 +84,15 @@ _HOMES = {
         "lockstep.core.records": "Batch DataFacts EvaluationReport Request RestartReport RunInfo SaveReport StepReport",
         "lockstep.distributed.forward_mode": "positions",
         "lockstep.distributed.generators": "register_generator",
+        "lockstep.distributed.metric_reduction": "reduce",
         "lockstep.distributed.user_collectives": "broadcast gather print_once",
         "lockstep.interop.importing": "import_config",
         "lockstep.launch.outcome": "exit_with",
         "lockstep.models.build": "count_parameters",
+        "lockstep.monitor.gpu_monitor": "GPUMonitor",
+        "lockstep.monitor.metric_log": "merged_histogram",
+        "lockstep.monitor.rank_logger": "rank_logger",
+        "lockstep.monitor.throughput_tracker": "ThroughputTracker",
         "lockstep.proof.api": "verify",
         "lockstep.simulation.planning": "estimate_memory",
         "lockstep.strategies.record": "Strategy",

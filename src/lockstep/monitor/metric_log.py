@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from lockstep.distributed.user_collectives import gather
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -255,6 +257,12 @@ def text(name: str, text: str) -> None:
     """Log a text, cut to 65,536 characters."""
     if _current is not None:
         _current.text(name, text)
+
+
+def merged_histogram(values: Tensor) -> Histogram:
+    """Return the distribution of all ranks' elements, such as gradients; a collective, in any loop."""
+    own = _Counts.of(_tensor("histogram", "values", values)).read()
+    return _merge_histograms(gather(own))
 
 
 # --- numbers ------------------------------------------------------------------------------------------------------
