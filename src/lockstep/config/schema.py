@@ -200,6 +200,25 @@ class Checkpoint(Section):
         return self
 
 
+class EarlyStoppingConfig(Section):
+    """End of a run whose evaluations no longer improve."""
+
+    metric: str
+    """Metric of an evaluation set, such as `held-out.loss`."""
+    patience: Positive = 3
+    """Evaluations in a row without an improvement after which the run ends."""
+    min_delta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Least change that is an improvement."""
+    mode: Literal["auto", "min", "max"] = "auto"
+    """auto: max for accuracy, min for all others."""
+
+    @model_validator(mode="after")
+    def _names_a_set(self) -> EarlyStoppingConfig:
+        if "." not in self.metric:
+            raise ValueError(f"metric {self.metric!r} is not SET.METRIC, such as held-out.loss")
+        return self
+
+
 class MonitorConfig(Section):
     """Display and logs of a run."""
 
@@ -211,6 +230,8 @@ class MonitorConfig(Section):
     """auto: a live display on a terminal, otherwise plain lines."""
     meter_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     """Seconds between the lines of ranks.jsonl (each rank's times, memory, GPU and host); 0: they aren't measured."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """Null: the run has the length that `run` gives it."""
 
 
 class Run(Section):
@@ -309,15 +330,30 @@ class Config(Section):
         if self.run.end_with == "best" and self.checkpoint.best is None:
             raise ValueError("run.end_with best needs checkpoint.best: a metric such as held-out.loss")
         if self.checkpoint.best is not None:
-            evaluation, _, metric = self.checkpoint.best.partition(".")
-            if evaluation not in self.data.evaluation:
-                known = ", ".join(self.data.evaluation) or "none"
-                raise ValueError(
-                    f"checkpoint.best names the evaluation set {evaluation!r}; data.evaluation has: {known}"
-                )
-            custom = self.objective.kind in ("custom", "given") or self.model.kind in ("custom", "given")
-            if not custom and metric not in _METRICS:
-                near = closest_match(metric, _METRICS)
-                hint = f"did you mean {evaluation}.{near}?" if near else f"metrics are {', '.join(_METRICS)}"
-                raise ValueError(f"checkpoint.best names the metric {metric!r}, which no evaluation has; {hint}")
+            self._refuse_unknown_metric("checkpoint.best", self.checkpoint.best)
         return self
+
+    @model_validator(mode="after")
+    def _early_stopping_is_possible(self) -> Config:
+        if (stopping := self.monitor.early_stopping) is not None:
+            self._refuse_unknown_metric("monitor.early_stopping.metric", stopping.metric)
+            if self.evaluation.every is None:
+                raise ValueError(
+                    "monitor.early_stopping compares evaluations, and evaluation.every is null: there is only one, at "
+                    "the end; set evaluation.every, for example to `100 steps`"
+                )
+        return self
+
+    def _refuse_unknown_metric(self, key: str, name: str) -> None:
+        """Raise ValueError unless SET.METRIC can be a metric of an evaluation set."""
+        evaluation, _, metric = name.partition(".")
+        if evaluation not in self.data.evaluation:
+            known = ", ".join(self.data.evaluation) or "none"
+            near = closest_match(evaluation, list(self.data.evaluation))
+            hint = f"; did you mean {near}.{metric}?" if near else ""
+            raise ValueError(f"{key} names the evaluation set {evaluation!r}; data.evaluation has: {known}{hint}")
+        custom = self.objective.kind in ("custom", "given") or self.model.kind in ("custom", "given")
+        if not custom and metric not in _METRICS:
+            near = closest_match(metric, _METRICS)
+            hint = f"did you mean {evaluation}.{near}?" if near else f"metrics are {', '.join(_METRICS)}"
+            raise ValueError(f"{key} names the metric {metric!r}, which no evaluation has; {hint}")

@@ -23,7 +23,7 @@ from lockstep.config.loading import load, validate
 from lockstep.config.reading import read_file, to_python
 from lockstep.config.recipes import resolve_recipe
 from lockstep.config.schema import Config, ModelSection
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.ranks import names_a_rank
 from lockstep.launch.local import refuse_import_of_script
 from lockstep.launch.other_launchers import refuse_rank_count
@@ -93,7 +93,11 @@ def session(config: ConfigLike, *, trust_run: bool = False, **objects: Unpack[Ob
     It writes no folder and shows nothing. Arguments are those of `train`.
     """
     given = user_objects(objects)
-    with opened(resolved(config, given, trusted=trust_run), given) as opened_session, rescuing(opened_session):
+    checked = resolved(config, given, trusted=trust_run)
+    if checked.monitor.early_stopping is not None:
+        text = "a session leaves the loop to you, and can't end it; leave this out, or use lockstep.train"
+        raise ConfigError(Problem("", "monitor.early_stopping", text))
+    with opened(checked, given) as opened_session, rescuing(opened_session):
         yield opened_session
 
 

@@ -34,10 +34,11 @@ from lockstep.stores.addresses import is_address
 from lockstep.stores.blobs import UserStore
 from lockstep.stores.opening import open_store
 from lockstep.training.components import FailureState, VoteParticipant
+from lockstep.training.early_stopping import EarlyStopping
 from lockstep.training.ownership import refusal_of_storage
 from lockstep.training.requests import Trigger
 from lockstep.training.rescue import Rescue
-from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, refuse_unknown_best, restore
+from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, refuse_unknown_metric, restore
 from lockstep.training.saved_state import check_state, data_identity
 from lockstep.training.session import Session, attach, components_of
 from lockstep.training.working_copy import owns, place_of
@@ -114,6 +115,7 @@ class Checkpoints(VoteParticipant):
         self._begun_saver: Saver | None = None
         self._saved_at: int | None = None
         self._best: float | None = None
+        self.early_stopping = EarlyStopping(components.config.monitor.early_stopping)
         self._began_at = 0
         self._saves_again = False
         self._owner: Owner | None = None
@@ -154,8 +156,9 @@ class Checkpoints(VoteParticipant):
 
     def _begin(self, resume: Resume) -> list[str]:
         components = components_of(self._session)
-        if self._section.best is not None:
-            refuse_unknown_best(self._section.best, components.objective, components.evaluator.sources)
+        for key, metric in (("checkpoint.best", self._section.best), *self.early_stopping.metrics):
+            if metric is not None:
+                refuse_unknown_metric(key, metric, components.objective, components.evaluator.sources)
         refuse_local_storage(self._storage, self._axis, components.config.launch.timeout)
         lock_storage(self._storage, self._axis)
         self._refuse_other_run(resume)
@@ -175,6 +178,7 @@ class Checkpoints(VoteParticipant):
                 if resume.origin is None:  # a fork begins with its own checkpoint and its own best metric
                     run = manifest.run
                     self._best = manifest.state.get("best")
+                    self.early_stopping.restore(manifest.state.get("early_stopping"))
                     self._saved_at = self._newest = manifest.step
                     self._set_back(manifest.step, loaded.broken, notes)
             elif resume.step is not None or resume.origin is not None:
@@ -305,7 +309,7 @@ class Checkpoints(VoteParticipant):
 
     def _metadata(self, state: TrainingState, evaluations: Iterable[EvaluationReport] = ()) -> StepMetadata:
         progress = self._session.progress
-        values = {**state.values, "data": self._data, "best": self._best}
+        values = {**state.values, "data": self._data, "best": self._best, **self.early_stopping.state()}
         environment = {} if self.history is None else {HISTORY: self.history.marks()}
         metrics = finite(_metrics(evaluations))
         return StepMetadata(progress.steps, progress.samples, progress.tokens, values, metrics, environment)

@@ -134,6 +134,8 @@ def run_job(job: Job) -> Finished:
                     raise RunFailed(f"{failure}; {rescued}") from failure
                 if prompt is not None:
                     metric_log.text("sample", sample(session, prompt))
+                if results.stopped_early is not None:
+                    metric_log.text("early stopping", results.stopped_early)
                 meters.stop()  # and all ranks have, when their logs have been gathered
                 user_logs.finish(results.progress.steps)
             with run_signals(shown=is_first, ends=True):  # the run is finished: there is nothing to stop
@@ -313,6 +315,8 @@ def _publish_results(
     components = components_of(session)
     world, ends_with_best = components.world, components.config.run.end_with == "best"
     summary = summarize(facts, results.progress, results.last, results.evaluations, results.seconds)
+    if results.stopped_early is not None:
+        summary["stopped_early"] = results.stopped_early
     if ends_with_best:
         checkpoints.load_best()
     saved = f"the state after step {results.progress.steps:,} is saved in {checkpoints.place}"

@@ -43,17 +43,24 @@ class Resume:
     accept_changes: bool = False
 
 
-def refuse_unknown_best(best: str, objective: EvaluatedObjective, evaluation_sets: Iterable[str]) -> None:
-    """Raise ConfigError if no evaluation will have the metric `checkpoint.best`."""
+class _AllSums(defaultdict[str, float]):
+    """Sums that have every name: which ones an objective will have is known when it has evaluated."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def refuse_unknown_metric(key: str, name: str, objective: EvaluatedObjective, evaluation_sets: Iterable[str]) -> None:
+    """Raise ConfigError if no evaluation will have the metric that a key of the config names."""
     try:
-        metrics = list(objective.metrics(1.0, 1.0, defaultdict(lambda: 1.0)))
+        metrics = list(objective.metrics(1.0, 1.0, _AllSums(lambda: 1.0)))
     except Exception:  # a user's objective may need more than these values
-        metrics = [best.rpartition(".")[2]]
-    known = [f"{name}.{metric}" for name in evaluation_sets for metric in metrics]
-    if best not in known:
-        near = difflib.get_close_matches(best, known, n=1)
+        metrics = [name.rpartition(".")[2]]
+    known = [f"{evaluation}.{metric}" for evaluation in evaluation_sets for metric in metrics]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known) or 'no evaluation sets'}"
-        raise ConfigError(Problem("", "checkpoint.best", f"no evaluation will have {best}; {hint}"))
+        raise ConfigError(Problem("", key, f"no evaluation will have {name}; {hint}"))
 
 
 _CACHED = 60.0  # seconds for which a client of a network file system may remember that a name doesn't exist

@@ -49,12 +49,14 @@ class Results:
         last: report of the last update; None if the run made none.
         evaluations: the last report of each evaluation set.
         seconds: of the whole run over all its attempts, evaluations included.
+        stopped_early: why it ended before its length; None: it did not.
     """
 
     progress: Progress
     last: StepReport | None
     evaluations: tuple[EvaluationReport, ...]
     seconds: float
+    stopped_early: str | None
 
 
 def run(
@@ -70,6 +72,7 @@ def run(
     components = components_of(session)
     evaluation = Trigger(components.config.evaluation.every, Request.EVALUATE, components.plan.epoch_samples)
     loop = _Loop(session, monitor, checkpoints, user_logs, profiler, evaluation)
+    stopping = checkpoints.early_stopping
     with (
         run_signals(shown=components.world.rank == 0) as signals,
         rescuing(session, SaveFailed, NothingLearned),
@@ -77,7 +80,7 @@ def run(
         closing(profiler),
     ):
         profiler.start(session.progress.steps)
-        for before in updates_of(session, loop.is_followed):
+        for before in updates_of(session, loop.is_followed) if stopping.reason is None else ():
             requests = loop.see_reports(before)
             session.request(
                 (*signals.requests(), *evaluation.requests(), *checkpoints.requests(), *profiler.requests())
@@ -89,10 +92,12 @@ def run(
                     f"stopped at step {session.progress.steps:,}, as requested, and saved; start it again to resume"
                 )
             profiler.updated(session.progress.steps)
+            if stopping.reason is not None:
+                break
         _refuse_untrained(loop.last)
         loop.finish(at_end=components.config.evaluation.at_end)
         _finish(checkpoints, loop.report_saves)
-    return Results(session.progress, loop.last, loop.evaluations, seconds_of(session))
+    return Results(session.progress, loop.last, loop.evaluations, seconds_of(session), stopping.reason)
 
 
 @dataclass(slots=True)
@@ -145,6 +150,7 @@ class _Loop:
         if self.evaluation.follows(before, now, requests):
             new = self._evaluate()
             self.evaluation.restart()
+            checkpoints.early_stopping.see(new)
         saves = checkpoints.is_best(new) or checkpoints.is_due(before, requests)
         stops = Request.STOP in requests
         if stops or (saves and not session.finished):  # at the end, the last evaluation is saved with the state

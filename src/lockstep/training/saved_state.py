@@ -40,6 +40,21 @@ class _Data(BaseModel):
     samples: int
 
 
+class EarlyStoppingState(BaseModel):
+    """The state of `monitor.early_stopping`.
+
+    Attributes:
+        best: The best value so far; None: there was no finite one.
+        step: The number of updates before its evaluation.
+        waited: Evaluations since then.
+    """
+
+    metric: str
+    best: float | None = None
+    step: int = 0
+    waited: int = 0
+
+
 class _State(BaseModel):
     """The state that `Session.state` and `Checkpoints.save` write, as far as a resuming run needs it."""
 
@@ -51,6 +66,7 @@ class _State(BaseModel):
     sharding: _Sharding
     data: _Data
     best: float | None = None
+    early_stopping: EarlyStoppingState | None = None
 
 
 def check_state(manifest: Manifest) -> None:
