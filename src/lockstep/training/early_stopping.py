@@ -38,7 +38,7 @@ class EarlyStopping:
 
     @property
     def metrics(self) -> list[tuple[str, str]]:
-        """The config's key and its metric, if there is one."""
+        """Key of the config and its metric, if there is one."""
         return [] if self._section is None else [("monitor.early_stopping.metric", self._section.metric)]
 
     def see(self, evaluations: Iterable[EvaluationReport]) -> None:
@@ -64,7 +64,7 @@ class EarlyStopping:
 
     @property
     def reason(self) -> str | None:
-        """Why the run ends now; None: it continues."""
+        """The reason for which the run ends now; None: it continues."""
         section, state = self._section, self._state
         if section is None or state.waited < section.patience:
             return None
