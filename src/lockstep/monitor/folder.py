@@ -8,7 +8,7 @@
     ├── ranks.jsonl         a line every `monitor.meter_seconds`: each rank's times and memory
     ├── live.json           what each rank does now; there while the run trains
     ├── tensorboard/        curves
-    ├── profile/            traces of some updates (section `profile`)
+    ├── profile/            traces of some updates (`profile.steps`, `lockstep profile`)
     ├── logs/               what each rank printed, and how each has ended
     ├── launch/             what a launcher, such as Slurm's, was given, and its output
     ├── report.html         the run as one page

@@ -80,7 +80,7 @@ class Profiler:
         return [
             f"updates {span.first:,} to {span.last:,} are traced by "
             f"{'all ranks' if options.ranks is None else 'rank ' + ', '.join(map(str, options.ranks))} into "
-            f"{self._folder / PROFILE}"
+            f"{self._folder / PROFILE}; lockstep profile {self._folder} explains them"
             for span, options in self._planned
         ]
 

@@ -1,0 +1,1 @@
+"""Explains where the time of a run goes, from the traces of its profiler."""

@@ -1,0 +1,175 @@
+"""Explains traces: what limits the run, what to try, and what that is expected to gain.
+
+A gain is the share of an update that is saved if the time that the finding names disappears: its upper bound.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lockstep.core import formatting
+from lockstep.profiling.traces import Trace
+
+_NOTABLE = 0.1
+_SLOW = 1.2
+_MANY_READS = 4
+_SMALL_SHARE = 0.4
+_LONG_GAP = 0.15
+_IDLE = 0.3
+_MOST_OPERATORS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFinding:
+    """A cause that limits a run.
+
+    Attributes:
+        name: Such as `data`, for programs.
+        text: A sentence.
+        remedy: What to try.
+        gain: Share of an update that it would save at most.
+    """
+
+    name: str
+    text: str
+    remedy: str
+    gain: float
+
+
+def findings_of(traces: Sequence[Trace]) -> list[ProfileFinding]:
+    """Return what limits the updates that the traces are of, the largest gain first."""
+    first = max(trace.facts["first"] for trace in traces)
+    newest = [trace for trace in traces if trace.facts["first"] == first]
+    slowest = max(newest, key=lambda trace: trace.computing)
+    findings = [*_stragglers(newest), *_phases(slowest), *_host(slowest), *_communication(slowest, len(newest))]
+    return sorted(findings, key=lambda finding: -finding.gain)
+
+
+def _stragglers(traces: Sequence[Trace]) -> Iterator[ProfileFinding]:
+    if len(traces) < 2:
+        return
+    usual = statistics.median_low(trace.computing for trace in traces)
+    slow = max(traces, key=lambda trace: trace.computing)
+    lost = slow.computing - usual
+    if slow.computing < _SLOW * usual or lost < 0.05 * slow.seconds:
+        return
+    phases = [name for name in slow.split if name != "communication"]
+    fast = min(traces, key=lambda trace: trace.computing)
+    phase = max(phases, key=lambda name: slow.split[name] - fast.split.get(name, 0.0))
+    yield ProfileFinding(
+        "slow rank",
+        f"rank {slow.rank} on {slow.facts['host']} computes {slow.computing / usual:.1f} times as long as the others, "
+        f"in its {phase}; they wait for it",
+        "lockstep doctor on its host shows clocks, throttling and other processes; if it has more data, even it out",
+        lost / slow.seconds,
+    )
+
+
+def _phases(trace: Trace) -> Iterator[ProfileFinding]:
+    data, save = trace.share("data"), trace.share("save")
+    if data > _NOTABLE:
+        yield ProfileFinding(
+            "data",
+            f"an update waits {_time(trace.split['data'])} for its data, {data:.0%} of its time",
+            "raise data.loader.workers, or prepare the samples once instead of in each epoch",
+            data,
+        )
+    if save > _NOTABLE:
+        yield ProfileFinding(
+            "save",
+            f"an update waits {_time(trace.split['save'])} for checkpoints, {save:.0%} of its time",
+            "save less often (checkpoint.every), or keep checkpoint.asynchronous: true",
+            save,
+        )
+
+
+def _host(trace: Trace) -> Iterator[ProfileFinding]:
+    if trace.reads > _MANY_READS:
+        yield ProfileFinding(
+            "host sync",
+            f"forward and backward read {trace.reads:.0f} numbers of tensors on the host in an update (.item(), "
+            "float(tensor), if tensor): on a GPU, each waits until all work before it is done",
+            "keep the numbers on the device (torch.where, Tensor comparisons); read them after the update, if at all",
+            min(1.0, _operator_share(trace, "aten::item", "aten::_local_scalar_dense")),
+        )
+    if trace.small > _SMALL_SHARE * trace.seconds:
+        yield ProfileFinding(
+            "small operators",
+            f"the host is the limit: an update has {trace.calls:,.0f} operators, and "
+            f"{trace.small / trace.seconds:.0%} of its time goes into those under 20 us and their calls",
+            "raise batch.micro_size, so that an operator has more to do, or set model.compile: true",
+            trace.small / trace.seconds,
+        )
+    if trace.longest_gap > _LONG_GAP * trace.seconds:
+        yield ProfileFinding(
+            "host code",
+            f"the forward spends {_time(trace.longest_gap)} at a stretch outside of torch's operators",
+            "find the code with profile.stacks: true; move it out of the forward",
+            trace.longest_gap / trace.seconds,
+        )
+    if trace.busy is not None and 1 - trace.busy > _IDLE:
+        yield ProfileFinding(
+            "idle device",
+            f"the GPU computes in {trace.busy:.0%} of the time",
+            "see what the host does meanwhile: data, small operators, reads of tensors",
+            1 - trace.busy,
+        )
+
+
+def _communication(trace: Trace, traced: int) -> Iterator[ProfileFinding]:
+    share = trace.share("communication")
+    if share <= 2 * _NOTABLE:
+        return
+    hidden = f", and {trace.overlap:.0%} of the collectives' time is hidden" if trace.overlap is not None else ""
+    alone = traced < int(trace.facts["ranks"])
+    remedy = "raise batch.global_size or batch.micro_size: an update exchanges as much for more samples"
+    yield ProfileFinding(
+        "communication",
+        f"an update waits {_time(trace.split['communication'])} for other ranks, {share:.0%} of its time{hidden}",
+        "trace all ranks (--ranks all), to see whether one of them is slow" if alone else remedy,
+        share,
+    )
+
+
+def _operator_share(trace: Trace, *names: str) -> float:
+    return sum(operator.seconds for operator in trace.operators if operator.name in names) / trace.seconds
+
+
+def summary_lines(traces: Sequence[Trace]) -> Iterator[str]:
+    """Yield the summary of a run's traces: each rank's time, operators and collectives, then the findings."""
+    for trace in traces:
+        facts = trace.facts
+        yield f"rank {trace.rank}, updates {facts['first']:,} to {facts['last']:,}: {_time(trace.seconds)} each"
+        parts = sorted(trace.split.items(), key=lambda item: -item[1])
+        yield "  time         " + ", ".join(f"{name} {seconds / trace.seconds:.0%}" for name, seconds in parts)
+        if trace.busy is not None:
+            yield f"  GPU          computes in {trace.busy:.0%} of the time"
+        for use in trace.collectives:
+            bandwidth = f", bus {formatting.size(use.bandwidth)}/s" if use.bandwidth else ""
+            exchanged = f"{formatting.size(use.size)} in {_time(use.seconds)}"
+            yield f"  {use.name:<12} {use.calls:.0f} calls, {exchanged}{bandwidth}"
+        if trace.overlap is not None:
+            yield f"  overlap      {trace.overlap:.0%} of the collectives' time is hidden behind computation"
+        yield f"  trace        {trace.path}"
+    if traces:
+        yield from _operators(max(traces, key=lambda trace: trace.computing))
+        findings = findings_of(traces)
+        yield "what limits it" if findings else "nothing stands out: the time is that of the model's own operators"
+        for finding in findings:
+            yield f"  {finding.text}"
+            yield f"    try: {finding.remedy} (saves at most {finding.gain:.0%} of an update)"
+
+
+def _operators(trace: Trace) -> Iterator[str]:
+    yield f"most expensive operators of rank {trace.rank}, per update, without those that they call"
+    for operator in trace.operators[:_MOST_OPERATORS]:
+        share = operator.seconds / trace.seconds
+        yield f"  {_time(operator.seconds):>9} {share:>5.1%}  {operator.calls:>7,.0f} x {operator.name}"
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1:
+        return formatting.duration(seconds)
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

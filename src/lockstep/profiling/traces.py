@@ -1,0 +1,294 @@
+"""Reads traces: the phases of the clock, the operators of torch, the collectives, the kernels of a GPU.
+
+    rank0.10.pt.trace.json.gz --> Trace: per update, seconds by phase, operators by their own time, reads by the host,
+                                         collectives with bytes and bus bandwidth, busy time of the device
+
+A phase has what begins in it on any thread of the host. No torch is needed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.errors import RunFailed
+from lockstep.monitor.profile_spans import PROFILE, TRACE_SUFFIX
+
+Interval = tuple[float, float]
+Event = Mapping[str, Any]
+_KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+_READS = "aten::_local_scalar_dense"
+_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4, "BFloat16": 2}
+_BYTES |= {"Float": 4, "Double": 8, "Half": 2, "Long": 8, "Int": 4, "unsigned char": 1, "Byte": 1}
+_SMALL_S = 20e-6
+_MICRO = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """An operator's calls and seconds in an update, without those of the operators that it calls."""
+
+    name: str
+    calls: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveUse:
+    """A collective's calls, bytes and seconds in an update; `bandwidth` is that of the bus, in bytes per second."""
+
+    name: str
+    calls: float
+    size: float
+    seconds: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The trace of one rank; all numbers are means over its updates.
+
+    Attributes:
+        facts: The object "lockstep" of the file.
+        seconds: Of an update.
+        split: Seconds by phase.
+        operators: By their own seconds, the longest first; on a GPU, by those of their kernels.
+        calls: Number of operators that call no others.
+        small: Seconds of those that take less than 20 us, and between operators that follow each other as closely.
+        longest_gap: Seconds of the longest time without an operator in a forward.
+        reads: Times that forward and backward wait for a number of a tensor on the host.
+        busy: Share of the time in which a GPU computes; None: there is none.
+        overlap: Share of the collectives' time that is hidden behind computation; None: there are none.
+    """
+
+    path: Path
+    facts: Mapping[str, Any]
+    updates: int
+    seconds: float
+    split: Mapping[str, float]
+    operators: Sequence[Operator]
+    calls: float
+    small: float
+    longest_gap: float
+    reads: float
+    collectives: Sequence[CollectiveUse]
+    busy: float | None
+    overlap: float | None
+
+    @property
+    def rank(self) -> int:
+        return int(self.facts["rank"])
+
+    def share(self, phase: str) -> float:
+        """Return the share of an update that a phase takes."""
+        return self.split.get(phase, 0.0) / self.seconds
+
+    @property
+    def computing(self) -> float:
+        """Seconds of an update in which the rank doesn't wait for others."""
+        return self.seconds - self.split.get("communication", 0.0)
+
+
+def trace_files(run: Path) -> list[Path]:
+    """Return the traces of a run, by rank and first update."""
+
+    def key(path: Path) -> tuple[int, int]:
+        rank, first = path.name.removesuffix(TRACE_SUFFIX).removeprefix("rank").split(".")
+        return int(first), int(rank)
+
+    return sorted((run / PROFILE).glob(f"rank*.*{TRACE_SUFFIX}"), key=key)
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace. Raises RunFailed if the file is none of Lockstep's, or is damaged."""
+    try:
+        content = json.loads(gzip.decompress(path.read_bytes()))
+        return _trace(path, content["lockstep"], content["traceEvents"])
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        raise RunFailed(f"{path} is no trace that Lockstep has written: {error!r}; record it again") from error
+
+
+def _trace(path: Path, facts: Mapping[str, Any], events: list[Event]) -> Trace:
+    slices = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    own = [event for event in slices if event.get("cat") == "lockstep"]
+    updates = [_interval(event) for event in own if event["name"].startswith("lockstep/update ")]
+    if not updates:
+        raise ValueError("it has no whole update")
+    whole, count = (updates[0][0], updates[-1][1]), len(updates)
+    phases = sorted((event["ts"], event["name"].removeprefix("lockstep/")) for event in own if event["args"] == {})
+    split: dict[str, float] = defaultdict(float)
+    for event in own:
+        if event["args"] == {}:
+            split[event["name"].removeprefix("lockstep/")] += event["dur"] * _MICRO / count
+    inside = [event for event in slices if whole[0] <= event["ts"] < whole[1]]
+    operators = [event for event in inside if event.get("cat") == "cpu_op"]
+    kernels = [event for event in inside if event.get("cat") in _KERNELS]
+    leaves, own_times = _own_times(operators)
+    names = _kernel_times(kernels, operators) if kernels else own_times
+    computing = [event for event in kernels if "nccl" not in event["name"]]
+    total = (whole[1] - whole[0]) * _MICRO / count
+    small, gap = _between(leaves, phases)
+    return Trace(
+        path,
+        facts,
+        count,
+        total,
+        dict(split),
+        sorted(
+            (Operator(name, calls / count, time * _MICRO / count) for name, (calls, time) in names.items()),
+            key=lambda operator: -operator.seconds,
+        ),
+        len(leaves) / count,
+        small * _MICRO / count,
+        gap * _MICRO,
+        sum(
+            event["name"] == _READS and _phase_at(phases, event["ts"]) in ("forward", "backward") for event in operators
+        )
+        / count,
+        _collectives(inside, count, int(facts["ranks"])),
+        _length(_union(map(_interval, computing))) / (whole[1] - whole[0]) if kernels else None,
+        _overlap(inside, computing, phases),
+    )
+
+
+def _interval(event: Event) -> Interval:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _phase_at(phases: Sequence[tuple[float, str]], time: float) -> str:
+    index = bisect_right(phases, (time, "~")) - 1
+    return phases[index][1] if index >= 0 else ""
+
+
+def _own_times(operators: Iterable[Event]) -> tuple[list[Event], dict[str, tuple[int, float]]]:
+    """Return the operators that call no others, and calls and own microseconds by name."""
+    times: dict[str, tuple[int, float]] = {}
+    leaves: list[Event] = []
+    stacks: dict[Any, list[list[Any]]] = defaultdict(list)  # by thread: event, end, microseconds of its children
+
+    def close(item: list[Any]) -> None:
+        event, _, inner = item
+        calls, total = times.get(event["name"], (0, 0.0))
+        times[event["name"]] = (calls + 1, total + max(0.0, event["dur"] - inner))
+        if not inner:
+            leaves.append(event)
+
+    for event in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
+        stack = stacks[event["tid"]]
+        while stack and stack[-1][1] <= event["ts"]:
+            close(stack.pop())
+        if stack:
+            stack[-1][2] += event["dur"]
+        stack.append([event, event["ts"] + event["dur"], 0.0])
+    for stack in stacks.values():
+        for item in stack:
+            close(item)
+    return sorted(leaves, key=lambda event: event["ts"]), times
+
+
+def _kernel_times(kernels: Iterable[Event], operators: Iterable[Event]) -> dict[str, tuple[int, float]]:
+    """Return calls and microseconds of kernels by the operator that has launched them, else by their own name."""
+    launchers = {event["args"].get("External id"): event["name"] for event in operators if "args" in event}
+    times: dict[str, tuple[int, float]] = {}
+    for event in kernels:
+        name = str(launchers.get(event.get("args", {}).get("External id"), event["name"]))
+        calls, total = times.get(name, (0, 0.0))
+        times[name] = (calls + 1, total + event["dur"])
+    return times
+
+
+def _between(leaves: Sequence[Event], phases: Sequence[tuple[float, str]]) -> tuple[float, float]:
+    """Return the microseconds of small operators and of small gaps between them, and the longest gap of a forward."""
+    longest, small, limit, end = 0.0, 0.0, _SMALL_S / _MICRO, None
+    for event in leaves:
+        phase = _phase_at(phases, event["ts"])
+        if phase not in ("forward", "backward", "optimizer"):
+            end = None
+            continue
+        gap = event["ts"] - end if end is not None else 0.0
+        small += gap if 0 < gap < 5 * limit else 0.0
+        small += event["dur"] if event["dur"] < limit else 0.0
+        begin = phases[bisect_right(phases, (event["ts"], "~")) - 1][0]
+        if phase == "forward":
+            longest = max(longest, event["ts"] - max(begin, end or begin))
+        end = event["ts"] + event["dur"]
+    return small, longest
+
+
+def _collectives(events: Iterable[Event], count: int, ranks: int) -> list[CollectiveUse]:
+    """Return what NCCL's and gloo's collectives exchange; one is as long as its event, of a kernel if there is one."""
+    uses: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    kernels: dict[str, float] = defaultdict(float)
+    for event in events:
+        name, arguments = event["name"], event.get("args", {})
+        if event.get("cat") in _KERNELS and "Collective name" in arguments:
+            kernels[arguments["Collective name"].strip("_")] += event["dur"]
+        elif name.startswith("gloo:"):
+            size = sum(
+                _size(*pair)
+                for pair in zip(arguments.get("Input Dims", []), arguments.get("Input type", []), strict=False)
+            )
+            _add(uses[name.removeprefix("gloo:")], size, event["dur"])
+        elif name == "record_param_comms" and arguments.get("Collective name") not in (None, "wait", "barrier", "init"):
+            elements = max(int(arguments.get("In msg nelems", 0)), int(arguments.get("Out msg nelems", 0)))
+            size = elements * _BYTES.get(str(arguments.get("dtype")), 4)
+            _add(uses[str(arguments["Collective name"]).strip("_")], size, event["dur"])
+    for name, time in kernels.items():
+        uses[name][2] = time
+    result = []
+    for name, (calls, size, time) in uses.items():
+        factor = 2 * (ranks - 1) / ranks if "reduce" in name and "scatter" not in name else (ranks - 1) / ranks
+        seconds = time * _MICRO
+        result.append(
+            CollectiveUse(
+                name, calls / count, size / count, seconds / count, factor * size / seconds if seconds else 0.0
+            )
+        )
+    return sorted(result, key=lambda use: -use.seconds)
+
+
+def _add(use: list[float], size: float, time: float) -> None:
+    use[0] += 1
+    use[1] += size
+    use[2] += time
+
+
+def _size(dims: Any, kind: str) -> float:
+    return prod(dims) * _BYTES.get(kind, 4) if dims and all(isinstance(dim, int) for dim in dims) else 0.0
+
+
+def _overlap(events: Sequence[Event], computing: Sequence[Event], phases: Sequence[tuple[float, str]]) -> float | None:
+    """Return the share of the collectives' time in which the GPU, or without one this rank's thread, computes."""
+    kernels = [event for event in events if event.get("cat") in _KERNELS and "nccl" in event["name"]]
+    collectives = _union(map(_interval, kernels or [event for event in events if event["name"].startswith("gloo:")]))
+    if not collectives:
+        return None
+    if kernels:
+        others = _union(map(_interval, computing))
+    else:
+        ends = [at for at, _ in phases[1:]] + [phases[-1][0]]
+        others = [(at, end) for (at, name), end in zip(phases, ends, strict=True) if name in ("forward", "backward")]
+    hidden = _length(collectives) + _length(others) - _length(_union([*collectives, *others]))
+    return hidden / _length(collectives)
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)

@@ -1,0 +1,86 @@
+"""Runs with a bottleneck each, which their profiles must name."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from kit import small
+from torch import nn
+
+import lockstep
+
+
+class Reading(small.Net):
+    """Reads numbers on the host."""
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        for _ in range(30):
+            points.sum().item()
+        return super().forward(points)
+
+
+class SlowOnRankOne(small.Net):
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        if dist.is_initialized() and dist.get_rank() == 1:
+            time.sleep(0.02)
+        return super().forward(points)
+
+
+class ManySmall(small.Net):
+    """Has hundreds of operators that do next to nothing."""
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        for _ in range(300):
+            points = points + 0.0
+        return super().forward(points)
+
+
+class Large(small.Net):
+    """Is large to save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(2_000_000))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return super().forward(points) + 0 * self.unused[0]
+
+
+class SlowPoints(torch.utils.data.Dataset[Any]):
+    def __init__(self) -> None:
+        self._points = small.points()
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.002)
+        return self._points[index]
+
+
+DATA = {"train": {"kind": "custom", "target": "profiling.planted:SlowPoints"}}
+SAVES = {"every": "1 steps", "asynchronous": False}
+
+
+def train(folder: Path, model: str, steps: int = 7, **sections: Any) -> None:
+    config = small.config(
+        run={"steps": steps, "folder": str(folder)},
+        monitor={"every": 4, "tensorboard": False, "progress": "none"},
+        **{"profile": {"steps": "4..6", "ranks": "all", "memory": False}, **sections},
+    )
+    lockstep.train({**config, "model": {"kind": "custom", "target": f"profiling.planted:{model}"}})
+
+
+def train_alone(folder: Path) -> None:
+    train(folder / "data", "Reading", data=DATA)
+    train(folder / "small", "ManySmall")
+    train(folder / "save", "Large", checkpoint=SAVES)
+
+
+def train_on_two(folder: Path) -> None:
+    with small.in_group():
+        train(folder / "rank", "SlowOnRankOne", parallel={"strategy": "ddp"})

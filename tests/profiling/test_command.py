@@ -1,0 +1,93 @@
+"""`lockstep profile` on runs that train, have ended, or don't answer."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from kit import small
+from kit.commands import run_lockstep, start_lockstep
+
+from lockstep.core.errors import RunFailed
+from lockstep.monitor.profile_spans import PROFILE, TraceOptions
+from lockstep.profiling import requesting
+from lockstep.profiling.requesting import request_traces
+
+
+def test_a_running_job_of_two_ranks(tmp_path: Path) -> None:
+    config = small.config(
+        run={"steps": 100_000, "folder": "run"},
+        monitor={"every": 10, "tensorboard": False, "progress": "none"},
+        parallel={"strategy": "ddp"},
+    )
+    config["model"]["target"] = "profiling.planted:SlowOnRankOne"
+    (tmp_path / "run.json").write_text(json.dumps(config))
+    job = start_lockstep("train", "run.json", "--ranks", 2, cwd=tmp_path)
+    run = tmp_path / "run"
+    job.wait_for((run / "live.json").exists)
+
+    done = run_lockstep("profile", "run", "--steps", 2, "--ranks", "0,1", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert [(trace["facts"]["rank"], trace["updates"]) for trace in record["traces"]] == [(0, 2), (1, 2)]
+    assert "slow rank" in [finding["name"] for finding in record["findings"]]
+    assert "rank 0, 1 records updates" in done.stderr
+    refused = run_lockstep("profile", "run", "--ranks", "5", cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "the run has 2 ranks, and no rank 5" in refused.stderr
+    assert job.lives
+
+    job.send(signal.SIGTERM)
+    assert job.end() == 75
+    again = run_lockstep("profile", "run", cwd=tmp_path)
+    assert again.returncode == 0
+    assert "rank 1 on" in again.stdout
+    for path in (run / PROFILE).glob("*.gz"):
+        _is_chrome_trace(path)
+
+
+def _is_chrome_trace(path: Path) -> None:
+    """Check what the Trace Event Format demands, and that no slice of a thread is cut by another one's end."""
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert events
+    for event in events:
+        assert isinstance(event["name"], str)
+        assert event["ph"] in "XMifsbne"
+        assert "pid" in event
+        assert event["ph"] == "M" or event["ts"] >= 0
+        assert event["ph"] != "X" or event["dur"] >= 0
+    ends: list[float] = []
+    own = [event for event in events if event.get("cat") == "lockstep"]
+    for event in sorted(own, key=lambda event: (event["ts"], -event["dur"])):
+        while ends and ends[-1] <= event["ts"] + 0.002:
+            ends.pop()
+        end = event["ts"] + event["dur"]
+        assert not ends or end <= ends[-1] + 0.002
+        ends.append(end)
+
+
+def test_a_run_that_has_ended_without_traces(tmp_path: Path) -> None:
+    config = {**small.config(), "run": {"steps": 1, "folder": "run"}}
+    (tmp_path / "run.json").write_text(json.dumps(config))
+    assert run_lockstep("train", "run.json", cwd=tmp_path).returncode == 0
+    done = run_lockstep("profile", "run", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "is not running, and has no traces" in done.stderr
+    assert run_lockstep("profile", "elsewhere", cwd=tmp_path).returncode == 2
+
+
+def test_a_run_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "live.json").write_text("{}")
+    with pytest.raises(RunFailed, match="hasn't answered in 0 s"):
+        request_traces(tmp_path, 3, TraceOptions(), 0.1, lambda answer: None)
+    assert not list((tmp_path / PROFILE).iterdir())
+    (tmp_path / PROFILE / "request.json").write_text("{}")
+    with pytest.raises(RunFailed, match="another request is waiting"):
+        request_traces(tmp_path, 3, TraceOptions(), 0.1, lambda answer: None)
+    (tmp_path / PROFILE / "request.json").unlink()
+    monkeypatch.setattr(requesting, "is_running", lambda run: False)
+    with pytest.raises(RunFailed, match="has ended without an answer"):
+        request_traces(tmp_path, 3, TraceOptions(), 5.0, lambda answer: None)

@@ -1,0 +1,76 @@
+"""Each planted bottleneck is named, in real runs on one rank and on two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kit.worlds import in_process, in_world
+from profiling import planted
+
+from lockstep.core.errors import RunFailed
+from lockstep.profiling.findings import ProfileFinding, findings_of, summary_lines
+from lockstep.profiling.traces import read_trace, trace_files
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    in_process(planted.train_alone, folder)
+    in_world(2, planted.train_on_two, folder)
+    return folder
+
+
+def findings(run: Path) -> dict[str, ProfileFinding]:
+    return {finding.name: finding for finding in findings_of([read_trace(path) for path in trace_files(run)])}
+
+
+@pytest.mark.parametrize(
+    ("run", "name", "gain"),
+    [("data", "data", 0.5), ("data", "host sync", 0.0), ("small", "small operators", 0.4), ("save", "save", 0.3)],
+)
+def test_of_one_rank(runs: Path, run: str, name: str, gain: float) -> None:
+    assert findings(runs / run)[name].gain >= gain
+
+
+def test_no_other_is_named(runs: Path) -> None:
+    assert not {"small operators", "save", "communication", "slow rank"} & findings(runs / "data").keys()
+    assert not {"data", "save", "host sync"} & findings(runs / "small").keys()
+    assert not {"data", "host sync"} & findings(runs / "save").keys()
+
+
+def test_a_slow_rank(runs: Path) -> None:
+    named = findings(runs / "rank")
+    assert "rank 1 on" in named["slow rank"].text
+    assert "in its forward" in named["slow rank"].text
+    assert named["slow rank"].gain > 0.4
+    assert "outside of torch's operators" in named["host code"].text
+
+
+def test_the_summary(runs: Path) -> None:
+    traces = [read_trace(path) for path in trace_files(runs / "rank")]
+    for trace in traces:
+        assert sum(trace.split.values()) == pytest.approx(trace.seconds, rel=0.001)
+    (reduced,) = traces[0].collectives
+    assert (reduced.name, reduced.calls) == ("all_reduce", 2)  # the gradients and the vote
+    assert reduced.size > 67 * 4
+    text = "\n".join(summary_lines(traces))
+    assert "rank 1, updates 4 to 6" in text
+    assert "most expensive operators of rank 1" in text
+    assert "rank 1 on" in text[text.index("what limits it") :]
+
+
+def test_a_damaged_trace(runs: Path, tmp_path: Path) -> None:
+    data = trace_files(runs / "rank")[0].read_bytes()
+    (tmp_path / "rank0.4.pt.trace.json.gz").write_bytes(data[:-100])
+    with pytest.raises(RunFailed, match="record it again"):
+        read_trace(tmp_path / "rank0.4.pt.trace.json.gz")
+
+
+def test_tensorboards_plugin_opens_them(runs: Path) -> None:
+    loading = pytest.importorskip("torch_tb_profiler.profiler.loader", reason="torch-tb-profiler isn't installed")
+    from torch_tb_profiler import io
+
+    loaded = loading.RunLoader("profile", str(runs / "rank" / "profile"), io.Cache()).load()
+    assert loaded.workers == ["All", "rank0", "rank1"]
+    assert {profile.worker for profile in loaded.profiles.values()} == {"All", "rank0", "rank1"}
