@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from lockstep.core.records import RunInfo as RunInfo
     from lockstep.core.records import SaveReport as SaveReport
     from lockstep.core.records import StepReport as StepReport
+    from lockstep.core.tracking import TrackedRun as TrackedRun
+    from lockstep.core.tracking import Tracker as Tracker
     from lockstep.distributed.forward_mode import positions as positions
     from lockstep.distributed.generators import register_generator as register_generator
     from lockstep.distributed.metric_reduction import reduce as reduce
@@ -82,6 +84,7 @@ _HOMES = {
         "lockstep.core.jobs": "JobCommand JobStatus LaunchPlan LaunchedJob ProjectFiles",
         "lockstep.core.protocols": "Launcher Monitor ObjectStore Objective ProjectLauncher Source Transform",
         "lockstep.core.records": "Batch DataFacts EvaluationReport Request RestartReport RunInfo SaveReport StepReport",
+        "lockstep.core.tracking": "TrackedRun Tracker",
         "lockstep.distributed.forward_mode": "positions",
         "lockstep.distributed.generators": "register_generator",
         "lockstep.distributed.metric_reduction": "reduce",

@@ -17,7 +17,8 @@ from lockstep.cli.main import main
 from lockstep.core.extensions import import_target
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MONITOR, TRANSFORM, STORAGE = (EXAMPLES / f"own_{name}.py" for name in ("monitor", "transform", "storage"))
+PARTS = ("monitor", "tracker", "transform", "storage")
+MONITOR, TRACKER, TRANSFORM, STORAGE = (EXAMPLES / f"own_{name}.py" for name in PARTS)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def _summary(run: Path) -> dict[str, Any]:
     return json.loads((run / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("file", [MONITOR, TRANSFORM, STORAGE])
+@pytest.mark.parametrize("file", [MONITOR, TRACKER, TRANSFORM, STORAGE])
 def test_an_example_is_short(file: Path) -> None:
     assert len(file.read_text().splitlines()) < 40
 
@@ -70,6 +71,26 @@ def test_a_monitor_by_name_and_one_that_raises(
         lockstep.ConfigError, match=r"monitors\[0\]\.target: .*has no Messagess; did you mean Messages\?"
     ):
         lockstep.train(_config(tmp_path / "other", monitors=[{"target": f"{MONITOR}:Messagess"}]))
+
+
+def test_a_tracker_records_a_run_that_resumes_as_one(tmp_path: Path) -> None:
+    table, run = tmp_path / "losses.txt", tmp_path / "run"
+    named = {"trackers": [{"target": f"{TRACKER}:Table", "arguments": {"path": str(table)}}], "every": 1}
+    lockstep.train(_config(run, steps=4, monitor=named))
+    lockstep.train(_config(run, steps=6, monitor=named))
+    head, *lines = table.read_text().splitlines()
+    assert head.startswith("# ")
+    assert [line.split()[0] for line in lines] == ["1", "2", "3", "4", "#", "5", "6"]
+    assert lines[4].endswith("repeats what follows step 4")
+    whole = tmp_path / "whole.txt"
+    lockstep.train(
+        _config(tmp_path / "whole", steps=6, monitor={"every": 1}), trackers=[_from(TRACKER, "Table")(str(whole))]
+    )
+    assert whole.read_text().splitlines()[1:] == [line for line in lines if line[0] != "#"]
+    with pytest.raises(
+        lockstep.ConfigError, match=r"monitor\.trackers\[0\]\.target: .*has no Tabel; did you mean Table\?"
+    ):
+        lockstep.train(_config(tmp_path / "other", monitor={"trackers": [{"target": f"{TRACKER}:Tabel"}]}))
 
 
 def test_a_transform_changes_what_is_trained_and_is_part_of_the_run(tmp_path: Path) -> None:
@@ -143,6 +164,8 @@ def test_a_storage_and_a_folder_exclude_each_other(tmp_path: Path) -> None:
 
 ENTRY_POINTS = """[lockstep.monitors]
 messages = own_monitor:Messages
+[lockstep.trackers]
+table = own_tracker:Table
 [lockstep.transforms]
 quantized = own_transform:QuantizedInputs
 [lockstep.storage]
@@ -161,9 +184,15 @@ def test_an_installed_package_registers_its_parts(
         monkeypatch.syspath_prepend(str(folder))
     memory = import_target("own_storage:MEMORY")
     memory.objects.clear()
-    sections = {"monitors": [{"target": "messages"}], "transforms": [{"target": "quantized"}]}
+    tracker = {"target": "table", "arguments": {"path": str(tmp_path / "losses.txt")}}
+    sections = {
+        "monitors": [{"target": "messages"}],
+        "monitor": {"trackers": [tracker]},
+        "transforms": [{"target": "quantized"}],
+    }
     lockstep.train(_config(tmp_path / "run", checkpoint={"storage": {"target": "memory"}}, **sections))
     assert "run: done" in capsys.readouterr().out
+    assert (tmp_path / "losses.txt").exists()
     assert "step-00000004/manifest.json" in memory.objects
     with pytest.raises(lockstep.ConfigError, match=r"monitors\[0\]\.target: 'mesages' .* lockstep\.monitors"):
         lockstep.train(_config(tmp_path / "other", monitors=[{"target": "mesages"}]))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core.secrets import is_harmless_variable
 from lockstep.core.terminal import plain_line
+from lockstep.core.tracking import TRACKERS
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config, Extension
@@ -52,13 +53,18 @@ def code_in(config: Config) -> Iterator[tuple[str, str]]:
             if section.collate is not None:
                 yield f"{key}.collate", section.collate
     for key, extension in extensions_in(config):
-        if extension.target != GIVEN:
+        if extension.target != GIVEN and not (key.startswith("monitor.trackers[") and extension.target in TRACKERS):
             yield f"{key}.target", extension.target
 
 
 def extensions_in(config: Config) -> Iterator[tuple[str, Extension]]:
-    """Yield each key whose section names a monitor, a transform or a storage."""
-    for name, sections in (("monitors", config.monitors), ("transforms", config.transforms)):
+    """Yield each key whose section names a monitor, a transform, a tracker or a storage."""
+    lists = {
+        "monitors": config.monitors,
+        "transforms": config.transforms,
+        "monitor.trackers": config.monitor.trackers,
+    }
+    for name, sections in lists.items():
         for index, section in enumerate(sections):
             yield f"{name}[{index}]", section
     if config.checkpoint.storage is not None:

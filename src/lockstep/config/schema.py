@@ -226,6 +226,8 @@ class MonitorConfig(Section):
     """Steps between the lines of metrics.jsonl."""
     tensorboard: bool = True
     """Write event files for TensorBoard into the run's folder."""
+    trackers: tuple[Extension, ...] = ()
+    """Trackers that record the run elsewhere: `wandb`, `mlflow`, or one of your own (`lockstep.Tracker`)."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """auto: a live display on a terminal, otherwise plain lines."""
     meter_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0

@@ -35,7 +35,8 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.out_of_memory import out_of_memory_cause
 
 KINDS = (
-    "launchers", "models", "monitors", "objectives", "optimizers", "sources", "storage", "strategies", "transforms",
+    "launchers", "models", "monitors", "objectives", "optimizers", "sources", "storage", "strategies", "trackers",
+    "transforms",
 )  # fmt: skip
 _FORM = "write package.module:Name or path/to/file.py:Name"
 

@@ -111,11 +111,19 @@ class BackgroundMonitor(ThrottledMonitor):
     Args:
         every: steps between the reports that the writer gets.
         end_seconds: how long the end of the run waits for the writer.
+        name: of the writer in messages; None: that of its class.
     """
 
-    def __init__(self, writer: ReportWriter, every: int, end_seconds: float = END_S, most: int = _MOST_WEIGHT) -> None:
+    def __init__(
+        self,
+        writer: ReportWriter,
+        every: int,
+        end_seconds: float = END_S,
+        most: int = _MOST_WEIGHT,
+        name: str | None = None,
+    ) -> None:
         self._writer = writer
-        self._name = type(writer).__name__
+        self._name = name or type(writer).__name__
         self._every = every
         self._end_seconds = end_seconds
         self._queue = WorkQueue(f"lockstep-{self._name}", most)

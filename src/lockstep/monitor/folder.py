@@ -8,6 +8,7 @@
     ├── ranks.jsonl         a line every `monitor.meter_seconds`: each rank's times and memory
     ├── live.json           what each rank does now; there while the run trains
     ├── tensorboard/        curves
+    ├── trackers/           what trackers keep here: identifiers, files without a network
     ├── profile/            traces of some updates (`profile.steps`, `lockstep profile`)
     ├── logs/               what each rank printed, and how each has ended
     ├── launch/             what a launcher, such as Slurm's, was given, and its output
@@ -53,6 +54,7 @@ CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
+TRACKERS = "trackers"
 LOGS = "logs"
 SUMMARY = "summary.json"
 LOCK = "run.lock"
@@ -346,7 +348,7 @@ def _mode(path: Path) -> int:
         return stat.S_IFREG
 
 
-_FOLDERS = (TENSORBOARD, LOGS, EARLIER, "model")
+_FOLDERS = (TENSORBOARD, TRACKERS, LOGS, EARLIER, "model")
 
 
 def _new_default_folder(recipe: str) -> Path:

@@ -7,21 +7,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from lockstep.config.writing import to_public
+from lockstep.core.tracking import TrackedRun
 from lockstep.distributed.collective_meter import CollectiveMeter
 from lockstep.distributed.memory import memory_gauges
 from lockstep.monitor import history
 from lockstep.monitor.background import BackgroundMonitor
 from lockstep.monitor.console import Console
 from lockstep.monitor.events import EventLog
-from lockstep.monitor.folder import RunFolder
+from lockstep.monitor.folder import TRACKERS, RunFolder
 from lockstep.monitor.host_gauges import host_gauges
+from lockstep.monitor.jsonl import finite
 from lockstep.monitor.meter_files import MeterFiles, MeterThread
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.nvidia import gpu_gauges
 from lockstep.monitor.rank_meters import RankMeters
 from lockstep.monitor.tensorboard import TensorBoard
+from lockstep.monitor.trackers import TrackerMonitor
 from lockstep.training.session import components_of
-from lockstep.training.user_objects import user_monitors
+from lockstep.training.user_objects import user_monitors, user_trackers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,7 +93,28 @@ def make_monitors(job: Job, folder: Path, checkpoints: Checkpoints, meters: Mete
     drains = [monitor.drain for monitor in background]
     checkpoints.history = history.HistoryFiles(folder, [*writers, *files], publish, drains)
     reports = meters.files.reports if meters.files is not None else None
-    return Monitors([*background, console], user_monitors(job.config, job.given), reports)
+    trackers = _tracker_monitors(job, folder, checkpoints)
+    return Monitors([*background, console, *trackers], user_monitors(job.config, job.given), reports)
+
+
+def _tracker_monitors(job: Job, folder: Path, checkpoints: Checkpoints) -> list[BackgroundMonitor]:
+    """Return the monitors of the run's trackers, each with a thread of its own."""
+    every = job.config.monitor.every
+    run = TrackedRun(
+        checkpoints.run,
+        job.recipe,
+        str(folder / TRACKERS),
+        finite(to_public(job.config)),
+        checkpoints.environment,
+    )
+
+    def reference(step: int) -> str:
+        return f"{checkpoints.place}/step-{step:08d}"
+
+    return [
+        BackgroundMonitor(TrackerMonitor(tracker, name, run, reference, every), every, name=f"tracker {name}")
+        for name, tracker in user_trackers(job.config, job.given).items()
+    ]
 
 
 @contextmanager

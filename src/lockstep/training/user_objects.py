@@ -15,6 +15,7 @@ from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.extensions import instance, unimplemented
 from lockstep.core.protocols import Monitor, ObjectStore, Transform
+from lockstep.core.tracking import Tracker
 from lockstep.optim.stepping import closure_refusal
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Objects(TypedDict, total=False):
             strategy may replace parameters. Its own `lr` is the peak, unless the config sets `optim.lr`.
         schedule: (step from 0, steps of the run or None) -> learning rate as a share of its peak.
         monitors: see each report on the first rank, and may answer with requests (`lockstep.Monitor`).
+        trackers: record the run elsewhere, in threads of the first rank (`lockstep.Tracker`).
         transforms: applied to the model before it is sharded (`lockstep.Transform`).
         storage: holds the checkpoints instead of a folder (`lockstep.ObjectStore`).
     """
@@ -49,6 +51,7 @@ class Objects(TypedDict, total=False):
     optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None
     schedule: Callable[[int, int | None], float] | None
     monitors: Sequence[Monitor]
+    trackers: Sequence[Tracker]
     transforms: Sequence[Transform]
     storage: ObjectStore | None
 
@@ -72,6 +75,7 @@ class UserObjects:
     optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None
     schedule: Callable[[int, int | None], float] | None = None
     monitors: Sequence[Monitor] = ()
+    trackers: Sequence[Tracker] = ()
     transforms: Sequence[Transform] = ()
     storage: ObjectStore | None = None
     trust_remote_code: bool = False
@@ -87,6 +91,7 @@ class UserObjects:
             if isinstance(self.eval_datasets, Mapping)
             else f"is of type {_kind(self.eval_datasets)}; hand over datasets by name: {{'held-out': dataset}}",
             "monitors": _extensions(self.monitors, Monitor),
+            "trackers": _extensions(self.trackers, Tracker),
             "transforms": _extensions(self.transforms, Transform),
             "storage": unimplemented(self.storage, ObjectStore) if self.storage is not None else None,
         }
@@ -187,6 +192,7 @@ class GivenKey:
 
 _EXTENSIONS = {
     "monitors": "monitors (`lockstep.Monitor`)",
+    "trackers": "trackers (`lockstep.Tracker`)",
     "transforms": "transforms (`lockstep.Transform`)",
     "storage": "an object store (`lockstep.ObjectStore`)",
 }
@@ -212,12 +218,12 @@ def given_keys(config: Config) -> Iterator[GivenKey]:
     if config.schedule.kind == "given":
         yield GivenKey("schedule.kind", "schedule", "a function (step, steps) -> share of optim.lr", "cosine")
     for key, section in extensions_in(config):
-        argument = key.partition("[")[0].removeprefix("checkpoint.")
+        argument = key.partition("[")[0].removeprefix("checkpoint.").removeprefix("monitor.")
         if section.target == GIVEN:
             yield GivenKey(f"{key}.target", argument, _EXTENSIONS[argument], "module:Name")
 
 
-_CHECKED_HERE = ("optimizer", "schedule", "collate", "monitors", "transforms", "storage")
+_CHECKED_HERE = ("optimizer", "schedule", "collate", "monitors", "trackers", "transforms", "storage")
 
 
 def refuse_missing(config: Config, given: UserObjects) -> None:
@@ -260,9 +266,30 @@ def not_given(key: str, expected: str, got: object) -> ConfigError:
     return ConfigError(Problem("", key, f"kind `given` takes {expected} handed over in Python, and {passed}"))
 
 
+_TRACKERS = {
+    "mlflow": "lockstep.monitor.mlflow_tracker:MlflowTracker",
+    "wandb": "lockstep.monitor.wandb_tracker:WandbTracker",
+}
+
+
 def user_monitors(config: Config, given: UserObjects) -> list[Monitor]:
     """Return the monitors that the config names, and those that were passed in Python."""
     return [*_instances(config, "monitors", Monitor), *given.monitors]
+
+
+def user_trackers(config: Config, given: UserObjects) -> dict[str, Tracker]:
+    """Return the trackers that the config names, and those that were passed in Python, by names of their own."""
+    named: list[tuple[str, Tracker]] = []
+    for index, section in enumerate(config.monitor.trackers):
+        if section.target != GIVEN:
+            key = f"monitor.trackers[{index}].target"
+            home = _TRACKERS.get(section.target, section.target)
+            named.append((section.target, instance("trackers", home, section.arguments, Tracker, key=key)))
+    named += [(type(tracker).__name__, tracker) for tracker in given.trackers]
+    trackers: dict[str, Tracker] = {}
+    for name, tracker in named:
+        trackers[name if name not in trackers else f"{name}-{len(trackers) + 1}"] = tracker
+    return trackers
 
 
 def transform_names(transforms: Sequence[Extension], given: UserObjects) -> list[str]:

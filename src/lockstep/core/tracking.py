@@ -1,0 +1,82 @@
+"""The protocol of trackers: what records a run elsewhere (Weights & Biases, MLflow, one of your own).
+
+    reports --> queue, bounded --> thread: TrackerMonitor --> Tracker.scalars(step, {"train/loss": 2.1, ...})
+
+All methods are called in one thread, one after the other, and may take their time: the run does not wait for them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+TRACKERS = ("mlflow", "wandb")
+"""Names of the trackers that Lockstep has."""
+
+Bins = Sequence[tuple[float, float, int]]
+"""A histogram as (low, high, count) of the bins that are not empty, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """A run as a tracker sees it.
+
+    Attributes:
+        id: Of the run; the same for all its attempts.
+        name: Of its recipe.
+        folder: For the tracker's own files, in the folder of the run; it exists.
+        config: As JSON values, without secrets.
+        environment: Versions, platform, git state and command line, as JSON values.
+        tracker_id: What `Tracker.start` returned in an earlier attempt; None at first.
+        resumed_from: Step of the checkpoint that this attempt resumed from; None if it started from the beginning.
+    """
+
+    id: str
+    name: str
+    folder: str
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    tracker_id: str | None = None
+    resumed_from: int | None = None
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Records a run elsewhere. Subclass it and override what you need.
+
+    A tracker that raises gets nothing more, with one warning. One that is slow loses reports once its queue is full.
+    """
+
+    @abstractmethod
+    def start(self, run: TrackedRun) -> str | None:
+        """Start or continue recording; return the identifier by which a resumed run continues the same record."""
+
+    @abstractmethod
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Record numbers, which may be NaN or infinite, by names such as `train/loss`."""
+
+    def histograms(self, step: int, histograms: Mapping[str, Bins]) -> None:
+        """Record histograms. Does nothing by default."""
+        return
+
+    def texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Record texts. Does nothing by default."""
+        return
+
+    def checkpoint(self, step: int, reference: str) -> None:
+        """Record the path or address of a checkpoint. Does nothing by default."""
+        return
+
+    def rolled_back(self, step: int, attempt: int) -> None:
+        """Mark that what was recorded after `step` is repeated from now on. Does nothing by default.
+
+        Args:
+            attempt: Number of the attempt that begins, from 1.
+        """
+        return
+
+    def finish(self, failure: str | None) -> None:
+        """End recording; `failure` is None if the run is finished. A resumed run calls `start` again."""
+        return

@@ -1,0 +1,103 @@
+"""MLflow: metrics, parameters, tags; texts and histograms as artifacts. `mlflow-skinny` suffices.
+
+A resumed run continues the same MLflow run. MLflow keeps all values of a metric: of two of a step, the later one
+counts, and `run/attempt` has where an attempt begins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.errors import ConfigError
+from lockstep.core.tracking import Bins, TrackedRun, Tracker
+
+_REFUSED = re.compile(r"[^\w\-. :/]")
+_LONGEST_PARAMETER = 500
+_BATCH = 100  # parameters of a request
+
+
+class MlflowTracker(Tracker):
+    """Records a run with MLflow.
+
+    Args:
+        uri: of the tracking server or store; None: MLFLOW_TRACKING_URI, or files in the run's folder.
+        experiment: that the run belongs to; made if there is none.
+    """
+
+    def __init__(self, uri: str | None = None, experiment: str = "lockstep") -> None:
+        if find_spec("mlflow") is None:
+            raise ConfigError("the tracker mlflow needs a package that isn't installed: pip install mlflow-skinny")
+        import mlflow
+
+        self._mlflow: Any = mlflow
+        self._uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self._experiment = experiment
+        self._client: Any = None
+        self._run = ""
+
+    def start(self, run: TrackedRun) -> str:
+        uri = self._uri or (Path(run.folder) / "mlflow").absolute().as_uri()
+        if uri.startswith("file:"):
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow wants a database or a server
+        self._client = self._mlflow.MlflowClient(tracking_uri=uri)
+        if run.tracker_id is not None:
+            self._run = run.tracker_id
+            self._client.update_run(self._run, status="RUNNING")
+            return self._run
+        known = self._client.get_experiment_by_name(self._experiment)
+        experiment = known.experiment_id if known is not None else self._client.create_experiment(self._experiment)
+        self._run = self._client.create_run(experiment, run_name=run.name, tags={"lockstep.run": run.id}).info.run_id
+        values = [
+            self._mlflow.entities.Param(_REFUSED.sub("_", name), text[:_LONGEST_PARAMETER])
+            for name, text in _flat("", run.config)
+        ]
+        for at in range(0, len(values), _BATCH):
+            self._client.log_batch(self._run, params=values[at : at + _BATCH])
+        self._client.log_text(self._run, json.dumps(dict(run.environment), indent=2), "environment.json")
+        return self._run
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        now, metric = int(time.time() * 1000), self._mlflow.entities.Metric
+        named = {_REFUSED.sub("_", name): value for name, value in values.items()}
+        self._client.log_batch(self._run, metrics=[metric(name, value, now, step) for name, value in named.items()])
+
+    def histograms(self, step: int, histograms: Mapping[str, Bins]) -> None:
+        for name, bins in histograms.items():
+            text = json.dumps({"step": step, "bins": bins})
+            self._client.log_text(self._run, text, f"histograms/{_file_name(name)}/{step:08d}.json")
+
+    def texts(self, step: int, texts: Mapping[str, str]) -> None:
+        for name, text in texts.items():
+            self._client.log_text(self._run, text, f"texts/{_file_name(name)}/{step:08d}.txt")
+
+    def checkpoint(self, step: int, reference: str) -> None:
+        self._client.set_tag(self._run, "lockstep.checkpoint", reference)
+
+    def rolled_back(self, step: int, attempt: int) -> None:
+        self._client.set_tag(self._run, f"lockstep.attempt.{attempt}", f"repeats what follows step {step}")
+        self.scalars(step, {"run/attempt": float(attempt)})
+
+    def finish(self, failure: str | None) -> None:
+        if self._run:
+            status = "FINISHED" if failure is None else "KILLED" if failure == "stopped" else "FAILED"
+            self._client.set_terminated(self._run, status)
+
+
+def _flat(path: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield the leaves of nested mappings, by dotted keys."""
+    if isinstance(value, Mapping) and value:
+        for name, part in value.items():
+            yield from _flat(f"{path}.{name}" if path else str(name), part)
+    elif path:
+        yield path, value if isinstance(value, str) else json.dumps(value)
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^\w\-.]+", "_", name).strip(".") or "_"

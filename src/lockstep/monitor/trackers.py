@@ -1,0 +1,123 @@
+"""Passes reports to a tracker, and keeps its identifier, so that a resumed run continues the same record.
+
+RUN/trackers/wandb.json    {"run": "4f1c..."}    what the tracker's start returned
+RUN/trackers/              its own files, such as those of Weights & Biases without a network
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep.core.errors import Stopped
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
+from lockstep.core.records import EvaluationReport, Request, RestartReport, RunInfo, SaveReport, StepReport
+from lockstep.core.tracking import TrackedRun, Tracker
+from lockstep.monitor.meters import Throughput
+from lockstep.monitor.metric_log import Logged
+from lockstep.monitor.monitors import EpochReport, ReportWriter
+from lockstep.monitor.rank_meters import MeterReport, meter_values
+
+_log = logging.getLogger("lockstep.monitor")
+
+
+class TrackerMonitor(ReportWriter):
+    """Turns reports into scalars, histograms and texts under the names that TensorBoard's files have.
+
+    Args:
+        name: of the tracker among those of the run.
+        run: without the identifier of an earlier attempt, which is read from its folder.
+        checkpoint: returns the path or address of the checkpoint of a step.
+        every: steps between points.
+    """
+
+    def __init__(
+        self, tracker: Tracker, name: str, run: TrackedRun, checkpoint: Callable[[int], str], every: int
+    ) -> None:
+        self._tracker = tracker
+        self._run = run
+        self._checkpoint = checkpoint
+        self._every = every
+        self._pending: StepReport | None = None
+        self._file = Path(run.folder) / f"{re.sub(r'[^A-Za-z0-9_]+', '-', name)}.json"
+        self._throughput = Throughput()
+
+    def start(self, info: RunInfo) -> None:
+        Path(self._run.folder).mkdir(exist_ok=True)
+        known = _identifier(self._file)
+        identifier = self._tracker.start(replace(self._run, tracker_id=known, resumed_from=info.resumed_from))
+        if identifier is not None and identifier != known:
+            write_atomically(self._file, json.dumps({"run": identifier}) + "\n")
+
+    def restarted(self, report: RestartReport) -> None:
+        self._tracker.rolled_back(report.step, report.attempt)
+
+    def see(self, report: StepReport) -> Iterable[Request]:
+        self._throughput.add(report)
+        self._pending = report
+        if report.step == 1 or report.step % self._every == 0 or not report.kept:
+            self._record()
+        return ()
+
+    def _record(self) -> None:
+        """Record the last update, unless that was done."""
+        report, self._pending = self._pending, None
+        if report is None:
+            return
+        rates = self._throughput.moving
+        values = {
+            "train/loss": report.loss,
+            "train/grad_norm": report.grad_norm,
+            "train/lr": report.lr,
+            "train/loss_scale": report.loss_scale,
+            "train/discarded": float(report.discarded),
+            "speed/samples_per_second": rates.samples,
+            "speed/tokens_per_second": rates.tokens,
+        }
+        self._tracker.scalars(report.step, values)
+
+    def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
+        self._throughput.pause(report.step, report.seconds)
+        values = {f"evaluation/{report.name}/{name}": value for name, value in report.metrics.items()}
+        self._tracker.scalars(report.step, values)
+        return ()
+
+    def saved(self, report: SaveReport) -> None:
+        if report.failure is None:
+            self._tracker.scalars(report.step, {"save/seconds": report.seconds, "save/lost_seconds": report.lost})
+            self._tracker.checkpoint(report.step, self._checkpoint(report.step))
+
+    def epoch(self, report: EpochReport) -> None:
+        self._tracker.scalars(report.step, {"epoch/loss": report.loss, "epoch/seconds": report.seconds})
+
+    def logged(self, step: int, logged: Logged) -> None:
+        if logged.values:
+            self._tracker.scalars(step, logged.values)
+        if logged.histograms:
+            self._tracker.histograms(step, {name: value.bins() for name, value in logged.histograms.items()})
+        if logged.texts:
+            self._tracker.texts(step, logged.texts)
+
+    def measured(self, report: MeterReport) -> None:
+        self._tracker.scalars(report.step, meter_values(report))
+
+    def finish(self, error: BaseException | None) -> None:
+        self._record()
+        stopped = isinstance(error, Stopped | KeyboardInterrupt)
+        self._tracker.finish(None if error is None else "stopped" if stopped else f"{type(error).__name__}: {error}")
+
+
+def _identifier(file: Path) -> str | None:
+    """Return what an earlier attempt has kept; None if there is none, or it can't be read."""
+    try:
+        value = json.loads(read_bounded(file, MAX_JSON_BYTES))["run"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        _log.warning("can't read %s, so that a new record begins: %r", file, error)
+        return None
+    return value if isinstance(value, str) else None

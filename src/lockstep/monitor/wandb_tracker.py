@@ -1,0 +1,90 @@
+"""Weights & Biases.
+
+Without a network `mode: offline` writes files that `wandb sync RUN/trackers/wandb/offline-*` uploads.
+
+W&B refuses steps that go back, as those of a resumed run do. So `step` is a metric of its own, which all others are
+drawn over, and `run/attempt` tells the repeated points apart: of two points of a step, the later one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from lockstep.core.errors import ConfigError
+from lockstep.core.tracking import Bins, TrackedRun, Tracker
+
+
+class WandbTracker(Tracker):
+    """Records a run with Weights & Biases.
+
+    Args:
+        project: of the run.
+        mode: `online` or `offline`; None: by WANDB_MODE.
+        arguments: further ones of `wandb.init`, such as `entity`, `group`, `tags`.
+    """
+
+    def __init__(self, project: str = "lockstep", mode: str | None = None, **arguments: Any) -> None:
+        if find_spec("wandb") is None:
+            raise ConfigError("the tracker wandb needs a package that isn't installed: pip install wandb")
+        import wandb
+
+        self._wandb: Any = wandb
+        self._arguments: dict[str, Any] = {"project": project, "mode": mode, **arguments}
+        self._run: Any = None
+        self._attempt = 1
+
+    def start(self, run: TrackedRun) -> str:
+        identifier = run.tracker_id or run.id[:32]
+        options = {
+            "id": identifier,
+            "name": run.name,
+            "dir": run.folder,
+            "config": {**run.config, "environment": dict(run.environment)},
+            "resume": "allow",
+            "settings": self._wandb.Settings(silent=True, console="off", x_disable_stats=True),
+        }
+        self._run = self._wandb.init(**options | self._arguments)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        return identifier
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, "run/attempt": self._attempt, **values})
+
+    def histograms(self, step: int, histograms: Mapping[str, Bins]) -> None:
+        self._run.log(
+            {
+                "step": step,
+                "run/attempt": self._attempt,
+                **{name: self._histogram(bins) for name, bins in histograms.items() if bins},
+            }
+        )
+
+    def texts(self, step: int, texts: Mapping[str, str]) -> None:
+        for name, text in texts.items():
+            table = self._wandb.Table(columns=["step", "text"], data=[[step, text]])
+            self._run.log({"step": step, "run/attempt": self._attempt, name: table})
+
+    def checkpoint(self, step: int, reference: str) -> None:
+        self._run.summary["checkpoint"] = reference
+
+    def rolled_back(self, step: int, attempt: int) -> None:
+        self._attempt = attempt
+        self._run.log({"step": step, "run/attempt": attempt, "run/resumed_from": step})
+
+    def finish(self, failure: str | None) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=0 if failure is None else 1)
+
+    def _histogram(self, bins: Bins) -> Any:
+        """Return W&B's histogram, which has one edge between two bins: empty bins fill what is between."""
+        edges, counts = [bins[0][0]], []
+        for low, high, count in bins:
+            if low > edges[-1]:
+                edges.append(low)
+                counts.append(0)
+            edges.append(high)
+            counts.append(count)
+        return self._wandb.Histogram(np_histogram=(counts, edges))

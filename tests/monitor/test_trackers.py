@@ -1,0 +1,179 @@
+"""Trackers: what each records, read back by its own reader; one that fails or hangs leaves the run alone."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kit.reports import FACTS, report
+
+from lockstep.core.errors import RunFailed
+from lockstep.core.records import EvaluationReport, RestartReport, SaveReport
+from lockstep.core.tracking import TrackedRun, Tracker
+from lockstep.monitor.background import BackgroundMonitor
+from lockstep.monitor.metric_log import Histogram, Logged
+from lockstep.monitor.monitors import Monitors
+from lockstep.monitor.trackers import TrackerMonitor
+
+LOGGED = Logged({"hits": 0.5}, {"weights": Histogram({200: 3, 210: 1}, 0.1, 2.0, 3.0, 4.5)}, {"sample": "def f"})
+
+
+def run_twice(tracker: object, folder: Path) -> None:
+    """Record a run that fails after step 12 and resumes from step 8; `tracker` makes one for each attempt."""
+    run = TrackedRun("0123456789abcdef", "digits", str(folder), {"optim": {"lr": 0.1}}, {"python": "3"})
+    for attempt, steps in ((1, range(1, 13)), (2, range(9, 17))):
+        monitor = TrackerMonitor(tracker(), "it", run, lambda step: f"/checkpoints/{step}", every=4)  # type: ignore[operator]
+        monitors = Monitors([BackgroundMonitor(monitor, 4, end_seconds=60.0)])
+        monitors.start(replace(FACTS, resumed_from=8 if attempt == 2 else None))
+        if attempt == 2:
+            monitors.restarted(RestartReport(2, 8, 64 * 8))
+        for step in steps:
+            monitors.see(report(step, loss=float(attempt) + step))
+            if step == 8:
+                monitors.saved(SaveReport(8, 100, 0.1, 0.0))
+        monitors.evaluated(EvaluationReport("held-out", steps[-1], {"loss": 0.25}, 10, 0.1))
+        monitors.logged(steps[-1], LOGGED)
+        monitors.finish(RunFailed("the disk is full") if attempt == 1 else None)
+
+
+class Recorder(Tracker):
+    calls: list[tuple[object, ...]]
+
+    def __init__(self, calls: list[tuple[object, ...]]) -> None:
+        self.calls = calls
+
+    def start(self, run: TrackedRun) -> str:
+        self.calls.append(("start", run.tracker_id, run.resumed_from))
+        return run.tracker_id or "mine-1"
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.calls.append(("scalars", step, *sorted(values)[:1]))
+
+    def checkpoint(self, step: int, reference: str) -> None:
+        self.calls.append(("checkpoint", step, reference))
+
+    def rolled_back(self, step: int, attempt: int) -> None:
+        self.calls.append(("rolled back", step, attempt))
+
+    def finish(self, failure: str | None) -> None:
+        self.calls.append(("finish", failure))
+
+
+def test_a_resumed_run_continues_the_record_and_marks_what_is_repeated(tmp_path: Path) -> None:
+    calls: list[tuple[object, ...]] = []
+    run_twice(lambda: Recorder(calls), tmp_path / "trackers")
+    starts = [call for call in calls if call[0] in ("start", "rolled back", "finish", "checkpoint")]
+    assert starts == [
+        ("start", None, None),
+        ("checkpoint", 8, "/checkpoints/8"),
+        ("finish", "RunFailed: the disk is full"),
+        ("start", "mine-1", 8),
+        ("rolled back", 8, 2),
+        ("finish", None),
+    ]
+    points = [call[1] for call in calls if call[0] == "scalars" and call[2] == "speed/samples_per_second"]
+    assert points == [1, 4, 8, 12, 12, 16]
+    assert json.loads((tmp_path / "trackers" / "it.json").read_text()) == {"run": "mine-1"}
+
+
+def test_a_tracker_that_hangs_or_fails_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    released = threading.Event()
+
+    class Hangs(Recorder):
+        def scalars(self, step: int, values: Mapping[str, float]) -> None:
+            released.wait(30)
+
+    class Fails(Recorder):
+        def start(self, run: TrackedRun) -> str:
+            raise ConnectionError("no route to host")
+
+    run = TrackedRun("id", "digits", str(tmp_path), {}, {})
+    monitors = Monitors(
+        [
+            BackgroundMonitor(TrackerMonitor(tracker, name, run, str, 1), 1, 0.1, name=f"tracker {name}")
+            for name, tracker in (("hangs", Hangs([])), ("fails", Fails([])))
+        ]
+    )
+    began = time.perf_counter()
+    monitors.start(FACTS)
+    for step in range(1, 1001):
+        monitors.see(report(step))
+    assert time.perf_counter() - began < 1.0
+    monitors.finish(None)
+    assert time.perf_counter() - began < 2.0
+    released.set()
+    messages = sorted(record.message for record in caplog.records)
+    assert messages == [
+        "tracker fails failed and is left out from now on: ConnectionError('no route to host')",
+        "tracker hangs has not ended within 0.1 s: its last reports are lost",
+    ]
+
+
+def test_mlflow_reads_one_run_with_both_attempts(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny isn't installed")
+    from lockstep.monitor.mlflow_tracker import MlflowTracker
+
+    run_twice(MlflowTracker, tmp_path / "trackers")
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "trackers" / "mlflow").as_uri())
+    experiment = client.get_experiment_by_name("lockstep")
+    (run,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(point.step, point.value) for point in history] == [
+        (1, 2.0), (4, 5.0), (8, 9.0), (12, 13.0), (12, 14.0), (16, 18.0)
+    ]  # fmt: skip
+    assert {point.step: point.value for point in history}[12] == 14.0, "the repeated update counts"
+    assert run.info.status == "FINISHED"
+    assert run.data.params["optim.lr"] == "0.1"
+    assert run.data.metrics["hits"] == 0.5
+    assert run.data.metrics["evaluation/held-out/loss"] == 0.25
+    assert run.data.tags["lockstep.checkpoint"] == "/checkpoints/8"
+    assert run.data.tags["lockstep.attempt.2"] == "repeats what follows step 8"
+    files = {file.path for file in client.list_artifacts(run.info.run_id, "histograms/weights")}
+    assert files == {"histograms/weights/00000012.json", "histograms/weights/00000016.json"}
+
+
+def wandb_records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a .wandb file: after a head of 7 bytes, LevelDB's log format (blocks of 32 KiB)."""
+    assert data[:4] == b":W&B"
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or its last part
+            yield record
+            record = b""
+
+
+def test_wandb_without_a_network_writes_one_run(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="wandb isn't installed")
+    from wandb.proto import wandb_internal_pb2
+
+    from lockstep.monitor.wandb_tracker import WandbTracker
+
+    folder = tmp_path / "trackers"
+    run_twice(lambda: WandbTracker(mode="offline"), folder)
+    files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime)
+    identifiers, losses, config = set(), [], {}
+    for file in files:
+        for data in wandb_records(file.read_bytes()):
+            record = wandb_internal_pb2.Record.FromString(data)
+            if record.run.run_id:
+                identifiers.add(record.run.run_id)
+                config |= {item.key: item.value_json for item in record.run.config.update}
+            row = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+            if "train/loss" in row:
+                losses.append(tuple(float(row[name]) for name in ("step", "train/loss", "run/attempt")))
+    assert len(files) == 2
+    assert identifiers == {"0123456789abcdef"}, "wandb sync makes one run of both"
+    assert losses == [(1, 2, 1), (4, 5, 1), (8, 9, 1), (12, 13, 1), (12, 14, 2), (16, 18, 2)]
+    assert json.loads(config["optim"]) == {"lr": 0.1}
