@@ -88,9 +88,9 @@ def test_a_tracker_records_a_run_that_resumes_as_one(tmp_path: Path) -> None:
     )
     assert whole.read_text().splitlines()[1:] == [line for line in lines if line[0] != "#"]
     with pytest.raises(
-        lockstep.ConfigError, match=r"monitor\.trackers\[0\]\.target: .*has no Tabel; did you mean Table\?"
+        lockstep.ConfigError, match=r"monitor\.trackers\[0\]\.target: .*has no Tables; did you mean Table\?"
     ):
-        lockstep.train(_config(tmp_path / "other", monitor={"trackers": [{"target": f"{TRACKER}:Tabel"}]}))
+        lockstep.train(_config(tmp_path / "other", monitor={"trackers": [{"target": f"{TRACKER}:Tables"}]}))
 
 
 def test_a_transform_changes_what_is_trained_and_is_part_of_the_run(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 Without a network `mode: offline` writes files that `wandb sync RUN/trackers/wandb/offline-*` uploads.
 
 W&B refuses steps that go back, as those of a resumed run do. So `step` is a metric of its own, which all others are
-drawn over, and `run/attempt` tells the repeated points apart: of two points of a step, the later one counts.
+drawn over, and `run/attempt` distinguishes the repeated points: of two points of a step, the later one counts.
 """
 
 from __future__ import annotations
