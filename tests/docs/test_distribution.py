@@ -64,7 +64,9 @@ def test_extras_that_messages_name_exist() -> None:
     extras = {extra for text in texts for extra in re.findall(r"pip_install\('(\w+)'\)", text)}
     optional = project()["optional-dependencies"]
     assert isinstance(optional, dict)
-    assert extras == {"hf", "digits", "deepspeed", "s3", "fsspec", "aws", "ray", "nvidia"} <= set(optional)
+    assert (
+        extras == {"hf", "digits", "deepspeed", "s3", "fsspec", "aws", "ray", "nvidia", "prometheus"} <= set(optional)
+    )
     assert pip_install("hf") == "pip install 'lockstep-torch[hf]'"
 
 

@@ -219,6 +219,15 @@ class EarlyStoppingConfig(Section):
         return self
 
 
+class PrometheusConfig(Section):
+    """Endpoint that Prometheus reads, on the first rank's host."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 9470
+    """Port of `/metrics`; 0: any free one. If another program has it, a warning names it and the run continues."""
+    address: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0: all interfaces. Any host that reaches it can read the metrics."""
+
+
 class MonitorConfig(Section):
     """Display and logs of a run."""
 
@@ -234,6 +243,8 @@ class MonitorConfig(Section):
     """Seconds between the lines of ranks.jsonl (each rank's times, memory, GPU and host); 0: they aren't measured."""
     early_stopping: EarlyStoppingConfig | None = None
     """Null: the run has the length that `run` gives it."""
+    prometheus: PrometheusConfig | None = None
+    """Null: no endpoint. Needs the extra `prometheus`."""
 
 
 class Run(Section):

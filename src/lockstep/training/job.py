@@ -48,7 +48,7 @@ from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
 from lockstep.training.locations import storage_of
-from lockstep.training.monitoring import Meters, make_monitors, started
+from lockstep.training.monitoring import Meters, make_monitors, refuse_missing_packages, started
 from lockstep.training.out_of_memory import MemoryFactors, explain, memory_factors, with_prediction
 from lockstep.training.ownership import run_folder_for
 from lockstep.training.publishing import publish
@@ -113,6 +113,7 @@ def run_job(job: Job) -> Finished:
     config, prompt = job.config, job.config.evaluation.prompt
     if prompt is not None:
         codec_of(config.model, config.data.train)  # refuses a model that makes no text, before training
+    refuse_missing_packages(config)
     with opened(config, job.given, _purpose(job)) as session, _logged_tracebacks(job, session) as folder:
         checkpoints, notes = _begin(job, session, folder)
         profiler = Profiler(config.profile, components_of(session).world, folder)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lockstep.config.writing import to_public
+from lockstep.core.distribution import pip_install
+from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.tracking import TrackedRun
 from lockstep.distributed.collective_meter import CollectiveMeter
 from lockstep.distributed.memory import memory_gauges
@@ -21,6 +24,7 @@ from lockstep.monitor.jsonl import finite
 from lockstep.monitor.meter_files import MeterFiles, MeterThread
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.nvidia import gpu_gauges
+from lockstep.monitor.prometheus import PrometheusEndpoint
 from lockstep.monitor.rank_meters import RankMeters
 from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.monitor.trackers import TrackerMonitor
@@ -30,6 +34,7 @@ from lockstep.training.user_objects import user_monitors, user_trackers
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from lockstep.config.schema import Config
     from lockstep.core.records import RunInfo
     from lockstep.training.checkpoints import Checkpoints
     from lockstep.training.job import Job
@@ -80,13 +85,21 @@ class Meters:
             self._thread.stop()
 
 
+def refuse_missing_packages(config: Config) -> None:
+    """Raise ConfigError if the config has monitors whose packages aren't installed."""
+    if config.monitor.prometheus is not None and importlib.util.find_spec("prometheus_client") is None:
+        text = f"it needs the package prometheus-client: {pip_install('prometheus')}"
+        raise ConfigError(Problem("", "monitor.prometheus", text))
+
+
 def make_monitors(job: Job, folder: Path, checkpoints: Checkpoints, meters: Meters) -> Monitors:
     """Return the monitors of the first rank, and make their files the history that checkpoints refer to."""
     options, run_folder = job.config.monitor, RunFolder.open(folder)
     writers: list[EventLog | TensorBoard] = [EventLog(run_folder.metrics, options.every)]
     if options.tensorboard:
         writers.append(TensorBoard(run_folder.tensorboard, options.every))
-    background = [BackgroundMonitor(writer, options.every) for writer in writers]
+    endpoints = [PrometheusEndpoint(options.prometheus)] if options.prometheus is not None else []
+    background = [BackgroundMonitor(writer, options.every) for writer in (*writers, *endpoints)]
     console = Console(options.every, options.progress)
     publish = job.stored.publish if job.stored is not None else lambda: None
     files = [meters.files] if meters.files is not None else []

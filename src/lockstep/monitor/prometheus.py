@@ -1,0 +1,155 @@
+"""The Prometheus endpoint: the run's newest metrics and each rank's meters, over HTTP.
+
+reports --> the newest of each kind <--read-- thread of the HTTP server <-- GET /metrics, by Prometheus
+
+lockstep_loss{run="digits"} 0.52
+lockstep_rank_gpu_temperature{run="digits",rank="3",host="node1"} 71
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from lockstep.core.records import EvaluationReport, Request, RestartReport, RunInfo, SaveReport, StepReport
+from lockstep.monitor.meters import Throughput
+from lockstep.monitor.metric_log import Logged
+from lockstep.monitor.monitors import EpochReport, ReportWriter
+from lockstep.monitor.rank_meters import MeterReport
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import PrometheusConfig
+
+_log = logging.getLogger("lockstep.monitor")
+_END_S = 2.0  # for the server's thread
+_UNNAMED = re.compile(r"[^a-zA-Z0-9_]")
+
+
+class PrometheusEndpoint(ReportWriter):
+    """Serves `/metrics` while the run trains. A port that is taken is a warning, not the run's end."""
+
+    def __init__(self, section: PrometheusConfig) -> None:
+        self._section = section
+        self._run = ""
+        self._step: StepReport | None = None
+        self._throughput = Throughput()
+        self._evaluations: dict[str, EvaluationReport] = {}
+        self._saved: int | None = None
+        self._logged: dict[str, float] = {}
+        self._meters: MeterReport | None = None
+        self._server: Any = None
+        self._thread: Any = None
+
+    @property
+    def port(self) -> int | None:
+        """The port that is served; None: none is."""
+        return None if self._server is None else int(self._server.server_port)
+
+    def start(self, info: RunInfo) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._run = PurePath(info.folder).name
+        registry = CollectorRegistry()
+        registry.register(self)
+        address, port = self._section.address, self._section.port
+        try:
+            self._server, self._thread = start_http_server(port, address, registry)
+        except OSError as error:
+            _log.warning(
+                "monitor.prometheus: port %d of %s can't be served (%s); the run continues without; set another "
+                "monitor.prometheus.port",
+                port,
+                address,
+                error.strerror or error,
+            )
+
+    def restarted(self, report: RestartReport) -> None: ...
+
+    def see(self, report: StepReport) -> Iterable[Request]:
+        self._throughput.add(report)
+        self._step = report
+        return ()
+
+    def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
+        self._throughput.pause(report.step, report.seconds)
+        self._evaluations = {**self._evaluations, report.name: report}
+        return ()
+
+    def saved(self, report: SaveReport) -> None:
+        if report.failure is None:
+            self._saved = report.step
+
+    def epoch(self, report: EpochReport) -> None: ...
+
+    def logged(self, step: int, logged: Logged) -> None:
+        self._logged = {**self._logged, **logged.values}
+
+    def measured(self, report: MeterReport) -> None:
+        self._meters = report
+
+    def finish(self, error: BaseException | None) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join(timeout=_END_S)
+            self._server = None
+
+    # --- in the server's thread -----------------------------------------------------------------------------------
+
+    def describe(self) -> list[Any]:
+        """Return nothing: the metrics are known when there are values."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metrics of now, as prometheus_client wants them."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        families: dict[str, Any] = {}
+        for name, text, labels, value in self._values():
+            if name not in families:
+                families[name] = GaugeMetricFamily(name, text, labels=["run", *labels])
+            families[name].add_metric([self._run, *labels.values()], value)
+        yield from families.values()
+
+    def _values(self) -> Iterator[tuple[str, str, dict[str, str], float]]:
+        if (report := self._step) is not None:
+            rates = self._throughput.moving
+            for name, value in (
+                ("step", report.step),
+                ("loss", report.loss),
+                ("grad_norm", report.grad_norm),
+                ("learning_rate", report.lr),
+                ("samples", report.samples),
+                ("tokens", report.tokens),
+                ("discarded", report.discarded),
+                ("seconds", report.seconds),
+                ("steps_per_second", rates.steps),
+                ("samples_per_second", rates.samples),
+                ("tokens_per_second", rates.tokens),
+            ):
+                yield f"lockstep_{name}", f"{name} of the run", {}, float(value)
+        if self._saved is not None:
+            yield "lockstep_checkpoint_step", "step of the newest checkpoint", {}, float(self._saved)
+        for evaluation in self._evaluations.values():
+            for name, value in evaluation.metrics.items():
+                yield "lockstep_evaluation", "last evaluation", {"set": evaluation.name, "metric": name}, value
+        for name, value in self._logged.items():
+            yield "lockstep_logged", "logged by user code", {"name": name}, value
+        if self._meters is not None:
+            yield from _rank_values(self._meters)
+
+
+def _rank_values(report: MeterReport) -> Iterator[tuple[str, str, dict[str, str], float]]:
+    slow = {straggler.rank for straggler in report.stragglers()}
+    for rank in report.ranks:
+        labels = {"rank": str(rank.notice.rank), "host": rank.notice.host}
+        if rank.updates:
+            yield "lockstep_rank_step_seconds", "mean time of an update", labels, rank.seconds
+        yield "lockstep_rank_straggler", "1: the others wait for it", labels, float(rank.notice.rank in slow)
+        for phase, seconds in rank.split.items():
+            yield "lockstep_rank_phase_seconds", "time of an update's phase", {**labels, "phase": phase}, seconds
+        for name, value in rank.notice.gauges.items():
+            yield f"lockstep_rank_{_UNNAMED.sub('_', name)}", f"{name} of the rank", labels, value
