@@ -162,3 +162,34 @@ async def _passed_on(size: int) -> tuple[int, int]:
         while data := await loop.sock_recv(connection, 1 << 20):
             received += len(data)
     return received, before
+
+
+class Recorded(asyncio.Transport):
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+
+    def write(self, data: Any) -> None:
+        self.written += bytes(data)
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def is_closing(self) -> bool:
+        return False
+
+
+def test_what_comes_before_two_connections_are_joined_is_passed_on_first() -> None:
+    near, far = StoreEnd(), StoreEnd()
+    transports = Recorded(), Recorded()
+    for end, transport in zip((near, far), transports, strict=True):
+        end.connection_made(transport)
+    near.data_received(b"one ")  # as Python 3.11.2 does with a new connection, although it is paused
+    near.data_received(b"two ")
+    near.join(far)
+    near.data_received(b"three")
+    assert transports[1].written == b"one two three"
+    assert transports[0].written == b""

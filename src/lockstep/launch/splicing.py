@@ -16,7 +16,9 @@ _LOOPBACK = "127.0.0.1"
 
 
 class StoreEnd(asyncio.Protocol):
-    """An end of two connections that are joined: what it receives, the other sends. It reads nothing until then.
+    """An end of two connections that are joined: what it receives, the other sends.
+
+    Until then it reads nothing; but until Python 3.11.3, asyncio reads a new connection once although it is paused.
 
     Attributes:
         is_over: Set when the connection has ended.
@@ -27,12 +29,14 @@ class StoreEnd(asyncio.Protocol):
         self._opened = opened
         self._transport: asyncio.Transport | None = None
         self._other: asyncio.Transport | None = None
+        self._early = b""  # what came before it was joined
 
     def join(self, other: StoreEnd) -> None:
         """Pass on what each of both receives from now on, until one has ended."""
         pairs = ((self, other), (other, self))
         for near, far in pairs:
             near._other = far._transport
+            near.data_received(near._early)
         for near, far in pairs:
             if far.is_over.is_set():
                 near.close()
@@ -52,6 +56,8 @@ class StoreEnd(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._other is not None:
             self._other.write(data)
+        else:
+            self._early += data
 
     def pause_writing(self) -> None:
         if self._other is not None and not self._other.is_closing():
