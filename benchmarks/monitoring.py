@@ -3,8 +3,8 @@
     off    no meters, no TensorBoard, no progress, a line of metrics.jsonl at the first and the last update
     on     meters with a line of ranks.jsonl a second, TensorBoard and metrics.jsonl at every update, plain progress
 
-Both train `digits` in one process, and as DDP on two ranks over gloo. An update's time is from one report to the next, on the
-first rank: the median and the mean of the middle nine tenths over a run.
+Both train `digits` in one process, and as DDP on two ranks over gloo. An update's time is from one report to the next,
+on the first rank: the median and the mean of the middle nine tenths over a run.
 """
 
 from __future__ import annotations
