@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli.arguments import Parser, add_json, run_path, whole
+from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
@@ -68,7 +69,7 @@ def _recorded(args: argparse.Namespace) -> list[Path]:
         )
     files = trace_files(args.run)
     if not files:
-        remedy = f"resume it (lockstep train {args.run}), or set profile.steps in its config"
+        remedy = f"resume it ({command_line('lockstep', 'train', args.run)}), or set profile.steps in its config"
         raise RunFailed(f"the run in {args.run} is not running, and has no traces; {remedy}")
     return files
 

@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from lockstep.distributed.user_collectives import gather
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -262,6 +260,8 @@ def text(name: str, text: str) -> None:
 def merged_histogram(values: Tensor) -> Histogram:
     """Return the distribution of all ranks' elements, such as gradients; a collective, in any loop."""
     own = _Counts.of(_tensor("histogram", "values", values)).read()
+    from lockstep.distributed.user_collectives import gather  # it imports torch
+
     return _merge_histograms(gather(own))
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerAction, profile
 
+from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import Request
 from lockstep.distributed.memory import end_memory_history, record_memory_history
@@ -80,7 +81,7 @@ class Profiler:
         return [
             f"updates {span.first:,} to {span.last:,} are traced by "
             f"{'all ranks' if options.ranks is None else 'rank ' + ', '.join(map(str, options.ranks))} into "
-            f"{self._folder / PROFILE}; lockstep profile {self._folder} explains them"
+            f"{self._folder / PROFILE}; {command_line('lockstep', 'profile', self._folder)} explains them"
             for span, options in self._planned
         ]
 
