@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from kit.worlds import in_world
 
+from lockstep.core.collective_names import bus_factor
 from lockstep.core.phase_clock import Phase, PhaseClock
-from lockstep.distributed.collective_meter import CollectiveMeter, CollectiveTotals, bus_factor
+from lockstep.distributed.collective_meter import CollectiveMeter, CollectiveTotals
 from lockstep.distributed.notice_board import NoticeBoard
 
 
@@ -38,7 +39,13 @@ def measured(rank: int) -> dict[str, Any]:
     times = clock.take()
     totals = {operation: (each.calls, each.size) for (operation, _), each in meter.totals.items()}
     timed = meter.totals["all_reduce", 2].bandwidths("all_reduce", 2)
-    return {"waited": times.split[Phase.COMMUNICATION], "totals": totals, "timed": timed, "value": tensor[0].item()}
+    return {
+        "waited": times.split[Phase.COMMUNICATION],
+        "totals": totals,
+        "timed": timed,
+        "value": tensor[0].item(),
+        "gauges": meter.gauges(),
+    }
 
 
 def on_two_ranks() -> Any:
@@ -55,6 +62,8 @@ def test_a_rank_waits_for_the_late_one_and_all_bytes_are_counted() -> None:
     assert first["totals"] == moved | {"send": (1, 4000)}
     assert second["totals"] == moved | {"recv": (1, 4000)}
     assert first["value"] == second["value"] == 4.0
+    assert first["gauges"]["all_reduce_bytes"] == 8000
+    assert first["gauges"]["all_reduce_bus_bytes_per_second"] == first["timed"][1]
     assert first["timed"][0] == first["timed"][1] > 0  # of two ranks, bus and algorithm bandwidth are equal
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -22,36 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.core.collective_names import OPERATIONS, bus_factor
 from lockstep.core.phase_clock import Phase, PhaseClock
 
 _COMMUNICATION = Phase.COMMUNICATION
 _MAX_STARTED = 256
-_OPERATIONS: Mapping[str, tuple[str, int]] = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "allgather": ("all_gather", 0),
-    "allgather_coalesced": ("all_gather", 0),
-    "allgather_into_tensor_coalesced": ("all_gather", 0),
-    "all_gather_single": ("all_gather", 0),
-    "all_gather_single_coalesced": ("all_gather", 0),
-    "_allgather_base": ("all_gather", 0),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "alltoall": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "all_to_all_single": ("all_to_all", 1),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 0),
-    "send": ("send", 0),
-    "recv": ("recv", 0),
-    "barrier": ("barrier", 0),
-}
-"""The operation of each method of a process group, and which argument has the bytes that count."""
 
 
 @dataclass(slots=True)
@@ -77,13 +52,6 @@ class CollectiveTotals:
         return algorithm, algorithm * bus_factor(operation, ranks)
 
 
-def bus_factor(operation: str, ranks: int) -> float:
-    """Return the ratio of bus to algorithm bandwidth (nccl-tests, PERFORMANCE.md)."""
-    if operation == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    return (ranks - 1) / ranks if operation in ("all_gather", "reduce_scatter", "all_to_all") else 1.0
-
-
 class CollectiveMeter:
     """Counts this rank's collectives, and marks the time in which it waits for them.
 
@@ -95,6 +63,20 @@ class CollectiveMeter:
         self._clock = clock
         self.totals: dict[tuple[str, int], CollectiveTotals] = {}
         self._started: dict[int, tuple[CollectiveTotals, int, float]] = {}  # by the work's id
+
+    def gauges(self) -> dict[str, float]:
+        """Return, by operation, the bytes so far, and the bus bandwidth in bytes per second if calls were waited for.
+
+        What DDP reduces in C++ isn't counted.
+        """
+        values: dict[str, float] = {}
+        for operation in dict.fromkeys(operation for operation, _ in list(self.totals)):
+            of_groups = [(ranks, each) for (name, ranks), each in list(self.totals.items()) if name == operation]
+            values[f"{operation}_bytes"] = sum(each.size for _, each in of_groups)
+            ranks, largest = max(of_groups, key=lambda group: group[1].timed_size)
+            if (bandwidths := largest.bandwidths(operation, ranks)) is not None:
+                values[f"{operation}_bus_bytes_per_second"] = bandwidths[1]
+        return values
 
     def count(self, operation: str, ranks: int, size: int) -> CollectiveTotals:
         """Count a call of `size` bytes."""
@@ -110,7 +92,7 @@ class CollectiveMeter:
         """Measure torch's collectives while the block runs. Modules that are imported later are left out."""
         group: Any = dist.ProcessGroup
         places: list[tuple[Any, str, Callable[..., Any]]] = [
-            *((group, name, partial(self._counted, *_OPERATIONS[name])) for name in _OPERATIONS if name in vars(group)),
+            *((group, name, partial(self._counted, *OPERATIONS[name])) for name in OPERATIONS if name in vars(group)),
             (dist.Work, "wait", self._waited),
             *((owner, name, self._marked) for owner, name in _waits()),
         ]

@@ -103,6 +103,21 @@ def model_flops_utilization(facts: RunInfo, tokens_per_second: float) -> float |
     return tokens_per_second * facts.flops_per_token / (facts.peak_flops * facts.ranks)
 
 
+def update_values(report: StepReport, rates: Rates, facts: RunInfo | None) -> dict[str, float]:
+    """Return the values of an update that curves are drawn of."""
+    values = {
+        "train/loss": report.loss,
+        "train/grad_norm": report.grad_norm,
+        "train/lr": report.lr,
+        "train/loss_scale": report.loss_scale,
+        "train/discarded": float(report.discarded),
+        "speed/samples_per_second": rates.samples,
+        "speed/tokens_per_second": rates.tokens,
+    }
+    mfu = model_flops_utilization(facts, rates.tokens) if facts else None
+    return values if mfu is None else {**values, "speed/mfu": mfu}
+
+
 @dataclass(frozen=True, slots=True)
 class _Peak:
     """The peaks of a GPU in TFLOP/s, dense (without 2:4 sparsity), with fp32 accumulation; None: no such units.

@@ -21,7 +21,7 @@ from typing import Any
 
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport
 from lockstep.monitor.jsonl import LineFile
-from lockstep.monitor.meters import Throughput, model_flops_utilization
+from lockstep.monitor.meters import Throughput, update_values
 from lockstep.monitor.metric_log import Histogram, Logged
 from lockstep.monitor.monitors import EpochReport, ReportWriter
 from lockstep.monitor.rank_meters import MeterReport, meter_values
@@ -100,18 +100,7 @@ class TensorBoard(ReportWriter):
     def _write_step(self, report: StepReport) -> None:
         self._pending = None
         self._next_seconds = report.seconds + _SECONDS_BETWEEN_POINTS
-        rates = self._throughput.moving
-        mfu = model_flops_utilization(self._facts, rates.tokens) if self._facts else None
-        values = {
-            "train/loss": report.loss,
-            "train/grad_norm": report.grad_norm,
-            "train/lr": report.lr,
-            "train/loss_scale": report.loss_scale,
-            "train/discarded": float(report.discarded),
-            "speed/samples_per_second": rates.samples,
-            "speed/tokens_per_second": rates.tokens,
-        }
-        self._write(report.step, values if mfu is None else {**values, "speed/mfu": mfu})
+        self._write(report.step, update_values(report, self._throughput.moving, self._facts))
 
     def _write(
         self,

@@ -17,7 +17,7 @@ from lockstep.core.errors import Stopped
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
 from lockstep.core.records import EvaluationReport, Request, RestartReport, RunInfo, SaveReport, StepReport
 from lockstep.core.tracking import TrackedRun, Tracker
-from lockstep.monitor.meters import Throughput
+from lockstep.monitor.meters import Throughput, update_values
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, ReportWriter
 from lockstep.monitor.rank_meters import MeterReport, meter_values
@@ -45,8 +45,10 @@ class TrackerMonitor(ReportWriter):
         self._pending: StepReport | None = None
         self._file = Path(run.folder) / f"{re.sub(r'[^A-Za-z0-9_]+', '-', name)}.json"
         self._throughput = Throughput()
+        self._facts: RunInfo | None = None
 
     def start(self, info: RunInfo) -> None:
+        self._facts = info
         Path(self._run.folder).mkdir(exist_ok=True)
         known = _identifier(self._file)
         identifier = self._tracker.start(replace(self._run, tracker_id=known, resumed_from=info.resumed_from))
@@ -68,17 +70,7 @@ class TrackerMonitor(ReportWriter):
         report, self._pending = self._pending, None
         if report is None:
             return
-        rates = self._throughput.moving
-        values = {
-            "train/loss": report.loss,
-            "train/grad_norm": report.grad_norm,
-            "train/lr": report.lr,
-            "train/loss_scale": report.loss_scale,
-            "train/discarded": float(report.discarded),
-            "speed/samples_per_second": rates.samples,
-            "speed/tokens_per_second": rates.tokens,
-        }
-        self._tracker.scalars(report.step, values)
+        self._tracker.scalars(report.step, update_values(report, self._throughput.moving, self._facts))
 
     def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
         self._throughput.pause(report.step, report.seconds)

@@ -5,7 +5,6 @@ request.json --> the run's answer: updates 24 to 26, ranks 0 and 3 --> their fil
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -15,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.core.errors import RunFailed
-from lockstep.monitor.folder import LOCK
+from lockstep.monitor.folder import held_by
 from lockstep.monitor.meter_files import LIVE
 from lockstep.monitor.profile_spans import PROFILE, TRACE_SUFFIX, TraceOptions, TraceRequest
 from lockstep.monitor.trace_requests import REQUEST, TraceAnswer, read_answer
@@ -30,19 +29,7 @@ def is_running(run: Path) -> bool:
     with suppress(OSError):
         if time.time() - (run / LIVE).stat().st_mtime < _STALE_S:
             return True
-    try:
-        handle = os.open(run / LOCK, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
-    return False
+    return held_by(run) is not None
 
 
 def request_traces(

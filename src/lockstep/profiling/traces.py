@@ -19,6 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.collective_names import OPERATIONS, bus_factor
 from lockstep.core.errors import RunFailed
 from lockstep.monitor.profile_spans import PROFILE, TRACE_SUFFIX
 
@@ -245,7 +246,7 @@ def _collectives(events: Iterable[Event], count: int, ranks: int) -> list[Collec
         uses[name][2] = time
     result = []
     for name, (calls, size, time) in uses.items():
-        factor = 2 * (ranks - 1) / ranks if "reduce" in name and "scatter" not in name else (ranks - 1) / ranks
+        factor = bus_factor(OPERATIONS.get(name, (name, 0))[0], ranks)
         seconds = time * _MICRO
         result.append(
             CollectiveUse(

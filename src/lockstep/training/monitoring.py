@@ -61,7 +61,7 @@ class Meters:
             world.notices,
             world.rank,
             lambda: session.progress.steps,
-            [memory_gauges(world.device), *host_gauges(folder), *gpu_gauges(world.device)],
+            [self._collectives.gauges, memory_gauges(world.device), *host_gauges(folder), *gpu_gauges(world.device)],
             os.getpid(),
         )
         self._thread = MeterThread(own, self.files)
