@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import statistics
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
@@ -63,7 +64,7 @@ class Trace:
         split: Seconds by phase.
         operators: By their own seconds, the longest first; on a GPU, by those of their kernels.
         calls: Number of operators that call no others.
-        small: Seconds of those that take less than 20 us, and between operators that follow each other as closely.
+        small: Seconds of those that usually take less than 20 us, and between operators that follow each other closely.
         longest_gap: Seconds of the longest time without an operator in a forward.
         reads: Times that forward and backward wait for a number of a tensor on the host.
         busy: Share of the time in which a GPU computes; None: there is none.
@@ -209,6 +210,10 @@ def _kernel_times(kernels: Iterable[Event], operators: Iterable[Event]) -> dict[
 def _between(leaves: Sequence[Event], phases: Sequence[tuple[float, str]]) -> tuple[float, float]:
     """Return the microseconds of small operators and of small gaps between them, and the longest gap of a forward."""
     longest, small, limit, end = 0.0, 0.0, _SMALL_S / _MICRO, None
+    durations: dict[str, list[float]] = defaultdict(list)
+    for event in leaves:
+        durations[event["name"]].append(event["dur"])
+    usual = {name: statistics.median(of_name) for name, of_name in durations.items()}  # one that is interrupted is long
     for event in leaves:
         phase = _phase_at(phases, event["ts"])
         if phase not in ("forward", "backward", "optimizer"):
@@ -216,7 +221,7 @@ def _between(leaves: Sequence[Event], phases: Sequence[tuple[float, str]]) -> tu
             continue
         gap = event["ts"] - end if end is not None else 0.0
         small += gap if 0 < gap < 5 * limit else 0.0
-        small += event["dur"] if event["dur"] < limit else 0.0
+        small += event["dur"] if usual[event["name"]] < limit else 0.0
         begin = phases[bisect_right(phases, (event["ts"], "~")) - 1][0]
         if phase == "forward":
             longest = max(longest, event["ts"] - max(begin, end or begin))
