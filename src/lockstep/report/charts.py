@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -26,20 +27,34 @@ from lockstep.report.series import Numbers, Series, gaps, running_median, thin
 _COLORS = 6
 _DOTTED = 25  # values up to which each gets a dot
 _SLOTS = 500  # places along a chart at which a mark can stand
-_TOP, _BOTTOM = 16, 26  # pixels above and below the plot
-_STRETCH = 1000  # width of the stretched frame, in its own units
+TOP, BOTTOM = 16, 26
+"""Pixels above and below the plot."""
+STRETCH = 1000
+"""Width of the stretched frame, in its own units."""
 _LEFT_EDGE = 0.04  # of the width, where a label would run into the word "step"
 _LABEL_WIDTH = 0.16  # of the width, for the label of a restart
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Steps at which something happened; restarts with their labels."""
+    """Steps at which something happened; restarts with their labels, rollbacks with the step reached before."""
 
     restarts: Mapping[int, str] = field(default_factory=dict)
     discarded: Sequence[int] = ()
     saves: Sequence[int] = ()
     failed_saves: Sequence[int] = ()
+    evaluations: Sequence[int] = ()
+    rollbacks: Sequence[tuple[int, int]] = ()
+
+
+class DrawnChart(Protocol):
+    """A chart along the steps of a run, on which marks can stand."""
+
+    @property
+    def height(self) -> int: ...
+    @property
+    def marks(self) -> Marks: ...
+    def along(self, steps: Numbers) -> Numbers: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +85,7 @@ class Chart:
 
     @property
     def plot_height(self) -> int:
-        return self.height - _TOP - _BOTTOM
+        return self.height - TOP - BOTTOM
 
     @property
     def values(self) -> list[tuple[Series, str, str]]:
@@ -115,11 +130,11 @@ def draw(chart: Chart) -> str:
     return render(
         "chart.html",
         chart=chart,
-        top=_TOP,
-        bottom=chart.height - _BOTTOM,
-        stretch=_STRETCH,
+        top=TOP,
+        bottom=chart.height - BOTTOM,
+        stretch=STRETCH,
         rules=[
-            (_short(_TOP + height), _short(_TOP + height + 4), label)
+            (_short(TOP + height), _short(TOP + height + 4), label)
             for height, label in zip(chart.down(np.array(values)), tick_labels(values, chart.unit), strict=True)
         ],
         step_labels=[
@@ -129,16 +144,9 @@ def draw(chart: Chart) -> str:
         gap=_gap_path(chart),
         curves=[curve for series in drawn_first_last for curve in _curves(chart, series)],
         dots=[dot for series in drawn_first_last for dot in _dots(chart, series)],
-        marks=[
-            (kind, place, top, top + length)
-            for kind, marked, top, length in (
-                ("save", chart.marks.saves, chart.height - _BOTTOM + 1, 4),
-                ("failed", chart.marks.failed_saves, chart.height - _BOTTOM + 1, 7),
-                ("discarded", chart.marks.discarded, _TOP, 7),
-            )
-            for place in _distinct_places(chart, marked)
-        ],
-        restarts=_restarts(chart),
+        marks=mark_lines(chart),
+        restarts=restart_lines(chart, labeled=chart.is_large),
+        rollbacks=rollback_bands(chart),
     )
 
 
@@ -163,7 +171,7 @@ def _curves(chart: Chart, series: Series) -> list[tuple[str, str, str]]:
 def _path(chart: Chart, steps: Numbers, values: Numbers) -> str:
     """Return a path, lifted where a value is missing; a value between two missing ones is a dot (`h0`, round ends)."""
     parts, pen = [], "M"
-    for x, y in zip((chart.along(steps) * _STRETCH).tolist(), chart.down(values).tolist(), strict=True):
+    for x, y in zip((chart.along(steps) * STRETCH).tolist(), chart.down(values).tolist(), strict=True):
         if y != y:
             pen = "M"
             continue
@@ -177,7 +185,7 @@ def _dots(chart: Chart, series: Series) -> list[tuple[str, str, str]]:
     chosen = slice(None) if len(series.known) <= _DOTTED else slice(-1, None)
     places, heights = chart.along(series.known_steps[chosen]), chart.down(series.known[chosen])
     return [
-        (color_class(series), _percent(place), _short(_TOP + height))
+        (color_class(series), _percent(place), _short(TOP + height))
         for place, height in zip(places, heights, strict=True)
     ]
 
@@ -187,23 +195,47 @@ def _gap_path(chart: Chart) -> str:
     stretches = {
         (_short(first), _short(last))
         for series in chart.series
-        for first, last in np.round(chart.along(np.array(gaps(series), dtype=float).reshape(-1, 2)) * _STRETCH)
+        for first, last in np.round(chart.along(np.array(gaps(series), dtype=float).reshape(-1, 2)) * STRETCH)
     }
     return "".join(f"M{first} 0H{last}v{chart.plot_height}H{first}z" for first, last in sorted(stretches))
 
 
-def _restarts(chart: Chart) -> list[tuple[str, str]]:
+def mark_lines(chart: DrawnChart) -> list[tuple[str, str, int, int]]:
+    """Return class, place, top and bottom of the mark of each save, evaluation and discarded update."""
+    bottom = chart.height - BOTTOM
+    return [
+        (kind, place, top, top + length)
+        for kind, marked, top, length in (
+            ("save", chart.marks.saves, bottom + 1, 4),
+            ("failed", chart.marks.failed_saves, bottom + 1, 7),
+            ("evaluated", chart.marks.evaluations, TOP, 5),
+            ("discarded", chart.marks.discarded, TOP, 7),
+        )
+        for place in _distinct_places(chart, marked)
+    ]
+
+
+def restart_lines(chart: DrawnChart, *, labeled: bool = False) -> list[tuple[str, str]]:
     """Return place and label of each restart; no label where there is no space for it."""
     free_from, restarts = 0.0, []
     for step, label in chart.marks.restarts.items():
         place = float(chart.along(np.array(step, dtype=float)))
-        is_labeled = chart.is_large and free_from <= place <= 1 - _LABEL_WIDTH
+        is_labeled = labeled and free_from <= place <= 1 - _LABEL_WIDTH
         free_from = place + _LABEL_WIDTH if is_labeled else free_from
         restarts.append((_percent(place), label if is_labeled else ""))
     return restarts
 
 
-def _distinct_places(chart: Chart, steps: Sequence[int]) -> list[str]:
+def rollback_bands(chart: DrawnChart) -> list[tuple[str, str]]:
+    """Return place and width of each stretch of steps that was made again after a restart."""
+    bands = []
+    for first, last in chart.marks.rollbacks:
+        left, right = np.clip(chart.along(np.array([first, last], dtype=float)), 0.0, 1.0).tolist()
+        bands.append((_percent(left), _percent(max(right - left, 0.002))))
+    return bands
+
+
+def _distinct_places(chart: DrawnChart, steps: Sequence[int]) -> list[str]:
     """Return the places of marks, once each."""
     slots = np.unique(np.round(chart.along(np.array(steps, dtype=float)) * _SLOTS))
     return [f"{100 * slot / _SLOTS:g}%" for slot in slots]

@@ -141,4 +141,6 @@ def _marks(run: RunData) -> Marks:
         [step for step, _ in run.discarded],
         [save.step for save in run.saves if save.failure is None],
         [save.step for save in run.saves if save.failure is not None],
+        sorted({step for metrics in run.evaluations.values() for steps in metrics.values() for step in steps}),
+        run.rollbacks,
     )

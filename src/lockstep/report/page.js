@@ -22,7 +22,7 @@ const make = (svg, tag, name) => {
   made.setAttribute("class", name);
   return svg.appendChild(made);
 };
-const charts = [...document.querySelectorAll("figure.curve")].map(figure => {
+const charts = [...document.querySelectorAll("figure.curve:not(.still)")].map(figure => {
   const svg = figure.querySelector("svg.chart"), at = figure.querySelector(".at");
   const {first, last, top, plot} = svg.dataset;
   const values = [...figure.querySelectorAll(".reading b")], before = values.map(value => value.textContent);
@@ -66,4 +66,14 @@ for (const chart of charts) {
     for (const other of charts) other.show(step);
   });
   chart.svg.addEventListener("pointerleave", () => { for (const other of charts) other.rest(); });
+  const {first, last} = chart.svg.dataset;
+  let place = +last;
+  chart.svg.addEventListener("keydown", event => {
+    const move = {ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -1e9, End: 1e9}[event.key];
+    if (!move) return;
+    event.preventDefault();
+    place = Math.min(+last, Math.max(+first, place + move * Math.max(1, (last - first) / 100)));
+    for (const other of charts) other.show(place);
+  });
+  chart.svg.addEventListener("blur", () => { for (const other of charts) other.rest(); });
 }

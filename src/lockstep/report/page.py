@@ -18,10 +18,13 @@ from lockstep.core.errors import RunFailed
 from lockstep.core.files import write_atomically
 from lockstep.core.secrets import hidden_setting, without_secrets
 from lockstep.monitor.folder import CONFIG, is_run, refuse_escaping_links
+from lockstep.monitor.meter_files import RANKS
 from lockstep.report import facts
-from lockstep.report.charts import draw
+from lockstep.report.charts import Marks, draw
 from lockstep.report.curves import MAX_LOGGED, charts
 from lockstep.report.html import render
+from lockstep.report.rank_charts import draw_filled, filled_charts, gauge_charts, straggler_rows
+from lockstep.report.rank_data import RankData, read_ranks
 from lockstep.report.run_data import RunData, read_run
 
 REPORT = "report.html"
@@ -54,6 +57,8 @@ def write_report(run: Path, output: Path | None = None) -> Path:
 def compose(run: RunData) -> str:
     """Return the page."""
     drawn = charts(run)
+    ranks = read_ranks(run.folder)
+    span = (drawn[0].first, drawn[0].last, drawn[0].marks) if drawn else (0, 1, Marks())
     samples = np.unique(np.linspace(0, len(run.texts) - 1, min(_SAMPLES, len(run.texts))).round().astype(int))
     created = facts.date(run.environment.get("created"))
     now = facts.date(time.strftime("%Y-%m-%dT%H:%M:%S%z"))
@@ -65,11 +70,15 @@ def compose(run: RunData) -> str:
         standfirst=facts.as_text(run.config.get("description")),
         state="Not finished" if run.summary is None else "Finished",
         byline=f" · {'last started' if run.restarts else 'started'} {created}" if created else "",
-        flaws=facts.flaws(run),
+        flaws=[*facts.flaws(run), *_flaws_of_ranks(ranks)],
         figures=facts.large_figures(run),
         facts=facts.facts(run),
         charts=drawn,
         draw=draw,
+        filled=filled_charts(ranks, *span) if ranks is not None else [],
+        gauges=gauge_charts(ranks, *span) if ranks is not None else [],
+        stragglers=straggler_rows(ranks) if ranks is not None else [],
+        draw_filled=draw_filled,
         marks=drawn[0].marks if drawn else None,
         has_gap=any(not series.finite.all() for chart in drawn for series in chart.series),
         hidden_values=len(run.logged) - MAX_LOGGED,
@@ -82,6 +91,11 @@ def compose(run: RunData) -> str:
         environment=facts.environment(run.environment),
         footer=f"{run.folder}. Made by Lockstep {__version__} on {now}.",
     )
+
+
+def _flaws_of_ranks(ranks: RankData | None) -> list[str]:
+    damaged = ranks.damaged if ranks is not None else 0
+    return [f"{damaged:,} lines of {RANKS} can't be read; they are left out."] if damaged else []
 
 
 def _config_line(line: str) -> tuple[str, str]:

@@ -71,6 +71,7 @@ class RunData:
         evaluations: by set, then metric, then step.
         logged: numbers that user code logged, by name, then step.
         restarts: step that was resumed from, and ranks (0: unknown).
+        rollbacks: first and last step of the updates that a restart discarded.
         earlier: number of attempts whose files are in `earlier`.
         flaws: what could not be read, a sentence each.
     """
@@ -88,6 +89,7 @@ class RunData:
     texts: list[Text] = field(default_factory=list)
     restarts: list[tuple[int, int]] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    rollbacks: list[tuple[int, int]] = field(default_factory=list)
     earlier: int = 0
     flaws: list[str] = field(default_factory=list)
 
@@ -110,8 +112,21 @@ def read_run(folder: Path) -> RunData:
     _read_updates(run)
     for step, record in _records(run, EVENTS):
         _take_event(run, step, record)
+    run.rollbacks = _rollbacks(run)
     run.earlier = sum(entry.name.isdecimal() for entry in (folder / EARLIER).glob("*"))
     return run
+
+
+def _rollbacks(run: RunData) -> list[tuple[int, int]]:
+    """Return the steps whose lines moved to earlier/N when the run resumed from the step before them."""
+    starts = {step for step, _ in run.restarts}
+    rollbacks = []
+    for folder in sorted((run.folder / EARLIER).glob("*")):
+        records = [step for step, _ in _records(RunData(folder), METRICS)] if folder.name.isdecimal() else []
+        before = max((start for start in starts if records and start < min(records)), default=None)
+        if before is not None:
+            rollbacks.append((before, max(records)))
+    return sorted(rollbacks)
 
 
 def _text(file: Path) -> str | None:
