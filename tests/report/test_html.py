@@ -18,7 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A caller's own templates."""
     folder = tmp_path_factory.mktemp("templates")
     (folder / "paragraph.html").write_text('<p title="{{ text }}">{{ text }}</p>')
-    (folder / "table.html").write_text('{% import "macros.html" as show %}{{ show.table(rows) }}')
+    (folder / "table.html").write_text('{% import "macros.html" as show %}{{ show.table(rows, caption) }}')
     return folder
 
 
@@ -36,9 +36,10 @@ def test_text_is_escaped_once_and_half_of_a_surrogate_pair_is_a_question_mark(fo
 
 
 def test_macros_escape_too(folder: Path) -> None:
-    table = render("table.html", folder, rows=[["a <", "b"], ["&", "2"]])
+    table = render("table.html", folder, rows=[["a <", "b"], ["&", "2"]], caption="<c>")
     assert '<th scope="col">a &lt;</th>' in table
-    assert "<tr><td>&amp;</td><td>2</td></tr>" in table
+    assert '<tr><th scope="row">&amp;</th><td>2</td></tr>' in table
+    assert '<caption class="hidden">&lt;c&gt;</caption>' in table
 
 
 def test_a_value_that_a_template_lacks_is_an_error(folder: Path) -> None:

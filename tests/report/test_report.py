@@ -9,113 +9,20 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from html.parser import HTMLParser
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kit.reports import FACTS, report
+from kit.pages import Happening, Page, evaluated, logged, make_run, page_of, resumed, saved
+from kit.reports import report
 
 from lockstep.cli import report as verb
 from lockstep.core.errors import RunFailed
-from lockstep.core.progress import Progress
-from lockstep.core.records import EvaluationReport, SaveReport, Verdict
-from lockstep.monitor import environment
-from lockstep.monitor.events import EventLog, summarize
-from lockstep.monitor.folder import RunFolder
+from lockstep.core.records import Verdict
 from lockstep.monitor.metric_log import Logged
 from lockstep.report import write_report
-
-CONFIG = "description: Learns to read\noptim:\n  lr: 0.0003\nrun:\n  steps: 30\n"
-Happening = Callable[[EventLog], object]
-
-
-def make_run(
-    where: Path,
-    *,
-    steps: int = 30,
-    finished: bool = True,
-    happenings: dict[int, Iterable[Happening]] | None = None,
-    **changes: object,
-) -> Path:
-    """Write a run's folder with the classes that a run uses; `changes` are those of every report."""
-    run = RunFolder.create(where / "run", again=True)
-    run.write_config(CONFIG)
-    run.write_environment(environment.describe())
-    log = EventLog(run.metrics, every=1)
-    log.start(FACTS)
-    for step in range(1, steps + 1):
-        log.see(report(step, **changes))
-        for happening in (happenings or {}).get(step, ()):
-            happening(log)
-    log.finish(None)
-    if finished:
-        progress = Progress(steps, 64 * steps, 64 * 256 * steps)
-        run.write_summary(summarize(FACTS, progress, report(steps), [], 3.25))
-    run.release()
-    return run.path
-
-
-def evaluated(name: str, step: int, **metrics: float) -> Happening:
-    return lambda log: log.evaluated(EvaluationReport(name, step, metrics, 512, 0.5))
-
-
-def saved(step: int, failure: str | None = None) -> Happening:
-    return lambda log: log.saved(SaveReport(step, 2**20, 0.2, 0.01, failure))
-
-
-def resumed(step: int, ranks: int) -> Happening:
-    return lambda log: log.start(replace(FACTS, resumed_from=step, ranks=ranks))
-
-
-def logged(step: int, **texts: str) -> Happening:
-    return lambda log: log.logged(step, Logged(texts=texts))
-
-
-class Page(HTMLParser):
-    """The elements of a page, and its text without scripts and styles."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.scripts: list[str] = []
-        self.texts: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attributes)))
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "script":
-            self.scripts.append(data)
-        elif not self.open or self.open[-1] != "style":
-            self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.texts).split())
-
-    def charts(self) -> list[str]:
-        """Titles of the charts, with what they state."""
-        return [str(attributes["aria-label"]) for tag, attributes in self.elements if attributes.get("role") == "img"]
-
-    def count(self, class_: str) -> int:
-        return sum(class_ in str(attributes.get("class") or "").split() for _, attributes in self.elements)
-
-
-def page_of(run: Path) -> Page:
-    return Page(write_report(run).read_text(encoding="utf-8"))
-
 
 # --- what is shown --------------------------------------------------------------------------------------------------
 

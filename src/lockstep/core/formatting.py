@@ -15,9 +15,11 @@ def listed(words: Sequence[str], most: int) -> str:
 
 
 def short(number: float) -> str:
-    """Return three digits and a magnitude: 12.3k, 1.23M, 640, 12.3, 0.25; a small int unchanged."""
+    """Return three digits and a magnitude: 12.3k, 1.23M, 640, 12.3, 0.25; a small int unchanged; 1.00e+20."""
     if not math.isfinite(number):
         return str(number)
+    if abs(number) >= 0.9995e15:
+        return value(number)
     for size, letter in _MAGNITUDES:
         if abs(number) >= 0.9995 * size:
             return _three_digits(number / size) + letter

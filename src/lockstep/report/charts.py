@@ -25,6 +25,7 @@ from lockstep.report.scales import Scale, Unit, step_ticks, tick_labels, ticks, 
 from lockstep.report.series import Numbers, Series, gaps, running_median, thin
 
 _COLORS = 6
+_ROWS = 10  # of the table of a chart
 _DOTTED = 25  # values up to which each gets a dot
 _SLOTS = 500  # places along a chart at which a mark can stand
 TOP, BOTTOM = 16, 26
@@ -93,6 +94,16 @@ class Chart:
         return [(series, color_class(series), value_text(series.known[-1], self.unit)) for series in self.series]
 
     @property
+    def rows(self) -> list[list[str]]:
+        """A table of the values at about ten steps, the head first, for those who can't see the curves."""
+        steps = np.unique(np.concatenate([series.known_steps for series in self.series]))
+        chosen = steps[np.unique(np.linspace(0, len(steps) - 1, min(_ROWS, len(steps))).round().astype(int))]
+        columns = [_values_at(series, chosen, self.unit) for series in self.series]
+        return [["Step", *(series.name for series in self.series)]] + [
+            [f"{step:,.0f}", *texts] for step, *texts in zip(chosen, *columns, strict=True)
+        ]
+
+    @property
     def last_step(self) -> int:
         """The step of the newest value."""
         return max(int(series.known_steps[-1]) for series in self.series)
@@ -118,8 +129,17 @@ class Chart:
 
 
 def color_class(series: Series) -> str:
-    """Return the classes that give a series its color; when all have been used, they return dashed."""
+    """Return the classes that give a series its color and dash; both together differ for twelve series."""
     return f"s{series.color % _COLORS}" + (" again" if series.color >= _COLORS else "")
+
+
+def _values_at(series: Series, steps: Numbers, unit: Unit) -> list[str]:
+    """Return the newest value up to each step; empty before the first and after the last."""
+    places = np.searchsorted(series.known_steps, steps, side="right") - 1
+    return [
+        value_text(series.known[place], unit) if place >= 0 and step <= series.known_steps[-1] else ""
+        for place, step in zip(places, steps, strict=True)
+    ]
 
 
 def draw(chart: Chart) -> str:

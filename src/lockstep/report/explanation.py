@@ -9,7 +9,6 @@ A gain is what an update would take without the time that is named, at most (Amd
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,21 +175,16 @@ def _shares(split: Mapping[str, float]) -> dict[str, float]:
 
 
 def _of_stragglers(ranks: RankHistory) -> Limit | None:
-    counted = Counter(rank for interval in ranks.intervals for rank, _, _ in interval.stragglers)
-    if not counted or counted.most_common(1)[0][1] * 2 < len(ranks.intervals):
+    slowest = next(iter(ranks.stragglers()), None)
+    if slowest is None or slowest.intervals * 2 < len(ranks.intervals) or not slowest.ratio > 1.0:
         return None
-    rank, intervals = counted.most_common(1)[0]
-    of_rank = [
-        (ratio, phase) for interval in ranks.intervals for number, ratio, phase in interval.stragglers if number == rank
-    ]
-    ratio = float(np.median([ratio for ratio, _ in of_rank]))
-    phase = Counter(phase for _, phase in of_rank).most_common(1)[0][0]
+    rank, phase = slowest.rank, slowest.phase
     host = "its host is slower, shares its cores, or throttles" if phase in ("forward", "backward") else phase
     return Limit(
         "straggler",
-        1.0 - 1.0 / ratio,
-        f"Rank {rank} computed {ratio:.1f} times as long as the median rank, above all in {phase}, and the others "
-        f"waited for it (in {intervals} of {len(ranks.intervals)} intervals)",
+        1.0 - 1.0 / slowest.ratio,
+        f"Rank {rank} computed {slowest.ratio:.1f} times as long as the median rank, above all in {phase}, and the "
+        f"others waited for it (in {slowest.intervals} of {len(ranks.intervals)} intervals)",
         f"look at rank {rank}'s {host if phase != 'data' else 'storage and data'}; `lockstep doctor` there",
     )
 

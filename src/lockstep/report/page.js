@@ -26,6 +26,10 @@ const charts = [...document.querySelectorAll("figure.curve:not(.still)")].map(fi
   const svg = figure.querySelector("svg.chart"), at = figure.querySelector(".at");
   const {first, last, top, plot} = svg.dataset;
   const values = [...figure.querySelectorAll(".reading b")], before = values.map(value => value.textContent);
+  svg.setAttribute("tabindex", 0);
+  svg.setAttribute("role", "slider");
+  for (const [name, value] of [["min", first], ["max", last], ["now", last]]) svg.setAttribute("aria-value" + name, value);
+  const names = [...figure.querySelectorAll(".reading .name")].map(name => name.textContent + " ");
   const paths = [...svg.querySelectorAll("[data-points]")].reverse(), lastStep = at.textContent;
   let series, hair, dots;
   return {
@@ -50,6 +54,9 @@ const charts = [...document.querySelectorAll("figure.curve:not(.still)")].map(fi
         for (const [name, value] of [["cx", point.x], ["cy", point.y], ["r", 4]])
           dots[number].setAttribute(name, value);
       });
+      const read = values.map((value, number) => (names[number] || "") + value.textContent);
+      svg.setAttribute("aria-valuenow", main.step);
+      svg.setAttribute("aria-valuetext", at.textContent + ": " + read.join(", "));
     },
     rest: () => {
       if (!series) return;
@@ -69,8 +76,8 @@ for (const chart of charts) {
   const {first, last} = chart.svg.dataset;
   let place = +last;
   chart.svg.addEventListener("keydown", event => {
-    const move = {ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -1e9, End: 1e9}[event.key];
-    if (!move) return;
+    const move = {ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, PageDown: -10, PageUp: 10, Home: -1e9, End: 1e9}[event.key];
+    if (!move || event.altKey || event.ctrlKey || event.metaKey) return;
     event.preventDefault();
     place = Math.min(+last, Math.max(+first, place + move * Math.max(1, (last - first) / 100)));
     for (const other of charts) other.show(place);

@@ -24,7 +24,7 @@ from lockstep.report.charts import Marks, draw
 from lockstep.report.curves import MAX_LOGGED, charts
 from lockstep.report.html import render
 from lockstep.report.rank_charts import draw_filled, filled_charts, gauge_charts, straggler_rows
-from lockstep.report.rank_data import RankData, read_ranks
+from lockstep.report.rank_history import RankHistory, read_rank_history
 from lockstep.report.run_data import RunData, read_run
 
 REPORT = "report.html"
@@ -57,7 +57,7 @@ def write_report(run: Path, output: Path | None = None) -> Path:
 def compose(run: RunData) -> str:
     """Return the page."""
     drawn = charts(run)
-    ranks = read_ranks(run.folder)
+    ranks = read_rank_history(run.folder)
     span = (drawn[0].first, drawn[0].last, drawn[0].marks) if drawn else (0, 1, Marks())
     samples = np.unique(np.linspace(0, len(run.texts) - 1, min(_SAMPLES, len(run.texts))).round().astype(int))
     created = facts.date(run.environment.get("created"))
@@ -75,9 +75,9 @@ def compose(run: RunData) -> str:
         facts=facts.facts(run),
         charts=drawn,
         draw=draw,
-        filled=filled_charts(ranks, *span) if ranks is not None else [],
-        gauges=gauge_charts(ranks, *span) if ranks is not None else [],
-        stragglers=straggler_rows(ranks) if ranks is not None else [],
+        filled=filled_charts(ranks, *span),
+        gauges=gauge_charts(ranks, *span),
+        stragglers=straggler_rows(ranks),
         draw_filled=draw_filled,
         marks=drawn[0].marks if drawn else None,
         has_gap=any(not series.finite.all() for chart in drawn for series in chart.series),
@@ -93,9 +93,11 @@ def compose(run: RunData) -> str:
     )
 
 
-def _flaws_of_ranks(ranks: RankData | None) -> list[str]:
-    damaged = ranks.damaged if ranks is not None else 0
-    return [f"{damaged:,} lines of {RANKS} can't be read; they are left out."] if damaged else []
+def _flaws_of_ranks(ranks: RankHistory) -> list[str]:
+    if not ranks.damaged:
+        return []
+    lines = "A line" if ranks.damaged == 1 else f"{ranks.damaged:,} lines"
+    return [f"{lines} of {RANKS} can't be read, and left out."]
 
 
 def _config_line(line: str) -> tuple[str, str]:

@@ -2,24 +2,35 @@
 
     {"step": 120, "ranks": [0, 1], "step_seconds": [0.05, 0.06], ...}   -->   Interval, whose columns are by rank
 
-Lines that are torn, damaged or of another shape are counted, and left out.
+Lines that are torn, damaged or of another shape are counted, and left out. Of a very long run every second, fourth, ...
+interval is kept, so that memory stays bounded.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from lockstep.monitor.meter_files import RANKS
+from lockstep.monitor.rank_meters import Straggler
+from lockstep.report.series import Numbers
 
-_MOST_LINES = 20_000
+_MOST_INTERVALS = 20_000
+_MOST_COLUMNS = 1_000_000  # intervals x ranks
 _MOST_RANKS = 16_384
+_LONGEST_LINE = 1 << 25  # bytes; a line of 16,384 ranks has 2 MB
+_LARGEST = 1e18
 
-Column = tuple[float, ...]
+Column: TypeAlias = "array[float]"
 """A number for each rank; NaN where it isn't known."""
 
 
@@ -37,7 +48,7 @@ class Interval:
         slowest: 95th percentile of each rank's updates.
         split: Seconds of an update, by phase and rank.
         gauges: Values by name and rank.
-        stragglers: (rank, ratio, phase) of the ranks that the others waited for.
+        stragglers: The ranks that the others waited for.
     """
 
     step: int
@@ -49,12 +60,35 @@ class Interval:
     slowest: Column
     split: Mapping[str, Column] = field(default_factory=dict)
     gauges: Mapping[str, Column] = field(default_factory=dict)
-    stragglers: tuple[tuple[int, float, str], ...] = ()
+    stragglers: tuple[Straggler, ...] = ()
+
+    @property
+    def computing(self) -> Numbers:
+        """Seconds of an update in which each rank didn't wait for others; NaN if that wasn't measured."""
+        parts = [column for name, column in self.split.items() if name != "communication"]
+        return np.sum(np.array(parts), axis=0) if parts else np.full(len(self.ranks), np.nan)
+
+
+@dataclass(frozen=True, slots=True)
+class FrequentStraggler:
+    """A rank that the others waited for again and again.
+
+    Attributes:
+        intervals: Number of intervals in which they did.
+        ratio: Median of its computing time to the median rank's.
+        phase: In which it was slow most often.
+    """
+
+    rank: int
+    host: str
+    intervals: int
+    ratio: float
+    phase: str
 
 
 @dataclass(frozen=True, slots=True)
 class RankHistory:
-    """All intervals of a run.
+    """All intervals of a run, by step.
 
     Attributes:
         damaged: Number of lines that could not be read.
@@ -62,6 +96,11 @@ class RankHistory:
 
     intervals: tuple[Interval, ...] = ()
     damaged: int = 0
+
+    @property
+    def steps(self) -> Numbers:
+        """The steps at the intervals' ends."""
+        return np.array([float(interval.step) for interval in self.intervals])
 
     def split(self) -> dict[str, float]:
         """Return the mean seconds of an update by phase, over all ranks and intervals, weighted by updates."""
@@ -76,6 +115,16 @@ class RankHistory:
                         sums[name] = sums.get(name, 0.0) + updates * seconds
         return {name: seconds / weight for name, seconds in sums.items()} if weight else {}
 
+    def phases(self) -> dict[str, Numbers]:
+        """Return the mean over ranks of each phase's seconds in an update, by interval; NaN where it isn't known."""
+        names = dict.fromkeys(name for interval in self.intervals for name in interval.split)
+        return {name: _over_ranks([each.split.get(name) for each in self.intervals])[:, 1] for name in names}
+
+    def gauge(self, name: str) -> Numbers | None:
+        """Return min, mean and max over ranks of a gauge, [interval, 3]; None if no rank has it."""
+        values = _over_ranks([interval.gauges.get(name) for interval in self.intervals])
+        return values if np.isfinite(values).any() else None
+
     def peak(self, gauge: str) -> tuple[float, int] | None:
         """Return the largest value of a gauge and its rank; None if no rank has it."""
         known = [
@@ -86,26 +135,59 @@ class RankHistory:
         ]
         return max(known, default=None)
 
+    def stragglers(self) -> list[FrequentStraggler]:
+        """Return the ranks that others waited for, the most frequent first."""
+        by_rank: dict[int, list[Straggler]] = {}
+        for interval in self.intervals:
+            for straggler in interval.stragglers:
+                by_rank.setdefault(straggler.rank, []).append(straggler)
+        frequent = [
+            FrequentStraggler(
+                rank,
+                each[-1].host,
+                len(each),
+                float(np.median([straggler.ratio for straggler in each])),
+                Counter(straggler.phase for straggler in each).most_common(1)[0][0],
+            )
+            for rank, each in by_rank.items()
+        ]
+        return sorted(frequent, key=lambda straggler: -straggler.intervals)
+
 
 def read_rank_history(run: Path) -> RankHistory:
-    """Return what a run's ranks.jsonl has, the newest 20,000 lines; nothing if there is none. Raises OSError."""
+    """Return what a run's ranks.jsonl has; nothing if there is none. Raises OSError."""
+    kept: dict[int, Interval] = {}
+    damaged, stride, columns = 0, 1, 0
     try:
-        lines = (run / RANKS).read_bytes().splitlines()[-_MOST_LINES:]
+        file = (run / RANKS).open("rb")
     except FileNotFoundError:
         return RankHistory()
-    intervals = [interval for text in lines if (interval := _interval(text)) is not None]
-    return RankHistory(tuple(intervals), len(lines) - len(intervals))
+    with file:
+        for number, text in enumerate(iter(partial(file.readline, _LONGEST_LINE), b"")):
+            if number % stride and text.endswith(b"}\n"):
+                continue
+            interval = _interval(text)
+            if interval is None:
+                damaged += 1
+                continue
+            kept[interval.step] = interval
+            columns += len(interval.ranks)
+            if len(kept) > _MOST_INTERVALS or columns > _MOST_COLUMNS:
+                stride *= 2
+                kept = dict(list(kept.items())[::2])
+                columns = sum(len(interval.ranks) for interval in kept.values())
+    return RankHistory(tuple(kept[step] for step in sorted(kept)), damaged)
 
 
 def _interval(text: bytes) -> Interval | None:
     try:
         record: dict[str, Any] = json.loads(text)
-        ranks = tuple(int(rank) for rank in record["ranks"])
+        step, ranks = int(record["step"]), tuple(int(rank) for rank in record["ranks"])
         size = len(ranks)
-        if not 0 < size <= _MOST_RANKS:
+        if not (0 <= step < 2**53 and size > 0 and 0 <= min(ranks) <= max(ranks) < _MOST_RANKS):
             return None
         return Interval(
-            int(record["step"]),
+            step,
             _number(record.get("time")),
             _number(record.get("seconds")),
             ranks,
@@ -114,7 +196,10 @@ def _interval(text: bytes) -> Interval | None:
             _column(record["slowest"], size),
             {str(name): _column(column, size) for name, column in record["split"].items()},
             {str(name): _column(column, size) for name, column in record["gauges"].items()},
-            tuple((int(each["rank"]), float(each["ratio"]), str(each["phase"])) for each in record["stragglers"]),
+            tuple(
+                Straggler(int(each["rank"]), str(each.get("host", "")), float(each["ratio"]), str(each["phase"]))
+                for each in record["stragglers"]
+            ),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
@@ -123,8 +208,20 @@ def _interval(text: bytes) -> Interval | None:
 def _column(values: Any, size: int) -> Column:
     if not isinstance(values, list) or len(values) != size:
         raise ValueError("a column has a value for each rank")
-    return tuple(map(_number, values))
+    return array("d", map(_number, values))
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+    return float(value) if is_number else math.nan
+
+
+def _over_ranks(columns: Sequence[Column | None]) -> Numbers:
+    """Return min, mean and max over ranks of each interval's column, [interval, 3]; NaN where no rank has a value."""
+    rows = np.full((len(columns), 3), np.nan)
+    for row, column in enumerate(columns):
+        values = np.array(column if column is not None else ())
+        known = values[np.isfinite(values)]
+        if len(known):
+            rows[row] = known.min(), known.mean(), known.max()
+    return rows
