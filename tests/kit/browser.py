@@ -68,7 +68,7 @@ class OpenPage:
         return done["result"].get("value")
 
     def press(self, key: str) -> None:
-        for kind in ("rawKeyDown", "keyUp"):
+        for kind in ("keyDown", "keyUp"):
             self.chromium.call(
                 "Input.dispatchKeyEvent",
                 self.session,
@@ -76,6 +76,7 @@ class OpenPage:
                 key=key,
                 code=key,
                 windowsVirtualKeyCode=_KEYS[key],
+                text="\r" if key == "Enter" else "",
             )
 
     def accessible(self) -> list[tuple[str, str, str]]:

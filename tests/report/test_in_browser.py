@@ -25,7 +25,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 @pytest.fixture(scope="module")
 def report_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 64 ranks with everything that can happen, and names that nobody should give."""
+    """A run of 64 ranks with everything that can happen, and names that no program expects."""
     happenings = {
         step: [
             evaluated("held-out", step, loss=2.0 - step / 300, accuracy=step / 300),

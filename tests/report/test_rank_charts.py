@@ -28,7 +28,7 @@ def test_a_slow_rank_is_one_dark_row_of_the_heat_map(tmp_path: Path) -> None:
     assert heat.title == "Time of an update by rank, without waiting for others"
     assert heat.finding == "Slowest: rank 5, 63.2 ms an update; median rank 48.2 ms"
     dark = dict(heat.fills)["h5"]
-    assert dark == "M500.0 70H1000.0V83H500.0z"  # the sixth of eight rows of 14 pixels, its second half
+    assert dark == "M500.0 130H1000.0V155H500.0z"  # the sixth of eight rows of 26 pixels, its second half
     assert [row[0] for row in heat.rows] == ["Ranks", *map(str, range(8))]
     assert heat.rows[6] == ["5", "63.2 ms", "5", "63.2 ms"]
     assert straggler_rows(ranks)[1:] == [["5", "a", "5 of 10", "1.6x", "backward"]]
@@ -56,7 +56,7 @@ def test_the_phases_are_stacked_to_the_time_of_an_update(tmp_path: Path) -> None
     assert areas.rows[-1] == ["100", "15", "30", "2", "3", "50", "0.2"]
     top = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", areas.fills[-1][1])]
     by_label = {label: place for place, label in areas.labels}
-    pixels = (by_label["0"] - by_label["50"]) / 50  # of a millisecond
+    pixels = (by_label["0"] - by_label["40"]) / 40  # of a millisecond
     assert (areas.plot_height - min(top)) / pixels == pytest.approx(100.2, rel=0.01)
 
 
@@ -74,7 +74,7 @@ def test_without_a_split_the_heat_map_has_whole_updates(tmp_path: Path) -> None:
     (heat,) = filled_charts(history(tmp_path, *lines), 0, 100, Marks())
     assert (heat.title, heat.finding) == (
         "Time of an update by rank",
-        "Slowest: rank 1, 70 ms an update; median rank 60 ms",
+        "Slowest: rank 1, 70 ms an update; median rank 50 ms",
     )
 
 
@@ -90,8 +90,8 @@ def test_a_rank_that_joins_later_or_measures_nothing_leaves_empty_cells(tmp_path
     late["split"] = {name: [values[0], None] for name, values in late["split"].items()}
     heat = filled_charts(history(tmp_path, late, interval(20, slow=1)), 0, 20, Marks())[0]
     cells = "".join(path for _, path in heat.fills)
-    assert "M0.0 14" not in cells
-    assert "M500.0 14H1000.0" in cells
+    assert "M0.0 26" not in cells
+    assert "M500.0 26H1000.0" in cells
 
 
 # --- the reader ------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from lockstep.report.series import Numbers, Series
 
 _ROWS, _COLUMNS = 32, 100  # of a heat map, at most
 _LEVELS = 6
-_ROW_PIXELS = 14
+_ROW_PIXELS, _WIDE_ROW_PIXELS, _WIDE_ROWS = 14, 26, 10
 _PHASES = ("forward", "backward", "optimizer", "communication", "data", "save", "host")
 _MEMORY = ("memory_allocated_peak", "memory_reserved", "memory_allocated", "memory_resident")
 _UTILIZATION = ("gpu_utilization", "utilization")
@@ -134,20 +134,21 @@ def _heat_map(ranks: RankHistory, first: int, last: int, marks: Marks) -> Filled
     groups = np.array_split(np.arange(len(numbers)), min(_ROWS, len(numbers)))
     low, high = np.percentile(known, [2, 98])
     limits = np.linspace(low, max(high, low * 1.02), _LEVELS + 1)
-    slowest = int(np.nanargmax(means))
+    slowest, finite = int(np.nanargmax(means)), np.sort(means[np.isfinite(means)])
+    usual = finite[(len(finite) - 1) // 2]
+    pixels = _ROW_PIXELS if len(groups) > _WIDE_ROWS else _WIDE_ROW_PIXELS
     is_grouped = len(groups) < len(numbers)
     note = "A row has a group of ranks, with the slowest of them." if is_grouped else "A row has a rank."
     every = max(1, len(groups) // 8)
     names = [_span_text(numbers[group[0]], numbers[group[-1]]) for group in groups]
     return FilledChart(
         "Time of an update by rank, without waiting for others" if is_split else "Time of an update by rank",
-        f"Slowest: rank {numbers[slowest]}, {_time(means[slowest])} an update; "
-        f"median rank {_time(float(np.nanmedian(means)))}",
-        len(groups) * _ROW_PIXELS,
+        f"Slowest: rank {numbers[slowest]}, {_time(means[slowest])} an update; median rank {_time(usual)}",
+        len(groups) * pixels,
         first,
         last,
-        _cell_paths([_largest(cells[:, group]) for group in groups], limits),
-        [((row + 0.5) * _ROW_PIXELS, name) for row, name in enumerate(names) if row % every == 0],
+        _cell_paths([_largest(cells[:, group]) for group in groups], limits, pixels),
+        [((row + 0.5) * pixels, name) for row, name in enumerate(names) if row % every == 0],
         [(f"h{level}", f"from {_time(limits[level])}") for level in range(_LEVELS)],
         f"{note} A column has a stretch of steps; it is empty where nothing was measured.",
         marks,
@@ -194,13 +195,13 @@ def _divided(sums: Numbers, counts: Numbers) -> Numbers:
     return np.where(counts > 0, sums / np.maximum(counts, 1e-9), np.nan)
 
 
-def _cell_paths(rows: Sequence[Numbers], limits: Numbers) -> list[tuple[str, str]]:
+def _cell_paths(rows: Sequence[Numbers], limits: Numbers, pixels: int) -> list[tuple[str, str]]:
     """Return class and path of each level: cells that follow one another at one level are one rectangle."""
     paths: list[list[str]] = [[] for _ in range(_LEVELS)]
     for row, values in enumerate(rows):
         levels = np.where(np.isfinite(values), np.searchsorted(limits[1:-1], values, side="right"), -1)
         edges = [0, *(np.flatnonzero(np.diff(levels)) + 1).tolist(), len(levels)]
-        width, top, bottom = STRETCH / len(levels), row * _ROW_PIXELS, (row + 1) * _ROW_PIXELS - 1
+        width, top, bottom = STRETCH / len(levels), row * pixels, (row + 1) * pixels - 1
         for start, end in pairwise(edges):
             if levels[start] >= 0:
                 paths[levels[start]].append(
