@@ -228,6 +228,17 @@ class PrometheusConfig(Section):
     """Address to listen on; 0.0.0.0: all interfaces. Any host that reaches it can read the metrics."""
 
 
+class HistogramsConfig(Section):
+    """Histograms of weights and gradients, for TensorBoard and the trackers."""
+
+    every: Positive = 100
+    """Steps between histograms."""
+    of: Literal["weights", "gradients", "both"] = "both"
+    """weights: after the update. gradients: those of the update, unscaled, before they are clipped, as `grad_norm`."""
+    parameters: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
+    """Patterns of the names of the trained parameters that are counted, such as `blocks.0.*`."""
+
+
 class MonitorConfig(Section):
     """Display and logs of a run."""
 
@@ -237,6 +248,8 @@ class MonitorConfig(Section):
     """Write event files for TensorBoard into the run's folder."""
     trackers: tuple[Extension, ...] = ()
     """Trackers that record the run elsewhere: `wandb`, `mlflow`, or one of your own (`lockstep.Tracker`)."""
+    histograms: HistogramsConfig | None = None
+    """Null: weights and gradients are not counted."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """auto: a live display on a terminal, otherwise plain lines."""
     meter_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
@@ -355,6 +368,16 @@ class Config(Section):
                     "monitor.early_stopping compares evaluations, and evaluation.every is null: there is only one, at "
                     "the end; set evaluation.every, for example to `100 steps`"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _histograms_are_possible(self) -> Config:
+        histograms = self.monitor.histograms
+        if histograms is not None and histograms.of != "weights" and self.optim.in_backward:
+            raise ValueError(
+                "optim.in_backward frees each gradient in the backward, before monitor.histograms can count it; write "
+                "monitor.histograms.of: weights"
+            )
         return self
 
     def _refuse_unknown_metric(self, key: str, name: str) -> None:

@@ -156,8 +156,9 @@ class BackgroundMonitor(ThrottledMonitor):
 
     def logged(self, step: int, logged: Logged) -> None:
         texts = sum(len(text) for text in logged.texts.values()) // _CHARACTERS
-        weight = 1 + len(logged.values) // 10 + _HISTOGRAM_WEIGHT * len(logged.histograms) + texts
-        self._put(lambda: self._writer.logged(step, logged), weight)
+        histograms = len(logged.histograms) + len(logged.of_model)
+        weight = 1 + len(logged.values) // 10 + _HISTOGRAM_WEIGHT * histograms + texts
+        self._put(lambda: self._writer.logged(step, logged), min(weight, _MOST_WEIGHT // 2))  # else dropped if any wait
 
     def measured(self, report: MeterReport) -> None:
         self._put(lambda: self._writer.measured(report), 1 + len(report.ranks))

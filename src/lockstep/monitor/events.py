@@ -104,7 +104,8 @@ class EventLog(ReportWriter):
             }
             for name, histogram in logged.histograms.items()
         }
-        self._write(self._events, {"logged": {**logged.values, **histograms, **logged.texts}, "step": step})
+        if own := {**logged.values, **histograms, **logged.texts}:
+            self._write(self._events, {"logged": own, "step": step})
 
     def measured(self, report: MeterReport) -> None:
         """Write nothing: ranks.jsonl has the meters."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _MAGNITUDES = tuple(10 ** (power / 8) for power in range(-96, 97))
 EDGES: tuple[float, ...] = (*(-edge for edge in reversed(_MAGNITUDES)), 0.0, *_MAGNITUDES)
 LONGEST_TEXT = 65536
+_PIECE = 1 << 20  # elements that are counted at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +83,29 @@ class LogEntries:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """Values that all ranks logged, merged."""
+    """Values that all ranks logged, merged.
+
+    Attributes:
+        of_model: histograms of weights and gradients (`monitor.histograms`).
+    """
 
     values: Mapping[str, float] = field(default_factory=dict)
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
+    of_model: Mapping[str, Histogram] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.values or self.histograms or self.texts)
+        return bool(self.values or self.histograms or self.texts or self.of_model)
+
+    def numbers(self) -> dict[str, float]:
+        """Return the values, and how many elements of a histogram aren't finite, where there are any."""
+        histograms = {**self.histograms, **self.of_model}
+        lost = {f"{name}/not_finite": float(part.not_finite) for name, part in histograms.items() if part.not_finite}
+        return {**self.values, **lost}
+
+    def drawn(self) -> dict[str, Histogram]:
+        """Return all histograms that have a finite element."""
+        return {name: histogram for name, histogram in {**self.histograms, **self.of_model}.items() if histogram.counts}
 
 
 class MetricLog:
@@ -99,7 +115,7 @@ class MetricLog:
         self._kinds: dict[str, str] = {}
         self._scalars: dict[str, float | Tensor] = {}
         self._means: dict[str, tuple[float | Tensor, float | Tensor]] = {}
-        self._histograms: dict[str, _Counts] = {}
+        self._histograms: dict[str, HistogramCounts] = {}
         self._texts: dict[str, str] = {}
 
     @property
@@ -120,7 +136,7 @@ class MetricLog:
 
     def histogram(self, name: str, values: object) -> None:
         self._claim(name, "histogram")
-        counts = _Counts.of(_tensor("histogram", name, values))
+        counts = HistogramCounts.of(_tensor("histogram", name, values))
         before = self._histograms.get(name)
         self._histograms[name] = counts if before is None else before.plus(counts)
 
@@ -188,7 +204,7 @@ def merge(entries: Sequence[LogEntries]) -> Logged:
             **{name: sum(values) / len(values) for name, values in scalars.items()},
             **{name: sum(total for total, _ in means[name]) / weight for name, weight in weights.items() if weight},
         },
-        {name: _merge_histograms(parts) for name, parts in histograms.items()},
+        {name: merge_histograms(parts) for name, parts in histograms.items()},
         {name: parts[0] for name, parts in texts.items()},
     )
 
@@ -202,7 +218,8 @@ def _by_name(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return values
 
 
-def _merge_histograms(parts: Sequence[Histogram]) -> Histogram:
+def merge_histograms(parts: Sequence[Histogram]) -> Histogram:
+    """Return the histogram of all parts' values."""
     counts: Counter[int] = Counter()
     for part in parts:
         counts.update(part.counts)
@@ -259,10 +276,10 @@ def text(name: str, text: str) -> None:
 
 def merged_histogram(values: Tensor) -> Histogram:
     """Return the distribution of all ranks' elements, such as gradients; a collective, in any loop."""
-    own = _Counts.of(_tensor("histogram", "values", values)).read()
+    own = HistogramCounts.of(_tensor("histogram", "values", values)).read()
     from lockstep.distributed.user_collectives import gather  # it imports torch
 
-    return _merge_histograms(gather(own))
+    return merge_histograms(gather(own))
 
 
 # --- numbers ------------------------------------------------------------------------------------------------------
@@ -316,7 +333,7 @@ def _add(total: float | Tensor, more: float | Tensor) -> float | Tensor:
 
 
 @dataclass(slots=True)
-class _Counts:
+class HistogramCounts:
     """A histogram on its device, not read yet.
 
     Attributes:
@@ -328,10 +345,21 @@ class _Counts:
     moments: torch.Tensor
 
     @classmethod
-    def of(cls, values: Tensor) -> _Counts:
+    def of(cls, values: Tensor) -> HistogramCounts:
+        """Count a tensor's elements, in pieces: bins take 16 bytes an element."""
         import torch
 
-        flat = values.detach().flatten().to(torch.float64 if values.device.type == "cpu" else torch.float32)
+        first, *rest = torch.split(values.detach().flatten(), _PIECE)
+        counts = cls._of_piece(first)
+        for piece in rest:
+            counts = counts.plus(cls._of_piece(piece))
+        return counts
+
+    @classmethod
+    def _of_piece(cls, values: Tensor) -> HistogramCounts:
+        import torch
+
+        flat = values.to(torch.float64 if values.device.type == "cpu" else torch.float32)
         finite = torch.isfinite(flat)
         edges = _edges(flat.device, flat.dtype)
         bins = torch.where(finite, torch.bucketize(flat, edges), len(EDGES) + 1)
@@ -343,12 +371,12 @@ class _Counts:
         known = torch.where(finite, flat, 0.0)
         return cls(counts, torch.stack([low, high, known.sum(), known.square().sum()]))
 
-    def plus(self, other: _Counts) -> _Counts:
+    def plus(self, other: HistogramCounts) -> HistogramCounts:
         import torch
 
         counts, moments = other.counts.to(self.counts.device), other.moments.to(self.moments.device)
         low, high = torch.minimum(self.moments[0], moments[0]), torch.maximum(self.moments[1], moments[1])
-        return _Counts(self.counts + counts, torch.stack([low, high, *(self.moments[2:] + moments[2:])]))
+        return HistogramCounts(self.counts + counts, torch.stack([low, high, *(self.moments[2:] + moments[2:])]))
 
     def read(self) -> Histogram:
         *counts, not_finite = self.counts.tolist()

@@ -87,10 +87,10 @@ class TrackerMonitor(ReportWriter):
         self._tracker.scalars(report.step, {"epoch/loss": report.loss, "epoch/seconds": report.seconds})
 
     def logged(self, step: int, logged: Logged) -> None:
-        if logged.values:
-            self._tracker.scalars(step, logged.values)
-        if logged.histograms:
-            self._tracker.histograms(step, {name: value.bins() for name, value in logged.histograms.items()})
+        if numbers := logged.numbers():
+            self._tracker.scalars(step, numbers)
+        if histograms := logged.drawn():
+            self._tracker.histograms(step, {name: value.bins() for name, value in histograms.items()})
         if logged.texts:
             self._tracker.texts(step, logged.texts)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from lockstep.distributed import generators
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from lockstep.config.schema import Config
     from lockstep.core.protocols import Engine, EvaluatedObjective, Source
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 Rate = Callable[[float, int, int | None], float]
 """The learning rate by fraction of the run done, step from 0, and steps of the run or None."""
+
+
+GradientObserver = Callable[[int, "float | Tensor"], None]
 
 
 class Purpose(Enum):
@@ -51,6 +54,8 @@ class Components:
         coupled: why the loss of a batch is not a sum over its samples; None if it is.
         flops_per_token: of the whole model; None if unknown.
         draw: sets the parameters to their initial values, if that was left to a checkpoint; no collective.
+        gradient_observers: are called in each update, before the optimizer's step, with the number of the update, from
+            1, and the loss scale of the gradients.
     """
 
     config: Config
@@ -72,6 +77,7 @@ class Components:
     flops_per_token: float | None
     watch: MemoryWatch | None = None
     draw: Callable[[], None] = lambda: None
+    gradient_observers: list[GradientObserver] = field(default_factory=list)
 
 
 class VoteParticipant:

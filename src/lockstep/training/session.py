@@ -149,6 +149,8 @@ class Session:
         norm = outcome.squared_norm**0.5 / scale
         keep = is_finite(norm + outcome.loss_sum)
         rate = self._rate()
+        for observe in components.gradient_observers:
+            observe(batch.step + 1, scale)
         self._failure_state.updating = True
         self._saves.before_update()
         clock.enter(Phase.OPTIMIZER)
@@ -207,8 +209,7 @@ class Session:
         """Return the whole state of a run between two updates, from which `restore` continues bit for bit.
 
         Args:
-            synchronized: all ranks together, with the first rank's buffers; false: this rank's state alone, whose
-                buffers may differ from those of other ranks.
+            synchronized: all ranks together, with the first rank's buffers; false: this rank alone, with its own.
         """
         components = self._components
         components.readback.land()
@@ -331,8 +332,7 @@ class Session:
         """Raise for parameters without a gradient, which are a bug; under DDP they would stop the next step."""
         if self._components.config.parallel.ddp.find_unused_parameters:
             return
-        unused = self._components.sharding.step.parameters_without_gradient()
-        if unused:
+        if unused := self._components.sharding.step.parameters_without_gradient():
             plan = self._components.plan
             raise unused_parameters(unused, remedy=before_unused(plan.strategy, plan.mesh))
 

@@ -1,4 +1,4 @@
-"""Show what user code logs on all ranks, at the steps that monitors record.
+"""Show what user code logs on all ranks, at the steps that monitors record; and the model's histograms.
 
 update     8        9        10  taken       11
 log        a ...    ... b    ... c |         d ...
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from lockstep.core.records import Request
 from lockstep.monitor.metric_log import LogEntries, MetricLog, merge
+from lockstep.training.histograms import histograms_of
 from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class UserLogs:
     def __init__(self, session: Session, monitors: Monitors, log: MetricLog) -> None:
         self._axis = components_of(session).world.axis
         self._every = components_of(session).config.monitor.every
+        self._histograms = histograms_of(components_of(session))
         self._monitors = monitors
         self._log = log
         self._taken: dict[int, MetricLog] = {}  # by steps whose reports haven't arrived
@@ -34,6 +36,8 @@ class UserLogs:
 
     def updated(self, step: int) -> tuple[Request, ...]:
         """Return this rank's request to collect, after update `step`, whose report may still be on its way."""
+        if self._histograms is not None:
+            self._histograms.count_weights(step)
         if self._log.empty and all(log.empty for log in self._taken.values()):
             return ()
         if step % self._every == 0:
@@ -42,6 +46,8 @@ class UserLogs:
 
     def see(self, report: StepReport) -> None:
         """Collect what was logged up to this update, if it is recorded and a rank has requested it."""
+        if self._histograms is not None and (of_model := self._histograms.see(report)):
+            self._monitors.logged(report.step, of_model)
         self._has_entries |= Request.SHOW_LOG in report.requests
         if report.step % self._every:
             return
