@@ -129,7 +129,14 @@ def test_what_is_not_finite_is_counted_and_reported_once(tmp_path: Path, caplog:
     events.Reload()
     points = events.Scalars("gradients/inner.weight/not_finite")
     assert [(point.step, point.value) for point in points] == [(3, 32.0), (4, 32.0)]
-    assert [point.step for point in events.Histograms("gradients/inner.weight")] == [1, 2, 5, 6]
+    assert [point.histogram_value.num for point in events.Histograms("gradients/inner.weight")] == [
+        32,
+        32,
+        0,
+        0,
+        32,
+        32,
+    ]
 
 
 def test_what_can_t_be_counted_is_refused() -> None:

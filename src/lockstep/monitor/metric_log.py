@@ -99,13 +99,15 @@ class Logged:
 
     def numbers(self) -> dict[str, float]:
         """Return the values, and how many elements of a histogram aren't finite, where there are any."""
-        histograms = {**self.histograms, **self.of_model}
-        lost = {f"{name}/not_finite": float(part.not_finite) for name, part in histograms.items() if part.not_finite}
-        return {**self.values, **lost}
+        parts = self.all_histograms().items()
+        return {
+            **self.values,
+            **{f"{name}/not_finite": float(part.not_finite) for name, part in parts if part.not_finite},
+        }
 
-    def drawn(self) -> dict[str, Histogram]:
-        """Return all histograms that have a finite element."""
-        return {name: histogram for name, histogram in {**self.histograms, **self.of_model}.items() if histogram.counts}
+    def all_histograms(self) -> dict[str, Histogram]:
+        """Return the histograms that user code logged, and those of the model."""
+        return {**self.histograms, **self.of_model}
 
 
 class MetricLog:

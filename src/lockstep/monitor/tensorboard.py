@@ -86,7 +86,7 @@ class TensorBoard(ReportWriter):
         self._write(report.step, {"epoch/loss": report.loss, "epoch/seconds": report.seconds})
 
     def logged(self, step: int, logged: Logged) -> None:
-        self._write(step, logged.numbers(), logged.drawn(), logged.texts)
+        self._write(step, logged.numbers(), logged.all_histograms(), logged.texts)
 
     def measured(self, report: MeterReport) -> None:
         self._write(report.step, meter_values(report))

@@ -89,7 +89,7 @@ class TrackerMonitor(ReportWriter):
     def logged(self, step: int, logged: Logged) -> None:
         if numbers := logged.numbers():
             self._tracker.scalars(step, numbers)
-        if histograms := logged.drawn():
+        if histograms := logged.all_histograms():
             self._tracker.histograms(step, {name: value.bins() for name, value in histograms.items()})
         if logged.texts:
             self._tracker.texts(step, logged.texts)
