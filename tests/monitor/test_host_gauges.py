@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from kit.worlds import in_process
 
 from lockstep.core.phase_clock import PhaseClock
+from lockstep.core.run_queue import waited_for_core
 from lockstep.distributed.notice_board import NoticeBoard
 from lockstep.monitor import meter_files
 from lockstep.monitor.host_gauges import CounterRates, host_gauges
@@ -32,10 +34,31 @@ def test_this_machine_has_its_gauges(tmp_path: Path) -> None:
     values = read(tmp_path, tmp_path)
     rates = {"network_sent_rate", "network_received_rate"}
     memory = {"host_memory_used", "host_memory_free", "host_swap_used"}
-    assert set(values) == {"cpu_percent", "host_cpu_percent", "disk_free", *memory, *rates}
+    assert set(values) == {"cpu_percent", "core_wait_percent", "host_cpu_percent", "disk_free", *memory, *rates}
     assert 0 <= values["host_cpu_percent"] <= 100
     assert values["disk_free"] == pytest.approx(os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize, rel=0.1)
     assert values["host_memory_used"] < psutil.virtual_memory().total
+
+
+def test_a_thread_that_shares_its_core_waits_for_half_of_its_time(tmp_path: Path) -> None:
+    assert in_process(share_a_core, tmp_path) > 20
+
+
+def share_a_core(folder: Path) -> float:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    gauges = host_gauges(folder, folder)
+    other = os.fork()
+    until = time.monotonic() + 0.2
+    while time.monotonic() < until:
+        pass
+    if other == 0:
+        os._exit(0)
+    os.waitpid(other, 0)
+    return next(values["core_wait_percent"] for gauge in gauges if "core_wait_percent" in (values := gauge()))
+
+
+def test_a_kernel_that_does_not_count_has_no_wait(tmp_path: Path) -> None:
+    assert waited_for_core(tmp_path) is None
 
 
 def test_a_process_that_computes_shows(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,18 @@ def findings(run: Path) -> dict[str, ProfileFinding]:
 
 @pytest.mark.parametrize(
     ("run", "name", "gain"),
-    [("data", "data", 0.5), ("data", "host sync", 0.0), ("small", "small operators", 0.4), ("save", "save", 0.3)],
+    [("data", "data", 0.5), ("data", "host sync", 0.0), ("small", "small operators", 0.1), ("save", "save", 0.3)],
 )
 def test_of_one_rank(runs: Path, run: str, name: str, gain: float) -> None:
     assert findings(runs / run)[name].gain >= gain
+
+
+def test_a_host_with_other_processes(runs: Path) -> None:
+    (path,) = trace_files(runs / "small")
+    trace = read_trace(path)
+    crowded = replace(trace, facts={**trace.facts, "waited_for_core": trace.seconds * trace.updates / 2})
+    assert {finding.name: finding.gain for finding in findings_of([crowded])}["crowded host"] == pytest.approx(0.5)
+    assert 0 <= trace.queued < trace.seconds
 
 
 def test_no_other_is_named(runs: Path) -> None:

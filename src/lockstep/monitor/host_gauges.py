@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from lockstep.core.control_groups import tightest_limit
+from lockstep.core.run_queue import waited_for_core
 
 Gauges = Callable[[], Mapping[str, float]]
 _BLOCK_DEVICES = Path("/sys/dev/block")
@@ -22,6 +23,7 @@ def host_gauges(folder: Path, block_devices: Path = _BLOCK_DEVICES) -> list[Gaug
     """Return the gauges of the host, by what can fail without the others.
 
         cpu_percent                            of this process; 100 is one core
+        core_wait_percent                      of its time, the main thread waits for a core that others have (Linux)
         host_cpu_percent                       of all cores together, 0 to 100
         host_memory_used, host_memory_free     bytes; free is what the control group leaves, too
         host_swap_used                         bytes
@@ -37,6 +39,7 @@ def host_gauges(folder: Path, block_devices: Path = _BLOCK_DEVICES) -> list[Gaug
     disk = _disk_name(folder, block_devices)
     return [
         _processor(psutil.Process()),
+        _CoreWait(),
         _memory,
         lambda: {"disk_free": float(psutil.disk_usage(os.fspath(folder)).free)},
         *([] if disk is None else [CounterRates(lambda: _disk_bytes(disk))]),
@@ -82,6 +85,18 @@ def _network_bytes() -> dict[str, float]:
         "network_sent": sum(io.bytes_sent for io in interfaces.values()),
         "network_received": sum(io.bytes_recv for io in interfaces.values()),
     }
+
+
+class _CoreWait:
+    def __init__(self) -> None:
+        self._before = (time.monotonic(), waited_for_core())
+
+    def __call__(self) -> dict[str, float]:
+        (then, before), (at, waited) = self._before, (time.monotonic(), waited_for_core())
+        self._before = at, waited
+        if before is None or waited is None or at <= then:
+            return {}
+        return {"core_wait_percent": min(100.0, 100 * (waited - before) / (at - then))}
 
 
 class CounterRates:

@@ -25,6 +25,7 @@ from torch.profiler import ProfilerAction, profile
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import Request
+from lockstep.core.run_queue import waited_for_core
 from lockstep.distributed.memory import end_memory_history, record_memory_history
 from lockstep.monitor.folder import lock_holder
 from lockstep.monitor.profile_spans import (
@@ -168,6 +169,7 @@ class _Recording:
         self._world = world
         self._profiler = profiler
         self._last = span.begin - 1  # update that has ended
+        self._waited: float | None = None  # for a core, before the first recorded update
 
     @classmethod
     def started(cls, span: Span, options: TraceOptions, world: World) -> _Recording | None:
@@ -206,6 +208,7 @@ class _Recording:
     def ended(self) -> EndedTrace | None:
         """End the profiler; return what it has recorded, None if that is no whole update."""
         marks = self._world.clock.recorded()
+        waited = waited_for_core()
         records = self._last >= self._span.first
         snapshot = end_memory_history(self._world.device) if self._options.memory and marks else None
         if self._profiler.current_action in (ProfilerAction.NONE, ProfilerAction.WARMUP) or not records:
@@ -222,6 +225,8 @@ class _Recording:
             "backend": self._world.backend,
             "torch": torch.__version__,
         }
+        if waited is not None and self._waited is not None:
+            facts["waited_for_core"] = waited - self._waited
         offset = time.time_ns() - time.perf_counter_ns()
         return EndedTrace(self._profiler.export_chrome_trace, facts, marks, offset, snapshot)
 
@@ -229,6 +234,7 @@ class _Recording:
         """Keep the clock's marks, and the history of a GPU's memory, from the first recorded update on."""
         if self._last + 1 == self._span.first:
             self._world.clock.record()
+            self._waited = waited_for_core()
             if self._options.memory:
                 record_memory_history(self._world.device)
 

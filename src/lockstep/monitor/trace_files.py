@@ -48,7 +48,8 @@ class EndedTrace:
 
     Attributes:
         export: Writes Kineto's JSON to a path.
-        facts: The object "lockstep": rank, ranks, first, last, host, device.
+        facts: The object "lockstep": rank, ranks, first, last, host, device, seconds that the main thread waited for
+            a core.
         marks: Of the rank's clock.
         offset: Nanoseconds from the clock's to Unix time.
         snapshot: Of a GPU's memory, for `torch.cuda.memory`; None: there is none.

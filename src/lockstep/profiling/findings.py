@@ -86,6 +86,15 @@ def _phases(trace: Trace) -> Iterator[ProfileFinding]:
 
 
 def _host(trace: Trace) -> Iterator[ProfileFinding]:
+    if trace.queued > _NOTABLE * trace.seconds:
+        yield ProfileFinding(
+            "crowded host",
+            f"an update waits {_time(trace.queued)} for a core that other threads and processes have, "
+            f"{trace.queued / trace.seconds:.0%} of its time",
+            "end the other processes (top shows them), ask the scheduler for more cores, or start fewer ranks, loader "
+            "workers and threads (OMP_NUM_THREADS) on the host",
+            trace.queued / trace.seconds,
+        )
     if trace.reads > _MANY_READS:
         yield ProfileFinding(
             "host sync",
@@ -94,7 +103,7 @@ def _host(trace: Trace) -> Iterator[ProfileFinding]:
             "keep the numbers on the device (torch.where, Tensor comparisons); read them after the update, if at all",
             min(1.0, _operator_share(trace, "aten::item", "aten::_local_scalar_dense")),
         )
-    if trace.small > _SMALL_SHARE * trace.seconds:
+    if trace.small > _SMALL_SHARE * (trace.seconds - trace.queued):
         yield ProfileFinding(
             "small operators",
             f"the host is the limit: an update has {trace.calls:,.0f} operators, and "

@@ -94,6 +94,11 @@ class Trace:
         return self.split.get(phase, 0.0) / self.seconds
 
     @property
+    def queued(self) -> float:
+        """Seconds of an update in which the rank's main thread waits for a core."""
+        return float(self.facts.get("waited_for_core", 0.0)) / self.updates
+
+    @property
     def computing(self) -> float:
         """Seconds of an update in which the rank doesn't wait for others."""
         return self.seconds - self.split.get("communication", 0.0)
