@@ -75,7 +75,7 @@ def test_the_disk_is_that_of_the_folder(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / f"{os.major(device)}:{os.minor(device)}").symlink_to(tmp_path / "nvme0n1p1")
     io = SimpleNamespace(read_bytes=7, write_bytes=0)
     monkeypatch.setattr(psutil, "disk_io_counters", lambda perdisk: {"sda": SimpleNamespace(), "nvme0n1p1": io})
-    disk = host_gauges(tmp_path, tmp_path)[3]
+    disk = host_gauges(tmp_path, tmp_path)[4]
     assert disk() == {}
     io.write_bytes = 5_000_000
     assert disk()["disk_write_rate"] > 1e6

@@ -9,7 +9,7 @@ _NANO = 1e-9
 
 
 def waited_for_core(tasks: Path = Path("/proc/self/task")) -> float | None:
-    """Return the seconds in which this process's main thread was ready to run and didn't; None if the kernel won't tell.
+    """Return the seconds in which this process's main thread was ready, but had no core; None if unknown.
 
     Args:
         tasks: Folder of the process's threads. Linux counts in its `schedstat`: seconds on a core, seconds in the
