@@ -32,6 +32,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 settings.register_profile("suite", deadline=None)  # tests run in parallel, on machines that may be busy
 settings.load_profile("suite")
 
+_YOUNG_OBJECTS = 50_000  # between two collections; servers of tests (moto) have millions of objects, to look at in each
+
 LONGEST_FIRST = (
     "test_cells.py", "test_table.py", "test_slurm.py", "test_hosts.py", "test_hostile.py", "test_checkpoint_pairs.py",
     "test_network_recipes.py", "test_object_stores.py", "test_host_ends.py", "test_stored_runs.py",
@@ -63,6 +65,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.collect()
     gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS, 20, 100)
     gc.enable()

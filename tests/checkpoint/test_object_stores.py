@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from botocore.loaders import JSONFileLoader
 from kit import s3, small
 from kit.commands import run_lockstep, start_lockstep
 from kit.s3 import BUCKET, Fault
@@ -23,6 +24,7 @@ from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.cli.main import main
 from lockstep.core.errors import ConfigError
 from lockstep.stores.addresses import checked_address
+from lockstep.stores.aws_session import new_session
 from lockstep.stores.blobs import BlobStore
 from lockstep.stores.filesystems import FileSystemStore
 from lockstep.stores.opening import open_store
@@ -223,6 +225,23 @@ def test_a_session_saves_to_an_address() -> None:
         checkpoints.save()
         checkpoints.finish()
     assert ObjectStorage(FileSystemStore("memory://tests/session")).names() == ["step-00000000"]
+
+
+def test_clients_share_what_describes_the_services_and_nothing_else(
+    proxy: s3.Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = new_session()
+    of_first = first.client("s3")
+    monkeypatch.setattr(JSONFileLoader, "load_file", lambda self, path: pytest.fail(f"reads {path}"))
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another")
+    second = new_session()
+    of_second = second.client("s3")
+    assert (first.get_credentials().access_key, of_first.meta.region_name) == (s3.KEY_ID, "us-east-1")
+    assert (second.get_credentials().access_key, of_second.meta.region_name) == ("another", "eu-west-1")
+    assert new_session(region="us-west-2").client("s3").meta.region_name == "us-west-2"
+    of_first.put_object(Bucket=BUCKET, Key="shared/descriptions", Body=b"x")
+    assert list(S3Store(f"s3://{BUCKET}/shared").sizes("")) == ["descriptions"]
 
 
 # --- sentences ------------------------------------------------------------------------------------------------------

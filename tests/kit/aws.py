@@ -25,6 +25,7 @@ from unittest import mock
 import pytest
 
 from kit.s3 import environment
+from lockstep.stores.aws_session import new_session
 
 BUCKET = "my-bucket"
 _IMAGE = {"Name": "/aws/ami"}
@@ -45,12 +46,9 @@ class Cloud:
         return {**environment(self.endpoint), "AWS_ENDPOINT_URL_PRICING": nowhere, "AWS_PROFILE": ""}
 
     def client(self, service: str) -> Any:
-        import boto3
-
         if service not in self._clients:
             keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
-            session = boto3.session.Session()
-            self._clients[service] = session.client(service, endpoint_url=self.endpoint, **keys)
+            self._clients[service] = new_session().client(service, endpoint_url=self.endpoint, **keys)
         return self._clients[service]
 
     def left(self) -> list[str]:

@@ -7,6 +7,7 @@ with serving() as server, proxied(server) as proxy:
 
 from __future__ import annotations
 
+import gc
 import re
 import socket
 import threading
@@ -15,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from lockstep.stores.aws_session import new_session
 
 BUCKET = "tests-bucket"
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
@@ -40,9 +43,7 @@ def environment(endpoint: str) -> dict[str, str]:
 
 
 def client(endpoint: str) -> Any:
-    import boto3
-
-    return boto3.session.Session().client(
+    return new_session().client(
         "s3",
         endpoint_url=endpoint,
         aws_access_key_id=KEY_ID,
@@ -56,8 +57,11 @@ def serving() -> Iterator[str]:
     """The address of a server that has an empty bucket."""
     import logging
 
+    gc.disable()
     from moto.server import ThreadedMotoServer
 
+    gc.freeze()
+    gc.enable()
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import kit
+from kit.s3 import client
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when its library is imported
 _HUGE = 2 << 20
@@ -23,7 +24,7 @@ _MADV_COLLAPSE = 25
 _FAMILIES = ("llama", "gpt2", "qwen3", "mixtral", "t5", "bert", "vit")
 _MODULES = (
     "torch", "torch.distributed", "torch.distributed.checkpoint", "torch._dynamo", "torch._inductor.compile_fx",
-    "networkx", "numpy.ma", "hypothesis", "deepspeed", "deepspeed.runtime.zero.stage_1_and_2",
+    "networkx", "numpy.ma", "hypothesis", "boto3", "deepspeed", "deepspeed.runtime.zero.stage_1_and_2",
     "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer", "distutils.ccompiler",
     "deepspeed.module_inject.auto_ep_config", "deepspeed.module_inject.auto_ep_layer",
     "transformers.modeling_utils", *(f"transformers.models.{name}.modeling_{name}" for name in _FAMILIES),
@@ -39,6 +40,11 @@ def _tests_with_ranks() -> list[str]:
     """Runs the functions of ranks."""
     found = sorted(Path(__file__).parents[1].glob("*/test_*.py"))
     return [f"{path.parent.name}.{path.stem}" for path in found if "kit.worlds" in path.read_text(encoding="utf-8")]
+
+
+def _read_descriptions() -> None:
+    """Of the services that ranks are clients of."""
+    client("http://127.0.0.1:1")
 
 
 def _gather_in_huge_pages() -> None:
@@ -57,6 +63,8 @@ gc.disable()
 for _module in (*_MODULES, *_tests_with_ranks()):
     with contextlib.suppress(ImportError, pytest.skip.Exception):
         importlib.import_module(_module)
+with contextlib.suppress(ImportError):
+    _read_descriptions()
 gc.collect()
 gc.freeze()
 gc.enable()

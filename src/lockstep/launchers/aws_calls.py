@@ -17,6 +17,7 @@ from typing import Any
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.terminal import plain_line
+from lockstep.stores.aws_session import new_session
 
 ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.5
@@ -146,12 +147,12 @@ def known_region(region: str | None, profile: str | None) -> str:
 
 def _session(profile: str | None, region: str | None) -> Any:
     try:
-        import boto3
+        import boto3  # noqa: F401
         from botocore import exceptions
     except ImportError:
         raise ConfigError(f"launch aws needs the package boto3: {pip_install('aws')}") from None
     try:
-        return boto3.session.Session(profile_name=profile, region_name=region)
+        return new_session(profile, region)
     except exceptions.ProfileNotFound:
         name = f" {profile}" if profile else " that AWS_PROFILE names"
         raise ConfigError(

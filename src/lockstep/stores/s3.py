@@ -29,6 +29,7 @@ from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
 from lockstep.stores import s3_faults
 from lockstep.stores.addresses import parts_of
+from lockstep.stores.aws_session import new_session
 from lockstep.stores.blobs import ended_early
 
 PART_BYTES = 2**24
@@ -250,19 +251,18 @@ class S3Store:
 
 def _new_client(place: str) -> Any:
     try:
-        import boto3
         from botocore.config import Config
+
+        config = Config(
+            connect_timeout=5,
+            read_timeout=30,
+            retries={"total_max_attempts": 1},
+            max_pool_connections=4 * _THREADS,
+            tcp_keepalive=True,
+        )
+        return new_session().client("s3", config=config)
     except ImportError:
         raise ConfigError(f"{place} needs the package boto3: {pip_install('s3')}") from None
-    config = Config(
-        connect_timeout=5,
-        read_timeout=30,
-        retries={"total_max_attempts": 1},
-        max_pool_connections=4 * _THREADS,
-        tcp_keepalive=True,
-    )
-    try:
-        return boto3.session.Session().client("s3", config=config)
     except Exception as error:  # a profile that doesn't exist, an endpoint that is no URL
         raise s3_faults.no_client(error, place) from error
 
