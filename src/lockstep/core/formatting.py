@@ -68,6 +68,13 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
+def short_time(seconds: float) -> str:
+    """Return a time of any size: 1.20 s, 3.4 ms, 5.6 us."""
+    if seconds >= 1:
+        return duration(seconds)
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
 def clock(seconds: float) -> str:
     """Return a duration as a clock shows it: 0:14, 12:05, 1:02:03, 3d 04:05."""
     days, hours, minutes, rest = _time_units(math.ceil(seconds))

@@ -131,8 +131,8 @@ class ItemSource:
     draws = True
 
     def __init__(self, dataset: Any, collate: Collate | None) -> None:
-        self._dataset = dataset
-        self._collate = collate or collate_values
+        self.dataset = dataset
+        self.collate = collate or collate_values
         # looked up on the class: torch's Subset inherits nothing from the dataset that it wraps
         self._fetches_lists = callable(getattr(type(dataset), "__getitems__", None))
         self.facts = DataFacts(len(dataset), None)
@@ -147,10 +147,10 @@ class ItemSource:
     def fetch(self, indices: Indices) -> Batch:
         numbers = indices.tolist()
         if self._fetches_lists:
-            items = self._dataset.__getitems__(numbers)
+            items = self.dataset.__getitems__(numbers)
         else:
-            items = [self._dataset[index] for index in numbers]
-        return as_batch(self._collate(items), len(numbers))
+            items = [self.dataset[index] for index in numbers]
+        return as_batch(self.collate(items), len(numbers))
 
 
 def collate_values(items: list[Any]) -> Any:

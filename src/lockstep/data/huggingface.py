@@ -201,6 +201,7 @@ class TextSource:
         vocabulary, padding = len(texts.tokenizer), texts.tokenizer.pad_token_id
         self.facts = DataFacts(len(texts.rows), None, vocabulary=vocabulary, classes=classes, padding=padding)
         self.fingerprint = texts.fingerprint(kind)
+        self.texts = texts
         self.draws = draws
         self.fetch = batch
 

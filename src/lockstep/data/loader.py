@@ -100,6 +100,15 @@ class TrainingLoader:
         self._running = self._epochs(progress)
         return self._running
 
+    def requests(self, progress: Progress) -> Iterator[FetchRequest]:
+        """Yield what this rank fetches after `progress`, micro-batch by micro-batch, without end."""
+        shares = self._shares(progress.steps, progress.samples, None)
+        return (request for share in shares for request in share.requests)
+
+    def micro_batches(self, progress: Progress) -> Iterator[Batch]:
+        """Yield the micro-batches after `progress` one by one, on the CPU, without end; raises as `updates` does."""
+        return fetch_all(self._source, self.requests(progress), self._workers)
+
     def close(self) -> None:
         """Stop the workers."""
         if self._running is not None:

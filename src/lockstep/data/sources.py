@@ -92,14 +92,14 @@ class PreparedSource:
     """
 
     def __init__(self, source: Source, prepare: Callable[[Batch], Batch]) -> None:
-        self._source = source
-        self._prepare = prepare
+        self.source = source
+        self.prepare = prepare
         self.facts = source.facts
         self.fingerprint = source.fingerprint
         self.draws = source.draws
 
     def fetch(self, indices: Indices) -> Batch:
-        return self._prepare(self._source.fetch(indices))
+        return self.prepare(self.source.fetch(indices))
 
 
 def renamed_inputs(names: Mapping[str, str | None], batch: Batch) -> Batch:

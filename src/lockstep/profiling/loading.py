@@ -1,0 +1,328 @@
+"""Measures the data loader alone: what a sample costs, and how many samples a second N workers deliver.
+
+    cost       micro-batches in this process, their stages timed             mean, 95th percentile, slowest sample
+    settings   0 workers, 1, 2, 4 ... CPUs of a rank: first micro-batch | those prefetched | timed
+
+Dataset, collate, order and micro-batches are those of the run's first rank. Each setting continues where the last has
+stopped, so that none gets samples that another one has brought into the system's memory.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from lockstep.core.progress import Progress
+from lockstep.data.fetching import fetch
+from lockstep.data.loader import TrainingLoader
+from lockstep.data.stages import StageTimes, TimeIsUp, stages_timed
+from lockstep.launch.devices import choose_ranks, count_cores
+from lockstep.models.build import parameter_facts, sketch_model
+from lockstep.plan.plan import Machine, make_plan
+from lockstep.training.planning import memory_here
+from lockstep.training.sources import make_objective, open_sources, users_model
+from lockstep.training.user_objects import UserObjects, refuse_given
+
+if TYPE_CHECKING:
+    from lockstep.config.loading import LoadedConfig
+    from lockstep.config.schema import Config, Loader
+    from lockstep.core.protocols import EvaluatedObjective, Source
+    from lockstep.core.records import Batch
+    from lockstep.plan.plan import Plan
+
+_COST_SHARE = 0.2  # of the time
+_PAYS = 1.05  # times as fast as fewer workers
+_UNPAID = 2  # settings that don't pay, after which no larger one is measured
+_ENOUGH = 0.9  # of the fastest setting
+_SPARE = 1.1  # times what the model's updates need
+_UNNOTICED = 20.0  # times what they need, if the rank reads itself and computes nothing meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCost:
+    """The time that a sample takes in one process.
+
+    Attributes:
+        samples: Number that were read.
+        mean: Seconds, with its part of the collate.
+        slow: 95th percentile of a sample's seconds; of those of a micro-batch by samples, if `by_sample` is False.
+        slowest: The longest of these.
+        slowest_index: Of that sample, or of the first in that micro-batch.
+        by_sample: Whether single samples could be timed, without their collate.
+        stages: Shares of the time; empty if none can be seen.
+    """
+
+    samples: int
+    mean: float
+    slow: float
+    slowest: float
+    slowest_index: int
+    by_sample: bool
+    stages: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderSpeed:
+    """The speed of the loader with a number of workers.
+
+    Attributes:
+        samples, tokens: Per second.
+        first: Seconds until the first micro-batch, with the start of the workers.
+        memory: Bytes of a worker that it shares with no other process; None: there is none.
+    """
+
+    workers: int
+    samples: float
+    tokens: float
+    first: float
+    memory: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DataProfile:
+    """The profile of a rank's loader.
+
+    Attributes:
+        kind: Of the data.
+        samples: Of an epoch.
+        micro_size: Samples that are fetched at once.
+        cpus: Of this machine.
+        ranks: On this machine, which share the CPUs.
+        configured: Number of workers in the config.
+        unmeasured: Why no setting, or not all, were measured; may be empty.
+        needed: Samples per second that the rank's updates need; None: unknown.
+        recommended: Number of workers; None: no setting was measured.
+        reason: Why it is recommended.
+    """
+
+    kind: str
+    samples: int
+    micro_size: int
+    cpus: int
+    ranks: int
+    configured: int
+    cost: SampleCost
+    settings: tuple[LoaderSpeed, ...]
+    unmeasured: str
+    needed: float | None
+    recommended: int | None
+    reason: str
+
+
+def profile_data(
+    loaded: LoadedConfig, seconds: float, update_seconds: float | None, *, trust_remote_code: bool
+) -> DataProfile:
+    """Measure the loader of a run's first rank.
+
+    Args:
+        seconds: For all measurements; opening the data comes before.
+        update_seconds: What an update takes without waiting for data, if that is known.
+
+    Raises:
+        ConfigError: The config can't be run, or there are no samples.
+        RunFailed: A sample can't be read, or a worker died.
+    """
+    refuse_given(loaded)
+    config = loaded.config
+    data = _opened(config, UserObjects(trust_remote_code=trust_remote_code))
+    end = time.perf_counter() + seconds
+    cost = _cost(data, _COST_SHARE * seconds)
+    cpus, ranks = count_cores(), choose_ranks(config.launch)
+    numbers = settings(cpus // ranks, config.data.loader.workers)
+    measured, unmeasured = _measured(data, numbers, end, cost)
+    needed = None if update_seconds is None else data.per_update / update_seconds
+    number, reason = recommend(measured, needed)
+    return DataProfile(
+        config.data.train.kind,
+        data.source.facts.samples,
+        data.plan.batch.micro_size,
+        cpus,
+        ranks,
+        config.data.loader.workers,
+        cost,
+        tuple(measured),
+        unmeasured,
+        needed,
+        number,
+        reason,
+    )
+
+
+def settings(cpus: int, configured: int) -> list[int]:
+    """Return the numbers of workers to measure: 0, 1, 2, 4 ... up to the CPUs of a rank, and the configured one."""
+    most = max(1, cpus)
+    powers = [2**power for power in range(most.bit_length())]
+    return sorted({0, *powers, most, configured})
+
+
+def recommend(speeds: Sequence[LoaderSpeed], needed: float | None) -> tuple[int | None, str]:
+    """Return the number of workers to set, and why."""
+    if not speeds:
+        return None, ""
+    best = max(speeds, key=lambda speed: speed.samples)
+    if needed is not None:
+        for speed in speeds:
+            if speed.samples >= needed * (_SPARE if speed.workers else _UNNOTICED):
+                ratio = speed.samples / needed
+                return speed.workers, f"the fewest that keep up: {ratio:.1f} times what the model's updates need"
+        if best.samples < needed:
+            missing = f"only {best.samples / needed:.0%} of what the model's updates need"
+            return best.workers, f"the fastest, and {missing}: samples must get cheaper, or be prepared once"
+        return best.workers, f"the fastest: {best.samples / needed:.1f} times what the model's updates need"
+    fewest = next(speed for speed in speeds if speed.samples >= _ENOUGH * best.samples)
+    whose = "the fastest" if fewest is best else f"within {1 - _ENOUGH:.0%} of the fastest ({best.workers})"
+    return fewest.workers, whose
+
+
+# --- the run's data -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedData:
+    config: Config
+    source: Source
+    objective: EvaluatedObjective
+    plan: Plan
+
+    @property
+    def per_update(self) -> float:
+        """Samples of the first rank in an update."""
+        return self.plan.batch.global_size / self.plan.mesh.shares
+
+    def after(self, read: int) -> Progress:
+        """Return the progress at the next update after the first rank has read N samples."""
+        steps = math.ceil(read / self.per_update)
+        return Progress(steps, steps * self.plan.batch.global_size)
+
+    def loader(self, options: Loader) -> TrainingLoader:
+        """Return the first rank's loader, which leaves samples on the CPU."""
+        config = self.config
+        return TrainingLoader(
+            self.source,
+            self.plan.batch,
+            0,
+            config.run.seed,
+            shuffle=config.data.shuffle,
+            drop_last=config.data.drop_last,
+            options=options.model_copy(update={"pin_memory": "auto"}),
+            device=torch.device("cpu"),
+            count=self.objective.count,
+        )
+
+
+def _opened(config: Config, given: UserObjects) -> _OpenedData:
+    """Open the data as a run does, with a model that has no values."""
+    alone = config.model_copy(update={"data": config.data.model_copy(update={"evaluation": {}})})
+    own = users_model(config, given)
+    sources = open_sources(alone, given, own)
+    model = own or sketch_model(config.model, sources[0].facts, trust_remote_code=given.trust_remote_code)
+    ranks = choose_ranks(config.launch)
+    machine = Machine(memory=memory_here(config, ranks))
+    plan = make_plan(alone, ranks, sources[0].facts, parameter_facts(model), machine)
+    objective, source, _ = make_objective(alone, sources, given, model)
+    return _OpenedData(config, source, objective, plan)
+
+
+# --- measurements -------------------------------------------------------------------------------------------------
+
+
+def _cost(data: _OpenedData, seconds: float) -> SampleCost:
+    """Time samples in this process."""
+    times = StageTimes(time.perf_counter() + seconds)
+    read, total = 0, 0.0
+    batches: list[tuple[int, float]] = []
+    with suppress(TimeIsUp), stages_timed(data.source, times):
+        for request in data.loader(data.config.data.loader).requests(Progress()):
+            start = time.perf_counter()
+            samples = fetch(data.source, request).samples
+            if samples:
+                took = time.perf_counter() - start
+                batches.append((int(request.indices[0]), took / samples))
+                read, total = read + samples, total + took
+            if batches and time.perf_counter() > times.deadline:
+                break
+    if not batches:  # the time is over within the first
+        read, total = len(times.items), sum(took for _, took in times.items)
+    units = times.items or batches
+    ordered = sorted(took for _, took in units)
+    slowest_index, slowest = max(units, key=lambda unit: unit[1])
+    staged = sum(times.seconds.values())
+    stages = {name: part / max(staged, total) for name, part in times.seconds.items()}
+    return SampleCost(
+        read,
+        total / read,
+        ordered[math.ceil(0.95 * len(ordered)) - 1],
+        slowest,
+        slowest_index,
+        bool(times.items),
+        dict(sorted(stages.items(), key=lambda item: -item[1])),
+    )
+
+
+def _measured(
+    data: _OpenedData, numbers: Sequence[int], end: float, cost: SampleCost
+) -> tuple[list[LoaderSpeed], str]:
+    """Return the speeds of the settings, up to those that don't pay, and why others are missing."""
+    speeds: list[LoaderSpeed] = []
+    best, unpaid, read = 0.0, 0, cost.samples
+    micro_batch = cost.mean * data.plan.batch.micro_size
+    for place, number in enumerate(numbers):
+        share = (end - time.perf_counter()) / (len(numbers) - place)
+        if micro_batch > share:
+            rest = ", ".join(map(str, numbers[place:]))
+            return speeds, (
+                f"not measured with {rest} workers: a micro-batch takes {micro_batch:.3g} s, longer than the "
+                f"{max(share, 0):.3g} s for each; give more --seconds"
+            )
+        if unpaid >= _UNPAID and number != data.config.data.loader.workers:
+            continue
+        speed, more = _speed(data, number, share, data.after(read))
+        speeds.append(speed)
+        unpaid = 0 if speed.samples > _PAYS * best else unpaid + 1
+        best, read = max(best, speed.samples), read + more
+    return speeds, ""
+
+
+def _speed(data: _OpenedData, workers: int, seconds: float, progress: Progress) -> tuple[LoaderSpeed, int]:
+    """Time a setting; return its speed, and the number of samples that it has read."""
+    options = data.config.data.loader.model_copy(update={"workers": workers})
+    began = time.perf_counter()
+    others = set(psutil.Process().children())
+    micro_batches = data.loader(options).micro_batches(progress)
+    batches = _real(micro_batches)
+    read = next(batches).samples
+    first = time.perf_counter() - began
+    for _ in range(workers * options.prefetch):  # ready, or nearly so: what follows is as fast as the workers are
+        if time.perf_counter() - began > seconds / 2:
+            break
+        read += next(batches).samples
+    samples = tokens = 0
+    start = time.perf_counter()
+    while not samples or time.perf_counter() - began < seconds:
+        batch = next(batches)
+        samples, tokens = samples + batch.samples, tokens + batch.tokens
+    elapsed = time.perf_counter() - start
+    memory = _memory_of(set(psutil.Process().children()) - others) if workers else None
+    ahead = workers * options.prefetch * data.plan.batch.micro_size
+    speed = LoaderSpeed(workers, samples / elapsed, tokens / elapsed, first, memory)
+    return speed, read + samples + ahead
+
+
+def _real(batches: Iterator[Batch]) -> Iterator[Batch]:
+    return (batch for batch in batches if batch.samples)
+
+
+def _memory_of(workers: set[psutil.Process]) -> int | None:
+    sizes = []
+    for worker in workers:
+        with suppress(psutil.Error):
+            sizes.append(worker.memory_full_info().uss)
+    return round(statistics.fmean(sizes)) if sizes else None
