@@ -105,6 +105,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "plan, its config named": ("plan", "*/config.yaml", "--peak", "none"),
     "verify": ("verify", "*", "--ranks", "1"),
     "memory": ("memory", "*", "--modes", "none"),
+    "profile data": ("profile", "data", "*", "--seconds", "1"),
     "config deepspeed": ("config", "deepspeed", "*", "parallel.strategy=deepspeed"),
     "eval": ("eval", "*"),
     "generate": ("generate", "*", "def "),

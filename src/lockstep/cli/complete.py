@@ -40,9 +40,13 @@ def answer(before: list[str], current: str) -> Reply:
     command, rest = commands.get(before[0]), before[1:]
     if command is not None and "commands" in command:
         inner = command["commands"]
+        plain = _argument(table, command, rest, current) if "flags" in command else Reply()
         if not rest:
-            return Reply(_beginning({way: entry["help"] for way, entry in inner.items()} | _HELP, current))
-        command, rest = inner.get(rest[0]), rest[1:]
+            words = _beginning({way: entry["help"] for way, entry in inner.items()} | _HELP, current)
+            return Reply(plain.words | words, files=plain.files)
+        if rest[0] not in inner:
+            return plain
+        command, rest = inner[rest[0]], rest[1:]
         if before[0] == "launch" and command is not None:
             return _launched(table, command, rest, current)
     return Reply() if command is None else _argument(table, command, rest, current)

@@ -51,8 +51,10 @@ def _command(module: str, summary: str) -> dict[str, Any]:
     commands: dict[str, Command] | None = getattr(verb, "COMMANDS", None)
     if commands is None:
         return {"help": _shortened(summary), **_arguments(_parser(verb.run, []))}
+    plain: Callable[[Sequence[str]], int] | None = getattr(verb, "plain", None)  # of a verb that may have no command
     return {
         "help": _shortened(summary),
+        **(_arguments(_parser(plain, [])) if plain is not None else {}),
         "commands": {
             name: {"help": _shortened(command.summary), **_arguments(_parser(command.run, [])), **_launched(verb)}
             for name, command in commands.items()

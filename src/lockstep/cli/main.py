@@ -35,7 +35,7 @@ VERBS = {
     "top": ("top", "show a run live: progress, loss, and what each rank does"),
     "report": ("report", "write a run as one HTML page"),
     "explain": ("explain", "explain a run: how fast it is, what limits it, what to do next"),
-    "profile": ("profile", "record where the time of a running run goes, and explain it"),
+    "profile": ("profile", "record where time and memory of a run go, and explain it; measure its data loader"),
     "verify": ("verify", "check on your model that every strategy trains as a single process does"),
     "plan": ("plan", "show what a run will be, without starting it"),
     "memory": ("memory", "measure on your model what each way to save memory saves and costs"),

@@ -1,4 +1,4 @@
-"""The verb `profile`: lockstep profile RUN [--steps 3] [--ranks 0,3]."""
+"""The verb `profile`: lockstep profile RUN [--steps 3] [--ranks 0,3], and lockstep profile data | memory RECIPE."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli.arguments import Parser, add_json, run_path, whole
+from lockstep.cli.arguments import (
+    CONFIG_EPILOG,
+    Command,
+    Parser,
+    add_json,
+    add_run,
+    approved_config,
+    run_path,
+    whole,
+)
+from lockstep.core.closest import did_you_mean
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.json_output import emit
@@ -22,10 +32,23 @@ A run that trains, started by whatever launcher, also on other hosts that share 
 updates, without being stopped; the summary follows. A run that has ended: the summary of the traces that it has.
 
 The traces are in RUN/profile. Open them in https://ui.perfetto.dev, in chrome://tracing, or with TensorBoard's plugin
-torch-tb-profiler: tensorboard --logdir RUN. To trace given updates, set profile.steps: 10..13 in the config."""
+torch-tb-profiler: tensorboard --logdir RUN. To trace given updates, set profile.steps: 10..13 in the config.
+
+lockstep profile data RECIPE      the data loader alone"""
+_DATA_EPILOG = f"""{CONFIG_EPILOG}
+Reads the samples of the run's first rank, in the run's order and micro-batches, without training: with 0, 1, 2, 4
+and more workers, until they don't pay. RECIPE may be a run's folder: then the speed is compared with what its
+updates need."""
 
 
 def run(arguments: Sequence[str]) -> int:
+    """Run a command, or trace a run."""
+    if arguments and arguments[0] in COMMANDS:
+        return COMMANDS[arguments[0]].run(arguments[1:])
+    return plain(arguments)
+
+
+def plain(arguments: Sequence[str]) -> int:
     """Trace a run that trains, and explain where its time goes."""
     parser = Parser("profile", "Records where the time of a running run goes, and explains it.", _EPILOG)
     parser.add_argument("run", type=run_path, metavar="RUN", help="the run's folder, or its address")
@@ -42,7 +65,8 @@ def run(arguments: Sequence[str]) -> int:
     from lockstep.profiling.traces import read_trace
 
     if not is_run(args.run):
-        raise ConfigError(f"{args.run} is not the folder of a run")
+        near = "" if args.run.exists() else f"; {did_you_mean(args.run.name, COMMANDS, 'commands are')}"
+        raise ConfigError(f"{args.run} is not the folder of a run{near}")
     traces = [read_trace(path) for path in _recorded(args)]
     for line in summary_lines(traces):
         echo(line)
@@ -90,3 +114,36 @@ def _record(trace: Trace) -> dict[str, object]:
 
 def _operators(trace: Trace) -> list[dict[str, object]]:
     return [asdict(operator) for operator in trace.operators[:10]]
+
+
+# --- commands -----------------------------------------------------------------------------------------------------
+
+
+def _data(arguments: Sequence[str]) -> int:
+    summary = "Measures the data loader alone: what a sample costs, samples a second by number of workers."
+    parser = Parser("profile data", summary, _DATA_EPILOG, "[RECIPE ...] [options] [overrides]")
+    add_run(parser, "ranks of this machine, which share its CPUs")
+    parser.add_argument(
+        "--seconds", type=whole, default=20, metavar="S", help="for all measurements; default %(default)s"
+    )
+    parser.add_argument(
+        "--update-ms", type=whole, metavar="MS", help="what an update of the model takes; default: as the run has it"
+    )
+    args, overrides = parser.parse(arguments)
+    loaded, _ = approved_config(args.config, overrides, trusted=args.trust_run)
+
+    from lockstep.profiling.loading import profile_data, update_seconds
+    from lockstep.profiling.loading_text import data_lines
+
+    update = args.update_ms / 1000 if args.update_ms is not None else update_seconds(map(Path, args.config))
+    profile = profile_data(loaded, float(args.seconds), update, trust_remote_code=args.trust_remote_code)
+    for line in data_lines(profile):
+        echo(line)
+    if args.json:
+        emit(asdict(profile))
+    return 0
+
+
+COMMANDS = {
+    "data": Command("measure the data loader alone", _data),
+}

@@ -1,8 +1,8 @@
 """Times the stages of reading samples, where they can be seen: the items of a dataset, its transform, the collate.
 
-    ItemSource    read [3] read [7] read [1] | collate        each item by itself, without its transform
-    Texts         read rows, tokenize
-    others        nothing: a fetch is a single stage
+ItemSource    read [3] read [7] read [1] | collate        each item by itself, without its transform
+Texts         read rows, tokenize
+others        nothing: a fetch is a single stage
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def stages_timed(source: Source, times: StageTimes) -> Iterator[None]:
 
 
 def _nested(dataset: Any) -> Iterator[Any]:
-    """Yield a dataset, and those that torch's Subset and its like wrap."""
+    """Yield a dataset, and those that wrappers such as torch's Subset hold."""
     for _ in range(_MOST_NESTED):
         yield dataset
         dataset = getattr(dataset, "dataset", None)

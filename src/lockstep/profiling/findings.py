@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lockstep.core import formatting
+from lockstep.core.formatting import short_time
 from lockstep.profiling.traces import Trace
 
 _NOTABLE = 0.1
@@ -72,14 +73,14 @@ def _phases(trace: Trace) -> Iterator[ProfileFinding]:
     if data > _NOTABLE:
         yield ProfileFinding(
             "data",
-            f"an update waits {formatting.short_time(trace.split['data'])} for its data, {data:.0%} of its time",
+            f"an update waits {short_time(trace.split['data'])} for its data, {data:.0%} of its time",
             "raise data.loader.workers, or prepare the samples once instead of in each epoch",
             data,
         )
     if save > _NOTABLE:
         yield ProfileFinding(
             "save",
-            f"an update waits {formatting.short_time(trace.split['save'])} for checkpoints, {save:.0%} of its time",
+            f"an update waits {short_time(trace.split['save'])} for checkpoints, {save:.0%} of its time",
             "save less often (checkpoint.every), or keep checkpoint.asynchronous: true",
             save,
         )
@@ -114,7 +115,7 @@ def _host(trace: Trace) -> Iterator[ProfileFinding]:
     if trace.longest_gap > _LONG_GAP * trace.seconds:
         yield ProfileFinding(
             "host code",
-            f"the forward spends {formatting.short_time(trace.longest_gap)} at a stretch outside of torch's operators",
+            f"the forward spends {short_time(trace.longest_gap)} at a stretch outside of torch's operators",
             "find the code with profile.stacks: true; move it out of the forward",
             trace.longest_gap / trace.seconds,
         )
@@ -136,7 +137,7 @@ def _communication(trace: Trace, traced: int) -> Iterator[ProfileFinding]:
     remedy = "raise batch.global_size or batch.micro_size: an update exchanges as much for more samples"
     yield ProfileFinding(
         "communication",
-        f"an update waits {formatting.short_time(trace.split['communication'])} for other ranks, {share:.0%} of its time{hidden}",
+        f"an update waits {short_time(trace.split['communication'])} for other ranks, {share:.0%} of its time{hidden}",
         "trace all ranks (--ranks all), to see whether one of them is slow" if alone else remedy,
         share,
     )
@@ -150,14 +151,14 @@ def summary_lines(traces: Sequence[Trace]) -> Iterator[str]:
     """Yield the summary of a run's traces: each rank's time, operators and collectives, then the findings."""
     for trace in traces:
         facts = trace.facts
-        yield f"rank {trace.rank}, updates {facts['first']:,} to {facts['last']:,}: {formatting.short_time(trace.seconds)} each"
+        yield f"rank {trace.rank}, updates {facts['first']:,} to {facts['last']:,}: {short_time(trace.seconds)} each"
         parts = sorted(trace.split.items(), key=lambda item: -item[1])
         yield "  time         " + ", ".join(f"{name} {seconds / trace.seconds:.0%}" for name, seconds in parts)
         if trace.busy is not None:
             yield f"  GPU          computes in {trace.busy:.0%} of the time"
         for use in trace.collectives:
             bandwidth = f", bus {formatting.size(use.bandwidth)}/s" if use.bandwidth else ""
-            exchanged = f"{formatting.size(use.size)} in {formatting.short_time(use.seconds)}"
+            exchanged = f"{formatting.size(use.size)} in {short_time(use.seconds)}"
             yield f"  {use.name:<12} {use.calls:.0f} calls, {exchanged}{bandwidth}"
         if trace.overlap is not None:
             yield f"  overlap      {trace.overlap:.0%} of the collectives' time is hidden behind computation"
@@ -175,4 +176,4 @@ def _operators(trace: Trace) -> Iterator[str]:
     yield f"most expensive operators of rank {trace.rank}, per update, without those that they call"
     for operator in trace.operators[:_MOST_OPERATORS]:
         share = operator.seconds / trace.seconds
-        yield f"  {formatting.short_time(operator.seconds):>9} {share:>5.1%}  {operator.calls:>7,.0f} x {operator.name}"
+        yield f"  {short_time(operator.seconds):>9} {share:>5.1%}  {operator.calls:>7,.0f} x {operator.name}"

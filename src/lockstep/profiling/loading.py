@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,12 +26,16 @@ from lockstep.data.loader import TrainingLoader
 from lockstep.data.stages import StageTimes, TimeIsUp, stages_timed
 from lockstep.launch.devices import choose_ranks, count_cores
 from lockstep.models.build import parameter_facts, sketch_model
+from lockstep.monitor.folder import is_run
 from lockstep.plan.plan import Machine, make_plan
+from lockstep.report.rank_history import read_rank_history
 from lockstep.training.planning import memory_here
 from lockstep.training.sources import make_objective, open_sources, users_model
 from lockstep.training.user_objects import UserObjects, refuse_given
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config, Loader
     from lockstep.core.protocols import EvaluatedObjective, Source
@@ -156,6 +160,15 @@ def profile_data(
     )
 
 
+def update_seconds(paths: Iterable[Path]) -> float | None:
+    """Return what an update of the last path that is a run takes without waiting for data; None: no run has it."""
+    known = None
+    for path in paths:
+        if is_run(path) and (split := read_rank_history(path).split()):
+            known = sum(split.values()) - split.get("data", 0.0)
+    return known or None
+
+
 def settings(cpus: int, configured: int) -> list[int]:
     """Return the numbers of workers to measure: 0, 1, 2, 4 ... up to the CPUs of a rank, and the configured one."""
     most = max(1, cpus)
@@ -267,9 +280,7 @@ def _cost(data: _OpenedData, seconds: float) -> SampleCost:
     )
 
 
-def _measured(
-    data: _OpenedData, numbers: Sequence[int], end: float, cost: SampleCost
-) -> tuple[list[LoaderSpeed], str]:
+def _measured(data: _OpenedData, numbers: Sequence[int], end: float, cost: SampleCost) -> tuple[list[LoaderSpeed], str]:
     """Return the speeds of the settings, up to those that don't pay, and why others are missing."""
     speeds: list[LoaderSpeed] = []
     best, unpaid, read = 0.0, 0, cost.samples

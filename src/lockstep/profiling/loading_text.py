@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.core import formatting
+from lockstep.core.formatting import short_time
 from lockstep.profiling.loading import DataProfile, LoaderSpeed, SampleCost
 
-_COLUMNS = (12, 13, 13, 12, 14)
+_COLUMNS = (7, 12, 12, 16, 14)
 
 
 def data_lines(profile: DataProfile) -> Iterator[str]:
@@ -20,7 +21,7 @@ def data_lines(profile: DataProfile) -> Iterator[str]:
     yield from _cost_lines(profile.cost)
     if profile.settings:
         yield ""
-        yield _row("workers", "samples/s", "tokens/s", "first after", "memory of each")
+        yield _row("workers", "samples/s", "tokens/s", "first batch in", "each holds")
     for speed in profile.settings:
         mark = "  <- data.loader.workers" if speed.workers == profile.configured else ""
         yield _row(*_cells(speed)) + mark
@@ -36,8 +37,9 @@ def data_lines(profile: DataProfile) -> Iterator[str]:
 def _cost_lines(cost: SampleCost) -> Iterator[str]:
     unit = "sample" if cost.by_sample else "sample, as the mean of its micro-batch"
     which = "sample" if cost.by_sample else "the micro-batch that begins with sample"
-    yield f"a {unit}: {formatting.short_time(cost.mean)} on average, over {cost.samples:,}; 95 % take at most {formatting.short_time(cost.slow)}"
-    yield f"the slowest: {which} {cost.slowest_index}, {formatting.short_time(cost.slowest)}"
+    mean, slow = short_time(cost.mean), short_time(cost.slow)
+    yield f"a {unit}: {mean} on average, over {cost.samples:,}; 95 % take at most {slow}"
+    yield f"the slowest: {which} {cost.slowest_index}, {short_time(cost.slowest)}"
     if cost.stages:
         rest = 1 - sum(cost.stages.values())
         stages = {**cost.stages, **({"other": rest} if rest > 0.005 else {})}
@@ -49,10 +51,10 @@ def _cells(speed: LoaderSpeed) -> tuple[str, ...]:
         str(speed.workers),
         formatting.short(speed.samples),
         formatting.short(speed.tokens),
-        formatting.duration(speed.first),
+        short_time(speed.first),
         formatting.size(speed.memory) if speed.memory is not None else "-",
     )
 
 
 def _row(*cells: str) -> str:
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _COLUMNS, strict=True)).removeprefix("     ")
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _COLUMNS, strict=True))
