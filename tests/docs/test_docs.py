@@ -80,7 +80,10 @@ def test_verbs_and_flags_exist(page: Path) -> None:
     quoted = "\n".join(block for block in blocks(page, "") if "lockstep: " in block)
     for verb, *words in verb_lines(page):
         assert verb in VERBS, verb
-        has_command = verb in ("config", "data", "launch") or (verb, words[0]) == ("profile", "data")
+        has_command = verb in ("config", "data", "launch") or (verb, *words[:1]) in (
+            ("profile", "data"),
+            ("profile", "memory"),
+        )
         named = help_of(verb, words[0]) if has_command else help_of(verb)
         if launched := [word for word in words if verb == "launch" and word in LAUNCHED]:
             named += help_of(launched[0])
