@@ -90,7 +90,7 @@ def _host(trace: Trace) -> Iterator[ProfileFinding]:
     if trace.queued > _NOTABLE * trace.seconds:
         yield ProfileFinding(
             "crowded host",
-            f"an update waits {_time(trace.queued)} for a core that other threads and processes have, "
+            f"an update waits {short_time(trace.queued)} for a core that other threads and processes have, "
             f"{trace.queued / trace.seconds:.0%} of its time",
             "end the other processes (top shows them), ask the scheduler for more cores, or start fewer ranks, loader "
             "workers and threads (OMP_NUM_THREADS) on the host",
