@@ -22,6 +22,7 @@ import pytest
 from lockstep.cli.main import main
 from lockstep.looking.screen import draw, sparkline
 from lockstep.looking.watched import event_text, watch
+from lockstep.monitor.attempts import Attempt, attempts_text
 
 PHASES = ("forward", "backward", "communication")
 
@@ -110,6 +111,34 @@ def test_hundreds_of_ranks_fit_any_terminal_the_worst_first(tmp_path: Path, widt
         assert "of 512 ranks, the worst first" in text
 
 
+def test_gpus_of_several_hosts_have_their_columns(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", ranks=4, per_host=2)
+    content = json.loads((run / "live.json").read_text())
+    for number, row in enumerate(content["ranks"]):
+        row["gauges"] = {"gpu_utilization": 97.0 - number, "memory_allocated": 2.0**33, "gpu_memory_total": 8e10}
+    (run / "live.json").write_text(json.dumps(content))
+    facts = {"flops_per_token": 6e9, "peak_flops": 1e15, "ranks": 4}
+    now = time.time()
+    attempt = Attempt(launched=now - 24, began=now - 20, hosts=(("host-0", 2), ("host-1", 2)), facts=facts)
+    (run / "attempts.jsonl").write_text(attempts_text([attempt]))
+    lines = screen(run, 140)
+    assert lines[0].endswith("4 ranks on 2 hosts")
+    table = [line.split() for line in lines if re.match(r" *(rank|\d) +host", line)]
+    assert table[0] == ["rank", "host", "step", "phase", "for", "mean", "slowest", "memory", "GPU"]
+    assert [row[1] for row in table[1:]] == ["host-0", "host-0", "host-1", "host-1"]
+    assert [row[-2:] for row in table[1:]] == [[f"{97 - rank}", "%"] for rank in range(4)]
+    assert "MFU 4 %" in lines[3]  # 24.5k x 6e9 / (4 x 1e15)
+    assert re.search(r"goodput 4\d %", lines[3])  # 12 s of updates in 24 s, without an evaluation of 1 s
+    assert [watch(run).ranks[rank].host for rank in (1, 2)] == ["host-0", "host-1"]
+    (run / "live.json").unlink()
+    interval = {"ranks": [0, 1, 2, 3], "step_seconds": [0.1] * 4, "slowest": [0.2] * 4, "stragglers": []}
+    interval |= {"split": {"data": [1] * 4}, "gauges": {"gpu_utilization": [90.0, 91.0, None, 93.0]}}
+    (run / "ranks.jsonl").write_text(json.dumps(interval) + "\n")
+    ranks = watch(run).ranks
+    assert [(rank.host, rank.utilization) for rank in ranks][::3] == [("host-0", 90.0), ("host-1", 93.0)]
+    assert math.isnan(ranks[2].utilization)
+
+
 def test_a_run_whose_host_is_gone_shows_all_ranks_silent(tmp_path: Path) -> None:
     lines = draw(watch(make_run(tmp_path / "run", age=20)), 100, 24)
     assert [line.style for line in lines if "silent 20" in line.text] == ["alarm"] * 2
@@ -118,7 +147,7 @@ def test_a_run_whose_host_is_gone_shows_all_ranks_silent(tmp_path: Path) -> None
 def test_a_run_that_has_ended_is_shown_with_its_end(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / "live.json").unlink()
-    interval = {"ranks": [0, 1], "hosts": ["a"], "step_seconds": [0.1, None], "slowest": [0.2, 3], "stragglers": []}
+    interval = {"ranks": [0, 1], "step_seconds": [0.1, None], "slowest": [0.2, 3], "stragglers": []}
     interval |= {"split": {"data": [1, 3]}, "gauges": {"memory_resident": [1024, None]}}
     (run / "ranks.jsonl").write_text(json.dumps(interval) + "\n")
     (run / "logs").mkdir()
@@ -126,6 +155,8 @@ def test_a_run_that_has_ended_is_shown_with_its_end(tmp_path: Path) -> None:
     end |= {"text": "rank 1 on host a was killed by SIGKILL", "ranks": [], "logs": {}, "environment": {}}
     (run / "logs" / "ends.jsonl").write_text(json.dumps(end) + "\n")
     (run / "metrics.jsonl").write_text('{"step": 120, "loss": 1.0}\n')
+    attempt = Attempt(launched=0.0, began=1.0, hosts=(("a", 2),))
+    (run / "attempts.jsonl").write_text(attempts_text([attempt]))
     lines = screen(run)
     assert lines[0].endswith("run  failed  2 ranks on a")
     assert lines[1] == "rank 1 on host a was killed by SIGKILL"

@@ -8,6 +8,7 @@ import re
 import socket
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import lockstep
 from lockstep.config.schema import PrometheusConfig
 from lockstep.core.phase_clock import Phase, UpdateTimes
 from lockstep.core.records import EvaluationReport, SaveReport
+from lockstep.monitor.attempts import Attempt, attempts_text
 from lockstep.monitor.host_gauges import host_gauges
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.nvidia import gpu_of
@@ -64,7 +66,13 @@ def served(endpoint: PrometheusEndpoint) -> dict[str, list[tuple[dict[str, str],
 @pytest.fixture
 def full(tmp_path: Path) -> Any:
     endpoint = PrometheusEndpoint(PrometheusConfig(port=0))
-    endpoint.start(FACTS)
+    folder = tmp_path / "stdlib-lm-20261121-093000"
+    folder.mkdir()
+    began = time.time() - 20
+    (folder / "attempts.jsonl").write_text(attempts_text([Attempt(began, began)]))
+    (folder / "metrics.jsonl").write_text('{"step": 20, "seconds": 10.0}\n')
+    (folder / "ranks.jsonl").write_text(f'{{"step": 20, "time": {began + 20}}}\n')
+    endpoint.start(replace(FACTS, folder=str(folder), flops_per_token=1e6, peak_flops=1e12))
     endpoint.see(report(1))
     endpoint.see(report(20))
     endpoint.evaluated(EvaluationReport("held-out", 20, {"loss": 1.5, "accuracy": 0.9}, 10, 0.5))
@@ -83,6 +91,10 @@ def test_the_endpoint_has_the_run_and_its_ranks(full: PrometheusEndpoint) -> Non
     assert metrics["lockstep_evaluation"][1] == ({**run, "set": "held-out", "metric": "accuracy"}, 0.9)
     assert metrics["lockstep_checkpoint_step"] == [(run, 20.0)]
     assert metrics["lockstep_logged"] == [({**run, "name": "heat"}, 7.0)]
+    ((_, goodput),) = metrics["lockstep_goodput"]
+    assert goodput == pytest.approx(0.5, rel=0.001)
+    ((_, mfu),) = metrics["lockstep_mfu"]
+    assert mfu == pytest.approx(64 * 256 * 10 * 1e6 / 2e12)
     second = {**run, "rank": "1", "host": "b"}
     assert metrics["lockstep_rank_gpu_temperature"][1] == (second, 71.0)
     assert metrics["lockstep_rank_step_seconds"][1] == (second, 0.5)

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 MAX_JSON_BYTES = 2**24
@@ -34,6 +35,18 @@ def read_bounded(path: Path, limit: int) -> bytes:
         if status.st_size > limit:
             raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes, and may have {limit:,}", str(path))
         return file.read(limit)
+
+
+@contextlib.contextmanager
+def opened_regular(path: Path) -> Iterator[int]:
+    """Open a regular file for reading while the block runs. Raises OSError for anything else, which might not end."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(f"{path} is not a file")
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def flush(path: Path) -> None:

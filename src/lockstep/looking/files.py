@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded
+from lockstep.core.files import MAX_JSON_BYTES, opened_regular, read_bounded
 
 _LOSS = re.compile(rb'^\{"step": (\d{1,15}),.*?"loss": (null|-?[\d.]+(?:e[-+]?\d+)?)[,}]', re.MULTILINE)
 _BLOCK = 1 << 12
@@ -34,7 +33,7 @@ def read_object(file: Path) -> Mapping[str, Any]:
 def last_records(file: Path, size: int) -> list[dict[str, Any]]:
     """Return the JSON objects in the last `size` bytes of a file of lines."""
     try:
-        with _opened(file) as handle:
+        with opened_regular(file) as handle:
             begin = max(0, os.fstat(handle).st_size - size)
             lines = os.pread(handle, size, begin).split(b"\n")
     except OSError:
@@ -51,7 +50,7 @@ def last_records(file: Path, size: int) -> list[dict[str, Any]]:
 def sampled_losses(file: Path) -> list[tuple[int, float]]:
     """Return step and loss of some records of metrics.jsonl, the first and the last among them; NaN: not finite."""
     try:
-        with _opened(file) as handle:
+        with opened_regular(file) as handle:
             size = os.fstat(handle).st_size
             if size <= _BLOCK * _BLOCKS:
                 parts = [os.pread(handle, size, 0)]
@@ -79,15 +78,3 @@ def _number(text: bytes) -> float:
         return float("nan") if text == b"null" else float(text)
     except ValueError:
         return float("nan")
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[int]:
-    """Open a regular file. Raises OSError for anything else."""
-    handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(f"{file} is not a file")
-        yield handle
-    finally:
-        os.close(handle)

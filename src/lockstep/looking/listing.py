@@ -27,6 +27,7 @@ from lockstep.looking.files import changed, last_records, read_object
 from lockstep.looking.states import RunState, number, status_of
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import CONFIG, ENVIRONMENT, METRICS, SUMMARY, is_run
+from lockstep.monitor.goodput import goodput
 from lockstep.monitor.meter_files import LIVE
 
 RUNS = "runs"
@@ -50,6 +51,7 @@ class ListedRun:
         speed: Tokens per second, or samples per second where samples have no tokens: `unit`.
         started: When it was started last, in seconds of the epoch.
         changed: When it last wrote something.
+        goodput: Share of its wall time that trained updates that were kept, over all attempts.
         note: Why it ended, or what is unusual; may be empty.
     """
 
@@ -66,6 +68,7 @@ class ListedRun:
     host: str
     hosts: int
     note: str
+    goodput: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "state": self.state.value}
@@ -120,6 +123,7 @@ def listed(run: Path) -> ListedRun:
         host=host if isinstance(host, str) else "",
         hosts=max(1, len(_hosts(live))),
         note=status.note,
+        goodput=useful.share if (useful := goodput(run)) is not None and math.isfinite(useful.share) else None,
     )
 
 

@@ -95,6 +95,10 @@ def _figures(run: WatchedRun) -> tuple[str, ...]:
     for name, label in (("grad_norm", "grad norm"), ("lr", "lr")):
         if isinstance(value := last.get(name), int | float):
             parts.append(f"{label} {formatting.value(value)}")
+    if run.mfu is not None:
+        parts.append(f"MFU {100 * run.mfu:.0f} %")
+    if row.goodput is not None:
+        parts.append(f"goodput {100 * row.goodput:.0f} %")
     if isinstance(discarded := last.get("discarded"), int) and discarded:
         parts.append(f"{discarded:,} discarded")
     return tuple(parts)

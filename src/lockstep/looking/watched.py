@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.looking.files import last_records, read_object, sampled_losses
 from lockstep.looking.listing import RUNS, ListedRun, list_runs, listed
 from lockstep.looking.states import RunState, number
+from lockstep.monitor.attempts import Attempt, read_attempts
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import METRICS, is_run
 from lockstep.monitor.meter_files import LIVE, RANKS
@@ -79,6 +80,7 @@ class WatchedRun:
         losses: Of some updates, in their order.
         split: Mean share of an update by phase.
         events: Sentences, the newest last.
+        mfu: Share of the peak of its devices that the model's operations use; None: unknown.
     """
 
     listed: ListedRun
@@ -88,18 +90,19 @@ class WatchedRun:
     ranks: tuple[WatchedRank, ...]
     split: Mapping[str, float]
     events: tuple[str, ...]
+    mfu: float | None = None
 
 
 def watch(run: Path) -> WatchedRun:
     """Read a run's files. Never raises OSError: what can't be read is left out."""
     row = listed(run)
     live = read_object(run / LIVE)
-    records = last_records(run / METRICS, _TAIL)
+    records, attempts = last_records(run / METRICS, _TAIL), read_attempts(run)
     if row.state.is_active and live:
         age = max(0.0, time.time() - number(live.get("time"), time.time()))
         ranks = _of_live(live, age)
     else:
-        ranks = _of_last_interval(run)
+        ranks = _of_last_interval(run, attempts)
     return WatchedRun(
         row,
         records[-1] if records else {},
@@ -108,6 +111,7 @@ def watch(run: Path) -> WatchedRun:
         ranks,
         _split(live if row.state.is_active else _last_interval(run)),
         tuple(filter(None, map(event_text, last_records(run / EVENTS, _TAIL)[-_EVENTS:]))),
+        attempts[-1].utilization(number(records[-1].get("tokens_per_second"))) if attempts and records else None,
     )
 
 
@@ -154,11 +158,9 @@ def _of_live(live: Mapping[str, Any], age: float) -> tuple[WatchedRank, ...]:
     return tuple(ranks)
 
 
-def _of_last_interval(run: Path) -> tuple[WatchedRank, ...]:
+def _of_last_interval(run: Path, attempts: Sequence[Attempt]) -> tuple[WatchedRank, ...]:
     record = _last_interval(run)
     stragglers, gauges = _stragglers(record), record.get("gauges")
-    hosts = _list(record.get("hosts"))
-    host = str(hosts[0]) if len(hosts) == 1 else ""
 
     def value(column: object, place: int) -> float:
         values = _list(column)
@@ -171,7 +173,7 @@ def _of_last_interval(run: Path) -> tuple[WatchedRank, ...]:
     return tuple(
         WatchedRank(
             int(number(rank, 0)),
-            host,
+            attempts[-1].host_of(int(number(rank, 0))) if attempts else "",
             math.nan,
             "",
             math.nan,

@@ -35,7 +35,10 @@ from lockstep.monitor.rank_meters import MeterReport
 _log = logging.getLogger("lockstep.monitor")
 EVENTS = "events.jsonl"
 _STEP = ("step", "samples", "tokens", "epoch", "loss", "count", "grad_norm", "lr", "kept")
-_SUMMARY = ("strategy", "ranks", "backend", "device", "precision", "global_size", "parameters", "trainable")
+_SUMMARY = (
+    *("strategy", "ranks", "backend", "device", "precision", "global_size"),
+    *("parameters", "trainable", "flops_per_token", "peak_flops"),
+)
 
 
 class EventLog(ReportWriter):

@@ -5,6 +5,7 @@
     ├── environment.json    the run's id, the machine, the versions, the state of the user's code
     ├── metrics.jsonl       a line every `monitor.every` steps
     ├── events.jsonl        evaluations, epochs, and what user code logged
+    ├── attempts.jsonl      a line an attempt: when and where it began, what its plan promised
     ├── ranks.jsonl         a line every `monitor.meter_seconds`: each rank's times and memory
     ├── live.json           what each rank does now; there while the run trains
     ├── tensorboard/        curves
@@ -53,6 +54,7 @@ from lockstep.monitor import history
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
+ATTEMPTS = "attempts.jsonl"
 TENSORBOARD = "tensorboard"
 TRACKERS = "trackers"
 LOGS = "logs"
@@ -167,6 +169,10 @@ class RunFolder:
         """Write the name of the run and what `environment.describe` returns. Raises RunFailed."""
         self._write(ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
 
+    def write_attempts(self, text: str) -> None:
+        """Write attempts.jsonl, with the line of this attempt. Raises RunFailed."""
+        self._write(ATTEMPTS, text)
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, which marks the run as finished. Raises RunFailed."""
         self._write(SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
@@ -202,7 +208,7 @@ class LockedRunFolder:
     def __init__(self, path: Path, run: str) -> None:
         self.path = path
         self._run = run
-        self._files = {name: (path / name).read_text(encoding="utf-8") for name in (CONFIG, ENVIRONMENT)}
+        self._files = {name: (path / name).read_text(encoding="utf-8") for name in (CONFIG, ENVIRONMENT, ATTEMPTS)}
         self._locks = [os.open(path / LOCK, os.O_RDONLY | os.O_NOFOLLOW)]
         self._holder = os.read(self._locks[0], 1000)
 

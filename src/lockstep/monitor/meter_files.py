@@ -199,7 +199,6 @@ def _columns(report: MeterReport) -> dict[str, Any]:
         "time": round(time.time(), 3),
         "seconds": round(report.seconds, 3),
         "ranks": [rank.notice.rank for rank in ranks],
-        "hosts": list(dict.fromkeys(rank.notice.host for rank in ranks)),
         "updates": [rank.updates for rank in ranks],
         "step_seconds": [_short(rank.seconds) for rank in ranks],
         "median": [_short(rank.median) for rank in ranks],

@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.records import EvaluationReport, Request, RestartReport, RunInfo, SaveReport, StepReport
-from lockstep.monitor.meters import Throughput
+from lockstep.monitor.goodput import goodput
+from lockstep.monitor.meters import Throughput, model_flops_utilization
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, ReportWriter
 from lockstep.monitor.rank_meters import MeterReport
@@ -34,6 +35,7 @@ class PrometheusEndpoint(ReportWriter):
     def __init__(self, section: PrometheusConfig) -> None:
         self._section = section
         self._run = ""
+        self._info: RunInfo | None = None
         self._step: StepReport | None = None
         self._throughput = Throughput()
         self._evaluations: dict[str, EvaluationReport] = {}
@@ -51,7 +53,7 @@ class PrometheusEndpoint(ReportWriter):
     def start(self, info: RunInfo) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
 
-        self._run = PurePath(info.folder).name
+        self._run, self._info = PurePath(info.folder).name, info
         registry = CollectorRegistry()
         registry.register(self)
         address, port = self._section.address, self._section.port
@@ -131,6 +133,7 @@ class PrometheusEndpoint(ReportWriter):
                 ("tokens_per_second", rates.tokens),
             ):
                 yield f"lockstep_{name}", f"{name} of the run", {}, float(value)
+            yield from _efficiency(self._info, rates.tokens)
         if self._saved is not None:
             yield "lockstep_checkpoint_step", "step of the newest checkpoint", {}, float(self._saved)
         for evaluation in self._evaluations.values():
@@ -140,6 +143,15 @@ class PrometheusEndpoint(ReportWriter):
             yield "lockstep_logged", "logged by user code", {"name": name}, value
         if self._meters is not None:
             yield from _rank_values(self._meters)
+
+
+def _efficiency(info: RunInfo | None, tokens_per_second: float) -> Iterator[tuple[str, str, dict[str, str], float]]:
+    if info is None:
+        return
+    if (mfu := model_flops_utilization(info, tokens_per_second)) is not None:
+        yield "lockstep_mfu", "share of the peak of all devices that the model's operations use", {}, mfu
+    if (useful := goodput(Path(info.folder))) is not None:
+        yield "lockstep_goodput", "share of the wall time that trained updates that were kept", {}, useful.share
 
 
 def _rank_values(report: MeterReport) -> Iterator[tuple[str, str, dict[str, str], float]]:

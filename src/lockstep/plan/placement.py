@@ -24,6 +24,7 @@ from lockstep.strategies.registry import find_strategy, find_variant, strategies
 
 if TYPE_CHECKING:
     from lockstep.config.schema import BatchConfig, Config, Optim, Parallel
+    from lockstep.plan.batch import BatchPlan
     from lockstep.plan.mesh import Mesh
     from lockstep.strategies.record import RunLayout
 
@@ -143,6 +144,24 @@ def traffic(name: str, volume: Volume, ranks: int, *, micro_batches: int = 1, re
     """
     assert ranks % replicas == 0
     return find_variant(name)[1].sends(Update(volume, ranks // replicas, replicas, micro_batches))
+
+
+def sent_bytes(
+    config: Config, layout: RunLayout, parameters: Sequence[ParameterFacts], mesh: Mesh, batch: BatchPlan
+) -> float | None:
+    """Return the bytes that a rank sends in an update; None where the model or its sequences are divided over ranks.
+
+    As `volume_of` without more knowledge of the model: fsdp may gather less than that under mixed precision.
+    """
+    if mesh.pieces > 1 or mesh.context > 1:
+        return None
+    if mesh.shares == 1:
+        return 0.0
+    parallel = config.parallel.model_copy(update={"strategy": layout.strategy.name})
+    volume = volume_of(config.model_copy(update={"parallel": parallel}), parameters)
+    replicas = mesh.data if layout.variant.mesh == "hybrid" else 1
+    name = layout.variant.name
+    return traffic(name, volume, mesh.shares, micro_batches=batch.accumulation, replicas=replicas).total
 
 
 def volume_of(

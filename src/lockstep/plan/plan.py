@@ -20,7 +20,7 @@ from lockstep.plan.features import FeatureRequest, check_features
 from lockstep.plan.grouping import Grouping, group_parameters
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
 from lockstep.plan.modules import ModuleParameters, describe_modules, parameters_by_module
-from lockstep.plan.placement import Placement, placements
+from lockstep.plan.placement import Placement, placements, sent_bytes
 from lockstep.plan.refusals import changed_options, refuse_for_partitions, refuse_variable
 from lockstep.plan.schedule import epoch_length, horizon
 from lockstep.plan.stages import bubble, stages_of
@@ -50,6 +50,8 @@ class Plan:
         groups: The trainable parameters by optimizer settings.
         placements: Bytes per rank under each strategy.
         warnings: Probable mistakes, a sentence each.
+        sent: Bytes that a rank sends in an update; None where the model or its sequences are divided over ranks.
+        bubble: Share of its time that a rank of a pipeline waits.
     """
 
     ranks: int
@@ -71,6 +73,8 @@ class Plan:
     groups: tuple[Grouping, ...]
     placements: tuple[Placement, ...]
     warnings: tuple[str, ...]
+    sent: float | None = None
+    bubble: float = 0.0
 
     @property
     def placement(self) -> Placement:
@@ -143,6 +147,8 @@ def make_plan(
         modules=parameters_by_module(parameters),
         groups=group_parameters(parameters, config.optim),
         placements=placements(state_of(config, ranks, parameters), ranks, layout, mesh),
+        sent=sent_bytes(config, layout, parameters, mesh, batch),
+        bubble=_waits(config.parallel.pipeline_parallel, mesh, batch),
         warnings=(
             *_batch_warnings(batch, facts),
             *_schedule_warnings(config.schedule, steps),
@@ -267,11 +273,18 @@ def _idle(parallel: Parallel, strategy: Strategy, mesh: Mesh) -> Iterator[str]:
         yield f"Options under parallel.{name} have no effect in this run, whose strategy is {strategy.name}."
 
 
+def _waits(options: PipelineParallel, mesh: Mesh, batch: BatchPlan) -> float:
+    """Return the share of its time that a rank waits for other stages."""
+    if mesh.pipeline == 1:
+        return 0.0
+    per_rank = stages_of(options.schedule, options.stages_per_rank)
+    return bubble(options.schedule, mesh.pipeline, per_rank, batch.accumulation)
+
+
 def _bubble(options: PipelineParallel, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
     """Warn if stages wait for a fifth of the time or more."""
-    per_rank = stages_of(options.schedule, options.stages_per_rank)
-    waits = bubble(options.schedule, mesh.pipeline, per_rank, batch.accumulation)
-    if mesh.pipeline == 1 or waits < _LONG_WAIT:
+    waits = _waits(options, mesh, batch)
+    if waits < _LONG_WAIT:
         return
     share = -(-batch.global_size // mesh.shares)
     size = max(1, -(-share // (4 * mesh.pipeline)))

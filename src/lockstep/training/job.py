@@ -42,6 +42,7 @@ from lockstep.monitor.profiler import Profiler
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
 from lockstep.training.assemble import assemble
+from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
 from lockstep.training.fallback_folder import save_elsewhere
@@ -115,10 +116,13 @@ def run_job(job: Job) -> Finished:
         codec_of(config.model, config.data.train)  # refuses a model that makes no text, before training
     refuse_missing_packages(config)
     with opened(config, job.given, _purpose(job)) as session, _logged_tracebacks(job, session) as folder:
+        continues = not job.resume.fresh and job.resume.origin is None
+        earlier = EarlierAttempts.of(folder) if continues else NO_ATTEMPTS
         checkpoints, notes = _begin(job, session, folder)
         profiler = Profiler(config.profile, components_of(session).world, folder)
         notes += profiler.notes
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
+        record_attempt(session, folder, earlier, facts)
         is_first = components_of(session).world.rank == 0
         meters = Meters(session, folder)
         monitors = make_monitors(job, folder, checkpoints, meters) if is_first else Monitors()

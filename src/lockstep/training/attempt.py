@@ -1,0 +1,65 @@
+"""Records the beginning of an attempt in attempts.jsonl: when, on which hosts, and what its plan promised."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from lockstep.core.records import RunInfo
+from lockstep.monitor.attempts import (
+    Attempt,
+    Planned,
+    attempts_text,
+    by_host,
+    facts_of,
+    last_sign,
+    launched,
+    read_attempts,
+)
+from lockstep.monitor.folder import RunFolder
+from lockstep.training.session import Session, components_of, seconds_of
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierAttempts:
+    """The attempts of a run before this one.
+
+    Attributes:
+        ended: When the last of them gave its last sign; NaN if that isn't known.
+    """
+
+    attempts: tuple[Attempt, ...]
+    ended: float
+
+    @classmethod
+    def of(cls, run: Path) -> EarlierAttempts:
+        """Read those of a folder, before its history is rewound."""
+        attempts = read_attempts(run)
+        return cls(attempts, last_sign(run) if attempts else float("nan"))
+
+
+NO_ATTEMPTS = EarlierAttempts((), float("nan"))
+
+
+def record_attempt(session: Session, run: Path, earlier: EarlierAttempts, info: RunInfo) -> None:
+    """Record this attempt, on the first rank; all ranks call it. Raises RunFailed."""
+    components = components_of(session)
+    hosts = cast("list[str]", components.world.axis.gather(socket.gethostname()))
+    if components.world.rank != 0:
+        return
+    plan = components.plan
+    held = plan.placement
+    attempt = Attempt(
+        launched(run),
+        time.time(),
+        earlier.ended,
+        session.progress.steps,
+        seconds_of(session),
+        by_host(hosts),
+        facts_of(info),
+        Planned(held.parameters, held.gradients, held.optimizer, plan.sent, plan.bubble),
+    )
+    RunFolder.open(run).write_attempts(attempts_text((*earlier.attempts, attempt)))
