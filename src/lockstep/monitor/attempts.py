@@ -44,7 +44,7 @@ _TAIL = 1 << 22  # bytes: a line of 1,024 ranks has 100 KB
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What the plan of a run promises for each rank.
+    """The promises of a run's plan for each rank.
 
     Attributes:
         parameters, gradients, optimizer: Bytes that the fullest rank holds.

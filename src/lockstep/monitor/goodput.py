@@ -28,7 +28,7 @@ from lockstep.monitor.folder import METRICS, SUMMARY, held_by
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Where a run's wall time went, in seconds.
+    """The wall time of a run by use, in seconds.
 
     Attributes:
         wall: Since its first attempt was launched, until its last sign.

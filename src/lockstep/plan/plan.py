@@ -120,10 +120,8 @@ def make_plan(
         raise ConfigError(Problem("", "data.train", "the dataset has no samples, so there is nothing to train on"))
     epoch_steps, epoch_samples = epoch_length(facts, batch.global_size, config.data.drop_last)
     steps = horizon(config.run, batch.global_size, facts, config.data.drop_last)
-    samples = None
-    if steps is not None:
-        epochs, rest = divmod(steps, epoch_steps)
-        samples = epochs * epoch_samples + rest * batch.global_size
+    epochs, rest = divmod(steps or 0, epoch_steps)
+    samples = None if steps is None else epochs * epoch_samples + rest * batch.global_size
     per_sample = facts.tokens_per_sample
     total = sum(parameter.elements for parameter in parameters)
     trainable = sum(parameter.elements for parameter in parameters if parameter.trainable)
