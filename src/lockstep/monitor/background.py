@@ -1,7 +1,8 @@
 """Monitors whose work is done by threads: no update waits for a disk, a network or the reader of standard output.
 
-    update --> see(report) --> WorkQueue, bounded --> its thread: EventLog.see(report) --> metrics.jsonl
-               microseconds    full: dropped, counted, reported once
+    update --> see(report) --> WorkQueue --> its thread, once a second:
+               microseconds                  WorkQueue, bounded --> its thread: EventLog.see(report) --> metrics.jsonl
+                                             full: dropped, counted, reported once
 
     save   --> drain: all that was put before is written, unless the disk hangs
     end    --> close: all is written, within a limit
@@ -16,7 +17,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from lockstep.core.records import EvaluationReport, Request, RestartReport, RunInfo, SaveReport, StepReport
 from lockstep.monitor.metric_log import Logged
@@ -28,6 +29,10 @@ _MOST_WEIGHT = 10_000
 _HISTOGRAM_WEIGHT = 10
 _CHARACTERS = 500  # of a text that weigh as much as a report
 END_S = 20.0  # how long the end of a run waits for a queue
+LINGER_S = 1.0
+"""Seconds that an update's report may wait for the next ones, so that threads wake once a second and not at every
+update. A process that is killed takes these reports with it."""
+_Work = tuple[Callable[..., object], tuple[object, ...], int]
 
 
 class WorkQueue:
@@ -36,40 +41,61 @@ class WorkQueue:
     Args:
         name: of the thread.
         most: weight of the waiting functions, at most. A single one is always taken, and those without weight.
+        linger: seconds that a function may wait for others, so that one wake of the thread does the work of many puts.
 
     Attributes:
         dropped: Number of functions that were not called, since the queue was full or closed.
     """
 
-    def __init__(self, name: str, most: int = _MOST_WEIGHT) -> None:
+    def __init__(self, name: str, most: int = _MOST_WEIGHT, linger: float = 0.0) -> None:
         self._name = name
         self._most = most
+        self._linger = linger
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[Callable[[], object], int]] = deque()
+        self._waiting: deque[_Work] = deque()
         self._weight = 0
         self._busy_since = math.inf
+        self._hurried = False  # nothing waits for others
         self._thread: threading.Thread | None = None
         self._closed = False
         self.dropped = 0
 
-    def put(self, act: Callable[[], object], weight: int = 1) -> bool:
-        """Add a function, which must not raise; return whether it fitted. Never waits."""
+    def put(
+        self,
+        act: Callable[..., object],
+        *arguments: object,
+        weight: int = 1,
+        hurry: bool = True,
+        counted: bool = True,
+    ) -> bool:
+        """Add a call of a function, which must not raise; return whether it fitted. Never waits.
+
+        Args:
+            hurry: false: it may wait for others.
+            counted: false: if it doesn't fit, it isn't counted as dropped.
+        """
         with self._changed:
             if self._closed or (self._waiting and weight and self._weight + weight > self._most):
-                self.dropped += 1
+                self.dropped += counted
                 return False
-            self._waiting.append((act, weight))
+            self._waiting.append((act, arguments, weight))
             self._weight += weight
+            hurries = not self._hurried and (hurry or self._weight > self._most // 2)
+            self._hurried |= hurries
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
+            elif hurries or len(self._waiting) == 1:
+                self._changed.notify_all()
         return True
 
     def drain(self, seconds: float = math.inf) -> bool:
         """Wait until all functions have been called; return False if that takes longer, or one already does."""
         limit = time.monotonic() + seconds
         with self._changed:
+            if self._waiting:
+                self._hurried = True
+                self._changed.notify_all()
             while self._waiting or self._busy_since < math.inf:
                 left = min(limit, self._busy_since + seconds) - time.monotonic()
                 if left <= 0:
@@ -91,16 +117,26 @@ class WorkQueue:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
-                if not self._waiting:
-                    return
-                act, weight = self._waiting.popleft()
+                self._changed.wait_for(lambda: self._hurried or self._closed, self._linger)
+            while (work := self._next()) is not None:
+                act, arguments, weight = work
+                act(*arguments)
+                del act, arguments, work  # and what they hold
+                with self._changed:
+                    self._weight -= weight
+            if self._closed:
+                return
+
+    def _next(self) -> _Work | None:
+        """Return the next call; None if nothing waits."""
+        with self._changed:
+            if self._waiting:
                 self._busy_since = time.monotonic()
-            act()
-            del act  # and what it holds
-            with self._changed:
-                self._weight -= weight
-                self._busy_since = math.inf
-                self._changed.notify_all()
+                return self._waiting.popleft()
+            self._busy_since = math.inf
+            self._hurried = False
+            self._changed.notify_all()
+            return None
 
 
 class BackgroundMonitor(ThrottledMonitor):
@@ -131,41 +167,48 @@ class BackgroundMonitor(ThrottledMonitor):
         self._failed = False
 
     def start(self, info: RunInfo) -> None:
-        self._put(lambda: self._writer.start(info))
+        self._put(self._writer.start, info)
 
     def restarted(self, report: RestartReport) -> None:
-        self._put(lambda: self._writer.restarted(report))
+        self._put(self._writer.restarted, report)
 
     def next_report(self) -> NextReport:
         return NextReport(self._next_step, math.inf)
 
     def see(self, report: StepReport) -> Iterable[Request]:
         self._next_step = report.step + self._every - report.step % self._every
-        self._put(lambda: self._writer.see(report))
+        self._put(self._writer.see, report)
         return ()
 
+    def see_all(self, reports: Sequence[StepReport]) -> None:
+        """Take several reports at once."""
+        if not self._failed and not self._queue.put(self._attempt_all, reports, weight=len(reports), counted=False):
+            for report in reports:
+                self.see(report)
+
     def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
-        self._put(lambda: self._writer.evaluated(report))
+        self._put(self._writer.evaluated, report)
         return ()
 
     def saved(self, report: SaveReport) -> None:
-        self._put(lambda: self._writer.saved(report), weight=0)  # never dropped
+        self._put(self._writer.saved, report, weight=0)  # never dropped
 
     def epoch(self, report: EpochReport) -> None:
-        self._put(lambda: self._writer.epoch(report))
+        self._put(self._writer.epoch, report)
 
     def logged(self, step: int, logged: Logged) -> None:
         texts = sum(len(text) for text in logged.texts.values()) // _CHARACTERS
         histograms = len(logged.histograms) + len(logged.of_model)
         weight = 1 + len(logged.values) // 10 + _HISTOGRAM_WEIGHT * histograms + texts
-        self._put(lambda: self._writer.logged(step, logged), min(weight, _MOST_WEIGHT // 2))  # else dropped if any wait
+        weight = min(weight, _MOST_WEIGHT // 2)  # else dropped if any wait
+        self._put(self._writer.logged, step, logged, weight=weight)
 
     def measured(self, report: MeterReport) -> None:
-        self._put(lambda: self._writer.measured(report), 1 + len(report.ranks))
+        self._put(self._writer.measured, report, weight=1 + len(report.ranks))
 
     def finish(self, error: BaseException | None) -> None:
         """Let the writer finish, and wait for it up to the limit."""
-        self._put(lambda: self._writer.finish(error), weight=0)
+        self._put(self._writer.finish, error, weight=0)
         if not self._queue.close(self._end_seconds):
             _log.warning("%s has not ended within %g s: its last reports are lost", self._name, self._end_seconds)
         elif self._queue.dropped:
@@ -175,17 +218,101 @@ class BackgroundMonitor(ThrottledMonitor):
         """Wait until the writer has taken all reports, in any thread; return False if it takes longer."""
         return self._queue.drain(seconds)
 
-    def _put(self, act: Callable[[], object], weight: int = 1) -> None:
+    def _put(self, act: Callable[..., object], *arguments: object, weight: int = 1) -> None:
         if self._failed:
             return
-        if not self._queue.put(lambda: self._attempt(act), weight) and self._queue.dropped == 1:
+        if not self._queue.put(self._attempt, act, *arguments, weight=weight) and self._queue.dropped == 1:
             _log.warning("%s can't keep up: the run continues without some of its reports", self._name)
 
-    def _attempt(self, act: Callable[[], object]) -> None:
+    def _attempt_all(self, reports: Sequence[StepReport]) -> None:
+        for report in reports:
+            self._attempt(self._writer.see, report)
+
+    def _attempt(self, act: Callable[..., object], *arguments: object) -> None:
         if self._failed:
             return
         try:
-            act()
+            act(*arguments)
         except Exception as error:
             self._failed = True
             _log.warning("%s failed and is left out from now on: %r", self._name, error, exc_info=True)
+
+
+class BackgroundMonitors(ThrottledMonitor):
+    """Passes reports to several background monitors, once a second: an update puts its report into one queue.
+
+    Args:
+        every: steps between the reports that they get.
+    """
+
+    def __init__(self, monitors: Sequence[BackgroundMonitor], every: int) -> None:
+        self._monitors = monitors
+        self._every = every
+        self._queue = WorkQueue("lockstep-monitors", linger=LINGER_S)
+        self._next_step = 0
+        self._lock = threading.Lock()
+        self._reports: list[StepReport] | None = None  # those that the next wake passes on
+
+    def start(self, info: RunInfo) -> None:
+        self._put(lambda monitor: monitor.start(info))
+
+    def restarted(self, report: RestartReport) -> None:
+        self._put(lambda monitor: monitor.restarted(report))
+
+    def next_report(self) -> NextReport:
+        return NextReport(self._next_step, math.inf)
+
+    def see(self, report: StepReport) -> Iterable[Request]:
+        self._next_step = report.step + self._every - report.step % self._every
+        with self._lock:
+            reports = self._reports
+            if reports is not None:
+                reports.append(report)
+                return ()
+            self._reports = reports = [report]
+        self._queue.put(self._show, reports, weight=0, hurry=False)
+        return ()
+
+    def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
+        self._put(lambda monitor: monitor.evaluated(report))
+        return ()
+
+    def saved(self, report: SaveReport) -> None:
+        self._put(lambda monitor: monitor.saved(report))
+
+    def epoch(self, report: EpochReport) -> None:
+        self._put(lambda monitor: monitor.epoch(report), hurry=False)
+
+    def logged(self, step: int, logged: Logged) -> None:
+        self._put(lambda monitor: monitor.logged(step, logged), hurry=False)
+
+    def measured(self, report: MeterReport) -> None:
+        self._put(lambda monitor: monitor.measured(report), hurry=False)
+
+    def finish(self, error: BaseException | None) -> None:
+        """Let the writers finish, and wait for each up to its limit."""
+        self._queue.close(END_S)  # it never waits for a writer
+        for monitor in self._monitors:
+            monitor.finish(error)
+
+    def drain(self, seconds: float) -> bool:
+        """Wait that long at most until the writers have taken all reports; return False if it takes longer."""
+        limit = time.monotonic() + seconds
+        self._queue.drain(seconds)
+        return all([monitor.drain(limit - time.monotonic()) for monitor in self._monitors])
+
+    def _show(self, reports: list[StepReport]) -> None:
+        with self._lock:
+            if self._reports is reports:
+                self._reports = None
+        for monitor in self._monitors:
+            monitor.see_all(reports)
+
+    def _put(self, act: Callable[[BackgroundMonitor], object], *, hurry: bool = True) -> None:
+        with self._lock:
+            self._reports = None  # later reports come after this
+        self._queue.put(self._for_all, act, weight=0, hurry=hurry)
+
+    def _for_all(self, act: Callable[[BackgroundMonitor], object]) -> None:
+        for monitor in self._monitors:
+            act(monitor)

@@ -294,7 +294,7 @@ class Output:
             display.show(self._status)
 
     def _put(self, act: Callable[[], object]) -> None:
-        self._queue.put(lambda: self._attempt(act))
+        self._queue.put(self._attempt, act)
 
     def _write(self, text: str) -> None:
         self._stream.write(text + "\n")

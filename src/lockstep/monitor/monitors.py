@@ -3,7 +3,7 @@
     report --> kept, and no monitor wants a report before (step, seconds)?  --yes--> remember it, nothing else
                   |no
                   v
-               show it to every monitor; ask each for the next report that it wants
+               show it to those that want it; ask each for the next report that it wants
 
 A monitor that raises is dropped with one warning: a display never ends a training.
 """
@@ -33,6 +33,9 @@ class NextReport(NamedTuple):
 
     step: float
     seconds: float
+
+
+_AT_ONCE = NextReport(0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,8 @@ class Monitors:
         self._next_step: float = 0
         self._next_seconds: float = 0.0
         self._last: StepReport | None = None
-        self._last_shown: StepReport | None = None
+        self._shown: dict[ThrottledMonitor, StepReport] = {}  # the latest that each has seen
+        self._wanted: dict[ThrottledMonitor, NextReport] = {}
         self._epoch = _Epochs(0)
 
     def start(self, info: RunInfo) -> None:
@@ -108,19 +112,15 @@ class Monitors:
 
     def see(self, report: StepReport) -> Iterable[Request]:
         self._last = report
+        requests = self._show_others(report) if self._others else _NOTHING
         epoch = self._epoch
         if report.verdict is _KEPT:
             count = report.count
             epoch.loss += report.loss * count
             epoch.count += count
-            if (
-                report.step < self._next_step
-                and report.seconds < self._next_seconds
-                and report.samples < epoch.end
-                and not self._others
-            ):
-                return _NOTHING
-        return self._show(report)
+            if report.step < self._next_step and report.seconds < self._next_seconds and report.samples < epoch.end:
+                return requests
+        return self._show(report).union(requests)
 
     def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
         requests: set[Request] = set(self._show_last())
@@ -139,26 +139,39 @@ class Monitors:
         self._show_meters()
         self._for_all(lambda monitor: monitor.finish(error))
 
-    def _show(self, report: StepReport) -> Iterable[Request]:
+    def _show_others(self, report: StepReport) -> set[Request]:
         requests: set[Request] = set()
         _for_each(self._others, lambda monitor: requests.update(_requests(monitor, "see", monitor.see(report))))
-        if not report.kept or report.step >= self._next_step or report.seconds >= self._next_seconds:
-            requests.update(self._show_last())
-        self._show_meters()
+        return requests
+
+    def _show(self, report: StepReport) -> set[Request]:
+        requests = self._show_to(report, everyone=not report.kept)
+        if self._meters:
+            self._show_meters()
         if (ended := self._epoch.after(report)) is not None:
             _for_each(self._throttled, lambda monitor: monitor.epoch(ended))
-        wanted = [monitor.next_report() for monitor in self._throttled]
+        wanted = [self._wanted[monitor] for monitor in self._throttled]
         self._next_step = min((at.step for at in wanted), default=math.inf)
         self._next_seconds = min((at.seconds for at in wanted), default=math.inf)
         return requests
 
     def _show_last(self) -> set[Request]:
-        """Show the latest report to the throttled monitors, unless they have seen it."""
+        """Show the latest report to all throttled monitors."""
+        return self._show_to(self._last, everyone=True) if self._last is not None else set()
+
+    def _show_to(self, report: StepReport, *, everyone: bool) -> set[Request]:
+        """Show a report to the throttled monitors that want it, or to all, but to none twice."""
         requests: set[Request] = set()
-        last = self._last
-        if last is not None and last is not self._last_shown:
-            self._last_shown = last
-            _for_each(self._throttled, lambda monitor: requests.update(monitor.see(last)))
+        for monitor in list(self._throttled):
+            at = self._wanted.get(monitor, _AT_ONCE)
+            is_wanted = everyone or report.step >= at.step or report.seconds >= at.seconds
+            if is_wanted and self._shown.get(monitor) is not report:
+                self._shown[monitor] = report
+                try:
+                    requests.update(monitor.see(report))
+                    self._wanted[monitor] = monitor.next_report()
+                except Exception as error:
+                    _leave_out(self._throttled, monitor, error)
         return requests
 
     def _show_meters(self) -> None:
@@ -177,8 +190,12 @@ def _for_each(monitors: list[_M], act: Callable[[_M], object]) -> None:
         try:
             act(monitor)
         except Exception as error:
-            monitors.remove(monitor)
-            _log.warning("%s failed and is left out from now on: %r", type(monitor).__name__, error, exc_info=True)
+            _leave_out(monitors, monitor, error)
+
+
+def _leave_out(monitors: list[_M], monitor: _M, error: Exception) -> None:
+    monitors.remove(monitor)
+    _log.warning("%s failed and is left out from now on: %r", type(monitor).__name__, error, exc_info=True)
 
 
 def _requests(monitor: Monitor, method: str, answer: object) -> Sequence[Request]:

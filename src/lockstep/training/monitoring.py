@@ -15,7 +15,7 @@ from lockstep.core.tracking import TrackedRun
 from lockstep.distributed.collective_meter import CollectiveMeter
 from lockstep.distributed.memory import memory_gauges
 from lockstep.monitor import history
-from lockstep.monitor.background import BackgroundMonitor
+from lockstep.monitor.background import BackgroundMonitor, BackgroundMonitors
 from lockstep.monitor.console import Console
 from lockstep.monitor.events import EventLog
 from lockstep.monitor.folder import TRACKERS, RunFolder
@@ -99,15 +99,16 @@ def make_monitors(job: Job, folder: Path, checkpoints: Checkpoints, meters: Mete
     if options.tensorboard:
         writers.append(TensorBoard(run_folder.tensorboard, options.every))
     endpoints = [PrometheusEndpoint(options.prometheus)] if options.prometheus is not None else []
-    background = [BackgroundMonitor(writer, options.every) for writer in (*writers, *endpoints)]
+    threads = [BackgroundMonitor(writer, options.every) for writer in (*writers, *endpoints)]
+    background = BackgroundMonitors(threads, options.every)
     console = Console(options.every, options.progress)
     publish = job.stored.publish if job.stored is not None else lambda: None
     files = [meters.files] if meters.files is not None else []
-    drains = [monitor.drain for monitor in background]
-    checkpoints.history = history.HistoryFiles(folder, [*writers, *files], publish, drains)
+    checkpoints.history = history.HistoryFiles(folder, [*writers, *files], publish, [background.drain])
     reports = meters.files.reports if meters.files is not None else None
     trackers = _tracker_monitors(job, folder, checkpoints)
-    return Monitors([*background, console, *trackers], user_monitors(job.config, job.given), reports)
+    last = [BackgroundMonitors(trackers, options.every)] if trackers else []  # the end of a run waits for their network
+    return Monitors([background, console, *last], user_monitors(job.config, job.given), reports)
 
 
 def _tracker_monitors(job: Job, folder: Path, checkpoints: Checkpoints) -> list[BackgroundMonitor]:
