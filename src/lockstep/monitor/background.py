@@ -299,7 +299,8 @@ class BackgroundMonitors(ThrottledMonitor):
         """Wait that long at most until the writers have taken all reports; return False if it takes longer."""
         limit = time.monotonic() + seconds
         self._queue.drain(seconds)
-        return all([monitor.drain(limit - time.monotonic()) for monitor in self._monitors])
+        late = [monitor for monitor in self._monitors if not monitor.drain(limit - time.monotonic())]
+        return not late
 
     def _show(self, reports: list[StepReport]) -> None:
         with self._lock:
