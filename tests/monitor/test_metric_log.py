@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.monitor import metric_log as log
-from lockstep.monitor.metric_log import EDGES, LogEntries, MetricLog, merge, recording
+from lockstep.monitor.histogram import EDGES
+from lockstep.monitor.metric_log import LogEntries, MetricLog, merge, recording
 
 numbers = st.floats(-1e6, 1e6)
 samples = st.lists(numbers, min_size=1, max_size=40)

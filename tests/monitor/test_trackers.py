@@ -12,16 +12,26 @@ from pathlib import Path
 
 import pytest
 from kit.reports import FACTS, report
+from PIL import Image as Pillow
 
 from lockstep.core.errors import RunFailed
+from lockstep.core.media import Image, Table
 from lockstep.core.records import EvaluationReport, RestartReport, SaveReport
 from lockstep.core.tracking import TrackedRun, Tracker
 from lockstep.monitor.background import BackgroundMonitor
-from lockstep.monitor.metric_log import Histogram, Logged
+from lockstep.monitor.histogram import Histogram
+from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.trackers import TrackerMonitor
 
-LOGGED = Logged({"hits": 0.5}, {"weights": Histogram({200: 3, 210: 1}, 0.1, 2.0, 3.0, 4.5)}, {"sample": "def f"})
+MEDIA = ("picture", "errors", "weights", "sample")
+PIXELS = bytes(range(2 * 3 * 3))
+LOGGED = Logged(
+    {"hits": 0.5},
+    {"weights": Histogram({200: 3, 210: 1}, 0.1, 2.0, 3.0, 4.5)},
+    {"sample": "def f"},
+    {"picture": Image(3, 2, 3, PIXELS), "errors": Table(("text", "label"), (("a", 1), (None, 2.5)))},
+)
 
 
 def run_twice(tracker: object, folder: Path) -> None:
@@ -136,6 +146,13 @@ def test_mlflow_reads_one_run_with_both_attempts(tmp_path: Path) -> None:
     assert run.data.tags["lockstep.attempt.2"] == "repeats what follows step 8"
     files = {file.path for file in client.list_artifacts(run.info.run_id, "histograms/weights")}
     assert files == {"histograms/weights/00000012.json", "histograms/weights/00000016.json"}
+    artifacts = Path(client.download_artifacts(run.info.run_id, "", str(tmp_path)))
+    picture = Pillow.open(artifacts / "images" / "picture" / "00000016.png")
+    assert (picture.size, picture.tobytes()) == ((3, 2), PIXELS)
+    table = json.loads((artifacts / "tables" / "errors" / "00000016.json").read_text())
+    assert table == {"columns": ["text", "label"], "data": [["a", 1], [None, 2.5]]}
+    assert (artifacts / "texts" / "sample" / "00000016.txt").read_text() == "def f"
+    assert json.loads((artifacts / "environment.json").read_text()) == {"python": "3"}
 
 
 def wandb_records(data: bytes) -> Iterator[bytes]:
@@ -163,17 +180,26 @@ def test_wandb_without_a_network_writes_one_run(tmp_path: Path) -> None:
     folder = tmp_path / "trackers"
     run_twice(lambda: WandbTracker(mode="offline"), folder)
     files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime)
-    identifiers, losses, config = set(), [], {}
+    identifiers, losses, config, media = set(), [], {}, {}
     for file in files:
         for data in wandb_records(file.read_bytes()):
             record = wandb_internal_pb2.Record.FromString(data)
             if record.run.run_id:
                 identifiers.add(record.run.run_id)
                 config |= {item.key: item.value_json for item in record.run.config.update}
-            row = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+            row = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+            media |= {name: json.loads(value) for name, value in row.items() if name.partition(".")[0] in MEDIA}
             if "train/loss" in row:
                 losses.append(tuple(float(row[name]) for name in ("step", "train/loss", "run/attempt")))
     assert len(files) == 2
     assert identifiers == {"0123456789abcdef"}, "wandb sync makes one run of both"
     assert losses == [(1, 2, 1), (4, 5, 1), (8, 9, 1), (12, 13, 1), (12, 14, 2), (16, 18, 2)]
     assert json.loads(config["optim"]) == {"lr": 0.1}
+    assert json.loads(config["environment"]) == {"python": "3"}
+    kinds = {name: media[f"{name}._type"] for name in MEDIA}
+    assert kinds == {"picture": "image-file", "errors": "table-file", "weights": "histogram", "sample": "table-file"}
+    picture = Pillow.open(next((files[1].parent / "files").glob("media/images/picture*.png")))
+    assert (picture.size, picture.tobytes()) == ((3, 2), PIXELS)
+    table = json.loads(next((files[1].parent / "files").glob("media/table/errors*.json")).read_text())
+    assert (table["columns"], table["data"]) == (["text", "label"], [["a", 1], [None, 2.5]])
+    assert sum(media["weights.values"]) == 4

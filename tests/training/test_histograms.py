@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import lockstep
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
-from lockstep.monitor.metric_log import Histogram, HistogramCounts
+from lockstep.monitor.histogram import Histogram, HistogramCounts
 from lockstep.training.histograms import histograms_of
 from lockstep.training.session import components_of
 

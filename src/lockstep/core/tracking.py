@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from lockstep.core.media import Image, Table
+
 TRACKERS = ("mlflow", "wandb")
 """Names of the trackers that Lockstep has."""
 
@@ -63,6 +65,14 @@ class Tracker(Protocol):
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Record texts. Does nothing by default."""
+        return
+
+    def images(self, step: int, images: Mapping[str, Image]) -> None:
+        """Record images. Does nothing by default."""
+        return
+
+    def tables(self, step: int, tables: Mapping[str, Table]) -> None:
+        """Record tables. Does nothing by default."""
         return
 
     def checkpoint(self, step: int, reference: str) -> None:

@@ -198,8 +198,10 @@ class BackgroundMonitor(ThrottledMonitor):
 
     def logged(self, step: int, logged: Logged) -> None:
         texts = sum(len(text) for text in logged.texts.values()) // _CHARACTERS
+        pixels = sum(len(image.pixels) for image in logged.images.values()) // _CHARACTERS
+        cells = sum(len(table.rows) * len(table.columns) for table in logged.tables.values())
         histograms = len(logged.histograms) + len(logged.of_model)
-        weight = 1 + len(logged.values) // 10 + _HISTOGRAM_WEIGHT * histograms + texts
+        weight = 1 + len(logged.values) // 10 + _HISTOGRAM_WEIGHT * histograms + texts + pixels + cells
         weight = min(weight, _MOST_WEIGHT // 2)  # else dropped if any wait
         self._put(self._writer.logged, step, logged, weight=weight)
 

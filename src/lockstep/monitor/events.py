@@ -10,6 +10,7 @@ events.jsonl has what happens between them:
     {"evaluation": "held-out", "step": 10, "loss": 3.0, "bits_per_byte": 4.3, ...}         each evaluation
     {"epoch_done": 0, "step": 112, "loss": 3.1, ...}                                       each epoch
     {"logged": {"accuracy": 0.5}, "step": 10}                                              what user code logged
+    {"logged": {"attention": {"width": 64, "height": 64, "file": "media/attention-00000010.png"}}, "step": 10}
     {"saved": 10, "step": 10, "bytes": 3805184, "seconds": 0.2, "lost_seconds": 0.001}     each save; `failure` if none
     {"resumed": 10, "step": 10, "ranks": 2}                                                each attempt but the first
 
@@ -27,6 +28,7 @@ from typing import Any
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport
 from lockstep.monitor.jsonl import LineFile, finite, line
+from lockstep.monitor.media_folder import MEDIA, MediaFolder
 from lockstep.monitor.meters import Throughput
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, ReportWriter
@@ -42,7 +44,7 @@ _SUMMARY = (
 
 
 class EventLog(ReportWriter):
-    """Writes metrics.jsonl, and events.jsonl beside it.
+    """Writes metrics.jsonl, and events.jsonl and media/ beside it.
 
     Rates are those since the line before, evaluations not counted.
     """
@@ -51,6 +53,7 @@ class EventLog(ReportWriter):
         self._every = every
         self._metrics = LineFile(path)
         self._events = LineFile(path.with_name(EVENTS))
+        self._media = MediaFolder(path.with_name(MEDIA))
         self._throughput = Throughput(window=0.0)
         self._pending: StepReport | None = None
         self._first = True
@@ -107,7 +110,8 @@ class EventLog(ReportWriter):
             }
             for name, histogram in logged.histograms.items()
         }
-        if own := {**logged.values, **histograms, **logged.texts}:
+        media = self._media.write(step, logged.media)
+        if own := {**logged.values, **histograms, **logged.texts, **media}:
             self._write(self._events, {"logged": own, "step": step})
 
     def measured(self, report: MeterReport) -> None:

@@ -9,6 +9,7 @@
     ├── ranks.jsonl         a line every `monitor.meter_seconds`: each rank's times and memory
     ├── live.json           what each rank does now; there while the run trains
     ├── tensorboard/        curves
+    ├── media/              images and tables that user code logged
     ├── trackers/           what trackers keep here: identifiers, files without a network
     ├── profile/            traces of some updates (`profile.steps`, `lockstep profile`)
     ├── logs/               what each rank printed, and how each has ended
@@ -50,6 +51,7 @@ from lockstep.core.files import MAX_JSON_BYTES, is_missing, is_same_file, read_b
 from lockstep.core.jobs import JOB_FILES
 from lockstep.core.local_paths import local_path
 from lockstep.monitor import history
+from lockstep.monitor.media_folder import MEDIA
 
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
@@ -354,7 +356,7 @@ def _mode(path: Path) -> int:
         return stat.S_IFREG
 
 
-_FOLDERS = (TENSORBOARD, TRACKERS, LOGS, EARLIER, "model")
+_FOLDERS = (TENSORBOARD, MEDIA, TRACKERS, LOGS, EARLIER, "model")
 
 
 def _new_default_folder(recipe: str) -> Path:

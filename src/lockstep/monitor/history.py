@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.monitor.jsonl import FileMark, LineFile
+from lockstep.monitor.media_folder import MEDIA, rewind_media
 from lockstep.monitor.tensorboard import records, step_of
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def rewind(run: Path, step: int, archive: Path) -> None:
         _rewind_file(run / name, archive / name, _split_lines, _step_of_line, step)
     for file in _event_files(run):
         _rewind_file(file, archive / "tensorboard" / file.name, records, step_of, step)
+    rewind_media(run / MEDIA, archive / MEDIA, step)
     summary = run / "summary.json"  # of a run that was finished, and is continued
     if summary.exists():
         archive.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,8 @@
     log.scalar("temperature", t)                         the last value; mean over ranks
     log.histogram("logits", logits)                      counts in fixed bins; summed over micro-batches and ranks
     log.text("sample", "def ...")                        the last text; of the first rank that logged one
+    log.image("attention", pixels)                       the last image, likewise
+    log.table("errors", ["text", "label"], rows)         the last table, likewise
 
     on every rank   MetricLog.drain() -> LogEntries  --gather-->  merge([...]) -> Logged   -> the monitors
 
@@ -14,71 +16,41 @@ Outside of a run nothing is kept. Values are detached at once; a GPU's tensors a
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from lockstep.core.media import Image, Table
+from lockstep.monitor.histogram import Histogram, HistogramCounts, merge_histograms
+from lockstep.monitor.logged_media import DeviceImage, table_of
+
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-# Bins that are the same on every rank, so that counts can be summed without a message before: eight a decade of
-# magnitude from 1e-12 to 1e12, both signs. Bin i holds EDGES[i-1] < x <= EDGES[i]; the first and last are open.
-_MAGNITUDES = tuple(10 ** (power / 8) for power in range(-96, 97))
-EDGES: tuple[float, ...] = (*(-edge for edge in reversed(_MAGNITUDES)), 0.0, *_MAGNITUDES)
 LONGEST_TEXT = 65536
-_PIECE = 1 << 20  # elements that are counted at once
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """Counts of values in fixed bins.
-
-    Attributes:
-        counts: by bin of `EDGES`, empty bins left out.
-        low: smallest finite value; NaN if there is none.
-        high: largest finite value; NaN if there is none.
-        total: sum of the finite values.
-        squares: sum of their squares.
-        not_finite: number of NaNs and infinities.
-    """
-
-    counts: Mapping[int, int]
-    low: float
-    high: float
-    total: float
-    squares: float
-    not_finite: int = 0
-
-    @property
-    def count(self) -> int:
-        """The number of finite values."""
-        return sum(self.counts.values())
-
-    def bins(self) -> list[tuple[float, float, int]]:
-        """Return (low, high, count) of the bins that aren't empty, in order, clipped to the range of the values."""
-        edges = (self.low, *EDGES, self.high)
-        return [
-            (max(edges[index], self.low), min(edges[index + 1], self.high), self.counts[index])
-            for index in sorted(self.counts)
-        ]
 
 
 @dataclass(frozen=True, slots=True)
 class LogEntries:
-    """Values that one rank logged since the last drain: plain numbers, which can be pickled."""
+    """Values that one rank logged since the last drain: plain numbers, which can be pickled.
+
+    Attributes:
+        media: images and tables; None: left out, since another rank's counts.
+    """
 
     scalars: Mapping[str, float] = field(default_factory=dict)
     means: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
+    media: Mapping[str, Image | Table | None] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.scalars or self.means or self.histograms or self.texts)
+        return bool(self.scalars or self.means or self.histograms or self.texts or self.media)
+
+    def without_media(self) -> LogEntries:
+        """Return the entries with the names of images and tables alone."""
+        return replace(self, media=dict.fromkeys(self.media)) if self.media else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +58,26 @@ class Logged:
     """Values that all ranks logged, merged.
 
     Attributes:
+        media: images and tables.
         of_model: histograms of weights and gradients (`monitor.histograms`).
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
+    media: Mapping[str, Image | Table] = field(default_factory=dict)
     of_model: Mapping[str, Histogram] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.values or self.histograms or self.texts or self.of_model)
+        return bool(self.values or self.histograms or self.texts or self.media or self.of_model)
+
+    @property
+    def images(self) -> dict[str, Image]:
+        return {name: value for name, value in self.media.items() if isinstance(value, Image)}
+
+    @property
+    def tables(self) -> dict[str, Table]:
+        return {name: value for name, value in self.media.items() if isinstance(value, Table)}
 
     def numbers(self) -> dict[str, float]:
         """Return the values, and how many elements of a histogram aren't finite, where there are any."""
@@ -119,10 +101,11 @@ class MetricLog:
         self._means: dict[str, tuple[float | Tensor, float | Tensor]] = {}
         self._histograms: dict[str, HistogramCounts] = {}
         self._texts: dict[str, str] = {}
+        self._media: dict[str, DeviceImage | Table] = {}
 
     @property
     def empty(self) -> bool:
-        return not (self._scalars or self._means or self._histograms or self._texts)
+        return not (self._scalars or self._means or self._histograms or self._texts or self._media)
 
     def scalar(self, name: str, value: object) -> None:
         self._claim(name, "scalar")
@@ -148,6 +131,14 @@ class MetricLog:
             raise _wrong_type("text", name, text, "a str", "; log.scalar takes numbers")
         self._texts[name] = text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
 
+    def image(self, name: str, pixels: object) -> None:
+        self._claim(name, "image")
+        self._media[name] = DeviceImage.of(name, pixels)
+
+    def table(self, name: str, columns: object, rows: object) -> None:
+        self._claim(name, "table")
+        self._media[name] = table_of(name, columns, rows)
+
     def drain(self) -> LogEntries:
         """Return what was logged since the last drain, as plain numbers. Waits for what is on a GPU."""
         entries = LogEntries(
@@ -155,8 +146,9 @@ class MetricLog:
             {name: (float(total), float(weight)) for name, (total, weight) in self._means.items()},
             {name: counts.read() for name, counts in self._histograms.items()},
             dict(self._texts),
+            {name: value if isinstance(value, Table) else value.read() for name, value in self._media.items()},
         )
-        for kept in (self._scalars, self._means, self._histograms, self._texts):
+        for kept in (self._scalars, self._means, self._histograms, self._texts, self._media):
             kept.clear()
         return entries
 
@@ -168,6 +160,7 @@ class MetricLog:
         taken._means, self._means = self._means, taken._means
         taken._histograms, self._histograms = self._histograms, taken._histograms
         taken._texts, self._texts = self._texts, taken._texts
+        taken._media, self._media = self._media, taken._media
         return taken
 
     def put_back(self, earlier: MetricLog) -> None:
@@ -175,6 +168,7 @@ class MetricLog:
         since = self.take()
         self._scalars = earlier._scalars | since._scalars
         self._texts = earlier._texts | since._texts
+        self._media = earlier._media | since._media
         self._means, self._histograms = earlier._means, earlier._histograms
         for name, (total, weight) in since._means.items():
             before = self._means.get(name)
@@ -195,7 +189,7 @@ def merge(entries: Sequence[LogEntries]) -> Logged:
     """Merge all ranks' entries, which are in the order of ranks.
 
     Means are sum of sums / sum of weights (left out where the weight is 0); scalars the mean over the ranks that logged
-    them; histograms are summed; a text is the first rank's.
+    them; histograms are summed; a text, an image and a table are the first rank's that has one.
     """
     scalars, means, histograms, texts = (
         _by_name([getattr(entry, kind) for entry in entries]) for kind in ("scalars", "means", "histograms", "texts")
@@ -208,7 +202,14 @@ def merge(entries: Sequence[LogEntries]) -> Logged:
         },
         {name: merge_histograms(parts) for name, parts in histograms.items()},
         {name: parts[0] for name, parts in texts.items()},
+        {name: part for entry in reversed(entries) for name, part in entry.media.items() if part is not None},
     )
+
+
+def media_of(entries: Sequence[LogEntries], rank: int) -> list[str]:
+    """Return the names of the images and tables that all ranks take from `rank`, the first one that has them."""
+    before = {name for entry in entries[:rank] for name in entry.media}
+    return [name for name in entries[rank].media if name not in before]
 
 
 def _by_name(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -218,22 +219,6 @@ def _by_name(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         for name, value in logged.items():
             values.setdefault(name, []).append(value)
     return values
-
-
-def merge_histograms(parts: Sequence[Histogram]) -> Histogram:
-    """Return the histogram of all parts' values."""
-    counts: Counter[int] = Counter()
-    for part in parts:
-        counts.update(part.counts)
-    known = [part for part in parts if part.counts]
-    return Histogram(
-        dict(counts),
-        min((part.low for part in known), default=math.nan),
-        max((part.high for part in known), default=math.nan),
-        sum(part.total for part in parts),
-        sum(part.squares for part in parts),
-        sum(part.not_finite for part in parts),
-    )
 
 
 # --- the functions that user code calls ----------------------------------------------------------------------------
@@ -274,6 +259,24 @@ def text(name: str, text: str) -> None:
     """Log a text, cut to 65,536 characters."""
     if _current is not None:
         _current.text(name, text)
+
+
+def image(name: str, pixels: Tensor) -> None:
+    """Log an image: [height, width] or [1, 3 or 4 channels, height, width]; uint8, or floats from 0 to 1.
+
+    Where several ranks log it, the first one's counts; one of more than 4,194,304 pixels is refused.
+    """
+    if _current is not None:
+        _current.image(name, pixels)
+
+
+def table(name: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> None:
+    """Log a table of strings, numbers, bools and None, cut to 1,000 rows.
+
+    Where several ranks log it, the first one's counts.
+    """
+    if _current is not None:
+        _current.table(name, columns, rows)
 
 
 def merged_histogram(values: Tensor) -> Histogram:
@@ -332,66 +335,3 @@ def _wrong_type(kind: str, name: str, value: object, expected: str, remedy: str)
 
 def _add(total: float | Tensor, more: float | Tensor) -> float | Tensor:
     return total + more if isinstance(total, float) or isinstance(more, float) else total + more.to(total.device)
-
-
-@dataclass(slots=True)
-class HistogramCounts:
-    """A histogram on its device, not read yet.
-
-    Attributes:
-        counts: [len(EDGES) + 2] int64, the last for what isn't finite.
-        moments: [4]: low, high, sum, sum of squares; float64 on a CPU, float32 elsewhere.
-    """
-
-    counts: torch.Tensor
-    moments: torch.Tensor
-
-    @classmethod
-    def of(cls, values: Tensor) -> HistogramCounts:
-        """Count a tensor's elements, in pieces: bins take 16 bytes an element."""
-        import torch
-
-        first, *rest = torch.split(values.detach().flatten(), _PIECE)
-        counts = cls._of_piece(first)
-        for piece in rest:
-            counts = counts.plus(cls._of_piece(piece))
-        return counts
-
-    @classmethod
-    def _of_piece(cls, values: Tensor) -> HistogramCounts:
-        import torch
-
-        flat = values.to(torch.float64 if values.device.type == "cpu" else torch.float32)
-        finite = torch.isfinite(flat)
-        edges = _edges(flat.device, flat.dtype)
-        bins = torch.where(finite, torch.bucketize(flat, edges), len(EDGES) + 1)
-        counts = torch.zeros(len(EDGES) + 2, dtype=torch.int64, device=flat.device)
-        counts.index_add_(0, bins, torch.ones_like(bins))
-        if not flat.numel():
-            return cls(counts, flat.new_tensor([math.inf, -math.inf, 0.0, 0.0]))
-        low, high = torch.where(finite, flat, math.inf).amin(), torch.where(finite, flat, -math.inf).amax()
-        known = torch.where(finite, flat, 0.0)
-        return cls(counts, torch.stack([low, high, known.sum(), known.square().sum()]))
-
-    def plus(self, other: HistogramCounts) -> HistogramCounts:
-        import torch
-
-        counts, moments = other.counts.to(self.counts.device), other.moments.to(self.moments.device)
-        low, high = torch.minimum(self.moments[0], moments[0]), torch.maximum(self.moments[1], moments[1])
-        return HistogramCounts(self.counts + counts, torch.stack([low, high, *(self.moments[2:] + moments[2:])]))
-
-    def read(self) -> Histogram:
-        *counts, not_finite = self.counts.tolist()
-        low, high, total, squares = self.moments.tolist()
-        known = {index: count for index, count in enumerate(counts) if count}
-        if not known:
-            low = high = math.nan
-        return Histogram(known, low, high, total, squares, not_finite)
-
-
-@cache
-def _edges(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return EDGES as a tensor, copied to a device once: a copy makes the host wait."""
-    import torch
-
-    return torch.tensor(EDGES, dtype=dtype, device=device)

@@ -13,10 +13,14 @@ import time
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from lockstep.core.errors import ConfigError
+from lockstep.core.media import Image, Table
+from lockstep.core.slow_imports import import_beside
 from lockstep.core.tracking import Bins, TrackedRun, Tracker
+from lockstep.monitor.media_folder import file_name
 
 _REFUSED = re.compile(r"[^\w\-. :/]")
 _LONGEST_PARAMETER = 500
@@ -34,15 +38,14 @@ class MlflowTracker(Tracker):
     def __init__(self, uri: str | None = None, experiment: str = "lockstep") -> None:
         if find_spec("mlflow") is None:
             raise ConfigError("the tracker mlflow needs a package that isn't installed: pip install mlflow-skinny")
-        import mlflow
-
-        self._mlflow: Any = mlflow
+        self._mlflow: Any = None
         self._uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._experiment = experiment
         self._client: Any = None
         self._run = ""
 
     def start(self, run: TrackedRun) -> str:
+        self._mlflow = import_beside("mlflow")
         uri = self._uri or (Path(run.folder) / "mlflow").absolute().as_uri()
         if uri.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow wants a database or a server
@@ -71,11 +74,23 @@ class MlflowTracker(Tracker):
     def histograms(self, step: int, histograms: Mapping[str, Bins]) -> None:
         for name, bins in histograms.items():
             text = json.dumps({"step": step, "bins": bins})
-            self._client.log_text(self._run, text, f"histograms/{_file_name(name)}/{step:08d}.json")
+            self._client.log_text(self._run, text, f"histograms/{file_name(name)}/{step:08d}.json")
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():
-            self._client.log_text(self._run, text, f"texts/{_file_name(name)}/{step:08d}.txt")
+            self._client.log_text(self._run, text, f"texts/{file_name(name)}/{step:08d}.txt")
+
+    def images(self, step: int, images: Mapping[str, Image]) -> None:
+        with TemporaryDirectory() as folder:
+            for name, image in images.items():
+                file = Path(folder) / f"{step:08d}.png"
+                file.write_bytes(image.png())
+                self._client.log_artifact(self._run, str(file), f"images/{file_name(name)}")
+
+    def tables(self, step: int, tables: Mapping[str, Table]) -> None:
+        for name, table in tables.items():
+            text = json.dumps({"columns": table.columns, "data": table.rows})
+            self._client.log_text(self._run, text, f"tables/{file_name(name)}/{step:08d}.json")
 
     def checkpoint(self, step: int, reference: str) -> None:
         self._client.set_tag(self._run, "lockstep.checkpoint", reference)
@@ -97,7 +112,3 @@ def _flat(path: str, value: object) -> Iterator[tuple[str, str]]:
             yield from _flat(f"{path}.{name}" if path else str(name), part)
     elif path:
         yield path, value if isinstance(value, str) else json.dumps(value)
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^\w\-.]+", "_", name).strip(".") or "_"

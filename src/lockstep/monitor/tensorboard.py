@@ -19,15 +19,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.media import Image
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport
+from lockstep.monitor.histogram import Histogram
 from lockstep.monitor.jsonl import LineFile
 from lockstep.monitor.meters import Throughput, update_values
-from lockstep.monitor.metric_log import Histogram, Logged
+from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, ReportWriter
 from lockstep.monitor.rank_meters import MeterReport, meter_values
 
 _log = logging.getLogger("lockstep.monitor")
 _SECONDS_BETWEEN_POINTS = 0.1
+_TABLE_ROWS = 100  # of a table, which is shown as text
 _FRAME = 16  # bytes of a record around its data
 _numbers = itertools.count()
 
@@ -86,7 +89,8 @@ class TensorBoard(ReportWriter):
         self._write(report.step, {"epoch/loss": report.loss, "epoch/seconds": report.seconds})
 
     def logged(self, step: int, logged: Logged) -> None:
-        self._write(step, logged.numbers(), logged.all_histograms(), logged.texts)
+        tables = {name: table.markdown(_TABLE_ROWS) for name, table in logged.tables.items()}
+        self._write(step, logged.numbers(), logged.all_histograms(), {**logged.texts, **tables}, logged.images)
 
     def measured(self, report: MeterReport) -> None:
         self._write(report.step, meter_values(report))
@@ -108,6 +112,7 @@ class TensorBoard(ReportWriter):
         values: Mapping[str, float],
         histograms: Mapping[str, Histogram] | None = None,
         texts: Mapping[str, str] | None = None,
+        images: Mapping[str, Image] | None = None,
     ) -> None:
         """Write one event; the file begins with one that has its version."""
         from tensorboard.compat.proto.event_pb2 import Event
@@ -125,6 +130,8 @@ class TensorBoard(ReportWriter):
             event.summary.value.add(tag=name, histo=_histogram_message(histogram))
         for name, text in (texts or {}).items():
             event.summary.value.add(tag=name, **_text_messages(text))
+        for name, image in (images or {}).items():
+            event.summary.value.add(tag=name, image=_image_message(image))
         if not self._file.write(_record(event.SerializeToString())) and not self._warned:
             self._warned = True
             _log.warning("can't write %s: %s; the run continues without it", self._folder, self._file.reason)
@@ -173,6 +180,15 @@ def _histogram_message(histogram: Histogram) -> Any:
         sum_squares=histogram.squares,
         bucket_limit=[limit for limit, _ in bins],
         bucket=[count for _, count in bins],
+    )
+
+
+def _image_message(image: Image) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    encoded = image.png()
+    return Summary.Image(
+        height=image.height, width=image.width, colorspace=image.channels, encoded_image_string=encoded
     )
 
 

@@ -93,6 +93,10 @@ class TrackerMonitor(ReportWriter):
             self._tracker.histograms(step, {name: value.bins() for name, value in histograms.items()})
         if logged.texts:
             self._tracker.texts(step, logged.texts)
+        if images := logged.images:
+            self._tracker.images(step, images)
+        if tables := logged.tables:
+            self._tracker.tables(step, tables)
 
     def measured(self, report: MeterReport) -> None:
         self._tracker.scalars(report.step, meter_values(report))

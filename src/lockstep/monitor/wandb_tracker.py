@@ -8,12 +8,17 @@ drawn over, and `run/attempt` distinguishes the repeated points: of two points o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
 from lockstep.core.errors import ConfigError
+from lockstep.core.media import Image, Table
+from lockstep.core.slow_imports import import_beside
 from lockstep.core.tracking import Bins, TrackedRun, Tracker
+
+_log = logging.getLogger("lockstep.monitor")
 
 
 class WandbTracker(Tracker):
@@ -28,14 +33,14 @@ class WandbTracker(Tracker):
     def __init__(self, project: str = "lockstep", mode: str | None = None, **arguments: Any) -> None:
         if find_spec("wandb") is None:
             raise ConfigError("the tracker wandb needs a package that isn't installed: pip install wandb")
-        import wandb
-
-        self._wandb: Any = wandb
+        self._wandb: Any = None
         self._arguments: dict[str, Any] = {"project": project, "mode": mode, **arguments}
         self._run: Any = None
         self._attempt = 1
+        self._warned = False
 
     def start(self, run: TrackedRun) -> str:
+        self._wandb = import_beside("wandb")
         identifier = run.tracker_id or run.id[:32]
         options = {
             "id": identifier,
@@ -67,6 +72,26 @@ class WandbTracker(Tracker):
             table = self._wandb.Table(columns=["step", "text"], data=[[step, text]])
             self._run.log({"step": step, "run/attempt": self._attempt, name: table})
 
+    def images(self, step: int, images: Mapping[str, Image]) -> None:
+        if find_spec("PIL") is None:
+            self._warn_without_pillow()
+            return
+        from PIL.Image import frombytes
+
+        modes = {1: "L", 3: "RGB", 4: "RGBA"}
+        row = {
+            name: self._wandb.Image(frombytes(modes[image.channels], (image.width, image.height), image.pixels))
+            for name, image in images.items()
+        }
+        self._run.log({"step": step, "run/attempt": self._attempt, **row})
+
+    def tables(self, step: int, tables: Mapping[str, Table]) -> None:
+        row = {
+            name: self._wandb.Table(columns=list(table.columns), data=[list(cells) for cells in table.rows])
+            for name, table in tables.items()
+        }
+        self._run.log({"step": step, "run/attempt": self._attempt, **row})
+
     def checkpoint(self, step: int, reference: str) -> None:
         self._run.summary["checkpoint"] = reference
 
@@ -77,6 +102,11 @@ class WandbTracker(Tracker):
     def finish(self, failure: str | None) -> None:
         if self._run is not None:
             self._run.finish(exit_code=0 if failure is None else 1)
+
+    def _warn_without_pillow(self) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning("Weights & Biases needs pillow for images, which are left out: pip install pillow")
 
     def _histogram(self, bins: Bins) -> Any:
         """Return W&B's histogram, which has one edge between two bins: empty bins fill what is between."""

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.distributed.shard_boxes import Box, local_shards, local_tensor
-from lockstep.monitor.metric_log import Histogram, HistogramCounts, Logged, merge_histograms
+from lockstep.monitor.histogram import Histogram, HistogramCounts, merge_histograms
+from lockstep.monitor.metric_log import Logged
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,14 +9,16 @@ A report may come one update late; what was logged meanwhile belongs to the next
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from lockstep.core.records import Request
-from lockstep.monitor.metric_log import LogEntries, MetricLog, merge
+from lockstep.monitor.metric_log import LogEntries, MetricLog, media_of, merge
 from lockstep.training.histograms import histograms_of
 from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
+    from lockstep.core.media import Image, Table
     from lockstep.core.records import StepReport
     from lockstep.monitor.monitors import Monitors
     from lockstep.training.session import Session
@@ -62,7 +64,13 @@ class UserLogs:
         self._show(step, self._log)
 
     def _show(self, step: int, log: MetricLog) -> None:
-        logged = merge([cast("LogEntries", entries) for entries in self._axis.gather(log.drain())])
+        own = log.drain()
+        entries = cast("list[LogEntries]", self._axis.gather(own.without_media()))
+        logged = merge(entries)
+        if any(entry.media for entry in entries):  # each is sent by one rank alone
+            part = {name: own.media[name] for name in media_of(entries, self._axis.rank)}
+            parts = cast("list[dict[str, Image | Table]]", self._axis.gather(part))
+            logged = replace(logged, media={name: media for of_rank in parts for name, media in of_rank.items()})
         self._has_entries = bool(logged)  # who has logged will do so again
         if logged:
             self._monitors.logged(step, logged)

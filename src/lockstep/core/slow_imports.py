@@ -1,0 +1,34 @@
+"""Imports that take seconds, made in a thread beside the training.
+
+A process that is forked while a thread imports a module has the module's lock, which nobody releases there: a worker
+of a loader that imports the same module would wait for ever. So a fork waits until the import is done.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from typing import Any
+
+_LONGEST_S = 30.0  # an import may hang, as that from a network's file system
+_importing = threading.RLock()
+_forking = threading.local()
+
+
+def import_beside(name: str) -> Any:
+    """Return a module, in any thread."""
+    with _importing:
+        return importlib.import_module(name)
+
+
+def _before_fork() -> None:
+    _forking.holds = _importing.acquire(timeout=_LONGEST_S)
+
+
+def _after_fork() -> None:
+    if _forking.holds:
+        _importing.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

@@ -1,0 +1,112 @@
+"""The images and tables of user code: what `lockstep.log.image` and `lockstep.log.table` accept.
+
+image    [height, width] or [1, 3 or 4, height, width]; uint8, or floats from 0 to 1
+table    names of columns, and rows of strings, numbers, bools and None
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.core.media import Cell, Image, Table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST_PIXELS = 2048 * 2048
+MOST_ROWS = 1000
+_MOST_COLUMNS = 100
+_LONGEST_CELL = 1000
+
+
+class DeviceImage:
+    """An image whose pixels are on their device still, as uint8 [height, width, channels]."""
+
+    def __init__(self, pixels: Tensor) -> None:
+        self._pixels = pixels
+
+    @classmethod
+    def of(cls, name: str, value: object) -> DeviceImage:
+        """Copy an image's pixels, so that later changes don't show.
+
+        Raises:
+            TypeError: It is no tensor or array, or its elements are neither floats nor uint8.
+            ValueError: It has another shape, or too many pixels.
+        """
+        import torch
+
+        try:
+            tensor = torch.as_tensor(value).detach()
+        except (TypeError, ValueError, RuntimeError):
+            given = f"{type(value).__name__} ({str(value)[:40]!r})"
+            raise TypeError(f"log.image({name!r}): expected a tensor of pixels, got {given}") from None
+        if tensor.dtype is not torch.uint8 and not tensor.is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise TypeError(
+                f"log.image({name!r}): pixels are uint8 from 0 to 255 or floats from 0 to 1, got {kind}; convert them"
+            )
+        planes = tensor.unsqueeze(0) if tensor.ndim == 2 else tensor
+        if planes.ndim != 3 or planes.shape[0] not in (1, 3, 4) or not planes.numel():
+            hint = "; log one image of a batch" if tensor.ndim == 4 else ""
+            if tensor.ndim == 3 and tensor.shape[2] in (1, 3, 4):
+                hint = "; channels come first: .permute(2, 0, 1)"
+            raise ValueError(
+                f"log.image({name!r}): expected [height, width] or [1, 3 or 4 channels, height, width], got a tensor "
+                f"of shape {list(tensor.shape)}{hint}"
+            )
+        _, height, width = planes.shape
+        if height * width > MOST_PIXELS:
+            raise ValueError(f"log.image({name!r}): {width} x {height} is more than {MOST_PIXELS:,} pixels; shrink it")
+        if planes.dtype is not torch.uint8:
+            planes = (planes.float().nan_to_num(0.0).clamp(0.0, 1.0) * 255).round().to(torch.uint8)
+        return cls(planes.permute(1, 2, 0).contiguous().clone())
+
+    def read(self) -> Image:
+        """Return the image; waits for a device."""
+        height, width, channels = self._pixels.shape
+        return Image(width, height, channels, self._pixels.cpu().numpy().tobytes())
+
+
+def table_of(name: str, columns: object, rows: object) -> Table:
+    """Return a table, cut to 1,000 rows.
+
+    Raises:
+        TypeError: Columns or rows are no lists, or a cell is neither a string, a number, a bool nor None.
+        ValueError: There is no column, there are more than 100, or a row has another number of cells.
+    """
+    wanted = f"log.table({name!r}, columns, rows)"
+    if isinstance(columns, str) or not isinstance(columns, Iterable):
+        raise TypeError(f"{wanted}: columns must be a list of names, not {type(columns).__name__}")
+    names = tuple(str(column) for column in columns)
+    if not 0 < len(names) <= _MOST_COLUMNS:
+        raise ValueError(f"{wanted}: {len(names)} columns; a table has 1 to {_MOST_COLUMNS}")
+    if isinstance(rows, str) or not isinstance(rows, Iterable):
+        raise TypeError(f"{wanted}: rows must be a list of rows, not {type(rows).__name__}")
+    every: list[Any] = list(rows)
+    kept = tuple(_row(wanted, number, row, names) for number, row in enumerate(every[:MOST_ROWS]))
+    return Table(names, kept, len(every) - len(kept))
+
+
+def _row(wanted: str, number: int, row: object, columns: Sequence[str]) -> tuple[Cell, ...]:
+    if isinstance(row, str) or not isinstance(row, Iterable):
+        raise TypeError(f"{wanted}: row {number} must be a list of cells, not {type(row).__name__}")
+    cells = list(row)
+    if len(cells) != len(columns):
+        raise ValueError(f"{wanted}: row {number} has {len(cells)} cells, but there are {len(columns)} columns")
+    return tuple(
+        _cell(f"{wanted}: row {number}, column {column!r}", cell) for column, cell in zip(columns, cells, strict=True)
+    )
+
+
+def _cell(where: str, value: Any) -> Cell:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return value if len(value) <= _LONGEST_CELL else value[: _LONGEST_CELL - 1] + "…"
+    import numpy as np
+    import torch
+
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return _cell(where, value.item())
+    raise TypeError(f"{where}: expected a string, a number, a bool or None, got {type(value).__name__}")
