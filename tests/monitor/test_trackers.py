@@ -172,13 +172,18 @@ def wandb_records(data: bytes) -> Iterator[bytes]:
 
 
 def test_wandb_without_a_network_writes_one_run(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="wandb isn't installed")
+    wandb = pytest.importorskip("wandb", reason="wandb isn't installed")
     from wandb.proto import wandb_internal_pb2
 
     from lockstep.monitor.wandb_tracker import WandbTracker
 
     folder = tmp_path / "trackers"
-    run_twice(lambda: WandbTracker(mode="offline"), folder)
+
+    def in_another_process() -> WandbTracker:
+        wandb.teardown()  # its server, which otherwise may still be ending the run with this identifier
+        return WandbTracker(mode="offline")
+
+    run_twice(in_another_process, folder)
     files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime)
     identifiers, losses, config, media = set(), [], {}, {}
     for file in files:

@@ -1,7 +1,7 @@
 """Imports that take seconds, made in a thread beside the training.
 
-A process that is forked while a thread imports a module has the module's lock, which nobody releases there: a worker
-of a loader that imports the same module would wait for ever. So a fork waits until the import is done.
+A process that is forked while a thread imports a module has the module's lock, without the thread that would
+release it: a worker of a loader that imports the same module would wait for ever. So a fork waits for the import.
 """
 
 from __future__ import annotations
