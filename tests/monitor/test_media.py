@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import lockstep
 from lockstep import log
 from lockstep.core import slow_imports
-from lockstep.core.media import Image, Table
+from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.monitor import history
 from lockstep.monitor.media_folder import MediaFolder, file_name
 from lockstep.monitor.metric_log import MetricLog, media_of, merge
@@ -30,11 +30,11 @@ from lockstep.monitor.metric_log import MetricLog, media_of, merge
 COLORS = torch.arange(2 * 3 * 3, dtype=torch.uint8).reshape(3, 2, 3)
 
 
-def logged_image(pixels: object) -> Image:
+def logged_image(pixels: object) -> LoggedImage:
     entries = MetricLog()
     entries.image("x", pixels)
     image = merge([entries.drain()]).images["x"]
-    assert isinstance(image, Image)
+    assert isinstance(image, LoggedImage)
     return image
 
 
@@ -83,7 +83,7 @@ def test_a_table_has_plain_cells_and_is_cut() -> None:
     table = merge([entries.drain()]).tables["x"]
     assert table.rows[0] == ("a" * 999 + "…", 0.5, 3, True, None)
     assert (len(table.rows), table.left_out) == (1000, 1000)
-    assert Table(("a|b",), (("x\ny",), (None,)), 5).markdown(1) == "| a\\|b |\n| --- |\n| x y |\n\n6 more rows"
+    assert LoggedTable(("a|b",), (("x\ny",), (None,)), 5).markdown(1) == "| a\\|b |\n| --- |\n| x y |\n\n6 more rows"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_the_folder_is_bounded_and_rewound(tmp_path: Path, caplog: pytest.LogCap
 def test_a_full_disk_costs_the_files_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "media").write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):
-        record = MediaFolder(tmp_path / "media").write(1, {"x": logged_image(COLORS), "y": Table(("a",), ())})
+        record = MediaFolder(tmp_path / "media").write(1, {"x": logged_image(COLORS), "y": LoggedTable(("a",), ())})
     assert [entry["file"] for entry in record.values()] == [None, None]
     assert len(caplog.messages) == 1
 

@@ -15,7 +15,7 @@ from kit.reports import FACTS, report
 from PIL import Image as Pillow
 
 from lockstep.core.errors import RunFailed
-from lockstep.core.media import Image, Table
+from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.core.records import EvaluationReport, RestartReport, SaveReport
 from lockstep.core.tracking import TrackedRun, Tracker
 from lockstep.monitor.background import BackgroundMonitor
@@ -30,7 +30,7 @@ LOGGED = Logged(
     {"hits": 0.5},
     {"weights": Histogram({200: 3, 210: 1}, 0.1, 2.0, 3.0, 4.5)},
     {"sample": "def f"},
-    {"picture": Image(3, 2, 3, PIXELS), "errors": Table(("text", "label"), (("a", 1), (None, 2.5)))},
+    {"picture": LoggedImage(3, 2, 3, PIXELS), "errors": LoggedTable(("text", "label"), (("a", 1), (None, 2.5)))},
 )
 
 
@@ -178,12 +178,8 @@ def test_wandb_without_a_network_writes_one_run(tmp_path: Path) -> None:
     from lockstep.monitor.wandb_tracker import WandbTracker
 
     folder = tmp_path / "trackers"
-
-    def in_another_process() -> WandbTracker:
-        wandb.teardown()  # its server, which otherwise may still be ending the run with this identifier
-        return WandbTracker(mode="offline")
-
-    run_twice(in_another_process, folder)
+    run_twice(lambda: WandbTracker(mode="offline"), folder)
+    wandb.teardown()  # the files are complete once W&B's own process has ended, as at the end of this one
     files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime)
     identifiers, losses, config, media = set(), [], {}, {}
     for file in files:

@@ -1,7 +1,7 @@
 """Images and tables that user code logs, as plain values that can be pickled.
 
-tensor [3, 32, 32] --> Image(width 32, height 32, channels 3, pixels) --png()--> a file, TensorBoard, a tracker
-columns, rows      --> Table
+tensor [3, 32, 32] --> LoggedImage(width 32, height 32, channels 3, pixels) --png()--> a file, TensorBoard, a tracker
+columns, rows      --> LoggedTable
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # gray, RGB, RGBA, as PNG numbers them
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class LoggedImage:
     """An image of 8 bits a channel.
 
     Attributes:
@@ -40,7 +40,7 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class LoggedTable:
     """A table.
 
     Attributes:

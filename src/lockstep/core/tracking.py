@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from lockstep.core.media import Image, Table
+from lockstep.core.media import LoggedImage, LoggedTable
 
 TRACKERS = ("mlflow", "wandb")
 """Names of the trackers that Lockstep has."""
@@ -67,11 +67,11 @@ class Tracker(Protocol):
         """Record texts. Does nothing by default."""
         return
 
-    def images(self, step: int, images: Mapping[str, Image]) -> None:
+    def images(self, step: int, images: Mapping[str, LoggedImage]) -> None:
         """Record images. Does nothing by default."""
         return
 
-    def tables(self, step: int, tables: Mapping[str, Table]) -> None:
+    def tables(self, step: int, tables: Mapping[str, LoggedTable]) -> None:
         """Record tables. Does nothing by default."""
         return
 

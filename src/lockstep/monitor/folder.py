@@ -26,8 +26,6 @@ While the run lasts, its folder may be deleted, moved, or replaced by another ru
     RUN/run.lock is the open file           as it should be
                  missing, or another file   deleted or moved: `recreate` writes what a start of the run writes
                  locked by another run      taken: nothing more is written there
-
-No torch is needed.
 """
 
 from __future__ import annotations

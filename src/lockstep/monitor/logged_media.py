@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.media import Cell, Image, Table
+from lockstep.core.media import Cell, LoggedImage, LoggedTable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,13 +62,13 @@ class DeviceImage:
             planes = (planes.float().nan_to_num(0.0).clamp(0.0, 1.0) * 255).round().to(torch.uint8)
         return cls(planes.permute(1, 2, 0).contiguous().clone())
 
-    def read(self) -> Image:
+    def read(self) -> LoggedImage:
         """Return the image; waits for a device."""
         height, width, channels = self._pixels.shape
-        return Image(width, height, channels, self._pixels.cpu().numpy().tobytes())
+        return LoggedImage(width, height, channels, self._pixels.cpu().numpy().tobytes())
 
 
-def table_of(name: str, columns: object, rows: object) -> Table:
+def table_of(name: str, columns: object, rows: object) -> LoggedTable:
     """Return a table, cut to 1,000 rows.
 
     Raises:
@@ -85,7 +85,7 @@ def table_of(name: str, columns: object, rows: object) -> Table:
         raise TypeError(f"{wanted}: rows must be a list of rows, not {type(rows).__name__}")
     every: list[Any] = list(rows)
     kept = tuple(_row(wanted, number, row, names) for number, row in enumerate(every[:MOST_ROWS]))
-    return Table(names, kept, len(every) - len(kept))
+    return LoggedTable(names, kept, len(every) - len(kept))
 
 
 def _row(wanted: str, number: int, row: object, columns: Sequence[str]) -> tuple[Cell, ...]:

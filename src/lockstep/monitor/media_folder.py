@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.media import Image, Table
+from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.monitor.jsonl import finite
 
 _log = logging.getLogger("lockstep.monitor")
@@ -33,11 +33,11 @@ class MediaFolder:
         self._bytes: int | None = None
         self._warned = False
 
-    def write(self, step: int, media: Mapping[str, Image | Table]) -> dict[str, dict[str, Any]]:
+    def write(self, step: int, media: Mapping[str, LoggedImage | LoggedTable]) -> dict[str, dict[str, Any]]:
         """Return what events.jsonl has of each: its file, relative to the run's folder, and its size."""
         records = {}
         for name, value in media.items():
-            suffix, data = (".png", value.png()) if isinstance(value, Image) else (".json", _table(value))
+            suffix, data = (".png", value.png()) if isinstance(value, LoggedImage) else (".json", _table(value))
             file = self._folder / f"{file_name(name)}-{step:08d}{suffix}"
             try:
                 is_written = self._write(file, data)
@@ -82,12 +82,12 @@ def file_name(name: str) -> str:
     return safe if safe == name else f"{safe}-{zlib.crc32(name.encode('utf-8', 'surrogatepass')):08x}"
 
 
-def _table(table: Table) -> bytes:
+def _table(table: LoggedTable) -> bytes:
     record = {"columns": table.columns, "rows": finite(table.rows), "left_out": table.left_out}
     return json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
 
 
-def _size(value: Image | Table) -> dict[str, int]:
-    if isinstance(value, Image):
+def _size(value: LoggedImage | LoggedTable) -> dict[str, int]:
+    if isinstance(value, LoggedImage):
         return {"width": value.width, "height": value.height}
     return {"columns": len(value.columns), "rows": len(value.rows), "left_out": value.left_out}

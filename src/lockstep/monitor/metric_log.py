@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.media import Image, Table
+from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.monitor.histogram import Histogram, HistogramCounts, merge_histograms
 from lockstep.monitor.logged_media import DeviceImage, table_of
 
@@ -43,7 +43,7 @@ class LogEntries:
     means: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
-    media: Mapping[str, Image | Table | None] = field(default_factory=dict)
+    media: Mapping[str, LoggedImage | LoggedTable | None] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.scalars or self.means or self.histograms or self.texts or self.media)
@@ -65,19 +65,19 @@ class Logged:
     values: Mapping[str, float] = field(default_factory=dict)
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
-    media: Mapping[str, Image | Table] = field(default_factory=dict)
+    media: Mapping[str, LoggedImage | LoggedTable] = field(default_factory=dict)
     of_model: Mapping[str, Histogram] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.values or self.histograms or self.texts or self.media or self.of_model)
 
     @property
-    def images(self) -> dict[str, Image]:
-        return {name: value for name, value in self.media.items() if isinstance(value, Image)}
+    def images(self) -> dict[str, LoggedImage]:
+        return {name: value for name, value in self.media.items() if isinstance(value, LoggedImage)}
 
     @property
-    def tables(self) -> dict[str, Table]:
-        return {name: value for name, value in self.media.items() if isinstance(value, Table)}
+    def tables(self) -> dict[str, LoggedTable]:
+        return {name: value for name, value in self.media.items() if isinstance(value, LoggedTable)}
 
     def numbers(self) -> dict[str, float]:
         """Return the values, and how many elements of a histogram aren't finite, where there are any."""
@@ -101,7 +101,7 @@ class MetricLog:
         self._means: dict[str, tuple[float | Tensor, float | Tensor]] = {}
         self._histograms: dict[str, HistogramCounts] = {}
         self._texts: dict[str, str] = {}
-        self._media: dict[str, DeviceImage | Table] = {}
+        self._media: dict[str, DeviceImage | LoggedTable] = {}
 
     @property
     def empty(self) -> bool:
@@ -146,7 +146,7 @@ class MetricLog:
             {name: (float(total), float(weight)) for name, (total, weight) in self._means.items()},
             {name: counts.read() for name, counts in self._histograms.items()},
             dict(self._texts),
-            {name: value if isinstance(value, Table) else value.read() for name, value in self._media.items()},
+            {name: value if isinstance(value, LoggedTable) else value.read() for name, value in self._media.items()},
         )
         for kept in (self._scalars, self._means, self._histograms, self._texts, self._media):
             kept.clear()

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from lockstep.core.errors import ConfigError
-from lockstep.core.media import Image, Table
+from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.core.slow_imports import import_beside
 from lockstep.core.tracking import Bins, TrackedRun, Tracker
 from lockstep.monitor.media_folder import file_name
@@ -80,14 +80,14 @@ class MlflowTracker(Tracker):
         for name, text in texts.items():
             self._client.log_text(self._run, text, f"texts/{file_name(name)}/{step:08d}.txt")
 
-    def images(self, step: int, images: Mapping[str, Image]) -> None:
+    def images(self, step: int, images: Mapping[str, LoggedImage]) -> None:
         with TemporaryDirectory() as folder:
             for name, image in images.items():
                 file = Path(folder) / f"{step:08d}.png"
                 file.write_bytes(image.png())
                 self._client.log_artifact(self._run, str(file), f"images/{file_name(name)}")
 
-    def tables(self, step: int, tables: Mapping[str, Table]) -> None:
+    def tables(self, step: int, tables: Mapping[str, LoggedTable]) -> None:
         for name, table in tables.items():
             text = json.dumps({"columns": table.columns, "data": table.rows})
             self._client.log_text(self._run, text, f"tables/{file_name(name)}/{step:08d}.json")

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.media import Image
+from lockstep.core.media import LoggedImage
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport
 from lockstep.monitor.histogram import Histogram
 from lockstep.monitor.jsonl import LineFile
@@ -112,7 +112,7 @@ class TensorBoard(ReportWriter):
         values: Mapping[str, float],
         histograms: Mapping[str, Histogram] | None = None,
         texts: Mapping[str, str] | None = None,
-        images: Mapping[str, Image] | None = None,
+        images: Mapping[str, LoggedImage] | None = None,
     ) -> None:
         """Write one event; the file begins with one that has its version."""
         from tensorboard.compat.proto.event_pb2 import Event
@@ -183,7 +183,7 @@ def _histogram_message(histogram: Histogram) -> Any:
     )
 
 
-def _image_message(image: Image) -> Any:
+def _image_message(image: LoggedImage) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     encoded = image.png()

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from lockstep.core.errors import ConfigError
-from lockstep.core.media import Image, Table
+from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.core.slow_imports import import_beside
 from lockstep.core.tracking import Bins, TrackedRun, Tracker
 
@@ -72,7 +72,7 @@ class WandbTracker(Tracker):
             table = self._wandb.Table(columns=["step", "text"], data=[[step, text]])
             self._run.log({"step": step, "run/attempt": self._attempt, name: table})
 
-    def images(self, step: int, images: Mapping[str, Image]) -> None:
+    def images(self, step: int, images: Mapping[str, LoggedImage]) -> None:
         if find_spec("PIL") is None:
             self._warn_without_pillow()
             return
@@ -85,7 +85,7 @@ class WandbTracker(Tracker):
         }
         self._run.log({"step": step, "run/attempt": self._attempt, **row})
 
-    def tables(self, step: int, tables: Mapping[str, Table]) -> None:
+    def tables(self, step: int, tables: Mapping[str, LoggedTable]) -> None:
         row = {
             name: self._wandb.Table(columns=list(table.columns), data=[list(cells) for cells in table.rows])
             for name, table in tables.items()

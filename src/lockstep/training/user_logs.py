@@ -18,7 +18,7 @@ from lockstep.training.histograms import histograms_of
 from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
-    from lockstep.core.media import Image, Table
+    from lockstep.core.media import LoggedImage, LoggedTable
     from lockstep.core.records import StepReport
     from lockstep.monitor.monitors import Monitors
     from lockstep.training.session import Session
@@ -69,7 +69,7 @@ class UserLogs:
         logged = merge(entries)
         if any(entry.media for entry in entries):  # each is sent by one rank alone
             part = {name: own.media[name] for name in media_of(entries, self._axis.rank)}
-            parts = cast("list[dict[str, Image | Table]]", self._axis.gather(part))
+            parts = cast("list[dict[str, LoggedImage | LoggedTable]]", self._axis.gather(part))
             logged = replace(logged, media={name: media for of_rank in parts for name, media in of_rank.items()})
         self._has_entries = bool(logged)  # who has logged will do so again
         if logged:
