@@ -106,6 +106,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "verify": ("verify", "*", "--ranks", "1"),
     "memory": ("memory", "*", "--modes", "none"),
     "profile data": ("profile", "data", "*", "--seconds", "1"),
+    "profile memory": ("profile", "memory", "*"),
     "config deepspeed": ("config", "deepspeed", "*", "parallel.strategy=deepspeed"),
     "eval": ("eval", "*"),
     "generate": ("generate", "*", "def "),

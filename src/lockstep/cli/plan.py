@@ -56,14 +56,16 @@ def run(arguments: Sequence[str]) -> int:
         if not args.json:
             echo(f"\n{describe_memory(rows, estimator.memory)}", flush=True)
     if args.measure:
-        from lockstep.simulation.planning import computes_on_cpu, describe_measured, measured_beside_predicted
+        from lockstep.simulation.planning import describe_measured, measured_beside_predicted
 
-        predicted, measured = measured_beside_predicted(loaded, trust_remote_code=trust)
+        memory = measured_beside_predicted(loaded, trust_remote_code=trust)
+        predicted, measured = memory.predicted, memory.measured
+        if predicted is None:
+            raise RunFailed(f"the run {memory.unpredictable}")
         values |= {"predicted_peak_bytes": predicted.bytes, "measured_peak_bytes": measured.bytes}
         values |= {"predicted": dict(predicted.by_category), "measured": dict(measured.by_category)}
         if not args.json:
-            on_cpu = computes_on_cpu(loaded.config)
-            echo(f"\n{describe_measured(predicted, measured, on_cpu=on_cpu)}")
+            echo(f"\n{describe_measured(predicted, measured, on_cpu=memory.on_cpu)}")
     if args.json:
         emit(values)
     if args.peak != "none" and rows[0].fails and loaded.config.launch.device != "cpu":

@@ -34,11 +34,18 @@ updates, without being stopped; the summary follows. A run that has ended: the s
 The traces are in RUN/profile. Open them in https://ui.perfetto.dev, in chrome://tracing, or with TensorBoard's plugin
 torch-tb-profiler: tensorboard --logdir RUN. To trace given updates, set profile.steps: 10..13 in the config.
 
-lockstep profile data RECIPE      the data loader alone"""
+lockstep profile data RECIPE      the data loader alone
+lockstep profile memory RECIPE    what holds the memory of a rank"""
 _DATA_EPILOG = f"""{CONFIG_EPILOG}
 Reads the samples of the run's first rank, in the run's order and micro-batches, without training: with 0, 1, 2, 4
 and more workers, until they don't pay. RECIPE may be a run's folder: then the speed is compared with what its
 updates need."""
+_MEMORY_EPILOG = f"""{CONFIG_EPILOG}
+Makes three updates in new ranks of this machine, watches each operation, and shows what held the memory at the peak:
+parameters, gradients, optimizer state, activations ..., of which modules, beside the plan's prediction.
+
+RECIPE may be a run's folder. Of a run on GPUs, the snapshots of its memory are read; while it trains, it makes new
+ones. A run on the CPU is measured by its config, in ranks of its own: it isn't touched."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -144,6 +151,44 @@ def _data(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _memory(arguments: Sequence[str]) -> int:
+    summary = "Shows what holds the memory of a rank at its peak, by category and module, beside the plan."
+    parser = Parser("profile memory", summary, _MEMORY_EPILOG, "[RECIPE ...] [options] [overrides]")
+    add_run(parser, "ranks of this machine")
+    parser.add_argument("--fresh", action="store_true", help="measure new ranks, even if the run has snapshots")
+    parser.add_argument("--timeout", type=whole, default=600, metavar="S", help="seconds to wait; default %(default)s")
+    args, overrides = parser.parse(arguments)
+    loaded, _ = approved_config(args.config, overrides, trusted=args.trust_run)
+
+    from lockstep.monitor.folder import is_run
+    from lockstep.profiling.memory import memory_lines, memory_of_recipe, memory_of_snapshots
+
+    files = []
+    if not args.fresh and len(args.config) == 1 and is_run(Path(args.config[0])):
+        files = _snapshots(Path(args.config[0]), float(args.timeout))
+    if files:
+        profile = memory_of_snapshots(files, loaded, trust_remote_code=args.trust_remote_code)
+    else:
+        profile = memory_of_recipe(loaded, trust_remote_code=args.trust_remote_code)
+    for line in memory_lines(profile):
+        echo(line)
+    if args.json:
+        emit(profile.record())
+    return 0
+
+
+def _snapshots(run: Path, timeout: float) -> list[Path]:
+    """Return the snapshots of a run on GPUs, while it trains new ones; nothing of a run on the CPU."""
+    from lockstep.monitor.profile_spans import TraceOptions
+    from lockstep.profiling.requesting import is_running, request_traces
+    from lockstep.profiling.snapshot import on_gpus, snapshot_files
+
+    if on_gpus(run) and is_running(run):
+        request_traces(run, 1, TraceOptions((0,), shapes=False), timeout, lambda answer: None)
+    return snapshot_files(run)
+
+
 COMMANDS = {
     "data": Command("measure the data loader alone", _data),
+    "memory": Command("show what holds the memory of a rank", _memory),
 }

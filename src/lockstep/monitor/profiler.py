@@ -26,7 +26,7 @@ from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import Request
 from lockstep.core.run_queue import waited_for_core
-from lockstep.distributed.memory import end_memory_history, record_memory_history
+from lockstep.distributed.memory import end_memory_history, owners_of, record_memory_history
 from lockstep.monitor.folder import lock_holder
 from lockstep.monitor.profile_spans import (
     PROFILE,
@@ -43,6 +43,8 @@ from lockstep.monitor.trace_requests import RequestWatch, TraceAnswer, write_ans
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import nn
+
     from lockstep.config.training_sections import ProfileConfig
     from lockstep.core.records import StepReport
     from lockstep.distributed.process_group import World
@@ -56,13 +58,15 @@ class Profiler:
 
     Args:
         folder: Of the run.
+        model: As this rank trains it, to name what a GPU's memory holds.
 
     Raises:
         ConfigError: The config names a rank that doesn't exist.
     """
 
-    def __init__(self, config: ProfileConfig, world: World, folder: Path) -> None:
+    def __init__(self, config: ProfileConfig, world: World, folder: Path, model: nn.Module) -> None:
         self._world = world
+        self._model = model
         self._folder = folder
         self._holder = lock_holder(folder)
         self._writer = TraceWriter()
@@ -114,7 +118,7 @@ class Profiler:
         if self._planned and self._planned[0][0].begin == steps + 1:
             span, options = self._planned[0]
             if options.includes(self._world.rank):
-                self._recording = _Recording.started(span, options, self._world)
+                self._recording = _Recording.started(span, options, self._world, self._model)
 
     def close(self) -> None:
         """End a trace that isn't over, and wait until all is written."""
@@ -163,8 +167,9 @@ class Profiler:
 class _Recording:
     """A running profiler of torch."""
 
-    def __init__(self, span: Span, options: TraceOptions, world: World, profiler: profile) -> None:
+    def __init__(self, span: Span, options: TraceOptions, world: World, model: nn.Module, profiler: profile) -> None:
         self._span = span
+        self._model = model
         self._options = options
         self._world = world
         self._profiler = profiler
@@ -172,7 +177,7 @@ class _Recording:
         self._waited: float | None = None  # for a core, before the first recorded update
 
     @classmethod
-    def started(cls, span: Span, options: TraceOptions, world: World) -> _Recording | None:
+    def started(cls, span: Span, options: TraceOptions, world: World, model: nn.Module) -> _Recording | None:
         """Start torch's profiler before the span's first update; None, with a warning, if another one runs."""
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         profiler = profile(
@@ -185,7 +190,7 @@ class _Recording:
         )
         profiler.step_num = span.begin  # torch counts from 0
         profiler.current_action = profiler.schedule(span.begin)  # type: ignore[assignment]  # of a too narrow type in torch
-        recording = cls(span, options, world, profiler)
+        recording = cls(span, options, world, model, profiler)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -227,6 +232,12 @@ class _Recording:
         }
         if waited is not None and self._waited is not None:
             facts["waited_for_core"] = waited - self._waited
+        if snapshot is not None:
+            snapshot["lockstep"] = {
+                "facts": facts,
+                "index": self._world.device.index or 0,
+                "owners": owners_of(self._model),
+            }
         offset = time.time_ns() - time.perf_counter_ns()
         return EndedTrace(self._profiler.export_chrome_trace, facts, marks, offset, snapshot)
 

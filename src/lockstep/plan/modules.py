@@ -42,17 +42,17 @@ def parameters_by_module(parameters: Sequence[ParameterFacts]) -> tuple[ModulePa
     """Return the counts of a model, in the order of its parameters."""
     modules: dict[tuple[str, str], list[ParameterFacts]] = {}
     for parameter in parameters:
-        modules.setdefault((_module_of(parameter.name), parameter.dtype), []).append(parameter)
+        modules.setdefault((row_of(parameter.name.rpartition(".")[0]), parameter.dtype), []).append(parameter)
     alike: dict[tuple[str, str, tuple[object, ...]], list[str]] = {}
     for (module, dtype), held in modules.items():
-        alike.setdefault((_list_of(module), dtype, _layout(module, held)), []).append(module)
+        alike.setdefault((list_of(module), dtype, _layout(module, held)), []).append(module)
     rows = []
     for (_, dtype, _), names in alike.items():
         held = [parameter for name in names for parameter in modules[name, dtype]]
         trainable = sum(parameter.elements for parameter in held if parameter.trainable)
         elements = sum(parameter.elements for parameter in held)
         total = sum(parameter.bytes for parameter in held)
-        rows.append(ModuleParameters(_joined(names), len(names), dtype, elements, trainable, total))
+        rows.append(ModuleParameters(joined(names), len(names), dtype, elements, trainable, total))
     return tuple(rows)
 
 
@@ -67,14 +67,14 @@ def _line(row: ModuleParameters) -> tuple[str, ...]:
     return row.name or "(model)", f"{row.parameters:,}", f"{row.trainable:,}", row.dtype, size(row.bytes)
 
 
-def _module_of(name: str) -> str:
-    """Return the module of a parameter that has a row: the outermost one in a list, or one of a higher level."""
-    path = name.split(".")[:-1]
+def row_of(module: str) -> str:
+    """Return the module that has a row for a module: the outermost one in a list, or one of a higher level."""
+    path = module.split(".")
     numbered = next((place for place, part in enumerate(path) if part.isdecimal()), None)
     return ".".join(path[:_DEPTH] if numbered is None else path[: numbered + 1])
 
 
-def _list_of(module: str) -> str:
+def list_of(module: str) -> str:
     """Return the list that a module is in; the module itself if it is in none."""
     last = module.rpartition(".")[2]
     return module.removesuffix(last) if last.isdecimal() else module
@@ -84,11 +84,11 @@ def _layout(module: str, parameters: Sequence[ParameterFacts]) -> tuple[object, 
     return tuple((each.name.removeprefix(module), each.shape, each.trainable) for each in parameters)
 
 
-def _joined(names: Sequence[str]) -> str:
+def joined(names: Sequence[str]) -> str:
     """Return one name: `layers.0-2,5` for `layers.0`, `layers.1`, `layers.2` and `layers.5`."""
     if len(names) == 1:
         return names[0]
-    return _list_of(names[0]) + ",".join(_runs([int(name.rpartition(".")[2]) for name in names]))
+    return list_of(names[0]) + ",".join(_runs([int(name.rpartition(".")[2]) for name in names]))
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""Explains where the time of a run goes, from the traces of its profiler."""
+"""Explains where the time and the memory of a run go: its traces, its data loader, its tensors."""

@@ -1,8 +1,8 @@
-"""The peak memory of an update by category: which tensors hold it.
+"""The peak memory of an update by category and module: which tensors hold it.
 
-    every operation   -->  blocks (a tensor's storage each), when they are made, resized and freed
+    every operation   -->  blocks (a tensor's storage each), when they are made, resized and freed, and in which module
     after an update   -->  what each block was: a parameter, a gradient, optimizer state, ...
-    replay            -->  bytes by category at the peak
+    replay            -->  bytes by module and category at the peak
 
 The bytes are those of tensors. An allocator rounds each block up, and keeps some for itself.
 """
@@ -14,14 +14,16 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import repeat
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils.weak import WeakIdKeyDictionary
@@ -41,6 +43,8 @@ activations     what a forward computes and keeps for the backward, and its grad
 other           what is made between updates, and belongs to none of these
 """
 
+SEVERAL = "(several modules)"
+"""The module of what holds tensors of more than one."""
 _COMMUNICATION = ("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat")
 _FLAT = 1 << 20  # elements of a tensor of one dim from which it is a bucket
 _RELEASE_S = 0.002  # until a thread of gloo has forgotten the tensors of a collective that is done
@@ -54,6 +58,7 @@ class StorageRecord:
     Attributes:
         category: As far as its operation shows; owners overrule it.
         cast_of: The block of which it is a copy in another dtype.
+        module: Whose forward, or whose backward, made it; empty: none's.
     """
 
     category: Category
@@ -61,14 +66,20 @@ class StorageRecord:
     bytes: int = 0
     in_backward: bool = False
     cast_of: StorageRecord | None = None
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The peak of the bytes that tensors hold on a device, and what held them then."""
+    """The peak of the bytes that tensors hold on a device, and what held them then.
+
+    Attributes:
+        by_module: Bytes by module's name and category; those of no module have an empty name.
+    """
 
     bytes: int
     by_category: Mapping[Category, int]
+    by_module: Mapping[str, Mapping[Category, int]] = field(default_factory=dict, compare=False)
 
 
 class MemoryLedger:
@@ -86,6 +97,8 @@ class MemoryLedger:
         self._blocks: Any = WeakIdKeyDictionary()
         self._changes: list[tuple[StorageRecord, int]] = []
         self._owned: dict[StorageRecord, Category] = {}
+        self._forwards: list[str] = []  # modules that compute, the innermost last
+        self._head = ""  # the last module whose output is logits
         self._parameter_shapes: set[tuple[int, ...]] = set()
         self._gathered_sizes: set[int] = set()
 
@@ -99,6 +112,7 @@ class MemoryLedger:
             block = self._blocks.get(storage)
             if block is None:
                 block = self._made(storage, tensor)
+                block.module = self._module_of(block, args)
                 if func is aten._to_copy.default and isinstance(args[0], Tensor):
                     block.cast_of = self._blocks.get(args[0].untyped_storage())
             if sends:
@@ -108,16 +122,18 @@ class MemoryLedger:
                 if (block := self._blocks.get(tensor.untyped_storage())) is not None:
                     block.category = "communication"
 
-    def own(self, category: Category, tensors: Iterable[Tensor]) -> None:
-        """Record what tensors are."""
-        for tensor in tensors:
+    def own(self, category: Category, tensors: Iterable[Tensor], modules: Iterable[str] = repeat("")) -> None:
+        """Record what tensors are, and of which modules."""
+        for tensor, module in zip(tensors, modules, strict=False):
             local = local_tensor(tensor)
             if local.device.type == self._device_type:
                 storage = local.untyped_storage()
                 block = self._blocks.get(storage)
                 if block is None:
                     block = self._made(storage, local)
+                shares = self._owned.get(block) == category and block.module != module
                 self._owned[block] = category
+                block.module = SEVERAL if shares else module
 
     def own_model(self, model: nn.Module, parts: int = 1, gathered: Iterable[tuple[int, ...]] = ()) -> None:
         """Record parameters and buffers.
@@ -126,8 +142,9 @@ class MemoryLedger:
             parts: Tensor-parallel ranks, each of which computes with a part of a matrix.
             gathered: The shapes of parameters that are elsewhere, and flat until they have been gathered.
         """
-        self.own("buffers", model.buffers())
-        self.own("parameters", model.parameters())
+        buffers, parameters = dict(model.named_buffers()), dict(model.named_parameters())
+        self.own("buffers", buffers.values(), map(module_of, buffers))
+        self.own("parameters", parameters.values(), map(module_of, parameters))
         self._gathered_sizes = {prod(shape) for shape in gathered}
         shapes = {tuple(parameter.shape) for parameter in model.parameters()} | set(gathered)
         shapes = {shape for shape in shapes if len(shape) > 1}
@@ -139,15 +156,19 @@ class MemoryLedger:
 
     def peak(self) -> Peak:
         """Return the peak since the last `restart`."""
-        held: Counter[Category] = Counter()
-        total = highest = 0
-        at_peak: dict[Category, int] = {}
-        for block, change in self._changes:
-            held[self._category(block)] += change
+        total = highest = length = 0
+        for place, (_, change) in enumerate(self._changes, 1):
             total += change
             if total > highest:
-                highest, at_peak = total, dict(held)
-        return Peak(highest, {category: at_peak.get(category, 0) for category in CATEGORIES})
+                highest, length = total, place
+        by_category: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+        held: dict[str, Counter[Category]] = {}
+        for block, change in self._changes[:length]:
+            category = self._category(block)
+            by_category[category] += change
+            held.setdefault(block.module, Counter())[category] += change
+        by_module = {module: {name: size for name, size in of.items() if size} for module, of in held.items()}
+        return Peak(highest, by_category, {module: of for module, of in by_module.items() if of})
 
     def restart(self) -> None:
         """Forget the peak; what is held now stays recorded."""
@@ -164,7 +185,7 @@ class MemoryLedger:
             return block.category
         if block.cast_of is not None and self._category(block.cast_of) in ("parameters", "communication"):
             return "casts"
-        if block.shape and block.shape[-1] in self.vocabulary and block.shape not in self._parameter_shapes:
+        if self._may_be_logits(block.shape) and (not self._head or block.module in ("", self._head)):
             return "logits"
         is_flat = len(block.shape) == 1 and (block.shape[0] >= _FLAT or block.shape[0] in self._gathered_sizes)
         if is_flat and block.category == "activations":
@@ -173,6 +194,9 @@ class MemoryLedger:
             return "gradients"
         return block.category
 
+    def _may_be_logits(self, shape: tuple[int, ...]) -> bool:
+        return bool(shape) and shape[-1] in self.vocabulary and shape not in self._parameter_shapes
+
     @contextmanager
     def temporary(self) -> Iterator[None]:
         """Count what is made within the block as freed at its end."""
@@ -180,6 +204,39 @@ class MemoryLedger:
         yield
         for block in {block for block, _ in self._changes[first:]}:
             self._set_bytes(block, 0)
+
+    def _module_of(self, block: StorageRecord, args: tuple[Any, ...]) -> str:
+        """Return the module that computes; in a backward, that of a forward's block among an operation's inputs."""
+        if self._forwards:
+            return self._forwards[-1]
+        if not block.in_backward:
+            return ""
+        inputs = [self._blocks.get(tensor.untyped_storage()) for tensor in _flat(args)]
+        known = [each for each in inputs if each is not None and each.module]
+        return min(known, key=lambda each: each.in_backward).module if known else ""
+
+    @contextmanager
+    def modules_seen(self, model: nn.Module) -> Iterator[None]:
+        """Record the modules of a model that compute while the block runs."""
+        names = {module: name for name, module in model.named_modules()}
+
+        def enter(module: nn.Module, inputs: Any) -> None:
+            if module in names:
+                self._forwards.append(names[module])
+
+        def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            if module in names and self._forwards:
+                self._forwards.pop()
+                if isinstance(outputs, Tensor) and self._may_be_logits(tuple(outputs.shape)):
+                    self._head = names[module] or self._head
+
+        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+        try:
+            yield
+        finally:
+            self._forwards.clear()
+            for handle in handles:
+                handle.remove()
 
     def _made(self, storage: Any, tensor: Tensor) -> StorageRecord:
         in_backward = torch._C._current_graph_task_id() != -1
@@ -199,6 +256,11 @@ class MemoryLedger:
         if size != block.bytes:
             self._changes.append((block, size - block.bytes))
             block.bytes = size
+
+
+def module_of(parameter: str) -> str:
+    """Return the name of the module that has a parameter or a buffer."""
+    return parameter.rpartition(".")[0]
 
 
 @contextmanager

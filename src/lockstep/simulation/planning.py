@@ -10,11 +10,12 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
+import torch
 from torch import nn
 
 from lockstep.config.loading import LoadedConfig
@@ -22,6 +23,7 @@ from lockstep.core.errors import RunFailed
 from lockstep.core.formatting import size
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import muted_stderr
+from lockstep.distributed.memory import peak_memory
 from lockstep.launch.devices import choose_ranks, count_accelerators
 from lockstep.launch.local import launch
 from lockstep.models.build import parameter_facts, sketch_model
@@ -159,26 +161,51 @@ def describe_measured(predicted: Peak, measured: Peak, *, on_cpu: bool) -> str:
 # --- measured -----------------------------------------------------------------------------------------------------
 
 
-def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) -> tuple[Peak, Peak]:
+@dataclass(frozen=True, slots=True)
+class MeasuredMemory:
+    """The memory of the rank that needs most, over three updates on this machine.
+
+    Attributes:
+        predicted: None: it can't be simulated.
+        unpredictable: Why it can't be.
+        held: Bytes that the rank held in all: of its process on the CPU, of torch's allocator on an accelerator.
+    """
+
+    predicted: Peak | None
+    unpredictable: str
+    measured: Peak
+    held: int
+    ranks: int
+    on_cpu: bool
+
+
+def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) -> MeasuredMemory:
     """Return the predicted and the measured peak of the rank that needs most, over three updates on this machine.
 
     Raises:
-        RunFailed: They don't fit here, or can't be simulated, or ended without a result.
+        RunFailed: They don't fit here, or ended without a result.
     """
     given = UserObjects(trust_remote_code=trust_remote_code)
     length = {"steps": _MEASURED_UPDATES, "samples": None, "tokens": None, "epochs": None}
     config = loaded.config.model_copy(update={"run": loaded.config.run.model_copy(update=length)})
     estimator = estimator_for(loaded, None, trust_remote_code=trust_remote_code)
     config = _settled(config, estimator)
-    ranks = choose_ranks(config.launch)
-    estimator = replace(estimator, device_type="cpu" if computes_on_cpu(config) else device.NAME)
+    ranks, on_cpu = choose_ranks(config.launch), computes_on_cpu(config)
+    estimator = replace(estimator, device_type="cpu" if on_cpu else device.NAME)
+    predicted, why = None, ""
     try:
         predicted = estimator.exactly(config, _MEASURED_UPDATES)
     except Unpredictable as error:
-        raise RunFailed(f"the run {error}") from error
-    if estimator.memory is not None and predicted.bytes > estimator.memory:
+        why = str(error)
+    if predicted is not None and estimator.memory is not None and predicted.bytes > estimator.memory:
         held = f"{size(predicted.bytes)}, and has {size(estimator.memory)}"
-        raise RunFailed(f"--measure: a rank would take {held} here; measure fewer ranks, or leave --measure out")
+        raise RunFailed(f"a rank would take {held} here; measure fewer ranks, or a smaller model")
+    measured, held_bytes = max(_measured(config, given, ranks), key=lambda pair: pair[0].bytes)
+    return MeasuredMemory(predicted, why, measured, held_bytes, ranks, on_cpu)
+
+
+def _measured(config: Config, given: UserObjects, ranks: int) -> list[tuple[Peak, int]]:
+    """Return each rank's peak, and what it held in all, over three updates in new processes."""
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plan-"))
     remove = partial(shutil.rmtree, folder, ignore_errors=True)
     try:
@@ -188,10 +215,10 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
             files = [folder / f"{rank}.json" for rank in range(ranks)]
             if not all(file.exists() for file in files):
                 raise RunFailed(f"memory can't be measured: the ranks ended with exit code {code}")
-            measured = [Peak(**json.loads(file.read_text())) for file in files]
+            records = [json.loads(file.read_text()) for file in files]
     finally:
         remove()
-    return predicted, max(measured, key=lambda peak: peak.bytes)
+    return [(Peak(**record["peak"]), record["held"]) for record in records]
 
 
 def computes_on_cpu(config: Config) -> bool:
@@ -213,5 +240,8 @@ def _measure_rank(config: Config, given: UserObjects, folder: Path) -> int:
         ledger = MemoryLedger(world.device.type)
         with Watched(ledger), resizes_seen(ledger):
             run_updates(session, ledger, _MEASURED_UPDATES)
-        (folder / f"{world.rank}.json").write_text(json.dumps(asdict(ledger.peak())))
+        on_cpu = world.device.type == "cpu"
+        held = peak_memory(world.device) if on_cpu else torch.get_device_module(world.device).max_memory_reserved()
+        record = {"peak": asdict(ledger.peak()), "held": held}
+        (folder / f"{world.rank}.json").write_text(json.dumps(record))
     return 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from lockstep.simulation import device
-from lockstep.simulation.memory import MemoryLedger, Peak, resizes_seen
+from lockstep.simulation.memory import MemoryLedger, Peak, module_of, resizes_seen
 from lockstep.simulation.ranks import simulated_rank
 from lockstep.training.assemble import assemble
 from lockstep.training.components import Purpose
@@ -75,24 +75,31 @@ def run_updates(session: Session, ledger: MemoryLedger, updates: int) -> None:
 
     def own_state() -> None:
         tensors = state.live_state().tensors
-        ledger.own("optimizer", (tensor for name, tensor in tensors.items() if not name.startswith("model.")))
+        of_optimizer = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.")}
+        modules = (module_of(name.split(".", 2)[-1]) for name in of_optimizer)  # optimizer.ENTRY.PARAMETER
+        ledger.own("optimizer", of_optimizer.values(), modules)
         shapes = [tuple(shard.shape) for shard in state.flat.values()]
         ledger.own_model(model, components_of(session).plan.mesh.tensor, shapes)
         for category, held in state.held().items():
             ledger.own(cast("Category", category), held)
 
+    def own_gradients() -> None:
+        gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        ledger.own("gradients", gradients.values(), map(module_of, gradients))
+
     ledger.vocabulary = _vocabulary(session)
     own_state()
-    for batch in session.batches():
-        ledger.phase = "activations"
-        session.accumulate(batch)
-        ledger.own("gradients", (parameter.grad for parameter in model.parameters() if parameter.grad is not None))
-        ledger.phase = "optimizer"
-        session.commit()
-        ledger.phase = "other"
-        own_state()
-        if session.progress.steps == updates:
-            break
+    with ledger.modules_seen(model):
+        for batch in session.batches():
+            ledger.phase = "activations"
+            session.accumulate(batch)
+            own_gradients()
+            ledger.phase = "optimizer"
+            session.commit()
+            ledger.phase = "other"
+            own_state()
+            if session.progress.steps == updates:
+                break
 
 
 def _vocabulary(session: Session) -> frozenset[int]:

@@ -119,7 +119,8 @@ def run_job(job: Job) -> Finished:
         continues = not job.resume.fresh and job.resume.origin is None
         earlier = EarlierAttempts.of(folder) if continues else NO_ATTEMPTS
         checkpoints, notes = _begin(job, session, folder)
-        profiler = Profiler(config.profile, components_of(session).world, folder)
+        components = components_of(session)
+        profiler = Profiler(config.profile, components.world, folder, components.sharding.state.model)
         notes += profiler.notes
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         record_attempt(session, folder, earlier, facts)

@@ -1,0 +1,214 @@
+"""The memory profile of a run: what its tensors hold at the peak, by category and module, beside what the plan predicts.
+
+a recipe, a run on the CPU    three updates in new ranks of this machine, whose every operation is watched
+a run on GPUs                 the newest snapshots of its ranks; while it trains, new ones
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.formatting import size
+from lockstep.core.terminal import muted_stderr
+from lockstep.plan.modules import joined, list_of, row_of
+from lockstep.profiling.snapshot import read_snapshot
+from lockstep.simulation.failing import Unpredictable
+from lockstep.simulation.memory import CATEGORIES, Category, Peak
+from lockstep.simulation.planning import estimator_of, measured_beside_predicted
+from lockstep.training.user_objects import UserObjects, refuse_given
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lockstep.config.loading import LoadedConfig
+
+_NO_MODULE = "(no module)"  # batches, the loss, the vote
+_MOST_MODULES = 20
+_CLOSE = 0.02
+_HEADS: Mapping[Category, str] = {"parameters": "params", "gradients": "grads", "communication": "comm."}
+_UNSEEN: tuple[Category, ...] = ("logits", "casts")  # a snapshot can't tell them from activations
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile:
+    """The memory of the rank that needs most.
+
+    Attributes:
+        source: What was measured.
+        predicted: None: it can't be predicted.
+        unpredictable: Why it can't be.
+        reserved: Bytes that are held in all: of the process on the CPU, of torch's allocator on a GPU.
+        notes: Further sentences.
+    """
+
+    source: str
+    measured: Peak
+    predicted: Peak | None
+    unpredictable: str
+    reserved: int
+    on_cpu: bool
+    notes: tuple[str, ...] = ()
+
+    def differences(self) -> dict[Category, int]:
+        """Return measured minus predicted bytes of each category; nothing without a prediction."""
+        predicted = self.predicted
+        if predicted is None:
+            return {}
+        return {name: self.measured.by_category[name] - predicted.by_category[name] for name in CATEGORIES}
+
+    def record(self) -> dict[str, Any]:
+        """Return it for programs."""
+        return {**asdict(self), "differences": self.differences()}
+
+
+def memory_of_recipe(loaded: LoadedConfig, *, trust_remote_code: bool) -> MemoryProfile:
+    """Measure three updates in ranks of this machine.
+
+    Raises:
+        ConfigError: The run is refused.
+        RunFailed: It doesn't fit here, or the ranks ended without a result.
+    """
+    refuse_given(loaded)
+    memory = measured_beside_predicted(loaded, trust_remote_code=trust_remote_code)
+    where = "the CPU" if memory.on_cpu else "the accelerators"
+    source = f"three updates of {memory.ranks} rank{'s' * (memory.ranks != 1)} on {where} of this machine"
+    return MemoryProfile(source, memory.measured, memory.predicted, memory.unpredictable, memory.held, memory.on_cpu)
+
+
+def memory_of_snapshots(files: Sequence[Path], loaded: LoadedConfig, *, trust_remote_code: bool) -> MemoryProfile:
+    """Read the snapshots of a run's ranks; the one whose peak is largest is explained. Raises RunFailed."""
+    snapshot = max(map(read_snapshot, files), key=lambda snapshot: snapshot.peak.bytes)
+    facts = snapshot.facts
+    predicted, why = None, ""
+    try:
+        with muted_stderr():
+            estimator = estimator_of(
+                loaded.config, int(facts["ranks"]), None, UserObjects(trust_remote_code=trust_remote_code)
+            )
+            predicted = _unseen_merged(estimator.peak(loaded.config))
+    except (ConfigError, RunFailed, Unpredictable) as error:
+        why = str(error).splitlines()[0]
+    pieces = (
+        f"the allocator rounds up by {size(snapshot.rounding)}, and keeps {size(snapshot.unused)} that hold nothing, "
+        f"in pieces of at most {size(snapshot.largest_gap)}"
+    )
+    return MemoryProfile(
+        f"updates {facts['first']:,} to {facts['last']:,} of rank {snapshot.rank}, {snapshot.path}",
+        snapshot.peak,
+        predicted,
+        why,
+        snapshot.reserved,
+        on_cpu=False,
+        notes=(pieces, "logits and casts count as activations, from which a snapshot can't tell them"),
+    )
+
+
+def _unseen_merged(peak: Peak) -> Peak:
+    moved = sum(peak.by_category[name] for name in _UNSEEN)
+    categories = {**peak.by_category, **dict.fromkeys(_UNSEEN, 0)}
+    return Peak(peak.bytes, {**categories, "activations": categories["activations"] + moved}, peak.by_module)
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def memory_lines(profile: MemoryProfile) -> Iterator[str]:
+    """Yield the profile for people: by category beside the plan, by module, and what differs."""
+    measured, predicted = profile.measured, profile.predicted
+    yield f"peak of a rank: {size(measured.bytes)} of tensors, in {profile.source}"
+    yield ""
+    yield f"{'':<14}{'measured':>12}{'share':>8}{'predicted':>12}{'difference':>12}"
+    differences = profile.differences()
+    for name in CATEGORIES:
+        expected = predicted.by_category[name] if predicted is not None else 0
+        if measured.by_category[name] or expected:
+            yield _category_row(name, measured.by_category[name], measured.bytes, expected, differences.get(name))
+    total = None if predicted is None else measured.bytes - predicted.bytes
+    yield _category_row("all", measured.bytes, measured.bytes, predicted.bytes if predicted else 0, total)
+    yield ""
+    yield from _module_lines(measured)
+    yield ""
+    yield _reserved(profile)
+    yield from profile.notes
+    yield _verdict(profile)
+
+
+def _category_row(name: str, held: int, whole: int, expected: int, difference: int | None) -> str:
+    cells = f"{name:<14}{size(held):>12}{held / max(whole, 1):>8.1%}"
+    if difference is None:
+        return f"{cells}{'-':>12}"
+    sign = "+" if difference > 0 else "-" if difference < 0 else ""
+    return f"{cells}{size(expected):>12}{sign + size(abs(difference)):>12}"
+
+
+def _module_lines(peak: Peak) -> Iterator[str]:
+    rows = module_rows(peak)
+    names = [name for name in CATEGORIES if any(row[name] for _, row in rows)]
+    width = max(len(module) for module, _ in rows) + 2 if rows else 0
+    yield f"{'module':<{width}}" + "".join(f"{_HEADS.get(name, name):>13}" for name in names) + f"{'all':>13}"
+    for module, row in rows[:_MOST_MODULES]:
+        cells = "".join(f"{size(row[name]) if row[name] else '-':>13}" for name in names)
+        yield f"{module:<{width}}{cells}{size(row.total()):>13}"
+    if len(rows) > _MOST_MODULES:
+        rest = sum(row.total() for _, row in rows[_MOST_MODULES:])
+        yield f"{len(rows) - _MOST_MODULES} more hold {size(rest)}"
+
+
+def module_rows(peak: Peak) -> list[tuple[str, Counter[Category]]]:
+    """Return bytes by category of the modules that a plan lists, the largest first; those alike are one row."""
+    rows: dict[str, Counter[Category]] = {}
+    for module, sizes in peak.by_module.items():
+        name = module if module.startswith("(") or ":" in module else row_of(module)
+        rows.setdefault(name or _NO_MODULE, Counter()).update(sizes)
+    alike: dict[tuple[str, tuple[tuple[str, int], ...]], list[str]] = {}
+    for name, sizes in rows.items():
+        listed = list_of(name) if name.rpartition(".")[2].isdecimal() else name
+        alike.setdefault((listed, tuple(sorted(sizes.items()))), []).append(name)
+    merged = []
+    for names in alike.values():
+        total: Counter[Category] = Counter()
+        for name in names:
+            total.update(rows[name])
+        merged.append((joined(names) if len(names) > 1 else names[0], total))
+    return sorted(merged, key=lambda row: -row[1].total())
+
+
+def _reserved(profile: MemoryProfile) -> str:
+    rest = size(max(0, profile.reserved - profile.measured.bytes))
+    if profile.on_cpu:
+        return f"the process holds {size(profile.reserved)} in all: {rest} are Python, libraries, data, freed memory"
+    return f"torch's allocator has reserved {size(profile.reserved)} of the GPU: {rest} more than the tensors' peak"
+
+
+def _verdict(profile: MemoryProfile) -> str:
+    predicted = profile.predicted
+    if predicted is None:
+        return f"the plan can't predict it: {profile.unpredictable}"
+    differences = profile.differences()
+    most = max(CATEGORIES, key=lambda name: abs(differences[name]))
+    total = profile.measured.bytes - predicted.bytes
+    if abs(total) <= _CLOSE * predicted.bytes and abs(differences[most]) <= _CLOSE * predicted.bytes:
+        return "it is as the plan predicts"
+    more = "more" if differences[most] > 0 else "less"
+    ratio = profile.measured.bytes / max(predicted.bytes, 1)
+    return (
+        f"it is {ratio:.2f} times what the plan predicts, above all in {most}: {size(abs(differences[most]))} {more} "
+        f"({_MEANINGS[most]})"
+    )
+
+
+_MEANINGS: Mapping[Category, str] = {
+    "parameters": "the model has other parameters than its config describes, or holds copies of them",
+    "gradients": "gradients are kept longer, or in another dtype",
+    "optimizer": "the optimizer keeps other state, or temporary tensors of its update",
+    "activations": "samples are longer or more than the plan assumes, or the model keeps tensors for itself",
+    "logits": "samples are longer or more than the plan assumes",
+    "casts": "autocast keeps copies of weights",
+    "communication": "buckets and gathered parameters overlap otherwise",
+    "buffers": "the model's buffers have grown",
+    "other": "tensors are kept between updates: by a monitor, or by the model's own code",
+}
