@@ -101,7 +101,7 @@ def _event(action: str, address: int, size: int, frames: list[dict[str, Any]] | 
 
 
 def _content() -> dict[str, Any]:
-    """Two updates: 4 MiB of parameters, 8 of the optimizer, 5 of activations, 4 of gradients, 3 of an optimizer's step."""
+    """Two updates: 4 MiB of parameters, 8 of optimizer state, 5 of activations, 4 of gradients, 3 of a step."""
     base = 0x7F0000000000
     update = [
         _event("alloc", base + 16 * MIB, 5 * MIB, FORWARD),

@@ -1,4 +1,4 @@
-"""The memory profile of a run: what its tensors hold at the peak, by category and module, beside what the plan predicts.
+"""The memory profile of a run: what its tensors hold at the peak, by category and module, beside the prediction.
 
 a recipe, a run on the CPU    three updates in new ranks of this machine, whose every operation is watched
 a run on GPUs                 the newest snapshots of its ranks; while it trains, new ones
@@ -30,7 +30,7 @@ _NO_MODULE = "(no module)"  # batches, the loss, the vote
 _MOST_MODULES = 20
 _CLOSE = 0.02
 _HEADS: Mapping[Category, str] = {"parameters": "params", "gradients": "grads", "communication": "comm."}
-_UNSEEN: tuple[Category, ...] = ("logits", "casts")  # a snapshot can't tell them from activations
+_UNSEEN: tuple[Category, ...] = ("logits", "casts")  # a snapshot shows them as activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def memory_of_snapshots(files: Sequence[Path], loaded: LoadedConfig, *, trust_re
         why,
         snapshot.reserved,
         on_cpu=False,
-        notes=(pieces, "logits and casts count as activations, from which a snapshot can't tell them"),
+        notes=(pieces, "logits and casts count as activations: a snapshot doesn't distinguish them"),
     )
 
 

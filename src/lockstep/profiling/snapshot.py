@@ -1,4 +1,4 @@
-"""Reads snapshots of a GPU's memory, as torch.cuda.memory makes them: what lived at the peak, and what the allocator kept.
+"""Reads snapshots of a GPU's memory, as torch.cuda.memory makes them: what lived at the peak, what was reserved.
 
     rank0.10.memory.pickle   segments (what is reserved) of blocks (what is allocated now), and the history of both
     the history, backward    from what lives at the end to what lived at the peak

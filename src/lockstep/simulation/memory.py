@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import repeat
 from math import prod
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 from unittest.mock import patch
 
 import torch
