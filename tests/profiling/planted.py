@@ -1,10 +1,12 @@
-"""Runs with a bottleneck each, which their profiles must name."""
+"""Runs with a bottleneck each, which `lockstep profile` and `lockstep explain` must name; both judge the same runs."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -67,20 +69,34 @@ SAVES = {"every": "1 steps", "asynchronous": False}
 
 
 def train(folder: Path, model: str, steps: int = 7, **sections: Any) -> None:
+    target = f"kit.small:{model}" if model == "Net" else f"profiling.planted:{model}"
     config = small.config(
         run={"steps": steps, "folder": str(folder)},
         monitor={"every": 4, "tensorboard": False, "progress": "none"},
         **{"profile": {"steps": "4..6", "ranks": "all", "memory": False}, **sections},
     )
-    lockstep.train({**config, "model": {"kind": "custom", "target": f"profiling.planted:{model}"}})
+    lockstep.train({**config, "model": {"kind": "custom", "target": target}})
+
+
+def slow_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `Work.wait` as on a link with a latency of 50 ms."""
+
+    def slow(work: dist.Work, *arguments: Any, **options: Any) -> Any:
+        time.sleep(0.05)
+        return wait(work, *arguments, **options)
+
+    return slow
 
 
 def train_alone(folder: Path) -> None:
     train(folder / "data", "Reading", data=DATA)
     train(folder / "small", "ManySmall")
     train(folder / "save", "Large", checkpoint=SAVES)
+    train(folder / "tiny", "Net", batch={"global_size": 13, "micro_size": 1})
 
 
 def train_on_two(folder: Path) -> None:
     with small.in_group():
         train(folder / "rank", "SlowOnRankOne", parallel={"strategy": "ddp"})
+        with patch.object(dist.Work, "wait", slow_wait(dist.Work.wait)):
+            train(folder / "link", "Net", parallel={"strategy": "ddp"})

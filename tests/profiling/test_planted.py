@@ -6,20 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kit.worlds import in_process, in_world
-from profiling import planted
 
 from lockstep.core.errors import RunFailed
 from lockstep.profiling.findings import ProfileFinding, findings_of, summary_lines
 from lockstep.profiling.traces import read_trace, trace_files
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    in_process(planted.train_alone, folder)
-    in_world(2, planted.train_on_two, folder)
-    return folder
 
 
 def findings(run: Path) -> dict[str, ProfileFinding]:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from kit.commands import run_lockstep
 
-from lockstep.report.explanation import explain, limits
+from lockstep.report.explanation import explain
+from lockstep.report.limits import limits
 from lockstep.report.rank_history import read_rank_history
 from lockstep.report.run_data import read_run
 
@@ -55,34 +56,34 @@ def write_run(folder: Path, stragglers: list[dict[str, Any]] | None = None, **sp
         ({"save": 0.01}, "saves", "checkpoint.every larger", 1.2),
         ({"optimizer": 0.05}, "optimizer", "a larger batch.global_size", 2.0),
         ({"data": 1e-5, "forward": 5e-4, "backward": 1e-3, "communication": 1e-5, "optimizer": 1e-4}, "tiny batches",
-         "a larger batch.global_size", 2.0),
+         "a larger batch.global_size", None),
     ],
 )  # fmt: skip
 def test_a_planted_bottleneck_is_named_with_its_remedy_and_gain(
-    tmp_path: Path, split: dict[str, float], name: str, remedy: str, gain: float
+    tmp_path: Path, split: dict[str, float], name: str, remedy: str, gain: float | None
 ) -> None:
     folder = write_run(tmp_path / "run", **split)
     first = limits(read_run(folder), read_rank_history(folder))[0]
     assert first.name == name
     assert remedy in first.remedy
-    assert first.gain == pytest.approx(gain, rel=0.1)
-    sentences = explain(folder)
+    assert first.gain == (gain if gain is None else pytest.approx(gain, rel=0.1))
+    sentences = explain(folder).sentences
     assert len(sentences) <= 10
     assert any(remedy in sentence for sentence in sentences)
 
 
 def test_a_rank_that_the_others_wait_for_is_named_instead_of_the_links(tmp_path: Path) -> None:
     slow = [{"rank": 1, "host": "b", "ratio": 2.0, "phase": "data"}]
-    folder = write_run(tmp_path / "run", slow, communication=0.05)
+    folder = write_run(tmp_path / "run", slow, communication=0.03)
     names = [limit.name for limit in limits(read_run(folder), read_rank_history(folder))]
     assert names == ["straggler"]
-    assert any("Rank 1 computed 2.0 times as long" in sentence for sentence in explain(folder))
+    assert any("Rank 1 computed 2.0 times as long" in sentence for sentence in explain(folder).sentences)
 
 
 def test_a_run_that_is_limited_by_its_computation_alone_is_told_so(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     assert limits(read_run(folder), read_rank_history(folder)) == []
-    text = " ".join(explain(folder))
+    text = " ".join(explain(folder).sentences)
     assert "Nothing but the computation itself limits it; to try are precision.compute: bf16" in text
     assert "backward 59 %" in text
     assert "2.00 GiB resident were used, by rank 1" in text
@@ -96,9 +97,9 @@ def test_what_is_damaged_or_missing_is_left_out(tmp_path: Path) -> None:
     assert (len(history.intervals), history.damaged) == (10, 4)
     assert limits(read_run(folder), history)[0].name == "data"
     ranks.unlink()
-    assert "wasn't measured" in " ".join(explain(folder))
+    assert "wasn't measured" in " ".join(explain(folder).sentences)
     (folder / "metrics.jsonl").unlink()
-    assert explain(folder)[0] == "No update is recorded yet."
+    assert explain(folder).sentences[0] == "No update is recorded yet."
 
 
 def test_the_command_prints_sentences_or_json(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
@@ -128,7 +128,7 @@ class Saver:
         self._settled = 0
         self._failures = 0
         self._known_failures = 0.0
-        self._reports: SimpleQueue[SaveReport] = SimpleQueue()
+        self._reports: SimpleQueue[tuple[_Save, SaveReport]] = SimpleQueue()
 
     # --- on the main thread ---------------------------------------------------------------------------------------
 
@@ -207,7 +207,8 @@ class Saver:
         """Return the reports of the saves that ended since the last call; empty on other ranks than 0."""
         reports = []
         while not self._reports.empty():
-            reports.append(self._reports.get())
+            save, report = self._reports.get()
+            reports.append(replace(report, lost=save.lost))  # training may have waited for its end
         return reports
 
     def _planned_layout(self, state: TrainingState) -> FileLayout:
@@ -292,7 +293,8 @@ class Saver:
         size = published.size if published else 0
         made_room = published is None and _is_disk_full(save.failure) and self._make_room()
         newest = self._newest() if published is None else None
-        self._reports.put(SaveReport(save.metadata.step, size, seconds, save.lost, save.failure, made_room, newest))
+        report = SaveReport(save.metadata.step, size, seconds, save.lost, save.failure, made_room, newest)
+        self._reports.put((save, report))
         if published is not None:
             self._published(published)
 

@@ -1,39 +1,102 @@
-"""The verb `explain`: lockstep explain RUN."""
+"""The verb `explain`: lockstep explain RUN [--measure]."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from lockstep.cli.arguments import Parser, add_json, run_path
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lockstep.report.explanation import Explanation
+    from lockstep.report.limits import Limit
 
 
 def run(arguments: Sequence[str]) -> int:
     """Explain how fast a run is, what limits it, what happened, and what to do next."""
     parser = Parser("explain", "Explains a run in ten sentences: its speed, what limits it, what to do next.")
     parser.add_argument("run", type=run_path, metavar="RUN", help="the run's folder, or its address")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure the peak of this host's devices for about a second, on a host of the run; by default the peaks "
+        "are those of data sheets, which CPUs don't have",
+    )
     add_json(parser)
     args = parser.parse_args(arguments)
 
-    from lockstep.report.explanation import explain, limits
-    from lockstep.report.rank_history import read_rank_history
-    from lockstep.report.run_data import read_run
+    from lockstep.core.errors import ConfigError
+    from lockstep.monitor.folder import is_run
+    from lockstep.report.explanation import explain
 
-    sentences = explain(args.run)
-    if not args.json:
-        for sentence in sentences:
-            echo(sentence)
+    if not is_run(args.run):
+        raise ConfigError(f"{args.run} is not the folder of a run: it has neither config.yaml nor run.lock")
+    peak = None
+    if args.measure:
+        from lockstep.measuring.device_peak import peak_of_run
+
+        peak = peak_of_run(args.run)
+    explanation = explain(args.run, _profiled(args.run), peak)
+    if args.json:
+        emit({"run": str(args.run), **_as_json(explanation)})
         return 0
-    causes = limits(read_run(args.run), read_rank_history(args.run))
-    emit(
-        {
-            "run": str(args.run),
-            "sentences": sentences,
-            "limits": [
-                {"name": each.name, "share": each.share, "gain": each.gain, "fact": each.fact, "remedy": each.remedy}
-                for each in causes
-            ],
-        }
-    )
+    for sentence in explanation.sentences:
+        echo(sentence)
     return 0
+
+
+def _profiled(run: Path) -> list[Limit] | None:
+    """Return what a run's traces show; None if it has none, or none that can be read."""
+    from lockstep.core.errors import RunFailed
+    from lockstep.profiling.findings import findings_of
+    from lockstep.profiling.traces import read_trace, trace_files
+    from lockstep.report.limits import Limit
+
+    names = {"save": "saves", "slow rank": "straggler", "small operators": "tiny batches"}
+    traces = []
+    for path in trace_files(run):
+        try:
+            traces.append(read_trace(path))
+        except RunFailed:  # `lockstep profile` states what is wrong with it
+            continue
+    if not traces:
+        return None
+    return [
+        Limit(
+            names.get(finding.name, finding.name),
+            finding.gain,
+            f"A profile shows that {finding.text}",
+            finding.remedy,
+        )
+        for finding in findings_of(traces)
+    ]
+
+
+def _as_json(explanation: Explanation) -> dict[str, Any]:
+    roofline, useful = explanation.roofline, explanation.goodput
+    values: dict[str, Any] = {
+        "sentences": explanation.sentences,
+        "limits": [
+            {"name": each.name, "share": each.share, "gain": each.gain, "fact": each.fact, "remedy": each.remedy}
+            for each in explanation.limits
+        ],
+        "mfu": None,
+        "goodput": None,
+    }
+    if roofline is not None:
+        values |= {
+            "mfu": roofline.mfu,
+            "update_seconds": roofline.seconds,
+            "update_flops": roofline.flops,
+            "at_peak_seconds": roofline.compute,
+            "at_bandwidth_seconds": roofline.memory,
+            "planned": asdict(roofline.attempt.planned),
+        }
+    if useful is not None:
+        values |= {"goodput": useful.share, "wall_seconds": useful.wall, "lost_seconds": useful.losses()}
+    return values

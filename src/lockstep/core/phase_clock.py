@@ -32,7 +32,7 @@ class Phase(IntEnum):
     COMMUNICATION = 4  # waiting for other ranks, or for what they send
     OPTIMIZER = 5
     SAVE = 6  # waiting for a save
-    EVALUATION = 7  # no part of an update
+    EVALUATION = 7  # no part of an update; the profiler, too
 
 
 UPDATE_PHASES = tuple(phase for phase in Phase if phase is not Phase.EVALUATION)

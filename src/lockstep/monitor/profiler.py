@@ -24,6 +24,7 @@ from torch.profiler import ProfilerAction, profile
 
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Request
 from lockstep.core.run_queue import waited_for_core
 from lockstep.distributed.memory import end_memory_history, owners_of, record_memory_history
@@ -111,6 +112,12 @@ class Profiler:
 
     def updated(self, steps: int) -> None:
         """Start, step or end the profiler, after `steps` updates of the run."""
+        if self._recording is None and not self._planned:
+            return
+        with self._world.clock.phase(Phase.EVALUATION):  # the profiler's own time is no update's
+            self._advance(steps)
+
+    def _advance(self, steps: int) -> None:
         if self._recording is not None and not self._recording.updated(steps):
             self._end()
         while self._planned and self._planned[0][0].last <= steps:

@@ -1,93 +1,119 @@
 """Explains a run in at most ten sentences: how fast it is, what limits it, what happened, and what to do next.
 
-ranks.jsonl    the split of an update's time, ranks that the others waited for, memory
-metrics.jsonl  speed           events.jsonl   evaluations, saves, restarts           config.yaml   what can be changed
-
-A gain is what an update would take without the time that is named, at most (Amdahl's law): it is never a promise.
+progress   speed beside the plan and the devices' peaks   where the time goes   what limits it, and what to try
+memory beside the plan   restarts, discarded updates, evaluations, saves   goodput   what to do next
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from lockstep.core import formatting
 from lockstep.core.command_lines import command_line
+from lockstep.monitor.attempts import Attempt, read_attempts
+from lockstep.monitor.folder import held_by
+from lockstep.monitor.goodput import Goodput, goodput
 from lockstep.report.curves import throughput
+from lockstep.report.limits import Limit, limits
 from lockstep.report.rank_history import RankHistory, read_rank_history
+from lockstep.report.roofline import DevicePeak, Roofline, communication, memory, sentences
 from lockstep.report.run_data import RunData, read_run
 
-_DATA_SHARE = 0.10
-_COMMUNICATION_SHARE = 0.25
-_HOST_SHARE = 0.10
-_SAVE_SHARE = 0.05
-_OPTIMIZER_SHARE = 0.35
-_EVALUATION_SHARE = 0.25
-_SHORT_S = 0.003  # of an update: what each kernel and each collective costs at least makes up much of it
 _UNSTEADY = 3.0  # 95th percentile of an update to its mean
+_MOST = 10
+_NOTABLE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
-    """A cause that makes a run slower than it could be.
+class Explanation:
+    """A run, read and explained.
 
     Attributes:
-        name: Such as `data`.
-        share: Of an update's time that it takes, at most.
-        fact: What was measured.
-        remedy: What to change.
+        sentences: At most ten, the important first.
+        limits: What limits its speed, the largest first.
+        roofline: None if nothing is known of its devices, or no update was timed.
+        goodput: None if it isn't known.
     """
 
-    name: str
-    share: float
-    fact: str
-    remedy: str
-
-    @property
-    def gain(self) -> float:
-        """The factor by which an update would be faster without it."""
-        return 1.0 / (1.0 - min(self.share, 0.99))
+    sentences: tuple[str, ...]
+    limits: tuple[Limit, ...] = ()
+    roofline: Roofline | None = None
+    goodput: Goodput | None = None
 
 
-def explain(folder: Path) -> list[str]:
-    """Return the sentences about a run, the most important first. Raises OSError."""
-    run, ranks = read_run(folder), read_rank_history(folder)
-    causes = limits(run, ranks)
-    return [
+@dataclass(frozen=True, slots=True)
+class _Evidence:
+    run: RunData
+    ranks: RankHistory
+    attempts: Sequence[Attempt]
+    causes: list[Limit]
+    traced: bool
+    roofline: Roofline | None
+    goodput: Goodput | None
+    measure: str = field(default="")
+
+
+def explain(folder: Path, profiled: Sequence[Limit] | None = None, peak: DevicePeak | None = None) -> Explanation:
+    """Explain a run. Raises OSError.
+
+    Args:
+        profiled: What the run's traces show; None: it has none.
+        peak: Of a rank's device, if it was measured.
+    """
+    run, ranks, attempts = read_run(folder), read_rank_history(folder), read_attempts(folder)
+    causes = limits(run, ranks, attempts)
+    known = {cause.name for cause in causes}
+    causes += [cause for cause in profiled or () if cause.name not in known]
+    seconds = mean_seconds(ranks)
+    evidence = _Evidence(
+        run,
+        ranks,
+        attempts,
+        causes,
+        profiled is not None,
+        Roofline.of(attempts[-1], run.last, seconds, peak) if attempts and seconds else None,
+        goodput(folder),
+        f"`{command_line('lockstep', 'explain', folder)} --measure` on a host of the run",
+    )
+    return Explanation(tuple(_sentences(evidence)), tuple(causes), evidence.roofline, evidence.goodput)
+
+
+def mean_seconds(ranks: RankHistory) -> float | None:
+    """Return the mean seconds of an update over all ranks and intervals; None if none was timed."""
+    timed = [
+        (seconds, updates)
+        for interval in ranks.intervals
+        for seconds, updates in zip(interval.step_seconds, interval.updates, strict=True)
+        if updates > 0 and math.isfinite(seconds)
+    ]
+    return (
+        sum(seconds * updates for seconds, updates in timed) / sum(updates for _, updates in timed) if timed else None
+    )
+
+
+def _sentences(evidence: _Evidence) -> list[str]:
+    run, ranks, roofline = evidence.run, evidence.ranks, evidence.roofline
+    slow_ranks = any(cause.name == "straggler" for cause in evidence.causes)
+    before = [
         *_progress(run),
         *_speed(run, ranks),
+        *(sentences(roofline, evidence.measure) if roofline is not None else ()),
+        *(communication(roofline, ranks) if roofline is not None and not slow_ranks else ()),
         *_split(ranks),
-        *(f"{limit.fact}." for limit in causes[:3]),
-        *_memory(run, ranks),
+    ]
+    after = [
+        *memory(evidence.attempts[-1] if evidence.attempts else None, ranks),
         *_events(run),
-        *_next(run, causes),
-    ][:10]
-
-
-def limits(run: RunData, ranks: RankHistory) -> list[Limit]:
-    """Return what limits a run's speed, the largest first."""
-    split = ranks.split()
-    if not split:
-        return []
-    shares = _shares(split)
-    candidates = (
-        _of_stragglers(ranks),
-        _of_data(run, shares, split),
-        _of_communication(run, shares, ranks),
-        _of_host(shares, split),
-        _of_saves(run, shares),
-        _of_optimizer(run, shares),
-        _of_short_updates(run, split),
-        _of_evaluations(run, ranks),
-    )
-    return sorted((limit for limit in candidates if limit is not None), key=lambda limit: -limit.share)
-
-
-# --- sentences ----------------------------------------------------------------------------------------------------
+        *_goodput(evidence.goodput, is_finished=run.summary is not None),
+        *_next(evidence),
+    ]
+    causes = [cause.sentences for cause in evidence.causes[: max(1, _MOST - len(before) - len(after))]]
+    return [*before, *causes, *after][:_MOST]
 
 
 def _progress(run: RunData) -> Iterator[str]:
@@ -97,7 +123,8 @@ def _progress(run: RunData) -> Iterator[str]:
     steps = run.columns["loss"].steps
     planned = run.configured("run", "steps")
     of = f" of {planned:,}" if isinstance(planned, int) and planned > steps[-1] else ""
-    state = "is finished" if run.summary is not None else "is not finished"
+    is_running = run.summary is None and held_by(run.folder) is not None
+    state = "is running" if is_running else "is finished" if run.summary is not None else "is not finished"
     loss = run.columns["loss"]
     first, last = (formatting.value(float(loss.values[index])) for index in (0, -1))
     attempts = f" over {len(run.restarts) + 1} attempts" if run.restarts else ""
@@ -105,48 +132,45 @@ def _progress(run: RunData) -> Iterator[str]:
 
 
 def _speed(run: RunData, ranks: RankHistory) -> Iterator[str]:
-    timed = [
-        (seconds, updates)
-        for interval in ranks.intervals
-        for seconds, updates in zip(interval.step_seconds, interval.updates, strict=True)
-        if updates > 0 and math.isfinite(seconds)
-    ]
-    if not timed:
+    mean = mean_seconds(ranks)
+    if mean is None:
         return
-    mean = sum(seconds * updates for seconds, updates in timed) / sum(updates for _, updates in timed)
     slow = max(
         (value for interval in ranks.intervals for value in interval.slowest if math.isfinite(value)), default=mean
     )
     speed = throughput(run)
     rate = f", {formatting.short(float(np.median(speed.known)))} {speed.name} a second" if len(speed.known) else ""
-    unsteady = f"; one in twenty took up to {formatting.duration(slow)}" if slow > _UNSTEADY * mean else ""
-    yield f"An update took {formatting.duration(mean)} on average{rate}{unsteady}."
+    unsteady = f"; one in twenty took up to {formatting.short_time(slow)}" if slow > _UNSTEADY * mean else ""
+    yield f"An update took {formatting.short_time(mean)} on average{rate}{unsteady}."
 
 
 def _split(ranks: RankHistory) -> Iterator[str]:
-    shares = _shares(ranks.split())
-    parts = [f"{name} {100 * share:.0f} %" for name, share in shares.items() if share >= 0.005]
+    split = ranks.split()
+    whole = sum(split.values())
+    longest = sorted(split.items(), key=lambda item: -item[1])
+    parts = [f"{name} {100 * part / whole:.0f} %" for name, part in longest if whole and part >= 0.005 * whole]
     if parts:
         yield f"Where an update's time went: {', '.join(parts)}."
     else:
         yield "Where an update's time went wasn't measured (monitor.meter_seconds, or too few updates)."
 
 
-def _memory(run: RunData, ranks: RankHistory) -> Iterator[str]:
-    for gauge, what in (("memory_allocated_peak", "of the device"), ("memory_resident_peak", "resident")):
-        peak = ranks.peak(gauge)
-        if peak is not None:
-            yield f"At most {formatting.size(int(peak[0]))} {what} were used, by rank {peak[1]}."
-            return
-
-
 def _events(run: RunData) -> Iterator[str]:
     parts = []
     if run.restarts:
         steps = ", ".join(f"{step:,}" for step, _ in run.restarts[:5])
-        parts.append(f"it was resumed from step {steps}")
+        more = f" and {len(run.restarts) - 5} more times" if len(run.restarts) > 5 else ""
+        parts.append(f"it was resumed from step {steps}{more}")
     if run.discarded:
         parts.append(f"{len(run.discarded):,} updates were discarded, the last at step {run.discarded[-1][0]:,}")
+    saved = [save for save in run.saves if save.failure is None]
+    evaluations = sum(len(next(iter(metrics.values()), {})) for metrics in run.evaluations.values())
+    if evaluations:
+        parts.append(f"it was evaluated {_times(evaluations)}")
+    if saved:
+        size = formatting.size(float(np.median([save.size for save in saved])))
+        lost = formatting.short_time(sum(save.lost for save in run.saves))
+        parts.append(f"saved {_times(len(saved))} ({size}; training waited {lost})")
     if failed := [save for save in run.saves if save.failure is not None]:
         parts.append(f"{len(failed)} of {len(run.saves)} saves failed ({failed[-1].failure})")
     if parts:
@@ -154,132 +178,35 @@ def _events(run: RunData) -> Iterator[str]:
         yield f"{text[0].upper()}{text[1:]}."
 
 
-def _next(run: RunData, causes: list[Limit]) -> Iterator[str]:
-    if run.summary is None and any(save.failure is None for save in run.saves):
-        command = command_line("lockstep", "train", run.folder)
-        yield f"`{command}` resumes it from the newest checkpoint, unless it is running."
-    for limit in causes[:2]:
-        yield f"To try: {limit.remedy} (at most {limit.gain:.1f} times as fast)."
-    if not causes and run.columns and len(run.columns["loss"].steps):
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number:,} times")
+
+
+def _goodput(useful: Goodput | None, *, is_finished: bool) -> Iterator[str]:
+    if useful is None or not math.isfinite(useful.share):
+        return
+    losses = {name: seconds for name, seconds in useful.losses().items() if seconds >= _NOTABLE * useful.wall}
+    names = {"other": "the end of the run"} if is_finished else {}
+    rest = ", ".join(f"{100 * seconds / useful.wall:.0f} % {names.get(name, name)}" for name, seconds in losses.items())
+    attempts = f" and {useful.attempts} attempts" if useful.attempts > 1 else ""
+    yield (
+        f"Its goodput is {100 * useful.share:.0f} %: of {formatting.duration(useful.wall)}{attempts}, that share "
+        f"trained updates that were kept{f'; the rest is {rest}' if rest else ''}."
+    )
+
+
+def _next(evidence: _Evidence) -> Iterator[str]:
+    run = evidence.run
+    if run.summary is None and held_by(run.folder) is None and any(save.failure is None for save in run.saves):
+        yield f"`{command_line('lockstep', 'train', run.folder)}` resumes it from the newest checkpoint."
+    if not run.columns or not len(run.columns["loss"].steps):
+        return
+    if not evidence.causes:
         ideas = [*(["precision.compute: bf16"] if run.configured("precision", "compute") == "fp32" else [])]
         ideas += ["a larger batch.micro_size", "more ranks"]
         yield f"Nothing but the computation itself limits it; to try are {', '.join(ideas)}."
-
-
-# --- what limits a run --------------------------------------------------------------------------------------------
-
-
-def _shares(split: Mapping[str, float]) -> dict[str, float]:
-    whole = sum(split.values())
-    return {name: part / whole for name, part in sorted(split.items(), key=lambda item: -item[1])} if whole else {}
-
-
-def _of_stragglers(ranks: RankHistory) -> Limit | None:
-    slowest = next(iter(ranks.stragglers()), None)
-    if slowest is None or slowest.intervals * 2 < len(ranks.intervals) or not slowest.ratio > 1.0:
-        return None
-    rank, phase = slowest.rank, slowest.phase
-    host = "its host is slower, shares its cores, or throttles" if phase in ("forward", "backward") else phase
-    return Limit(
-        "straggler",
-        1.0 - 1.0 / slowest.ratio,
-        f"Rank {rank} computed {slowest.ratio:.1f} times as long as the median rank, above all in {phase}, and the "
-        f"others waited for it (in {slowest.intervals} of {len(ranks.intervals)} intervals)",
-        f"look at rank {rank}'s {host if phase != 'data' else 'storage and data'}; `lockstep doctor` there",
-    )
-
-
-def _of_data(run: RunData, shares: Mapping[str, float], split: Mapping[str, float]) -> Limit | None:
-    share = shares.get("data", 0.0)
-    if share < _DATA_SHARE:
-        return None
-    loader = run.configured("data", "loader")
-    workers = loader.get("workers", 0) if isinstance(loader, Mapping) else 0
-    more = max(2, 2 * workers) if isinstance(workers, int) else 2
-    return Limit(
-        "data",
-        share,
-        f"The data came too late: each update waited {formatting.duration(split['data'])} for its samples",
-        f"data.loader.workers: {more}, or samples that are prepared beforehand",
-    )
-
-
-def _of_communication(run: RunData, shares: Mapping[str, float], ranks: RankHistory) -> Limit | None:
-    share = shares.get("communication", 0.0)
-    if share < _COMMUNICATION_SHARE or _of_stragglers(ranks) is not None:  # then it is the wait for that rank
-        return None
-    return Limit(
-        "communication",
-        share,
-        f"Ranks waited {100 * share:.0f} % of the time for what others sent, although none of them was slow",
-        "a larger batch.global_size (fewer reductions a sample), parallel.ddp.compression under DDP, or faster links, "
-        "which `lockstep doctor --ranks N` measures",
-    )
-
-
-def _of_host(shares: Mapping[str, float], split: Mapping[str, float]) -> Limit | None:
-    share = shares.get("host", 0.0)
-    if share < _HOST_SHARE:
-        return None
-    return Limit(
-        "host",
-        share,
-        f"{formatting.duration(split['host'])} of each update went to Python between updates: monitors, your own code",
-        "do less in monitors that see every update, or do it in a thread",
-    )
-
-
-def _of_saves(run: RunData, shares: Mapping[str, float]) -> Limit | None:
-    share = shares.get("save", 0.0)
-    if share < _SAVE_SHARE:
-        return None
-    number = sum(save.failure is None for save in run.saves)
-    return Limit(
-        "saves",
-        share,
-        f"Training waited for {number:,} saves, {100 * share:.0f} % of the time",
-        "checkpoint.every larger, or checkpoint.asynchronous: true",
-    )
-
-
-def _of_optimizer(run: RunData, shares: Mapping[str, float]) -> Limit | None:
-    share = shares.get("optimizer", 0.0)
-    if share < _OPTIMIZER_SHARE:
-        return None
-    return Limit(
-        "optimizer",
-        share,
-        f"The optimizer took {100 * share:.0f} % of each update: the batch is small beside the model",
-        "a larger batch.global_size",
-    )
-
-
-def _of_short_updates(run: RunData, split: Mapping[str, float]) -> Limit | None:
-    whole = sum(split.values())
-    if whole >= _SHORT_S:
-        return None
-    return Limit(
-        "tiny batches",
-        0.5,
-        f"Updates are so short ({formatting.duration(whole)}) that fixed costs make up much of them",
-        "a larger batch.global_size",
-    )
-
-
-def _of_evaluations(run: RunData, ranks: RankHistory) -> Limit | None:
-    """Return a limit if evaluations take much of the time, which is what the intervals have beside updates."""
-    seconds = sum(interval.seconds for interval in ranks.intervals if math.isfinite(interval.seconds))
-    training = sum(
-        interval.updates[0] * interval.step_seconds[0]
-        for interval in ranks.intervals
-        if interval.updates and math.isfinite(interval.step_seconds[0])
-    )
-    evaluations = sum(len(next(iter(metrics.values()), {})) for metrics in run.evaluations.values())
-    if evaluations < 2 or not seconds or (share := 1.0 - training / seconds) < _EVALUATION_SHARE:
-        return None
-    return Limit(
-        "evaluations",
-        share,
-        f"Up to {100 * share:.0f} % of the time was outside of updates, with {evaluations:,} evaluations",
-        "evaluation.every larger, or a smaller evaluation set",
-    )
+    if not evidence.traced:
+        yield (
+            f"What is inside forward and backward (numbers read on the host, small operators) only a profile shows: "
+            f"`{command_line('lockstep', 'profile', run.folder)}` while it trains."
+        )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -152,6 +153,26 @@ class RankHistory:
             for rank, each in by_rank.items()
         ]
         return sorted(frequent, key=lambda straggler: -straggler.intervals)
+
+    def excess(self, rank: int, ratio: float) -> float:
+        """Return the share of an update in which others wait for a rank that computes `ratio` times as long as they."""
+        computing = whole = 0.0
+        for interval in self.intervals:
+            place = interval.ranks.index(rank) if rank in interval.ranks else None
+            parts = {name: column[place] for name, column in interval.split.items()} if place is not None else {}
+            if parts and all(map(math.isfinite, parts.values())):
+                whole += sum(parts.values())
+                computing += sum(parts.values()) - parts.get("communication", 0.0)
+        return (computing - computing / ratio) / whole if whole else 1.0 - 1.0 / ratio
+
+    def medians(self, gauge: str) -> dict[int, float]:
+        """Return the median of a gauge over all intervals, by rank; of ranks that have it."""
+        values: dict[int, list[float]] = {}
+        for interval in self.intervals:
+            for value, rank in zip(interval.gauges.get(gauge, ()), interval.ranks, strict=False):
+                if math.isfinite(value):
+                    values.setdefault(rank, []).append(value)
+        return {rank: statistics.median(of_rank) for rank, of_rank in values.items()}
 
 
 def read_rank_history(run: Path) -> RankHistory:

@@ -1,0 +1,83 @@
+"""Measures the peak of a run's devices, for those that have no data sheet: a matrix product, and a copy in memory.
+
+CPU      all cores of this host, divided by the run's ranks here, which share them
+other    the device of one rank
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.core.errors import RunFailed
+from lockstep.monitor.attempts import read_attempts
+from lockstep.report.roofline import DevicePeak
+
+_SECONDS = 0.4  # for each measurement
+_SIZE = 1024
+_LARGE_SIZE = 8192  # for an accelerator
+_COPIED = 1 << 27  # bytes: more than any cache has
+
+
+def peak_of_run(run: Path) -> DevicePeak:
+    """Measure the peak of a rank's device, on this host.
+
+    Raises:
+        RunFailed: This host is none of the run's, or it isn't known where the run was.
+    """
+    import torch
+
+    attempts = read_attempts(run)
+    if not attempts:
+        raise RunFailed(f"{run} has no attempts.jsonl: it isn't known on which hosts it ran")
+    hosts = {host for host, _ in attempts[-1].hosts}
+    here = socket.gethostname()
+    if here not in hosts:
+        raise RunFailed(f"--measure: the run was on {', '.join(sorted(hosts))}, and this is {here}; measure there")
+    facts = attempts[-1].facts
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(facts.get("precision")), torch.float32)
+    if facts.get("device") != "cpu":
+        if not torch.accelerator.is_available():
+            raise RunFailed(f"--measure: the run was on {facts.get('device')}, and torch sees no accelerator here")
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None, "there is one"
+        return measured_peak(accelerator, dtype)
+    peak = measured_peak(torch.device("cpu"), dtype)
+    ranks = max(1, sum(number for host, number in attempts[-1].hosts if host == here))
+    return DevicePeak(peak.flops / ranks, peak.bandwidth / ranks)
+
+
+def measured_peak(device: object, dtype: object) -> DevicePeak:
+    """Return the operations and bytes per second of a device: the fastest of many products and copies."""
+    import torch
+
+    place, kind = torch.device(str(device)), dtype
+    assert isinstance(kind, torch.dtype)
+    size = _SIZE if place.type == "cpu" else _LARGE_SIZE
+    left, right = (torch.randn(size, size, device=place).to(kind) for _ in range(2))
+    product = torch.empty(size, size, device=place, dtype=kind)
+    source = torch.zeros(_COPIED, device=place, dtype=torch.uint8)
+    target = torch.empty_like(source)
+
+    def wait() -> None:
+        if place.type != "cpu":
+            torch.accelerator.synchronize(place)
+
+    with torch.no_grad():
+        flops = 2 * size**3 / _fastest(lambda: torch.mm(left, right, out=product), wait)
+        return DevicePeak(flops, 2 * _COPIED / _fastest(lambda: target.copy_(source), wait))
+
+
+def _fastest(work: Callable[[], object], wait: Callable[[], None]) -> float:
+    """Return the seconds of the fastest call, as other processes only add to it."""
+    work()
+    wait()
+    until, fastest = time.perf_counter() + _SECONDS, float("inf")
+    while time.perf_counter() < until:
+        began = time.perf_counter()
+        work()
+        wait()
+        fastest = min(fastest, time.perf_counter() - began)
+    return fastest

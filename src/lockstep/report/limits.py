@@ -1,0 +1,213 @@
+"""Names what limits the speed of a run, from what its ranks measured: a fact, a remedy, and the possible gain.
+
+ranks.jsonl    the split of an update's time, ranks that the others waited for        config.yaml    what can be changed
+
+A gain is what an update would take without the time that is named, at most (Amdahl's law): it is never a promise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lockstep.core import formatting
+from lockstep.monitor.attempts import Attempt
+from lockstep.report.rank_history import RankHistory
+from lockstep.report.run_data import RunData
+
+_DATA_SHARE = 0.10
+_COMMUNICATION_SHARE = 0.25
+_HOST_SHARE = 0.10
+_CORE_WAIT_PERCENT = 15.0
+_SAVE_SHARE = 0.05
+_OPTIMIZER_SHARE = 0.35
+_EVALUATION_SHARE = 0.25
+_SHORT_S = 0.003  # of a micro-batch: what each kernel costs at least makes up much of it
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A cause that makes a run slower than it could be.
+
+    Attributes:
+        name: Such as `data`.
+        share: Of an update's time that it takes, at most.
+        fact: What was measured.
+        remedy: What to change.
+        bounded: Whether the share bounds the gain; otherwise the gain isn't known.
+    """
+
+    name: str
+    share: float
+    fact: str
+    remedy: str
+    bounded: bool = True
+
+    @property
+    def gain(self) -> float | None:
+        """The factor by which an update would be faster without it; None if that isn't known."""
+        return 1.0 / (1.0 - min(self.share, 0.99)) if self.bounded else None
+
+    @property
+    def sentences(self) -> str:
+        """The fact, and what to try."""
+        gain = f" (at most {self.gain:.1f} times as fast)" if self.gain is not None else ""
+        return f"{self.fact}; to try: {self.remedy}{gain}."
+
+
+def limits(run: RunData, ranks: RankHistory, attempts: Sequence[Attempt] = ()) -> list[Limit]:
+    """Return what limits a run's speed, the largest first."""
+    split = ranks.split()
+    if not split:
+        return []
+    shares = _shares(split)
+    candidates = (
+        _of_stragglers(ranks),
+        _of_crowded_host(ranks),
+        _of_data(run, shares, split),
+        _of_communication(shares, ranks),
+        _of_host(shares, split),
+        _of_saves(run, shares),
+        _of_optimizer(shares),
+        _of_short_micro_batches(split, attempts),
+        _of_evaluations(run, ranks),
+    )
+    return sorted((limit for limit in candidates if limit is not None), key=lambda limit: -limit.share)
+
+
+def _shares(split: Mapping[str, float]) -> dict[str, float]:
+    whole = sum(split.values())
+    return {name: part / whole for name, part in split.items()} if whole else {}
+
+
+def _of_stragglers(ranks: RankHistory) -> Limit | None:
+    slowest = next(iter(ranks.stragglers()), None)
+    if slowest is None or slowest.intervals * 2 < len(ranks.intervals) or not slowest.ratio > 1.0:
+        return None
+    rank, phase = slowest.rank, slowest.phase
+    return Limit(
+        "straggler",
+        ranks.excess(rank, slowest.ratio),
+        f"Rank {rank} computed {slowest.ratio:.1f} times as long as the median rank, above all in {phase}, and the "
+        f"others waited for it (in {slowest.intervals} of {len(ranks.intervals)} intervals)",
+        "its storage, and how much data it has"
+        if phase == "data"
+        else "`lockstep doctor` on its host, which may be slower, share its cores, or throttle",
+    )
+
+
+def _of_crowded_host(ranks: RankHistory) -> Limit | None:
+    """Return a limit if main threads wait for a core, by the median of the rank that waits most."""
+    column = ranks.medians("core_wait_percent")
+    if not column or max(column.values()) < _CORE_WAIT_PERCENT:
+        return None
+    rank, percent = max(column.items(), key=lambda item: item[1])
+    return Limit(
+        "crowded host",
+        percent / 100,
+        f"The host is crowded: rank {rank} waited {percent:.0f} % of its time for a core that other threads and "
+        "processes had",
+        "end the other processes, ask the scheduler for more cores, or start fewer ranks, loader workers and threads "
+        "(OMP_NUM_THREADS) on its host",
+    )
+
+
+def _of_data(run: RunData, shares: Mapping[str, float], split: Mapping[str, float]) -> Limit | None:
+    share = shares.get("data", 0.0)
+    if share < _DATA_SHARE:
+        return None
+    loader = run.configured("data", "loader")
+    workers = loader.get("workers", 0) if isinstance(loader, Mapping) else 0
+    more = max(2, 2 * workers) if isinstance(workers, int) else 2
+    return Limit(
+        "data",
+        share,
+        f"The data came too late: each update waited {formatting.short_time(split['data'])} for its samples",
+        f"data.loader.workers: {more}, or samples that are prepared beforehand",
+    )
+
+
+def _of_communication(shares: Mapping[str, float], ranks: RankHistory) -> Limit | None:
+    straggler = _of_stragglers(ranks)
+    share = shares.get("communication", 0.0) - (straggler.share if straggler is not None else 0.0)
+    if share < _COMMUNICATION_SHARE:
+        return None
+    return Limit(
+        "communication",
+        share,
+        f"Ranks waited {100 * share:.0f} % of the time for what others sent, which isn't explained by slow ranks",
+        "a larger batch.global_size (fewer reductions a sample), parallel.ddp.compression under DDP, or faster links, "
+        "which `lockstep doctor --ranks N` measures",
+    )
+
+
+def _of_host(shares: Mapping[str, float], split: Mapping[str, float]) -> Limit | None:
+    share = shares.get("host", 0.0)
+    if share < _HOST_SHARE:
+        return None
+    return Limit(
+        "host",
+        share,
+        f"{formatting.short_time(split['host'])} of each update went to Python between updates: monitors, your code",
+        "do less in monitors that see every update, or do it in a thread",
+    )
+
+
+def _of_saves(run: RunData, shares: Mapping[str, float]) -> Limit | None:
+    share = shares.get("save", 0.0)
+    if share < _SAVE_SHARE:
+        return None
+    number = sum(save.failure is None for save in run.saves)
+    return Limit(
+        "saves",
+        share,
+        f"Training waited for {number:,} saves, {100 * share:.0f} % of the time",
+        "checkpoint.every larger, or checkpoint.asynchronous: true",
+    )
+
+
+def _of_optimizer(shares: Mapping[str, float]) -> Limit | None:
+    share = shares.get("optimizer", 0.0)
+    if share < _OPTIMIZER_SHARE:
+        return None
+    return Limit(
+        "optimizer",
+        share,
+        f"The optimizer took {100 * share:.0f} % of each update: the batch is small beside the model",
+        "a larger batch.global_size",
+    )
+
+
+def _of_short_micro_batches(split: Mapping[str, float], attempts: Sequence[Attempt]) -> Limit | None:
+    number = int((attempts[-1].number("accumulation") if attempts else None) or 1)
+    seconds = sum(split.get(phase, 0.0) for phase in ("forward", "backward", "optimizer")) / number
+    if seconds >= _SHORT_S:
+        return None
+    what = f"Its {number:,} micro-batches" if number > 1 else "Its updates"
+    return Limit(
+        "tiny batches",
+        0.5,
+        f"{what} are so short ({formatting.short_time(seconds)} each) that operators' fixed costs make up much of them",
+        "a larger batch.micro_size" if number > 1 else "a larger batch.global_size, model.compile: true",
+        bounded=False,
+    )
+
+
+def _of_evaluations(run: RunData, ranks: RankHistory) -> Limit | None:
+    """Return a limit if evaluations take much of the time, which is what the intervals have beside updates."""
+    seconds = sum(interval.seconds for interval in ranks.intervals if math.isfinite(interval.seconds))
+    training = sum(
+        interval.updates[0] * interval.step_seconds[0]
+        for interval in ranks.intervals
+        if interval.updates and math.isfinite(interval.step_seconds[0])
+    )
+    evaluations = sum(len(next(iter(metrics.values()), {})) for metrics in run.evaluations.values())
+    if evaluations < 2 or not seconds or (share := 1.0 - training / seconds) < _EVALUATION_SHARE:
+        return None
+    return Limit(
+        "evaluations",
+        share,
+        f"Up to {100 * share:.0f} % of the time was outside of updates, with {evaluations:,} evaluations",
+        "evaluation.every larger, or a smaller evaluation set",
+    )

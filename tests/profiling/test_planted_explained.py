@@ -1,0 +1,77 @@
+"""`lockstep explain` names the planted bottleneck of each real run, with a profile in its folder and without."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from kit.commands import run_lockstep
+
+from lockstep.profiling.traces import read_trace, trace_files
+from lockstep.report.explanation import explain
+from lockstep.report.limits import limits
+from lockstep.report.rank_history import read_rank_history
+from lockstep.report.run_data import read_run
+
+
+@pytest.mark.parametrize(
+    ("run", "name", "share", "words"),
+    [
+        ("data", "data", 0.5, "The data came too late"),
+        ("save", "saves", 0.5, "Training waited for 7 saves"),
+        ("rank", "straggler", 0.4, "Rank 1 computed"),
+        ("link", "communication", 0.5, "which isn't explained by slow ranks"),
+    ],
+)
+def test_the_meters_name_it_first(runs: Path, run: str, name: str, share: float, words: str) -> None:
+    causes = [cause for cause in explain(runs / run).limits if cause.name not in ("crowded host", "tiny batches")]
+    assert causes[0].name == name
+    assert causes[0].share > share
+    assert any(words in sentence for sentence in explain(runs / run).sentences)
+
+
+def test_tiny_micro_batches_are_named_without_an_invented_gain(runs: Path) -> None:
+    (cause,) = (cause for cause in explain(runs / "tiny").limits if cause.name == "tiny batches")
+    assert "Its 13 micro-batches are so short" in cause.fact
+    assert "batch.micro_size" in cause.remedy
+    assert cause.gain is None
+
+
+def test_what_only_a_profile_sees_is_taken_from_it(runs: Path, tmp_path: Path) -> None:
+    reads = run_lockstep("explain", runs / "data", "--json").stdout
+    assert {"data", "host sync"} <= {limit["name"] for limit in json.loads(reads)["limits"]}
+    text = run_lockstep("explain", runs / "small").stdout
+    assert "A profile shows that the host is the limit" in text
+    assert "only a profile shows" not in text
+    shutil.copytree(runs / "small", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "profile")
+    without = " ".join(explain(tmp_path / "run").sentences)
+    assert "A profile shows" not in without
+    assert f"only a profile shows: `lockstep profile {tmp_path / 'run'}`" in without
+
+
+@pytest.mark.parametrize("run", ["data", "small", "save"])
+def test_the_profiler_itself_is_no_limit(runs: Path, run: str) -> None:
+    """Recording takes longer than these updates do."""
+    assert "host" not in [cause.name for cause in limits(read_run(runs / run), read_rank_history(runs / run))]
+
+
+@pytest.mark.parametrize("run", ["data", "small", "save", "rank", "link"])
+def test_the_split_of_the_meters_is_that_of_the_trace(runs: Path, run: str) -> None:
+    """Phases add up to an update, by the meters and by torch's profiler, whose operators are in the right phases."""
+    for path in trace_files(runs / run):
+        trace = read_trace(path)
+        assert sum(trace.split.values()) == pytest.approx(trace.seconds, rel=0.03)
+        (interval,) = read_rank_history(runs / run).intervals
+        parts = {name: column[trace.rank] for name, column in interval.split.items()}
+        assert sum(parts.values()) == pytest.approx(interval.step_seconds[trace.rank], rel=0.03)
+
+
+def test_at_most_ten_sentences(runs: Path) -> None:
+    for run in runs.iterdir():
+        sentences = explain(run).sentences
+        assert 5 <= len(sentences) <= 10
+        assert all(sentence.endswith(".") for sentence in sentences)
+        assert any("goodput is" in sentence for sentence in sentences)
