@@ -1,4 +1,4 @@
-"""Runs with a bottleneck each, which `lockstep profile` and `lockstep explain` must name; both judge the same runs."""
+"""Runs with a bottleneck each, which `lockstep profile` and `lockstep explain` must name; both read the same runs."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Roofline:
         )
 
     @property
-    def floor(self) -> float | None:
+    def bound(self) -> float | None:
         """The seconds that an update takes at least; None if they aren't known."""
         known = [bound for bound in (self.compute, self.memory) if bound is not None]
         return max(known) / (1.0 - min(self.bubble, 0.99)) if self.compute is not None else None
@@ -124,7 +124,7 @@ def sentences(roofline: Roofline, run: str) -> Iterator[str]:
         return
     achieved = f"It computes {_flops(flops / roofline.seconds / ranks)} on each rank"
     peak = attempt.number("peak_flops")
-    if peak is None or roofline.compute is None or roofline.mfu is None or roofline.floor is None:
+    if peak is None or roofline.compute is None or roofline.mfu is None or roofline.bound is None:
         yield f"{achieved}; its MFU isn't known, as the peak of {device} isn't: {run} measures it."
         return
     source = "measured now" if roofline.measured else "data sheet"
@@ -134,7 +134,7 @@ def sentences(roofline: Roofline, run: str) -> Iterator[str]:
     pipeline = f" (its pipeline waits {roofline.bubble:.0%} by the plan)" if roofline.bubble > _NOTABLE else ""
     yield (
         f"{achieved}, {100 * roofline.mfu:.1f} % (MFU) of the {_flops(peak)} of {device} in {precision} ({source}): at "
-        f"the peaks, {bounds}{pipeline}; it takes {roofline.seconds / roofline.floor:.1f} times its bound"
+        f"the peaks, {bounds}{pipeline}; it takes {roofline.seconds / roofline.bound:.1f} times its bound"
     ) + "."
 
 
