@@ -13,7 +13,7 @@ from lockstep.core.terminal import echo
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lockstep.report.explanation import Explanation
+    from lockstep.report.explanation import RunExplanation
     from lockstep.report.limits import Limit
 
 
@@ -77,7 +77,7 @@ def _profiled(run: Path) -> list[Limit] | None:
     ]
 
 
-def _as_json(explanation: Explanation) -> dict[str, Any]:
+def _as_json(explanation: RunExplanation) -> dict[str, Any]:
     roofline, useful = explanation.roofline, explanation.goodput
     values: dict[str, Any] = {
         "sentences": explanation.sentences,

@@ -30,7 +30,7 @@ _NOTABLE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class RunExplanation:
     """A run, read and explained.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Evidence:
     measure: str = field(default="")
 
 
-def explain(folder: Path, profiled: Sequence[Limit] | None = None, peak: DevicePeak | None = None) -> Explanation:
+def explain(folder: Path, profiled: Sequence[Limit] | None = None, peak: DevicePeak | None = None) -> RunExplanation:
     """Explain a run. Raises OSError.
 
     Args:
@@ -80,7 +80,7 @@ def explain(folder: Path, profiled: Sequence[Limit] | None = None, peak: DeviceP
         goodput(folder),
         f"`{command_line('lockstep', 'explain', folder)} --measure` on a host of the run",
     )
-    return Explanation(tuple(_sentences(evidence)), tuple(causes), evidence.roofline, evidence.goodput)
+    return RunExplanation(tuple(_sentences(evidence)), tuple(causes), evidence.roofline, evidence.goodput)
 
 
 def mean_seconds(ranks: RankHistory) -> float | None:
