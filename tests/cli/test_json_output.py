@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ CONFIG = {
     "run": {"steps": 2, "folder": "run"},
     "monitor": {"tensorboard": False},
     "launch": {"device": "cpu"},
+    "profile": {"steps": "2..2"},
 }
 
 
@@ -46,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _is_alone(done)
     assert json.loads(done.stdout)["steps"] == 2
     assert "step 2/2" in done.stderr
+    shutil.copytree(place / "run", place / "copy")
     return place
 
 
@@ -60,6 +63,10 @@ def _is_alone(done: Done) -> None:
     [
         ("eval", "run", "--ranks", 2, "--trust-run"),
         ("report", "run"),
+        ("compare", "run", "copy"),
+        ("explain", "run"),
+        ("ls", "."),
+        ("profile", "run", "--show"),
         ("export", "run", "--to", "model.pt", "--trust-run"),
         ("verify", "noisy.yaml", "--strategies", "ddp", "--ranks", 2, "--steps", 1),
         ("memory", "noisy.yaml", "--ranks", 1, "--modes", "none", "--steps", 1),

@@ -74,6 +74,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "launch": {"device": "cpu"},
         "monitor": {"tensorboard": False, "progress": "none"},
         "run": {"steps": 2, "folder": str(folder / "run")},
+        "profile": {"steps": "2..2"},
     }
     (folder / "config.json").write_text(json.dumps(config))
     done = run_lockstep("train", folder / "config.json")
@@ -117,6 +118,11 @@ LOOKS: dict[str, tuple[str, ...]] = {
     "config show": ("config", "show", "*"),
     "config check": ("config", "check", "*"),
     "report": ("report", "*"),
+    "compare": ("compare", "*", "copy", "--output", "compare.html"),
+    "explain": ("explain", "*"),
+    "ls": ("ls", "*"),
+    "top": ("top", "*", "--once"),
+    "profile": ("profile", "*", "--show"),
     "ckpt ls": ("ckpt", "ls", "*"),
     "ckpt show": ("ckpt", "show", "*"),
     "ckpt verify": ("ckpt", "verify", "*"),
@@ -154,6 +160,7 @@ def test_code_of_another_users_run_is_named_and_not_executed(stranger: Path, tmp
 
 
 def test_reading_commands_need_no_trust(stranger: Path, tmp_path: Path) -> None:
+    shutil.copytree(stranger, tmp_path / "copy")
     for verb, words in LOOKS.items():
         done = _run(words, stranger, tmp_path)
         assert done.returncode == 0, (verb, done.stderr)

@@ -215,10 +215,10 @@ def test_a_value_between_two_gaps_is_still_seen() -> None:
 def test_many_noisy_values_get_a_median_and_are_thinned() -> None:
     noisy = series([2 + number % 7 for number in range(100_000)], noisy=True)
     svg = draw(chart(noisy))
-    assert svg.count('class="line s0 thin"') == 1
-    assert svg.count('class="line s0"') == 1
+    assert svg.count('class="line s0 d0 thin"') == 1
+    assert svg.count('class="line s0 d0"') == 1
     assert len(svg) < 60_000
-    assert 'class="line s0 thin"' not in draw(chart(series([2.0, 3.0, 4.0], noisy=True)))
+    assert 'class="line s0 d0 thin"' not in draw(chart(series([2.0, 3.0, 4.0], noisy=True)))
 
 
 def test_events_are_marked_at_their_steps() -> None:

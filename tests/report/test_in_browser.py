@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from kit.browser import CHROMIUM, OVERFLOWING, Chromium, browser
 from kit.pages import evaluated, interval, logged, make_run, resumed, saved, write_intervals
 
 from lockstep.report import write_report
+from lockstep.report.comparison import compare
+from lockstep.report.comparison_page import write_comparison
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
 NASTY = "\"</script><b>'" + "Ünïcödé-名前" * 16
@@ -43,10 +46,30 @@ def report_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(run)
 
 
+@pytest.fixture(scope="module")
+def comparison_page(report_page: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, and eight more: three seeds of two configs, and two with names that no program expects."""
+    folder = tmp_path_factory.mktemp("compared")
+    runs = [report_page.parent]
+    for number, (lr, seed) in enumerate([(0.1, 1), (0.1, 2), (0.1, 3), (0.2, 1), (0.2, 2), (0.2, 3), (9, 9), (8, 8)]):
+        place = folder / (NASTY.replace("/", "-")[:60] if number > 5 else f"lr-{lr}-seed-{seed}") / str(number)
+        runs.append(shutil.copytree(report_page.parent, place))
+        (place / "config.yaml").write_text(
+            f"optim: {{lr: {lr}, {json.dumps(NASTY)}: {json.dumps(NASTY)}}}\nrun: {{seed: {seed}}}"
+        )
+    return write_comparison(compare(runs), folder / "compare.html")
+
+
+@pytest.fixture(params=["report", "comparison"])
+def any_page(request: pytest.FixtureRequest) -> Path:
+    page: Path = request.getfixturevalue(f"{request.param}_page")
+    return page
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_nothing_overflows(chromium: Chromium, report_page: Path, width: int, dark: bool) -> None:
-    page = chromium.open(report_page, width, dark=dark)
+def test_nothing_overflows(chromium: Chromium, any_page: Path, width: int, dark: bool) -> None:
+    page = chromium.open(any_page, width, dark=dark)
     assert page.value(OVERFLOWING) == []
     page.value("document.querySelectorAll('details').forEach(details => details.open = true)")
     assert page.value(OVERFLOWING) == []
@@ -82,6 +105,19 @@ def test_every_value_is_reached_by_keyboard_and_told(chromium: Chromium, report_
     assert stops
 
 
+def test_a_comparison_is_read_by_keyboard_and_by_ear(chromium: Chromium, comparison_page: Path) -> None:
+    page = chromium.open(comparison_page)
+    heard = page.accessible()
+    assert not [role for role, name, _ in heard if role in ("slider", "image", "table", "region") and not name]
+    names = {name for _, name, _ in heard}
+    assert {"Runs", "Over seeds", "Final figures, a column each run", "Curves"} <= names
+    page.value("document.querySelector('svg.chart').focus()")
+    page.press("Home")
+    told = page.value("document.activeElement.getAttribute('aria-valuetext')")
+    assert told.startswith("step 1: mean of 3, ")
+    assert told.count(" 2") >= 9 + 2  # the loss of each run, and of each mean
+
+
 def test_a_screen_reader_hears_what_the_charts_show(chromium: Chromium, report_page: Path) -> None:
     heard = chromium.open(report_page).accessible()
     names = [name for role, name, _ in heard if role == "slider"]
@@ -95,8 +131,8 @@ def test_a_screen_reader_hears_what_the_charts_show(chromium: Chromium, report_p
     assert {"run", "Curves", "Ranks", "Last evaluation"} <= set(headings)
 
 
-def test_paper_has_all_that_a_wide_page_shows(chromium: Chromium, report_page: Path) -> None:
-    page = chromium.open(report_page, 720)
+def test_paper_has_all_that_a_wide_page_shows(chromium: Chromium, any_page: Path) -> None:
+    page = chromium.open(any_page, 720)
     chromium.call("Emulation.setEmulatedMedia", page.session, media="print")
     assert page.value(OVERFLOWING) == []
     assert page.value("getComputedStyle(document.querySelector('details')).display") == "none"

@@ -142,6 +142,12 @@ def test_every_verb_takes_the_address_of_a_run(
     holder.release()
     S3Store(address).write("summary.json", memoryview(summary))
     assert main(["report", address, "--output", str(tmp_path / "page.html")]) == 0
+    assert main(["compare", address, finished, "--output", str(tmp_path / "page.html"), "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
+    assert [(run["run"], run["label"]) for run in compared] == [
+        (address, address.rpartition("/")[2]),
+        (finished, finished.rpartition("/")[2]),
+    ]
     assert main(["export", address, "--to", str(tmp_path / "model.safetensors")]) == 0
     assert main(["export", address]) == 2
     assert "--to is needed" in capsys.readouterr().err

@@ -34,6 +34,7 @@ VERBS = {
     "ls": ("ls", "list the runs of a folder, and what each does"),
     "top": ("top", "show a run live: progress, loss, and what each rank does"),
     "report": ("report", "write a run as one HTML page"),
+    "compare": ("compare", "compare runs, as one HTML page: curves, figures, configs, seeds"),
     "explain": ("explain", "explain a run: how fast it is, what limits it, what to do next"),
     "profile": ("profile", "record where time and memory of a run go, and explain it; measure its data loader"),
     "verify": ("verify", "check on your model that every strategy trains as a single process does"),

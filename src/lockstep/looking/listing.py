@@ -79,12 +79,13 @@ def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
 
     A folder that is a run itself counts. What can't be read is left out.
     """
-    runs = {os.path.realpath(run): run for folder in folders for run in _runs_in(folder, depth=2)}
+    runs = {os.path.realpath(run): run for folder in folders for run in runs_in(folder)}
     rows = [listed(run) for run in runs.values()]
     return sorted(rows, key=lambda row: row.changed if row.started is None else row.started, reverse=True)
 
 
-def _runs_in(folder: Path, depth: int) -> Iterator[Path]:
+def runs_in(folder: Path, depth: int = 2) -> Iterator[Path]:
+    """Yield the folder if it is a run, otherwise the runs in it and in its folders, by name."""
     with suppress(OSError):
         if is_run(folder):
             yield folder
@@ -95,7 +96,7 @@ def _runs_in(folder: Path, depth: int) -> Iterator[Path]:
             inside = [entry for entry in itertools.islice(entries, _MOST_ENTRIES) if not entry.name.startswith(".")]
         for entry in sorted(inside, key=lambda entry: entry.name):
             if entry.is_dir():
-                yield from _runs_in(Path(entry.path), depth - 1)
+                yield from runs_in(Path(entry.path), depth - 1)
 
 
 def listed(run: Path) -> ListedRun:

@@ -48,6 +48,15 @@ class Marks:
     rollbacks: Sequence[tuple[int, int]] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A stretch of values at each step, such as mean - deviation to mean + deviation, in the color of a series."""
+
+    series: Series
+    low: Numbers
+    high: Numbers
+
+
 class DrawnChart(Protocol):
     """A chart along the steps of a run, on which marks can stand."""
 
@@ -67,6 +76,9 @@ class Chart:
         series: at least one, each with a finite value.
         first: the step at the left edge; `last` at the right.
         is_large: over the whole width, with labels beside its restarts.
+        bands: behind the series.
+        points: kind (a CSS class), step, and a series, on which the mark stands.
+        remarks: on how it is drawn.
     """
 
     title: str
@@ -78,6 +90,9 @@ class Chart:
     marks: Marks = field(default_factory=Marks)
     unit: Unit = "plain"
     is_large: bool = False
+    bands: Sequence[Band] = ()
+    points: Sequence[tuple[str, int, Series]] = ()
+    remarks: Sequence[str] = ()
 
     @property
     def height(self) -> int:
@@ -111,12 +126,14 @@ class Chart:
     @property
     def notes(self) -> list[str]:
         """Remarks on how the chart is drawn."""
-        notes = ["Logarithmic scale."] if self.scale.is_logarithmic else []
+        notes = [*self.remarks, *(["Logarithmic scale."] if self.scale.is_logarithmic else [])]
         for series in self.series:
             if series.is_smoothed:
                 notes.append(f"Thin: as logged. Thick: running median of {series.window:,} values.")
             if missing := len(series.values) - len(series.known):
-                notes.append(f"{missing:,} {'value is' if missing == 1 else 'values are'} not finite: a gap, shaded.")
+                of = f" of {series.name}" if len(self.series) > 1 else ""
+                verb = f"value{of} is" if missing == 1 else f"values{of} are"
+                notes.append(f"{missing:,} {verb} not finite: a gap, shaded.")
         return notes
 
     def along(self, steps: Numbers) -> Numbers:
@@ -129,8 +146,9 @@ class Chart:
 
 
 def color_class(series: Series) -> str:
-    """Return the classes that give a series its color and dash; both together differ for twelve series."""
-    return f"s{series.color % _COLORS}" + (" again" if series.color >= _COLORS else "")
+    """Return the classes that give a series its color and dash; both together differ for 36 colors."""
+    dash = series.color + series.color // _COLORS if series.dash is None else series.dash
+    return f"s{series.color % _COLORS} d{dash % _COLORS}"
 
 
 def _values_at(series: Series, steps: Numbers, unit: Unit) -> list[str]:
@@ -167,7 +185,28 @@ def draw(chart: Chart) -> str:
         marks=mark_lines(chart),
         restarts=restart_lines(chart, labeled=chart.is_large),
         rollbacks=rollback_bands(chart),
+        bands=[(color_class(band.series), _band_path(chart, band)) for band in chart.bands],
+        points=_points(chart),
     )
+
+
+def _band_path(chart: Chart, band: Band) -> str:
+    kept = thin(band.series.steps, band.high, _SLOTS // 5)
+    along = (chart.along(band.series.steps[kept]) * STRETCH).tolist()
+    high, low = (chart.down(values[kept]).tolist() for values in (band.high, band.low))
+    corners = [*zip(along, high, strict=True), *reversed(list(zip(along, low, strict=True)))]
+    return "M" + "L".join(f"{_short(x)} {_short(y)}" for x, y in corners) + "z"
+
+
+def _points(chart: Chart) -> list[tuple[str, str, str]]:
+    """Return class, place and height of each mark on a curve; on a stretch without values none."""
+    points = []
+    for kind, step, series in chart.points:
+        if series.known_steps[0] <= step <= series.known_steps[-1]:
+            value = np.interp([float(step)], series.known_steps, series.known)
+            place = float(chart.along(np.array(float(step))))
+            points.append((f"{kind} {color_class(series)}", _percent(place), _short(TOP + chart.down(value)[0])))
+    return points
 
 
 def _curves(chart: Chart, series: Series) -> list[tuple[str, str, str]]:
@@ -175,13 +214,14 @@ def _curves(chart: Chart, series: Series) -> list[tuple[str, str, str]]:
 
     The data points are what page.js shows: for each point of the path its step, as a difference, and its value as text.
     """
-    kept = thin(series.steps, series.values, 800 if chart.is_large else 300)
+    kept = thin(series.steps, series.values, (800 if chart.is_large else 300) // (1 + len(chart.series) // 4))
     steps, values = series.steps[kept], series.values[kept]
     finite = np.isfinite(values)
     since = np.diff(steps[finite], prepend=0.0).tolist()  # steps since the point before
     texts = (value_text(value, chart.unit) for value in values[finite].tolist())
     points = ",".join(f"{step:.0f} {text}" for step, text in zip(since, texts, strict=True))
-    kind, path = f"line {color_class(series)}", _path(chart, steps, values)
+    is_member = any(band.series.color == series.color and band.series is not series for band in chart.bands)
+    kind, path = f"line {color_class(series)}{' member' if is_member else ''}", _path(chart, steps, values)
     if not series.is_smoothed:
         return [(kind, path, points)]
     median = running_median(series)

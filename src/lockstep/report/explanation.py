@@ -69,7 +69,7 @@ def explain(folder: Path, profiled: Sequence[Limit] | None = None, peak: DeviceP
     causes = limits(run, ranks, attempts)
     known = {cause.name for cause in causes}
     causes += [cause for cause in profiled or () if cause.name not in known]
-    seconds = mean_seconds(ranks)
+    seconds = ranks.step_seconds()
     evidence = _Evidence(
         run,
         ranks,
@@ -81,19 +81,6 @@ def explain(folder: Path, profiled: Sequence[Limit] | None = None, peak: DeviceP
         f"`{command_line('lockstep', 'explain', folder)} --measure` on a host of the run",
     )
     return RunExplanation(tuple(_sentences(evidence)), tuple(causes), evidence.roofline, evidence.goodput)
-
-
-def mean_seconds(ranks: RankHistory) -> float | None:
-    """Return the mean seconds of an update over all ranks and intervals; None if none was timed."""
-    timed = [
-        (seconds, updates)
-        for interval in ranks.intervals
-        for seconds, updates in zip(interval.step_seconds, interval.updates, strict=True)
-        if updates > 0 and math.isfinite(seconds)
-    ]
-    return (
-        sum(seconds * updates for seconds, updates in timed) / sum(updates for _, updates in timed) if timed else None
-    )
 
 
 def _sentences(evidence: _Evidence) -> list[str]:
@@ -132,7 +119,7 @@ def _progress(run: RunData) -> Iterator[str]:
 
 
 def _speed(run: RunData, ranks: RankHistory) -> Iterator[str]:
-    mean = mean_seconds(ranks)
+    mean = ranks.step_seconds()
     if mean is None:
         return
     slow = max(

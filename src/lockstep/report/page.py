@@ -42,7 +42,7 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     """
     folder = Path(os.path.abspath(run))
     target = Path(os.path.abspath(output or folder / REPORT))
-    _check_run(folder)
+    check_run(folder)
     try:
         text = compose(read_run(folder))
     except OSError as error:
@@ -108,7 +108,7 @@ def _config_line(line: str) -> tuple[str, str]:
     return (name + colon, rest) if colon else ("", text)
 
 
-def _check_run(folder: Path) -> None:
+def check_run(folder: Path) -> None:
     """Raise RunFailed, with the run that may be meant, if it is not a run's folder."""
     if is_run(folder):
         refuse_escaping_links(folder)

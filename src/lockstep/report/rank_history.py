@@ -116,6 +116,16 @@ class RankHistory:
                         sums[name] = sums.get(name, 0.0) + updates * seconds
         return {name: seconds / weight for name, seconds in sums.items()} if weight else {}
 
+    def step_seconds(self) -> float | None:
+        """Return the mean seconds of an update over all ranks and intervals; None if none was timed."""
+        timed = [
+            (seconds * updates, updates)
+            for interval in self.intervals
+            for seconds, updates in zip(interval.step_seconds, interval.updates, strict=True)
+            if updates > 0 and math.isfinite(seconds)
+        ]
+        return sum(seconds for seconds, _ in timed) / sum(updates for _, updates in timed) if timed else None
+
     def phases(self) -> dict[str, Numbers]:
         """Return the mean over ranks of each phase's seconds in an update, by interval; NaN where it isn't known."""
         names = dict.fromkeys(name for interval in self.intervals for name in interval.split)

@@ -32,6 +32,7 @@ class Series:
         values: one a step; NaN where the value wasn't finite.
         noisy: whether a running median may be drawn over the values.
         color: the same number in every chart for what belongs together.
+        dash: of its line; None: that of its color.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Series:
     values: Numbers
     noisy: bool = False
     color: int = 0
+    dash: int | None = None
 
     @classmethod
     def of(

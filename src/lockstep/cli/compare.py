@@ -1,0 +1,60 @@
+"""The verb `compare`: lockstep compare RUN RUN ..."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.cli.arguments import Parser, add_json, path, path_or_address
+from lockstep.core.errors import ConfigError
+from lockstep.core.json_output import emit
+from lockstep.core.terminal import echo
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Compare runs: curves, final figures, differences of configs, statistics over seeds."""
+    parser = Parser(
+        "compare",
+        "Compares runs, printed and as one self-contained HTML page: curves, final figures, how the configs differ,\n"
+        "mean and deviation over seeds.",
+    )
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        type=path_or_address,
+        metavar="RUN",
+        help="folders of runs, or their addresses; a folder of runs, such as a sweep's, stands for all of them",
+    )
+    parser.add_argument("--output", type=path, metavar="FILE", help="where to write the page; by default compare.html")
+    add_json(parser)
+    args = parser.parse_args(arguments)
+
+    from lockstep.looking.listing import runs_in
+    from lockstep.looking.states import status_of
+    from lockstep.report.comparison import as_json, compare, text
+    from lockstep.report.comparison_page import write_comparison
+
+    folders: list[Path] = []
+    addresses: dict[Path, str] = {}
+    for place in args.runs:
+        if isinstance(place, str):
+            from lockstep.training.working_copy import fetched
+
+            folders.append(fetched(place))
+            addresses[folders[-1]] = place
+            continue
+        if not place.exists():
+            raise ConfigError(f"there is no folder {place}")
+        inside = list(runs_in(place))
+        if not inside:
+            raise ConfigError(f"{place} is neither the folder of a run nor one with runs in it")
+        folders += inside
+    comparison = compare(folders, {folder: status_of(folder).state.value for folder in folders}, addresses)
+    written = write_comparison(comparison, args.output)
+    echo(text(comparison, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+    echo(f"\n{written}")
+    if args.json:
+        emit({**as_json(comparison), "page": str(written)})
+    return 0
