@@ -1,61 +1,89 @@
 """Measures what monitoring costs an update of about 50 ms: `python benchmarks/monitoring.py`.
 
-    off    no meters, no TensorBoard, no progress, a line of metrics.jsonl at the first and the last update
-    on     meters with a line of ranks.jsonl a second, TensorBoard and metrics.jsonl at every update, plain progress
+    off        no meters, no TensorBoard, no progress, a line of metrics.jsonl at the first and the last update
+    default    a config without a section `monitor`: meters with a line of ranks.jsonl each 10 s, TensorBoard and
+               metrics.jsonl each 10 updates
+    on         meters with a line of ranks.jsonl a second; TensorBoard, metrics.jsonl, a Prometheus endpoint that is
+               read each second and a tracker at every update; plain progress
 
-Both train `digits` in one process, and as DDP on two ranks over gloo. An update's time is from one report to the next,
-on the first rank: the median and the mean of the middle nine tenths over a run.
+All train `digits`: in one process, as DDP on two ranks over gloo, and in one process whose updates wait for 45 ms, as
+the host of an accelerator does. There the difference in processor time is that of monitoring alone; in the others the
+training's own processor time varies by more than that. An update's time is from one report to the next, on the first
+rank: the median, and the mean of the middle nine tenths over a run. Processor times are means over the same updates:
+those of the thread that trains, and of the whole process with its threads.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from rounds import Spread, about_here, in_processes, interleaved, markdown, provenance, report, save, within_rounds
 
 import lockstep
 
-STEPS, FIRST = 240, 20  # updates of a run, and of those the first, which aren't counted
-SETTINGS = {"one process": 1, "DDP on two ranks": 2}
+STEPS, FIRST = 200, 20  # updates of a run, and of those the first, which aren't counted
+WAIT_S = 0.045
+SETTINGS = {"one process": 1, "DDP on two ranks": 2, "one process that waits": 1}
+PORT = 19_470
 SWITCHES = {
     "off": ["monitor.meter_seconds=0", "monitor.tensorboard=false", "monitor.progress=none", "monitor.every=100000"],
-    "on": ["monitor.meter_seconds=1", "monitor.tensorboard=true", "monitor.progress=plain", "monitor.every=1"],
+    "default": [],
+    "on": [
+        "monitor.meter_seconds=1",
+        "monitor.tensorboard=true",
+        "monitor.progress=plain",
+        "monitor.every=1",
+        f"monitor.prometheus={{port: {PORT}}}",
+    ],
 }
-FIGURES = {"median_ms": "median of an update, ms", "mean_ms": "mean of an update, ms"}
+FIGURES = {
+    "median_ms": "median of an update, ms",
+    "mean_ms": "mean of an update, ms",
+    "main_ms": "processor time of the training thread, ms",
+    "process_ms": "processor time of the process, ms",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--contestant", metavar="NAME", help="run this one for one round")
+    parser.add_argument("--wait", action="store_true", help="the contestant's updates wait")
     arguments = parser.parse_args()
     if arguments.contestant:
-        report(be_contestant(arguments.contestant))
+        report(be_contestant(arguments.contestant, WAIT_S if arguments.wait else 0.0))
         return
     machine = about_here(("torch",))
     rows: dict[str, Any] = {}
     for setting, ranks in SETTINGS.items():
-        runs, refused = interleaved(
-            list(SWITCHES),
-            arguments.rounds,
-            lambda name, ranks=ranks: in_processes(__file__, ["--contestant", name], ranks),
-        )
+        waits = ["--wait"] if setting.endswith("waits") else []
+        measure = functools.partial(_measured, ranks=ranks, options=waits)
+        runs, refused = interleaved(list(SWITCHES), arguments.rounds, measure)
         if refused:
             sys.exit(f"{setting}: {refused}")
-        ratios = {key: within_rounds(runs["on"], runs["off"], key, lambda a, b: a / b) for key in FIGURES}
-        figures = {name: {key: Spread.over([run[key] for run in of]) for key in FIGURES} for name, of in runs.items()}
-        rows[setting] = {**figures, "on relative to off": ratios}
+        rows[setting] = {
+            name: {key: Spread.over([run[key] for run in of]) for key in FIGURES} for name, of in runs.items()
+        }
+        for name in list(SWITCHES)[1:]:
+            rows[setting][f"{name} minus off"] = {
+                key: within_rounds(runs[name], runs["off"], key, lambda a, b: a - b) for key in FIGURES
+            }
     results = {
         "command": f"python benchmarks/monitoring.py --rounds {arguments.rounds}",
         "rounds": arguments.rounds,
         "machine": machine,
+        "load_after": round(os.getloadavg()[0], 2),
         "rows": rows,
     }
     if arguments.rounds >= 3:
@@ -63,54 +91,106 @@ def main() -> None:
     print(table(results))
 
 
-class _Watch(lockstep.Monitor):
-    """Notes when each update's report came."""
+def _measured(name: str, ranks: int, options: list[str]) -> Mapping[str, float]:
+    return in_processes(__file__, ["--contestant", name, *options], ranks)
 
-    def __init__(self) -> None:
+
+class _Watch(lockstep.Monitor):
+    """Notes when each update's report came, and the processor times then."""
+
+    def __init__(self, wait: float) -> None:
+        self._wait = wait
         self.times: list[float] = []
+        self.processor: list[tuple[float, float]] = []
 
     def see(self, report: Any) -> tuple[()]:
+        if self._wait:
+            time.sleep(self._wait)
         self.times.append(time.perf_counter())
+        if len(self.times) in (FIRST, STEPS):
+            self.processor.append((time.thread_time(), time.process_time()))
         return ()
 
 
-def be_contestant(name: str) -> dict[str, float]:
+class _Silent(lockstep.Tracker):
+    """Records nothing: what remains is what Lockstep does for a tracker."""
+
+    def start(self, run: object) -> None:
+        return None
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        return None
+
+
+@contextmanager
+def _scraped(name: str) -> Iterator[None]:
+    """Read the endpoint each second, as Prometheus does, but in this process, which pays for both ends."""
+    ended = threading.Event()
+
+    def read() -> None:
+        while not ended.wait(1.0):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics", timeout=1).read()
+            except OSError:
+                continue
+
+    if name != "on" or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def be_contestant(name: str, wait: float) -> dict[str, float]:
     """Return the times of a run's updates."""
     from lockstep.config.loading import load
     from lockstep.config.recipes import resolve_recipe
 
-    watch = _Watch()
+    watch = _Watch(wait)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    with tempfile.TemporaryDirectory(prefix="monitoring-") as folder:
+    with tempfile.TemporaryDirectory(prefix="monitoring-") as folder, _scraped(name):
         overrides = [
-            "model.width=176", f"batch.global_size={16 * ranks}", "run.epochs=null", f"run.steps={STEPS}",
-            "evaluation.every=null", "evaluation.at_end=false", "launch.device=cpu", f"run.folder={folder}/run",
-            "precision.compute=fp32", f"parallel.strategy={'single' if ranks == 1 else 'ddp'}", *SWITCHES[name],
+            f"model.width={8 if wait else 176}", f"batch.global_size={16 * ranks}", "run.epochs=null",
+            f"run.steps={STEPS}", "evaluation.every=null", "evaluation.at_end=false", "launch.device=cpu",
+            f"run.folder={folder}/run", "precision.compute=fp32",
+            f"parallel.strategy={'single' if ranks == 1 else 'ddp'}", *SWITCHES[name],
         ]  # fmt: skip
-        lockstep.train(load([resolve_recipe("digits").path], overrides).config, monitors=[watch])
+        trackers = [_Silent()] if name == "on" else []
+        config = load([resolve_recipe("digits").path], overrides).config
+        lockstep.train(config, monitors=[watch], trackers=trackers)
     times = watch.times
-    seconds = sorted(later - earlier for earlier, later in zip(times[FIRST:], times[FIRST + 1 :], strict=False))
-    if not seconds:  # another rank than the first
+    if not times:  # another rank than the first
         return {}
+    seconds = sorted(later - earlier for earlier, later in zip(times[FIRST - 1 :], times[FIRST:], strict=False))
     cut = len(seconds) // 20
+    (main_before, process_before), (main_after, process_after) = watch.processor
     return {
         "median_ms": 1000 * statistics.median(seconds),
         "mean_ms": 1000 * statistics.fmean(seconds[cut : len(seconds) - cut]),
+        "main_ms": 1000 * (main_after - main_before) / (STEPS - FIRST),
+        "process_ms": 1000 * (process_after - process_before) / (STEPS - FIRST),
     }
 
 
 def table(results: Mapping[str, Any]) -> str:
     """Return the table in Markdown, from what `main` measured or results/monitoring.json holds."""
     rows = [
-        [f"{setting}: {name}", *(_spread(figures[key]).text("{:,.3f}") for key in FIGURES)]
+        [f"{setting}: {name}", *(_text(figures[key], signed=" minus " in name) for key in FIGURES)]
         for setting, of in results["rows"].items()
         for name, figures in of.items()
     ]
-    return f"{markdown(['', *FIGURES.values()], rows)}\n\n{provenance(results)}"
+    load = f"Load after: {results['load_after']}."
+    return f"{markdown(['', *FIGURES.values()], rows)}\n\n{provenance(results)} {load}"
 
 
-def _spread(value: Any) -> Spread:
-    return value if isinstance(value, Spread) else Spread(**value)
+def _text(value: Any, *, signed: bool) -> str:
+    spread = value if isinstance(value, Spread) else Spread(**value)
+    return spread.text("{:+,.2f}" if signed else "{:,.2f}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 import bookkeeping
 import gpu_steps
 import invariant
+import monitoring
 import optimizers
 import pipelines
 import plan_memory
@@ -123,6 +124,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "invariant": invariant.table,
     "optimizers": optimizers.table,
     "bookkeeping": bookkeeping.table,
+    "monitoring": monitoring.table,
     "plan_memory": plan_memory.table,
     "plan_memory_gpu": plan_memory.table,
     "gpu_steps": gpu_steps.table,
