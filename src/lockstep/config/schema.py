@@ -142,6 +142,14 @@ class Launch(Section):
     """Network interface for gloo and NCCL; null: loopback on one host, on several the one that reaches `rendezvous`."""
 
 
+class Recovery(Section):
+    """What happens after a failure, without anybody watching. Of ranks that Lockstep's launcher starts on one host."""
+
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """How many times in a row ranks are started again, from the newest checkpoint, without the run getting further. An
+    exception that comes again at the same step ends the run, as do errors of the config and memory that runs out."""
+
+
 class Evaluation(Section):
     """Evaluation of the model on every set of `data.evaluation`."""
 
@@ -312,6 +320,7 @@ class Config(Section):
     parallel: Parallel = Parallel()
     memory: Memory = Memory()
     launch: Launch = Launch()
+    recovery: Recovery = Recovery()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     monitor: MonitorConfig = MonitorConfig()

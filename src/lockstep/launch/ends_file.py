@@ -120,7 +120,7 @@ def append_ends(
             "time": round(now, 3),
             "code": result.code,
             "text": masked(_gist(result.text), hidden),
-            "step": _last_step(logs.parent / METRICS),
+            "step": last_step(logs.parent / METRICS),
             "cause": first_cause(ends),
             "ranks": [record(rank, end) for rank, end in enumerate(ends)],
             "logs": {str(rank): [start, ended[rank]] for rank, start in began.items()},
@@ -183,7 +183,7 @@ def _attempt(logs: Path) -> str:
     return (lock_holder(logs.parent) or b"").decode(errors="replace").strip()
 
 
-def _last_step(metrics: Path) -> int | None:
+def last_step(metrics: Path) -> int | None:
     """Return the step of the last whole line of metrics.jsonl; None if there is none."""
     try:
         with metrics.open("rb") as file:

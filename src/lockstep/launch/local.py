@@ -58,6 +58,7 @@ from lockstep.launch.other_launchers import (
 )
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.launch.rank import RankTask, append_end, run_entry, run_rank, signals_stop
+from lockstep.launch.supervision import Supervisor
 
 _LOOPBACK = "127.0.0.1"
 _UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
@@ -101,6 +102,7 @@ def launch(
     preload: Sequence[str] = (),
     remedy: str = "",
     hosts: Hosts | None = None,
+    supervisor: Supervisor | None = None,
 ) -> LaunchResult:
     """Run `entry` on `ranks` ranks of this machine; `.show()` prints why it failed and returns the run's exit code.
 
@@ -117,6 +119,7 @@ def launch(
         preload: Modules that every rank imports; importing them must start no threads and use no GPU.
         remedy: Sentences that state what to change if a rank is killed because memory ran out.
         hosts: The other hosts of the run, which have met; each starts its own ranks, and all return the same result.
+        supervisor: Decides after a failure whether the ranks start again.
 
     Raises:
         ConfigError: The ranks can't be started as configured; none has been started.
@@ -128,11 +131,22 @@ def launch(
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     fresh = bool(read_at_start(launch.environment))
-    if ranks == 1 and not own_process and not fresh and hosts is None:
+    if ranks == 1 and not own_process and not fresh and hosts is None and supervisor is None:
         return _run_here(entry, launch, logs)
     import_ahead(preload)
     forks = not fresh and may_fork()
-    return _run_ranks(_Launch(entry, ranks, launch, logs, forks, hosts), remedy, last=not own_process)
+    job = _Launch(entry, ranks, launch, logs, forks, hosts)
+    with (
+        contextlib.closing(SignalRequests()) as requests,
+        handled_signals(requests.stop, requests.save, last=not own_process),
+    ):
+        result, ends = _run_ranks(job, remedy, requests)
+        while supervisor is not None and not requests.stops:
+            again = supervisor.next_entry(ends, result)
+            if again is None:
+                return supervisor.concluded(result)
+            result, ends = _run_ranks(replace(job, entry=again), remedy, requests)
+        return result
 
 
 def import_ahead(names: Sequence[str]) -> None:
@@ -176,7 +190,7 @@ def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> La
         return result
 
 
-def _run_ranks(job: _Launch, remedy: str, *, last: bool) -> LaunchResult:
+def _run_ranks(job: _Launch, remedy: str, requests: SignalRequests) -> tuple[LaunchResult, list[End]]:
     logs, timeout = job.logs, job.section.timeout
     hosts = job.hosts
     old_sizes = streams.sizes(logs, range(job.first, job.first + job.ranks)) if logs else {}
@@ -188,35 +202,35 @@ def _run_ranks(job: _Launch, remedy: str, *, last: bool) -> LaunchResult:
 
     if hosts is not None:
         hosts.why_killed = why_sigkill
-    with contextlib.closing(SignalRequests()) as requests, handled_signals(requests.stop, requests.save, last=last):
-        try:
-            with blocked_signals(forks=job.forks), _store_listener(job) as listener:
-                gc.freeze()  # forked ranks then never touch, and so never copy, the pages of existing objects
-                try:
-                    _start(job, listener, members)
-                finally:
-                    gc.unfreeze()
-            ends = watch(members, requests, timeout, hosts)
-        finally:
-            for member in members:
-                if member.ended is None:
-                    member.end(signal.SIGKILL)
-                member.close()
-        if not job.forks and any(end.kind is EndKind.CODE and end.code == _UNGUARDED for end in ends):
-            raise ConfigError(_GUARD)
-        if hosts is None:
-            result = result_of(ends, timeout, requests, why_sigkill())
-        elif hosts.leads:
-            result = result_of(ends, timeout, requests, why_sigkill(), hosts.names())
-        else:
-            result = hosts.wait_for_result(requests)
-        if logs is not None:
-            names = [socket.gethostname()] * job.size if hosts is None else hosts.names()
-            append_ends(logs, 0 if hosts is None else hosts.node, ends, names, result, old_sizes)
-        if logs is not None and result.code == 0:
-            for remark in streams.remarks(logs, old_sizes):
-                print_on_stderr(remark)
-        return replace(result, logs=logs) if result.code == 1 and logs is not None and logs.is_dir() else result
+    try:
+        with blocked_signals(forks=job.forks), _store_listener(job) as listener:
+            gc.freeze()  # forked ranks then never touch, and so never copy, the pages of existing objects
+            try:
+                _start(job, listener, members)
+            finally:
+                gc.unfreeze()
+        ends = watch(members, requests, timeout, hosts)
+    finally:
+        for member in members:
+            if member.ended is None:
+                member.end(signal.SIGKILL)
+            member.close()
+    if not job.forks and any(end.kind is EndKind.CODE and end.code == _UNGUARDED for end in ends):
+        raise ConfigError(_GUARD)
+    if hosts is None:
+        result = result_of(ends, timeout, requests, why_sigkill())
+    elif hosts.leads:
+        result = result_of(ends, timeout, requests, why_sigkill(), hosts.names())
+    else:
+        result = hosts.wait_for_result(requests)
+    if logs is not None:
+        names = [socket.gethostname()] * job.size if hosts is None else hosts.names()
+        append_ends(logs, 0 if hosts is None else hosts.node, ends, names, result, old_sizes)
+    if logs is not None and result.code == 0:
+        for remark in streams.remarks(logs, old_sizes):
+            print_on_stderr(remark)
+    has_logs = result.code == 1 and logs is not None and logs.is_dir()
+    return replace(result, logs=logs) if has_logs else result, ends
 
 
 def result_of(

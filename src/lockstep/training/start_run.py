@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,13 +27,14 @@ from lockstep.core.ranks import names_a_rank
 from lockstep.core.stopping import blocked_signals, undo_on_stop
 from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
-from lockstep.launch.ends_file import append_ends
+from lockstep.launch.ends_file import append_ends, last_step
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.local import import_ahead, launch
 from lockstep.launch.meeting import connected_hosts
 from lockstep.launch.other_launchers import interface_variables
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
-from lockstep.monitor.folder import CONFIG, LOGS, RunFolder, is_finished, recipe_of
+from lockstep.launch.supervision import Supervisor
+from lockstep.monitor.folder import ATTEMPTS, CONFIG, LOGS, METRICS, RunFolder, is_finished, recipe_of
 from lockstep.plan.schedule import used_of_budget
 from lockstep.training.finished_run import run_config
 from lockstep.training.job import Job, imports_ahead, run_job
@@ -260,7 +261,11 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
             entry, ahead = partial(_train_as_rank, job, folder.path), imports_ahead(job.config)
             size = number if hosts is None else hosts.size
             remedy = advice(memory_factors(job.config, size), "forward")
-            result = launch(entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy, hosts=hosts)
+            supervisor = _supervisor(job, folder.path) if hosts is None else None
+            result = launch(
+                entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy, hosts=hosts,
+                supervisor=supervisor,
+            )  # fmt: skip
             if result.advice:
                 text = with_prediction(result.text, result.advice, job.config, size, job.given)
                 result = replace(result, text=text)
@@ -270,6 +275,29 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
         finally:
             leave()
     return folder.path, result
+
+
+def _supervisor(job: Job, folder: Path) -> Supervisor | None:
+    """Return what starts ranks again after a failure; None: the config asks for none."""
+    if not job.config.recovery.restarts:
+        return None
+    attempts = folder / ATTEMPTS
+    before = _content(attempts)
+
+    def resumed() -> Callable[[], int]:
+        """Return the entry of ranks that go on with this run, or, if none has begun, start it as they were to."""
+        begun = _content(attempts) != before
+        resume = replace(job.resume, fresh=False, step=None, origin=None) if begun else job.resume
+        return partial(_train_as_rank, replace(job, resume=resume), folder)
+
+    return Supervisor(job.config.recovery, lambda: last_step(folder / METRICS), resumed)
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
 
 
 # --- several hosts ----------------------------------------------------------------------------------------------------
