@@ -111,7 +111,7 @@ def append_ends(
 
     def record(rank: int, end: End) -> dict[str, Any]:
         fields = {"rank": rank, "host": hosts[rank], "end": end.kind.name.lower(), "code": end.code}
-        return {**fields, "text": masked(_gist(end.text), hidden), "time": round(now - moment + end.time, 3)}
+        return {**fields, "text": masked(gist(end.text), hidden), "time": round(now - moment + end.time, 3)}
 
     with suppress(OSError):
         ended = streams.sizes(logs, [*began])
@@ -119,7 +119,7 @@ def append_ends(
             "attempt": _attempt(logs),
             "time": round(now, 3),
             "code": result.code,
-            "text": masked(_gist(result.text), hidden),
+            "text": masked(gist(result.text), hidden),
             "step": last_step(logs.parent / METRICS),
             "cause": first_cause(ends),
             "ranks": [record(rank, end) for rank, end in enumerate(ends)],
@@ -133,7 +133,7 @@ def append_ends(
             os.close(handle)
 
 
-def _gist(text: str) -> str:
+def gist(text: str) -> str:
     """Return the first line of a message; of one with a traceback, the exception behind it."""
     lines = text.strip().splitlines() or [""]
     starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (")]

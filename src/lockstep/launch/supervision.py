@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lockstep.launch.ends import End, EndKind, first_cause
+from lockstep.launch.ends_file import gist
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 
 if TYPE_CHECKING:
@@ -57,9 +58,8 @@ class Supervisor:
         self._furthest = max(self._furthest, step)
         if self._in_vain >= self.config.restarts or not self._may_help(ends[cause], step):
             return None
-        reason = result.text.strip().splitlines()[-1]
         print_on_stderr(
-            f"lockstep: {reason}\n"
+            f"lockstep: {gist(result.text)}\n"
             f"lockstep: the run was at step {step:,} or later; its ranks start again, from the newest checkpoint"
         )
         return self.resumed()
@@ -75,7 +75,7 @@ class Supervisor:
     def _may_help(self, end: End, step: int) -> bool:
         if end.kind in _LOST:
             return True
-        failure = (end.text.strip().splitlines() or [""])[-1], step
+        failure = gist(end.text), step
         is_new = failure not in self._seen
         self._seen.add(failure)
         return end.kind in _OF_PROGRAM and is_new

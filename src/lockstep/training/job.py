@@ -121,7 +121,7 @@ def run_job(job: Job) -> Finished:
         checkpoints, notes = _begin(job, session, folder)
         components = components_of(session)
         profiler = Profiler(config.profile, components.world, folder, components.sharding.state.model)
-        notes += profiler.notes
+        notes += [*profiler.notes, *_recovery_notes(config)]
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         record_attempt(session, folder, earlier, facts)
         is_first = components_of(session).world.rank == 0
@@ -147,6 +147,12 @@ def run_job(job: Job) -> Finished:
             with run_signals(shown=is_first, ends=True):  # the run is finished: there is nothing to stop
                 summary = _publish_results(session, checkpoints, facts, results, checked_folder, job.stored)
     return Finished(summary, folder)
+
+
+def _recovery_notes(config: Config) -> list[str]:
+    if not config.recovery.restarts or started_by_lockstep(os.environ):
+        return []
+    return ["recovery.restarts has no effect here: it is lockstep's launcher that starts ranks again, not another one"]
 
 
 def _purpose(job: Job) -> Purpose:

@@ -309,6 +309,9 @@ def train_on_hosts(job: Job, ranks: int | Literal["auto"]) -> tuple[Path | None,
     The folder is None on hosts that have none because nothing was left to train.
     """
     section = job.config.launch
+    if job.config.recovery.restarts:
+        text = "starts ranks again on one host only; with launch.nodes, leave it out, and start all hosts again"
+        raise ConfigError(Problem("", "recovery.restarts", text))
     number = choose_ranks(section) if ranks == "auto" else ranks
     with connected_hosts(section, number, _common_settings(job)) as hosts:
         import_ahead(imports_ahead(job.config))

@@ -1,0 +1,107 @@
+"""Ranks that fail are started again by their launcher, and the run ends where the undisturbed one does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from kit import small
+from kit.commands import Done, run_lockstep
+from safetensors.torch import load_file
+
+from lockstep.config.schema import Recovery
+from lockstep.launch.ends import End, EndKind
+from lockstep.launch.ends_file import read_ends
+from lockstep.launch.outcome import LaunchResult
+from lockstep.launch.supervision import Supervisor
+
+MODEL = f"{Path(__file__).parent / 'failing_models.py'}:Failing"
+
+
+def train(folder: Path, restarts: int, arguments: dict[str, Any], *words: str) -> Done:
+    config = small.config(
+        run={"steps": 12, "folder": str(folder)},
+        parallel={"strategy": "ddp"},
+        launch={"ranks": 2},
+        recovery={"restarts": restarts},
+        checkpoint={"every": "4 steps"},
+        monitor={"every": 1, "tensorboard": False, "progress": "none", "meter_seconds": 0},
+    )
+    file = folder.parent / f"{folder.name}.yaml"
+    model = {"kind": "custom", "target": MODEL, "arguments": arguments}
+    file.write_text(yaml.safe_dump({**config, "model": model}))
+    return run_lockstep("train", file, *words)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert train(folder, 0, {"how": "kill", "at": 100}).returncode == 0
+    return folder
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len({line["step"] for line in lines}) == len(lines)
+    return {line["step"]: line["loss"] for line in lines}
+
+
+@pytest.mark.parametrize("how", ["kill", "exit", "raise"])
+def test_a_rank_that_fails_once(tmp_path: Path, undisturbed: Path, how: str) -> None:
+    folder = tmp_path / "run"
+    done = train(folder, 1, {"how": how, "at": 7, "once": str(tmp_path / "once")})
+    assert done.returncode == 0, done.stderr
+    assert "its ranks start again, from the newest checkpoint" in done.stderr
+    assert [ends.code == 0 for ends in read_ends(folder / "logs")] == [False, True]
+    assert losses(folder) == losses(undisturbed)
+    weights, expected = (load_file(run / "model" / "model.safetensors") for run in (folder, undisturbed))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items() if name != "updates")
+
+
+@pytest.mark.parametrize(
+    ("how", "rounds", "text"),
+    [("kill", 3, "had been started again 2 times"), ("raise", 2, "had been started again once, after")],
+)
+def test_a_rank_that_always_fails_ends_the_run(tmp_path: Path, how: str, rounds: int, text: str) -> None:
+    done = train(tmp_path / "run", 2, {"how": how, "at": 7})
+    assert done.returncode == 1
+    assert text in done.stderr
+    assert len(read_ends(tmp_path / "run" / "logs")) == rounds
+
+
+def test_without_restarts_the_first_failure_ends_the_run(tmp_path: Path) -> None:
+    done = train(tmp_path / "run", 0, {"how": "kill", "at": 7})
+    assert done.returncode == 1
+    assert "start again" not in done.stderr
+
+
+def test_a_run_that_gets_further_each_time_goes_on() -> None:
+    assert rounds_of([(EndKind.KILLED, step) for step in (10, 20, 30, 40)], restarts=1) == 5
+    assert rounds_of([(EndKind.KILLED, step) for step in (10, 20, 20, 20)], restarts=1) == 3
+    assert rounds_of([(EndKind.KILLED, step) for step in (10, 20, 20, 30, 30)], restarts=2) == 6
+
+
+@pytest.mark.parametrize("kind", [EndKind.MESSAGE, EndKind.PAUSED, EndKind.INTERRUPTED])
+def test_ends_after_which_no_rank_is_started(kind: EndKind) -> None:
+    assert rounds_of([(kind, 10)], restarts=9) == 1
+
+
+def test_another_exception_or_another_step_is_tried_once_more() -> None:
+    traceback = EndKind.TRACEBACK
+    assert rounds_of([(traceback, 10), (traceback, 20), (traceback, 20)], restarts=9) == 3
+
+
+def rounds_of(failures: Sequence[tuple[EndKind, int]], restarts: int) -> int:
+    """The number of rounds if these fail in turn, and one after them is done."""
+    steps = iter([step for _, step in failures])
+    supervisor = Supervisor(Recovery(restarts=restarts), lambda: next(steps), lambda: lambda: 0)
+    for kind, _ in failures:
+        ends = [End(EndKind.ENDED, 1, "", 1.0), End(kind, 1, "KeyError: 17", 0.0)]
+        if supervisor.next_entry(ends, LaunchResult(1, "rank 1 failed")) is None:
+            return supervisor.rounds
+    return supervisor.rounds + 1
