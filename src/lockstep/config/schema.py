@@ -143,7 +143,7 @@ class Launch(Section):
 
 
 class Recovery(Section):
-    """What happens after a failure, without anybody watching. Of ranks that Lockstep's launcher starts on one host."""
+    """What follows a failure, without help. Of ranks that Lockstep's launcher starts on one host."""
 
     restarts: Annotated[int, Field(ge=0)] = 0
     """How many times in a row ranks are started again, from the newest checkpoint, without the run getting further. An

@@ -35,7 +35,7 @@ class Supervisor:
     Attributes:
         config: How many rounds there may be that don't get further.
         last_step: Returns the last update that the run's history has.
-        resumed: Returns the entry of a rank that goes on with what the rounds before have saved.
+        resumed: Returns the entry of a rank that resumes from what the rounds before have saved.
         rounds: Number of rounds that have ended.
     """
 

@@ -285,7 +285,7 @@ def _supervisor(job: Job, folder: Path) -> Supervisor | None:
     before = _content(attempts)
 
     def resumed() -> Callable[[], int]:
-        """Return the entry of ranks that go on with this run, or, if none has begun, start it as they were to."""
+        """Return the entry of ranks that resume this run, or, if none has begun, start it as they were to."""
         begun = _content(attempts) != before
         resume = replace(job.resume, fresh=False, step=None, origin=None) if begun else job.resume
         return partial(_train_as_rank, replace(job, resume=resume), folder)
