@@ -14,7 +14,7 @@ from kit import small
 from kit.commands import Done, run_lockstep
 from safetensors.torch import load_file
 
-from lockstep.config.schema import Recovery
+from lockstep.config.training_sections import Recovery
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.ends_file import read_ends
 from lockstep.launch.outcome import LaunchResult

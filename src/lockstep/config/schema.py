@@ -55,6 +55,7 @@ from lockstep.config.training_sections import (
     ParameterRule,
     Precision,
     ProfileConfig,
+    Recovery,
     Schedule,
 )
 from lockstep.core.closest import closest_match
@@ -140,14 +141,6 @@ class Launch(Section):
     """Id that all hosts of one job have, and no other job. It also names the run's folder: runs/RECIPE-ID."""
     interface: str | None = None
     """Network interface for gloo and NCCL; null: loopback on one host, on several the one that reaches `rendezvous`."""
-
-
-class Recovery(Section):
-    """What follows a failure, without help. Of ranks that Lockstep's launcher starts on one host."""
-
-    restarts: Annotated[int, Field(ge=0)] = 0
-    """How many times in a row ranks are started again, from the newest checkpoint, without the run getting further. An
-    exception that comes again at the same step ends the run, as do errors of the config and memory that runs out."""
 
 
 class Evaluation(Section):

@@ -1,4 +1,4 @@
-"""Sections about the update: objective, batch, optimizer, schedule, precision, memory, profile."""
+"""Sections about the update: objective, batch, optimizer, schedule, precision, memory, profile, recovery."""
 
 from __future__ import annotations
 
@@ -277,3 +277,11 @@ class ProfileConfig(Section):
         if self.ranks == ():
             raise ValueError("ranks is empty; name ranks such as [0], or all")
         return self
+
+
+class Recovery(Section):
+    """Further rounds of a run whose ranks have failed, on one host under Lockstep's launcher."""
+
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """How many times in a row ranks are started again, from the newest checkpoint, without the run getting further. An
+    exception that comes again at the same step ends the run, as do errors of the config and memory that runs out."""

@@ -21,7 +21,7 @@ from lockstep.launch.ends_file import gist
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Recovery
+    from lockstep.config.training_sections import Recovery
 
 _LOST = {EndKind.KILLED, EndKind.STOPPED, EndKind.TIMED_OUT, EndKind.PEER_FAILED, EndKind.LOST}
 """Ends that happen to a rank: nothing in its program has to be the cause."""
