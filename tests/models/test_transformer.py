@@ -109,8 +109,8 @@ def test_the_initial_loss_is_that_of_a_uniform_guess():
 def test_flops_are_those_of_the_formula():
     for tied in (True, False):
         model = build_model(_section(kv_heads=2, mlp_width=64, tie_embeddings=tied), FACTS, 1)
-        block = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 2 * 32
-        weights = 2 * block + 32 + 50 * 32
+        block = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64
+        weights = 2 * block + 50 * 32
         assert flops_per_token(model, FACTS) == 6 * weights + 12 * 2 * 32 * 24
     image = build_model(ImageClassifierModel(kind="image-classifier", width=8), FACTS, 1)
     assert flops_per_token(image, FACTS) is None

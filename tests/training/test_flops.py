@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kit import heads, small
+from kit import families, heads, small
+from kit.worlds import in_world
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
 import lockstep
+from lockstep.config.schema import TransformerModel
 from lockstep.core.records import Batch, DataFacts
-from lockstep.models.transformer import flops_per_token
+from lockstep.models.transformer import Transformer, flops_per_token
 from lockstep.training import flops
 from lockstep.training.flops import counted_flops, training_flops
+from lockstep.training.session import components_of
 
 IMAGES = 2
 
@@ -67,6 +73,102 @@ def test_the_count_is_that_of_a_real_update(make: Any) -> None:
     assert flops_per_token(model, DataFacts(8, None)) is None  # a token of text is no image
 
 
+class Convolutions(nn.Module):
+    def __init__(self, saves_memory: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(8 * 4 * 4, 3)
+        self._saves_memory = saves_memory
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        hidden = checkpoint(self.inner, pixels, use_reentrant=False) if self._saves_memory else self.inner(pixels)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("saves_memory", [False, True])
+def test_what_checkpointing_computes_again_is_not_counted(saves_memory: bool) -> None:
+    pixels = torch.randn(IMAGES, 1, 8, 8)
+    per_image = counted_flops(Convolutions(saves_memory), Batch((pixels,), None, IMAGES, IMAGES))
+    first, second, head = 2 * 6 * 6 * 4 * 9, 2 * 4 * 4 * 8 * 4 * 9, 2 * 128 * 3
+    assert per_image == 3 * (first + second + head) - first  # no gradient for the pixels
+
+
+LENGTH = 32
+SIZES = {
+    "vocab_size": 128, "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+
+
+def _own(**keys: Any) -> nn.Module:
+    return Transformer(TransformerModel(kind="transformer", layers=3, width=64, heads=4, **keys), 128)
+
+
+def _decoder(kind: str, **keys: Any) -> nn.Module:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(kind, **keys)
+    config.use_cache = False
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: _own(tie_embeddings=True),
+        lambda: _own(tie_embeddings=False),
+        lambda: _own(kv_heads=1),
+        lambda: _decoder("llama", **SIZES),
+        lambda: _decoder("qwen3", **SIZES, head_dim=48, tie_word_embeddings=True),
+        lambda: _decoder("gpt2", vocab_size=128, n_layer=3, n_embd=64, n_head=4, n_positions=LENGTH),
+        lambda: _decoder("mixtral", **SIZES, num_local_experts=4, num_experts_per_tok=2),
+    ],
+    ids=["tied", "untied", "own-gqa", "llama-gqa", "head-width", "gpt2", "experts"],
+)
+def test_the_formula_is_what_torch_counts(make: Any) -> None:
+    model, tokens = make(), torch.randint(128, (IMAGES, LENGTH))
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        outputs = model(tokens)
+        getattr(outputs, "logits", outputs).sum().backward()
+    per_token = counter.get_total_flops() / (IMAGES * LENGTH)
+    assert flops_per_token(model, DataFacts(8, LENGTH)) == per_token
+
+
+def test_a_sliding_window_is_as_wide_as_it_is() -> None:
+    keys = {**SIZES, "head_dim": 16, "sliding_window": 8}
+    whole, half = (
+        flops_per_token(_decoder("gemma3_text", **keys, layer_types=[kind] * 3), DataFacts(8, LENGTH))
+        for kind in ("full_attention", "sliding_attention")
+    )
+    assert whole is not None
+    assert half is not None
+    assert whole - half == 3 * 12 * 64 * (LENGTH - 8)
+
+
+def divided(parallels: list[dict[str, int]]) -> list[tuple[float | None, int]]:
+    facts = []
+    with small.in_group():
+        for parallel in parallels:
+            llama = copy.deepcopy(families.family("llama"))
+            llama["model"]["architecture"]["num_key_value_heads"] = 2  # which two ranks can divide
+            keys = {**llama, "parallel": parallel, "batch": {"global_size": 4, "micro_size": 2}}
+            config = small.config(objective={})
+            checkpointing = {"activation_checkpointing": {"mode": "full"}}
+            with lockstep.session({**config, **keys, "run": {"steps": 1}, "memory": checkpointing}) as session:
+                reports = list(session)
+                facts.append((components_of(session).flops_per_token, reports[-1].tokens))
+    return facts
+
+
+def test_each_way_to_divide_a_model_counts_the_whole_of_it() -> None:
+    """With the tokens of a global batch, which no rank counts twice, and with activation checkpointing."""
+    parallels = [{"data": 2}, {"tensor": 2}, {"pipeline": 2}, {"context": 2}]
+    for first, *others in in_world(2, divided, parallels):
+        assert first[0] is not None
+        assert others == [first] * 3
+
+
 def test_two_sequences_and_models_without_values_are_counted() -> None:
     with torch.device("meta"):
         blank = heads.made("t5 seq2seq")
@@ -80,7 +182,15 @@ def test_two_sequences_and_models_without_values_are_counted() -> None:
 
 
 def test_experts_are_not_all_met() -> None:
-    assert flops_per_token(heads.made("mixtral balanced"), DataFacts(8, None)) is None
+    mixture = heads.made("mixtral balanced")
+    known = flops_per_token(mixture, DataFacts(8, None))
+    mixture.config.num_experts_per_tok = 1
+    fewer = flops_per_token(mixture, DataFacts(8, None))
+    assert known is not None
+    assert fewer is not None
+    assert fewer < known
+    mixture.config = SimpleNamespace(**{**vars(mixture.config), "num_experts_per_tok": None})
+    assert flops_per_token(mixture, DataFacts(8, None)) is None
     assert flops_per_token(heads.made("llama causal"), DataFacts(8, None)) is not None
 
 

@@ -16,7 +16,6 @@ layers, B 16, T 256, bf16, one core).
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -219,35 +218,55 @@ def rule_of(layers: int, name: str, tensor: Tensor) -> Rule:
 def flops_per_token(module: nn.Module, facts: DataFacts) -> float | None:
     """Return the floating-point operations of forward and backward for each token.
 
-    6 N + 12 L W T (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B), for N weights in matrix products (an
-    output head is included, tied or not; embeddings aren't), L layers, W width, T tokens of a sample. Recomputation is
-    not counted, nor is causality. A frozen weight counts 4 instead of 6; if samples differ in length, the second term
-    is left out.
+    6 N + 12 sum over layers of W T (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B), for N weights in matrix
+    products (an output head is included, tied or not; embeddings, biases and norms aren't), attention of width W (heads
+    times their width), and T tokens of a sample, or of a layer's sliding window. Of experts, N has those that a token
+    goes through. Recomputation is not counted, nor is causality. A frozen weight counts 4 instead of 6; if samples
+    differ in length, the second term is left out.
 
     Returns:
-        None for a model that is neither a `Transformer` nor a text model of the transformers library, or that has an
-        encoder and a decoder, or experts.
+        None for a model that is neither a `Transformer` nor a text model of the transformers library, that has an
+        encoder and a decoder, or experts of which a token uses an unknown number.
     """
-    shape = _layers_and_width(module)
-    if shape is None:
+    shape = _attention_widths(module)
+    used = _share_of_experts(module)
+    if shape is None or used is None:
         return None
-    layers, width = shape
-    others = [child for child in module.modules() if not isinstance(child, nn.Embedding)]
-    multiplied = {parameter for child in others for parameter in child.parameters(recurse=False)}
-    weights = sum(parameter.numel() * (6 if parameter.requires_grad else 4) for parameter in multiplied)
-    return float(weights + 12 * layers * width * (facts.tokens_per_sample or 0))
+    weights: dict[nn.Parameter, float] = {}
+    for name, child in module.named_modules():
+        if not isinstance(child, nn.Embedding):
+            share = used if ".experts" in f".{name}" else 1.0
+            weights |= {parameter: share for parameter in child.parameters(recurse=False) if parameter.dim() > 1}
+    products = sum(share * weight.numel() * (6 if weight.requires_grad else 4) for weight, share in weights.items())
+    tokens = facts.tokens_per_sample or 0
+    return float(products + sum(12 * width * min(tokens, window or tokens) for width, window in shape))
 
 
-def _layers_and_width(module: nn.Module) -> tuple[int, int] | None:
+def _attention_widths(module: nn.Module) -> list[tuple[int, int]] | None:
+    """Return each layer's width of attention, and the tokens of its window: 0 for all; None if they aren't known."""
     if isinstance(module, Transformer):
-        return len(module.blocks), module.embedding.embedding_dim
+        return [(module.embedding.embedding_dim, 0)] * len(module.blocks)
     config = getattr(module, "config", None)  # a transformers model's
     reads_text = getattr(module, "main_input_name", None) == "input_ids"
     if not reads_text or getattr(config, "is_encoder_decoder", True):
         return None
-    shape = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
-    sparse = any(
-        name.endswith(".experts") for name, _ in module.named_modules()
-    )  # a token is computed by a few of them
-    known = all(isinstance(size, int) for size in shape) and not sparse
-    return cast("tuple[int, int]", shape) if known else None
+    layers, width = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
+    if not isinstance(layers, int) or not isinstance(width, int):
+        return None
+    heads, of_head = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
+    if isinstance(heads, int) and isinstance(of_head, int):
+        width = heads * of_head
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    windows = [window if kind == "sliding_attention" and isinstance(window, int) else 0 for kind in kinds or ()]
+    return [(width, limit) for limit in windows] if len(windows) == layers else [(width, 0)] * layers
+
+
+def _share_of_experts(module: nn.Module) -> float | None:
+    """Return the share of a model's experts that a token goes through; 1 without experts, None if it isn't known."""
+    if not any(name.endswith(".experts") for name, _ in module.named_modules()):
+        return 1.0
+    config = getattr(module, "config", None)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    number = next((size for name in names if isinstance(size := getattr(config, name, None), int)), 0)
+    used = getattr(config, "num_experts_per_tok", None)
+    return used / number if isinstance(used, int) and number else None

@@ -124,7 +124,7 @@ class _Peak:
 
     Attributes:
         name: Pattern of the driver's whole name, without the vendor's prefixes. The first that matches counts.
-        memory: Bandwidth of its memory in TB/s.
+        memory: Bandwidth of its memory in TB/s; None: it differs between the GPUs of this name.
         source: The vendor's document that has the figures.
     """
 
@@ -133,7 +133,7 @@ class _Peak:
     tf32: float | None
     bf16: float | None
     fp16: float | None
-    memory: float
+    memory: float | None
     source: str
 
 
@@ -147,6 +147,7 @@ _PEAKS = (
     _Peak(r"A100-(SXM\d?|PCIE)-40GB.*", 19.5, 156.0, 312.0, 312.0, 1.555, "A100 data sheet"),
     _Peak(r"A100-(SXM\d?|PG\d+)-80GB.*", 19.5, 156.0, 312.0, 312.0, 2.039, "A100 data sheet"),
     _Peak(r"A100[- ](PCIE-80GB|80GB PCIE).*", 19.5, 156.0, 312.0, 312.0, 1.935, "A100 data sheet"),
+    _Peak(r"A100[- ](SXM|PCIE|PG|80GB).*", 19.5, 156.0, 312.0, 312.0, None, "A100 data sheet"),
     _Peak(r"A30", 10.3, 82.0, 165.0, 165.0, 0.933, "A30 data sheet"),
     _Peak(r"A40", 37.4, 74.8, 149.7, 149.7, 0.696, "A40 data sheet"),
     _Peak(r"A10", 31.2, 62.5, 125.0, 125.0, 0.6, "A10 data sheet"),
@@ -159,8 +160,9 @@ _PEAKS = (
     _Peak(r"H100 NVL", 60.0, 417.5, 835.5, 835.5, 3.938, "H100 data sheet"),
     _Peak(r"H100 PCIe", 51.0, 378.0, 756.0, 756.0, 2.0, "H100 data sheet"),
     _Peak(r"H100( 80GB HBM\d.*)?", 67.0, 494.5, 989.5, 989.5, 3.35, "H100 data sheet"),
-    _Peak(r"H100( \d+GB HBM\d.*)|GH200 96GB.*", 67.0, 494.5, 989.5, 989.5, 4.0, "H100 and GH200 data sheets"),
-    _Peak(r"GH200 .*", 67.0, 494.5, 989.5, 989.5, 4.9, "GH200 data sheet"),
+    _Peak(r"GH200 480GB", 67.0, 494.5, 989.5, 989.5, 4.0, "GH200 data sheet"),
+    _Peak(r"GH200 144G HBM3e", 67.0, 494.5, 989.5, 989.5, 4.9, "GH200 data sheet"),
+    _Peak(r"H100( \d+GB HBM\d.*)|GH200 .*", 67.0, 494.5, 989.5, 989.5, None, "H100 data sheet"),
     _Peak(r"H200 NVL", 60.0, 417.5, 835.5, 835.5, 4.8, "H200 data sheet"),
     _Peak(r"H200", 67.0, 494.5, 989.5, 989.5, 4.8, "H200 data sheet"),
     _Peak(r"B200", 75.0, 1100.0, 2250.0, 2250.0, 7.7, "HGX B200 data sheet"),
@@ -191,7 +193,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 def memory_bandwidth(device_name: str) -> float | None:
     """Return the peak bandwidth of a device's memory in bytes per second; None if it isn't known."""
     peak = _peak_of(device_name)
-    return None if peak is None else peak.memory * 1e12
+    return None if peak is None or peak.memory is None else peak.memory * 1e12
 
 
 def _peak_of(device_name: str) -> _Peak | None:

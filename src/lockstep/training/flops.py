@@ -48,11 +48,19 @@ def training_flops(model: nn.Module, source: Source, device: torch.device) -> fl
 
 
 def counted_flops(model: nn.Module, batch: Batch) -> float:
-    """Return the operations per token of the batch, by torch's counter."""
+    """Return the operations per token of the batch, by torch's counter, without recomputation."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.func import functional_call
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
+
+    class WithoutRecomputation(FlopCounterMode):
+        """Leaves out what activation checkpointing computes again: forwards, with gradients, inside of a backward."""
+
+        def _count_flops(self, *arguments: Any) -> Any:
+            if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
+                return arguments[1]
+            return super()._count_flops(*arguments)
 
     def fake(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -64,7 +72,7 @@ def counted_flops(model: nn.Module, batch: Batch) -> float:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with recording(MetricLog()), unchanged(model), fake_mode, sdpa_kernel(SDPBackend.MATH):
         tensors = {name: fake(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        with FlopCounterMode(display=False) as counter:
+        with WithoutRecomputation(display=False) as counter:
             inputs = tree_map(fake, batch.inputs)
             arguments, named = (inputs, {}) if isinstance(inputs, tuple) else ((), dict(inputs))
             outputs = functional_call(model, tensors, arguments, named)
