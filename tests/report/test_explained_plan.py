@@ -20,7 +20,7 @@ GPU = Attempt(
     began=1.79e9 + 10,
     hosts=(("a", 8),),
     facts={
-        "device": "NVIDIA H100 80GB HBM3", "precision": "bf16", "ranks": 8, "accumulation": 2, "parameters": 1_000_000_000,
+        "device": "NVIDIA H100 80GB HBM3", "precision": "bf16", "ranks": 8, "accumulation": 2, "parameters": 10**9,
         "flops_per_token": 6e9, "peak_flops": 989.5e12, "memory_bandwidth": 3.35e12,
     },
     planned=Planned(4 * 2**30, 4 * 2**30, 8 * 2**30, 7e9, 0.0),
