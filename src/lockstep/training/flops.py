@@ -60,7 +60,7 @@ def counted_flops(model: nn.Module, batch: Batch) -> float:
         def _count_flops(self, *arguments: Any) -> Any:
             if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
                 return arguments[1]
-            return super()._count_flops(*arguments)
+            return super()._count_flops(*arguments)  # type: ignore[no-untyped-call]
 
     def fake(value: Any) -> Any:
         if not isinstance(value, Tensor):
