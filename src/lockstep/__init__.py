@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from lockstep.core.jobs import LaunchedJob as LaunchedJob
     from lockstep.core.jobs import LaunchPlan as LaunchPlan
     from lockstep.core.jobs import ProjectFiles as ProjectFiles
+    from lockstep.core.media import LoggedImage as LoggedImage
+    from lockstep.core.media import LoggedTable as LoggedTable
     from lockstep.core.protocols import Launcher as Launcher
     from lockstep.core.protocols import Monitor as Monitor
     from lockstep.core.protocols import Objective as Objective
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from lockstep.core.records import RunInfo as RunInfo
     from lockstep.core.records import SaveReport as SaveReport
     from lockstep.core.records import StepReport as StepReport
+    from lockstep.core.tracking import Bins as Bins
     from lockstep.core.tracking import TrackedRun as TrackedRun
     from lockstep.core.tracking import Tracker as Tracker
     from lockstep.distributed.forward_mode import positions as positions
@@ -82,9 +85,10 @@ _HOMES = {
         "lockstep.config.schema": "Config",
         "lockstep.core.errors": "CollectiveTimeout ConfigError Failure RunFailed VerificationError",
         "lockstep.core.jobs": "JobCommand JobStatus LaunchPlan LaunchedJob ProjectFiles",
+        "lockstep.core.media": "LoggedImage LoggedTable",
         "lockstep.core.protocols": "Launcher Monitor ObjectStore Objective ProjectLauncher Source Transform",
         "lockstep.core.records": "Batch DataFacts EvaluationReport Request RestartReport RunInfo SaveReport StepReport",
-        "lockstep.core.tracking": "TrackedRun Tracker",
+        "lockstep.core.tracking": "Bins TrackedRun Tracker",
         "lockstep.distributed.forward_mode": "positions",
         "lockstep.distributed.generators": "register_generator",
         "lockstep.distributed.metric_reduction": "reduce",

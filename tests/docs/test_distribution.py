@@ -18,6 +18,7 @@ import pytest
 
 import lockstep
 from lockstep.core.distribution import DISTRIBUTION, pip_install, why_not_here
+from lockstep.core.tracking import TRACKERS
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("src", "tests", "docs", "recipes", "examples", "drills", "benchmarks")
@@ -65,7 +66,9 @@ def test_extras_that_messages_name_exist() -> None:
     optional = project()["optional-dependencies"]
     assert isinstance(optional, dict)
     assert (
-        extras == {"hf", "digits", "deepspeed", "s3", "fsspec", "aws", "ray", "nvidia", "prometheus"} <= set(optional)
+        extras
+        == {"hf", "digits", "deepspeed", "s3", "fsspec", "aws", "ray", "nvidia", "prometheus", *TRACKERS}
+        <= set(optional)
     )
     assert pip_install("hf") == "pip install 'lockstep-torch[hf]'"
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import struct
 import threading
 import time
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kit.reports import FACTS, report
+from kit.worlds import in_process
 from PIL import Image as Pillow
 
 from lockstep.core.errors import RunFailed
+from lockstep.core.extensions import import_target
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.core.records import EvaluationReport, RestartReport, SaveReport
 from lockstep.core.tracking import TrackedRun, Tracker
@@ -36,7 +43,7 @@ LOGGED = Logged(
 
 def run_twice(tracker: object, folder: Path) -> None:
     """Record a run that fails after step 12 and resumes from step 8; `tracker` makes one for each attempt."""
-    run = TrackedRun("0123456789abcdef", "digits", str(folder), {"optim": {"lr": 0.1}}, {"python": "3"})
+    run = TrackedRun("0123456789abcdef" * 2, "digits", str(folder), {"optim": {"lr": 0.1}}, {"python": "3"})
     for attempt, steps in ((1, range(1, 13)), (2, range(9, 17))):
         monitor = TrackerMonitor(tracker(), "it", run, lambda step: f"/checkpoints/{step}", every=4)  # type: ignore[operator]
         monitors = Monitors([BackgroundMonitor(monitor, 4, end_seconds=60.0)])
@@ -193,7 +200,7 @@ def test_wandb_without_a_network_writes_one_run(tmp_path: Path) -> None:
             if "train/loss" in row:
                 losses.append(tuple(float(row[name]) for name in ("step", "train/loss", "run/attempt")))
     assert len(files) == 2
-    assert identifiers == {"0123456789abcdef"}, "wandb sync makes one run of both"
+    assert identifiers == {"0123456789abcdef" * 2}, "wandb sync makes one run of both"
     assert losses == [(1, 2, 1), (4, 5, 1), (8, 9, 1), (12, 13, 1), (12, 14, 2), (16, 18, 2)]
     assert json.loads(config["optim"]) == {"lr": 0.1}
     assert json.loads(config["environment"]) == {"python": "3"}
@@ -204,3 +211,68 @@ def test_wandb_without_a_network_writes_one_run(tmp_path: Path) -> None:
     table = json.loads(next((files[1].parent / "files").glob("media/table/errors*.json")).read_text())
     assert (table["columns"], table["data"]) == (["text", "label"], [["a", 1], [None, 2.5]])
     assert sum(media["weights.values"]) == 4
+
+
+def _recorded_by_trackio(folder: Path) -> dict[str, Any]:
+    os.environ["TRACKIO_DIR"] = str(folder / "trackio")  # read when trackio is imported
+    from lockstep.monitor.trackio_tracker import TrackioTracker
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        run_twice(TrackioTracker, folder / "trackers")
+    import trackio
+
+    (run,) = trackio.Api().runs("lockstep")
+    rows = trackio.SQLiteStorage.get_logs("lockstep", run.name)
+    return {"name": run.name, "config": run.config, "rows": rows, "printed": output.getvalue()}
+
+
+def test_trackio_reads_one_run_with_both_attempts(tmp_path: Path) -> None:
+    pytest.importorskip("trackio", reason="trackio isn't installed")
+    recorded = in_process(_recorded_by_trackio, tmp_path)
+    rows = recorded["rows"]
+    assert recorded["name"] == "digits-01234567"
+    assert recorded["config"]["optim"] == {"lr": 0.1}
+    assert recorded["config"]["environment"] == {"python": "3"}
+    assert recorded["printed"] == "", "standard output is the run's"
+    points = [(row["step"], row["train/loss"], row["run/attempt"]) for row in rows if "train/loss" in row]
+    assert points == [(1, 2, 1), (4, 5, 1), (8, 9, 1), (12, 13, 1), (12, 14, 2), (16, 18, 2)]
+    last: dict[str, Any] = {}
+    for row in rows:
+        last |= row
+    assert last["run/resumed_from"] == 8
+    assert last["checkpoint"] == "/checkpoints/8"
+    assert sum(last["weights"]["values"]) == 4
+    assert last["sample"] == {"_type": "trackio.markdown", "_value": "def f"}
+    assert last["errors"]["_value"] == [{"text": "a", "label": 1}, {"text": None, "label": 2.5}]
+    picture = Pillow.open(tmp_path / "trackio" / "media" / last["picture"]["file_path"])
+    assert (picture.size, picture.tobytes()) == ((3, 2), PIXELS)
+
+
+COMET = Path(__file__).parents[2] / "examples" / "comet_tracker.py"
+
+
+def test_comet_without_a_network_writes_one_experiment(tmp_path: Path) -> None:
+    pytest.importorskip("comet_ml", reason="comet_ml isn't installed")
+    in_process(_recorded_by_comet, tmp_path / "trackers")
+    experiments, losses, others, uploads, parameters = set(), [], {}, [], {}
+    for file in sorted((tmp_path / "trackers" / "comet").glob("*.zip"), key=lambda file: file.stat().st_mtime):
+        with zipfile.ZipFile(file) as archive:
+            experiments.add(json.loads(archive.read("experiment.json"))["offline_id"])
+            messages = [json.loads(line)["payload"] for line in archive.read("messages.json").splitlines()]
+        metrics = [message["metric"] for message in messages if "metric" in message]
+        losses += [(part["step"], part["metricValue"]) for part in metrics if part["metricName"] == "train/loss"]
+        others |= {message["key"]: message["value"] for message in messages if "key" in message}
+        uploads += [message["upload_type"] for message in messages if "upload_type" in message]
+        params = [message["param"] for message in messages if "param" in message]
+        parameters |= {part["paramName"]: part["paramValue"] for part in params}
+    assert len(experiments) == 1
+    assert losses == [(1, 2), (4, 5), (8, 9), (12, 13), (12, 14), (16, 18)]
+    assert others["attempt 2"] == "repeats what follows step 8"
+    assert (others["checkpoint"], others["environment.python"], others["failure"]) == ("/checkpoints/8", "3", "none")
+    assert set(uploads) == {"asset", "histogram3d", "text-sample", "visualization"}
+    assert parameters["optim|lr"] == 0.1
+
+
+def _recorded_by_comet(folder: Path) -> None:
+    run_twice(import_target(f"{COMET}:Comet"), folder)

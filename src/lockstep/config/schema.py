@@ -248,7 +248,7 @@ class MonitorConfig(Section):
     tensorboard: bool = True
     """Write event files for TensorBoard into the run's folder."""
     trackers: tuple[Extension, ...] = ()
-    """Trackers that record the run elsewhere: `wandb`, `mlflow`, or one of your own (`lockstep.Tracker`)."""
+    """Trackers that record the run elsewhere: `wandb`, `mlflow`, `trackio`, or one of your own (`lockstep.Tracker`)."""
     histograms: HistogramsConfig | None = None
     """Null: weights and gradients are not counted."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"

@@ -14,11 +14,23 @@ from typing import Any, Protocol, runtime_checkable
 
 from lockstep.core.media import LoggedImage, LoggedTable
 
-TRACKERS = ("mlflow", "wandb")
+TRACKERS = ("mlflow", "trackio", "wandb")
 """Names of the trackers that Lockstep has."""
 
 Bins = Sequence[tuple[float, float, int]]
 """A histogram as (low, high, count) of the bins that are not empty, in order."""
+
+
+def edges_and_counts(bins: Bins) -> tuple[list[float], list[int]]:
+    """Return the edges of adjoining bins, one more than their counts: empty bins fill what is between."""
+    edges, counts = [bins[0][0]], []
+    for low, high, count in bins:
+        if low > edges[-1]:
+            edges.append(low)
+            counts.append(0)
+        edges.append(high)
+        counts.append(count)
+    return edges, counts
 
 
 @dataclass(frozen=True, slots=True)

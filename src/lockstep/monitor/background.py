@@ -210,8 +210,16 @@ class BackgroundMonitor(ThrottledMonitor):
 
     def finish(self, error: BaseException | None) -> None:
         """Let the writer finish, and wait for it up to the limit."""
+        self.begin_finish(error)
+        self.end_finish(0.0)
+
+    def begin_finish(self, error: BaseException | None) -> None:
+        """Let the writer finish, without waiting for it."""
         self._put(self._writer.finish, error, weight=0)
-        if not self._queue.close(self._end_seconds):
+
+    def end_finish(self, waited: float) -> None:
+        """Wait for the writer up to the limit, of which `waited` seconds are over."""
+        if not self._queue.close(max(0.0, self._end_seconds - waited)):
             _log.warning("%s has not ended within %g s: its last reports are lost", self._name, self._end_seconds)
         elif self._queue.dropped:
             _log.warning("%s was too slow for %d reports, which are lost", self._name, self._queue.dropped)
@@ -292,10 +300,13 @@ class BackgroundMonitors(ThrottledMonitor):
         self._put(lambda monitor: monitor.measured(report), hurry=False)
 
     def finish(self, error: BaseException | None) -> None:
-        """Let the writers finish, and wait for each up to its limit."""
+        """Let the writers finish, and wait for each up to its limit, for all of them at once."""
         self._queue.close(END_S)  # it never waits for a writer
         for monitor in self._monitors:
-            monitor.finish(error)
+            monitor.begin_finish(error)
+        began = time.monotonic()
+        for monitor in self._monitors:
+            monitor.end_finish(time.monotonic() - began)
 
     def drain(self, seconds: float) -> bool:
         """Wait that long at most until the writers have taken all reports; return False if it takes longer."""

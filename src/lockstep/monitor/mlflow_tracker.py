@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.core.slow_imports import import_beside
@@ -37,7 +38,7 @@ class MlflowTracker(Tracker):
 
     def __init__(self, uri: str | None = None, experiment: str = "lockstep") -> None:
         if find_spec("mlflow") is None:
-            raise ConfigError("the tracker mlflow needs a package that isn't installed: pip install mlflow-skinny")
+            raise ConfigError(f"the tracker mlflow needs a package that isn't installed: {pip_install('mlflow')}")
         self._mlflow: Any = None
         self._uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._experiment = experiment

@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.core.slow_imports import import_beside
-from lockstep.core.tracking import Bins, TrackedRun, Tracker
+from lockstep.core.tracking import Bins, TrackedRun, Tracker, edges_and_counts
 
 _log = logging.getLogger("lockstep.monitor")
+_FLUSH = "x_transaction_log_flush_interval"  # 15 s by default, which a process that is killed would take with it
 
 
 class WandbTracker(Tracker):
@@ -32,7 +34,7 @@ class WandbTracker(Tracker):
 
     def __init__(self, project: str = "lockstep", mode: str | None = None, **arguments: Any) -> None:
         if find_spec("wandb") is None:
-            raise ConfigError("the tracker wandb needs a package that isn't installed: pip install wandb")
+            raise ConfigError(f"the tracker wandb needs a package that isn't installed: {pip_install('wandb')}")
         self._wandb: Any = None
         self._arguments: dict[str, Any] = {"project": project, "mode": mode, **arguments}
         self._run: Any = None
@@ -48,7 +50,7 @@ class WandbTracker(Tracker):
             "dir": run.folder,
             "config": {**run.config, "environment": dict(run.environment)},
             "resume": "allow",
-            "settings": self._wandb.Settings(silent=True, console="off", x_disable_stats=True),
+            "settings": _settings(self._wandb),
         }
         self._run = self._wandb.init(**options | self._arguments)
         self._run.define_metric("step")
@@ -59,13 +61,12 @@ class WandbTracker(Tracker):
         self._run.log({"step": step, "run/attempt": self._attempt, **values})
 
     def histograms(self, step: int, histograms: Mapping[str, Bins]) -> None:
-        self._run.log(
-            {
-                "step": step,
-                "run/attempt": self._attempt,
-                **{name: self._histogram(bins) for name, bins in histograms.items() if bins},
-            }
-        )
+        row = {
+            name: self._wandb.Histogram(np_histogram=edges_and_counts(bins)[::-1])
+            for name, bins in histograms.items()
+            if bins
+        }
+        self._run.log({"step": step, "run/attempt": self._attempt, **row})
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():
@@ -106,15 +107,10 @@ class WandbTracker(Tracker):
     def _warn_without_pillow(self) -> None:
         if not self._warned:
             self._warned = True
-            _log.warning("Weights & Biases needs pillow for images, which are left out: pip install pillow")
+            _log.warning("Weights & Biases needs pillow for images, which are left out: %s", pip_install("wandb"))
 
-    def _histogram(self, bins: Bins) -> Any:
-        """Return W&B's histogram, which has one edge between two bins: empty bins fill what is between."""
-        edges, counts = [bins[0][0]], []
-        for low, high, count in bins:
-            if low > edges[-1]:
-                edges.append(low)
-                counts.append(0)
-            edges.append(high)
-            counts.append(count)
-        return self._wandb.Histogram(np_histogram=(counts, edges))
+
+def _settings(wandb: Any) -> Any:
+    """Return W&B's settings: nothing printed, Lockstep's own meters, what is recorded on the disk within a second."""
+    flush = {_FLUSH: 1.0} if _FLUSH in wandb.Settings.model_fields else {}
+    return wandb.Settings(silent=True, console="off", x_disable_stats=True, **flush)

@@ -15,7 +15,7 @@ from lockstep.core.tracking import TrackedRun
 from lockstep.distributed.collective_meter import CollectiveMeter
 from lockstep.distributed.memory import memory_gauges
 from lockstep.monitor import history
-from lockstep.monitor.background import BackgroundMonitor, BackgroundMonitors
+from lockstep.monitor.background import END_S, BackgroundMonitor, BackgroundMonitors
 from lockstep.monitor.console import Console
 from lockstep.monitor.events import EventLog
 from lockstep.monitor.folder import TRACKERS, RunFolder
@@ -126,7 +126,7 @@ def _tracker_monitors(job: Job, folder: Path, checkpoints: Checkpoints) -> list[
         return f"{checkpoints.place}/step-{step:08d}"
 
     return [
-        BackgroundMonitor(TrackerMonitor(tracker, name, run, reference, every), every, name=f"tracker {name}")
+        BackgroundMonitor(TrackerMonitor(tracker, name, run, reference, every), every, END_S, name=f"tracker {name}")
         for name, tracker in user_trackers(job.config, job.given).items()
     ]
 

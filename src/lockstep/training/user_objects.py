@@ -268,6 +268,7 @@ def not_given(key: str, expected: str, got: object) -> ConfigError:
 
 _TRACKERS = {
     "mlflow": "lockstep.monitor.mlflow_tracker:MlflowTracker",
+    "trackio": "lockstep.monitor.trackio_tracker:TrackioTracker",
     "wandb": "lockstep.monitor.wandb_tracker:WandbTracker",
 }
 
