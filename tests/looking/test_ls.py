@@ -150,6 +150,18 @@ def test_the_table_fits_its_terminal(tmp_path: Path, width: int) -> None:
     assert lines[2].endswith("…")
 
 
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 200])
+def test_a_narrow_terminal_lacks_columns_and_cuts_no_number(tmp_path: Path, width: int) -> None:
+    make_run(tmp_path / ("long-name-" * 10 + "end")).release()
+    rows = list_runs([tmp_path])
+    head, whole = (line.split() for line in describe(rows, None).splitlines()[:2])
+    shown_head, shown = (line.split() for line in describe(rows, width).splitlines()[:2])
+    assert shown_head == head[: len(shown_head)]
+    assert set(shown) - {shown[1]} <= set(whole)
+    assert shown[1].endswith("end")
+    assert ("host" in shown_head) == (width >= 80)
+
+
 def test_damaged_foreign_and_hostile_folders_are_listed_or_left_out(tmp_path: Path) -> None:
     damaged = make_run(tmp_path / "damaged")
     damaged.release()

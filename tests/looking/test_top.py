@@ -111,6 +111,18 @@ def test_hundreds_of_ranks_fit_any_terminal_the_worst_first(tmp_path: Path, widt
         assert "of 512 ranks, the worst first" in text
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_a_narrow_screen_lacks_columns_and_marks_what_is_cut(tmp_path: Path, width: int) -> None:
+    run = make_run(tmp_path / "run", ranks=4)
+    whole, cut = screen(run, 300), screen(run, width)
+    head = next(line for line in cut if line.startswith("rank")).split()
+    assert head[0] == "rank"
+    assert set(head) <= set(next(line for line in whole if line.startswith("rank")).split())
+    words = {word for line in whole for word in line.split()}
+    for line in cut[1:]:
+        assert line.endswith("…") or set(line.split()) <= words or "━" in line or line.startswith("loss"), line
+
+
 def test_gpus_of_several_hosts_have_their_columns(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", ranks=4, per_host=2)
     content = json.loads((run / "live.json").read_text())

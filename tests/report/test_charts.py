@@ -260,3 +260,9 @@ def test_no_two_of_seven_curves_look_alike() -> None:
 def test_a_single_value_is_a_dot() -> None:
     svg = draw(chart(series([1.0])))
     assert svg.count("<circle") == 1
+
+
+def test_a_scale_of_shares_ends_at_all_unless_a_value_is_larger() -> None:
+    assert fitted(np.array([1.0, 1.0]), most=1.0).high == 1.0
+    assert fitted(np.array([0.4, 0.98]), most=1.0).high == 1.0
+    assert fitted(np.array([1.2, 1.2]), most=1.0).high > 1.2

@@ -38,6 +38,9 @@ _LENGTHS = re.compile(r"^run:\n(?:[ #].*\n)*", re.MULTILINE)
 _LENGTH = re.compile(r"^ +(steps|samples|tokens|epochs): (\d+(?:\.\d+)?)$", re.MULTILINE)
 _HEAD = ("state", "run", "step", "loss", "speed", "age", "host")
 _RIGHT = ("step", "loss", "speed", "age")
+_DISPENSABLE = ("host", "speed", "age", "loss", "step")
+"""Columns that a narrow terminal lacks, in this order: a number that is cut would be another number."""
+_SHORT_NAME = 12  # characters of a run's name that stay
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,17 +187,30 @@ def describe(rows: Sequence[ListedRun], width: int | None, now: float | None = N
         return "no runs"
     moment = time.time() if now is None else now
     cells = [_HEAD, *(_cells(row, moment) for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(_HEAD))]
-    if width is not None:  # of a narrow terminal the names of runs lose their beginning
-        widths[1] = max(8, min(widths[1], width - sum(widths) + widths[1] - 2 * (len(widths) - 1)))
+    widths = {name: max(len(row[column]) for row in cells) for column, name in enumerate(_HEAD)}
+    if width is not None:
+        _fit(widths, width)
     lines = []
     for row, texts in itertools.zip_longest([None, *rows], cells):
-        line = "  ".join(_padded(*cell) for cell in zip(texts, widths, _HEAD, strict=True)).rstrip()
+        shown = ((text, widths[name], name) for text, name in zip(texts, _HEAD, strict=True) if name in widths)
+        line = "  ".join(_padded(*cell) for cell in shown).rstrip()
         lines.append(line if width is None else line[:width])
         if row is not None and row.note:
             note = f"  {plain_line(row.note)}"
             lines.append(note if width is None or len(note) <= width else f"{note[: width - 1]}…")
     return "\n".join(lines)
+
+
+def _fit(widths: dict[str, int], width: int) -> None:
+    """Remove columns until the others fit; the names of runs lose their beginning."""
+
+    def space() -> int:
+        return width - sum(widths.values()) + widths["run"] - 2 * (len(widths) - 1)
+
+    for name in _DISPENSABLE:
+        if space() < min(widths["run"], _SHORT_NAME):
+            del widths[name]
+    widths["run"] = max(8, min(widths["run"], space()))
 
 
 def _cells(row: ListedRun, now: float) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ _SPARKS = " ▁▂▃▄▅▆▇█"
 _ASCII_SPARKS = " .:-=+*#@"
 _MOST_EVENTS = 5
 _NARROW = 100  # columns below which a table has no column for the slowest update
+_DISPENSABLE = ("phases", "GPU", "memory", "for", "host", "step")  # columns that a narrower table lacks, in this order
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,13 @@ def draw(run: WatchedRun, width: int, height: int, *, unicode: bool = True) -> l
     below = [ScreenLine(""), *shown] if shown else []
     table = _ranks(run.ranks, width, space - len(below))
     lines = [*head, *([ScreenLine("")] if table else []), *table, *below]
-    return [ScreenLine(line.text[:width], line.style) for line in lines[:height]]
+    return [ScreenLine(_cut(line.text, width, unicode), line.style) for line in lines[:height]]
+
+
+def _cut(text: str, width: int, unicode: bool) -> str:
+    """Return a line that fits. One that is cut ends with an ellipsis: a part of a number would be another number."""
+    mark = "…" if unicode else "..."
+    return text if len(text) <= width else f"{text[: max(0, width - len(mark))]}{mark}"[:width]
 
 
 def _head(run: WatchedRun, width: int, unicode: bool) -> list[ScreenLine]:
@@ -79,7 +86,10 @@ def _head(run: WatchedRun, width: int, unicode: bool) -> list[ScreenLine]:
             ScreenLine(f"loss {curve} {formatting.value(finite[0])} to {formatting.value(finite[-1])}", "good")
         )
     if run.split:
-        parts = [f"{name} {100 * share:.0f} %" for name, share in run.split.items() if share >= 0.005]
+        split = sorted(run.split.items(), key=lambda item: -item[1]) if width < _NARROW else run.split.items()
+        parts = [f"{name} {100 * share:.0f} %" for name, share in split if share >= 0.005]
+        while len(parts) > 1 and len("time " + "  ".join(parts)) > width:
+            parts.pop()
         lines.append(ScreenLine("time " + "  ".join(parts)))
     return lines
 
@@ -150,7 +160,7 @@ def _rank_table(ranks: Sequence[WatchedRank], width: int) -> list[ScreenLine]:
         ("GPU", lambda rank: f"{rank.utilization:.0f} %" if math.isfinite(rank.utilization) else ""),
     ]
     cells = [[name for name, _ in columns], *([text(rank) for _, text in columns] for rank in ranks)]
-    lines = _aligned(cells, left=("host", "phase", ""))
+    lines = _aligned(cells, width, left=("host", "phase", ""))
     styles: list[Style] = ["dim", *(_style(rank) for rank in ranks)]
     return [ScreenLine(line, style) for line, style in zip(lines, styles, strict=True)]
 
@@ -185,18 +195,22 @@ def _host_table(ranks: Sequence[WatchedRank], width: int, height: int) -> list[S
             ]
         )
         styles.append("alarm" if remarks else "")
-    lines = _aligned(cells, left=("host", "phases", ""))
+    lines = _aligned(cells, width, left=("host", "phases", ""))
     table = [ScreenLine(line, style) for line, style in zip(lines, styles, strict=True)]
     if len(shown) < len(ordered):
         table.append(ScreenLine(f"{len(shown)} of {len(ordered):,} hosts, the worst first", "dim"))
     return table
 
 
-def _aligned(cells: list[list[str]], left: Sequence[str]) -> list[str]:
-    """Return rows, the head first; columns without any value are left out."""
+def _aligned(cells: list[list[str]], width: int, left: Sequence[str]) -> list[str]:
+    """Return rows, the head first; columns without any value are left out, and as many as don't fit."""
     head = cells[0]
     columns = [n for n in range(len(head)) if any(row[n] for row in cells[1:])]
     widths = {n: max(len(row[n]) for row in cells) for n in columns}
+    for name in _DISPENSABLE:
+        if sum(widths.values()) + 2 * (len(widths) - 1) > width and name in head:
+            widths.pop(head.index(name), None)
+    columns = [n for n in columns if n in widths]
     return [
         "  ".join(row[n].ljust(widths[n]) if head[n] in left else row[n].rjust(widths[n]) for n in columns).rstrip()
         for row in cells

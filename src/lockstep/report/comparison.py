@@ -352,13 +352,17 @@ def _blocks(rows: Sequence[Sequence[str]], width: int | None) -> Iterator[str]:
     first, start = widths[0], 1
     if width is not None:
         first = min(first, max(8, width // 2))
+        widths = [min(column, max(8, width - first - 2)) for column in widths]
     while True:
         end, used = start, first
         while end < len(widths) and (width is None or end == start or used + 2 + widths[end] <= width):
             used += 2 + widths[end]
             end += 1
         for row in rows:
-            cells = [clipped(row[0], first).ljust(first), *(row[n].rjust(widths[n]) for n in range(start, end))]
+            cells = [
+                clipped(row[0], first).ljust(first),
+                *(clipped(row[n], widths[n]).rjust(widths[n]) for n in range(start, end)),
+            ]
             line = "  ".join(cells).rstrip()
             yield line if width is None else line[:width]
         if end >= len(widths):

@@ -169,6 +169,7 @@ def _chart(
         ),  # no axis ends below zero, or above 100 %, for a band's sake
         from_zero=from_zero,
         may_be_logarithmic=not from_zero and not bands,
+        most=high,
     )
     missing = [run.label for run in comparison.runs if run.label not in known]
     remarks = [

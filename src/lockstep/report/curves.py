@@ -6,6 +6,7 @@ every other metric of the evaluations, gradient norm, learning rate, throughput,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -92,7 +93,8 @@ def _chart(
     if not drawn:
         return None
     known = np.concatenate([values.known for values in drawn])
-    scale = fitted(known, from_zero=from_zero, may_be_logarithmic=not from_zero)
+    most = 1.0 if unit == "percent" else math.inf
+    scale = fitted(known, from_zero=from_zero, may_be_logarithmic=not from_zero, most=most)
     return Chart(title, _describe(drawn[0], finding, unit), drawn, scale, 0, 1, unit=unit)
 
 

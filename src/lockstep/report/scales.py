@@ -46,10 +46,12 @@ class Scale:
         return np.asarray((inside - self.low) / (self.high - self.low))
 
 
-def fitted(values: Numbers, *, from_zero: bool = False, may_be_logarithmic: bool = False) -> Scale:
+def fitted(
+    values: Numbers, *, from_zero: bool = False, may_be_logarithmic: bool = False, most: float = math.inf
+) -> Scale:
     """Return a scale that shows all values: at least one, all finite.
 
-    It begins at a tick, and ends at one or half a step beyond.
+    It begins at a tick, and ends at one or half a step beyond; at `most` if no value is larger.
     """
     low, high = float(values.min()), float(values.max())
     if may_be_logarithmic and low > 0 and high > _STEEP * float(np.median(values)):
@@ -64,7 +66,7 @@ def fitted(values: Numbers, *, from_zero: bool = False, may_be_logarithmic: bool
         low = min(low, 0.0)
     if high - low <= 1e-6 * max(abs(low), abs(high)):  # all alike: in the middle
         margin = abs(high) / 2 or 1.0
-        low, high = low - margin, high + margin
+        low, high = low - margin, high + margin if high > most else min(high + margin, most)
     step = _round_step(high - low, 4)
     return Scale(step * math.floor(low / step + 1e-6), step * math.ceil(2 * high / step - 1e-6) / 2, step)
 
