@@ -136,13 +136,6 @@ class RankInterval:
             silent,
         )
 
-    @property
-    def computing(self) -> float:
-        """Seconds of an update in which it didn't wait for other ranks; NaN if that wasn't measured."""
-        if not self.split:
-            return float("nan")
-        return sum(self.split.values()) - self.split["communication"]
-
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
@@ -189,21 +182,44 @@ class MeterReport:
     def stragglers(self) -> list[Straggler]:
         """Return the ranks that the others wait for, the slowest first."""
         known = [rank for rank in self.ranks if rank.split]
-        if len(known) < 2:
-            return []
-        usual = statistics.median_low(rank.computing for rank in known)
-        margin = _SLOW_SHARE * statistics.fmean(rank.seconds for rank in known)
-        slow = [rank for rank in known if rank.computing > max(_SLOW * usual, usual + margin)]
-        usual_split = {name: statistics.median_low(rank.split[name] for rank in known) for name in known[0].split}
+        return stragglers_of(
+            [RankTimes(rank.notice.rank, rank.notice.host, rank.seconds, rank.split) for rank in known]
+        )
 
-        def excess(rank: RankInterval) -> str:
-            phases = [name for name in rank.split if name != "communication"]
-            return max(phases, key=lambda name: rank.split[name] - usual_split[name])
 
-        return [
-            Straggler(rank.notice.rank, rank.notice.host, rank.computing / usual, excess(rank))
-            for rank in sorted(slow, key=lambda rank: -rank.computing)
-        ]
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """The seconds of a rank's update, in all and by phase."""
+
+    rank: int
+    host: str
+    seconds: float
+    split: Mapping[str, float]
+
+    @property
+    def computing(self) -> float:
+        """Seconds in which it doesn't wait for other ranks."""
+        return sum(self.split.values()) - self.split.get("communication", 0.0)
+
+
+def stragglers_of(ranks: Sequence[RankTimes]) -> list[Straggler]:
+    """Return the ranks that the others wait for, the slowest first."""
+    if len(ranks) < 2:
+        return []
+    usual = statistics.median_low(rank.computing for rank in ranks)
+    margin = _SLOW_SHARE * statistics.fmean(rank.seconds for rank in ranks)
+    slow = [rank for rank in ranks if rank.computing > max(_SLOW * usual, usual + margin)]
+    names = dict.fromkeys(name for rank in ranks for name in rank.split)
+    usual_split = {name: statistics.median_low(rank.split.get(name, 0.0) for rank in ranks) for name in names}
+
+    def excess(rank: RankTimes) -> str:
+        phases = [name for name in rank.split if name != "communication"]
+        return max(phases, key=lambda name: rank.split[name] - usual_split[name])
+
+    return [
+        Straggler(rank.rank, rank.host, rank.computing / usual, excess(rank))
+        for rank in sorted(slow, key=lambda rank: -rank.computing)
+    ]
 
 
 def meter_values(report: MeterReport) -> dict[str, float]:

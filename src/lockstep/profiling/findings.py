@@ -5,38 +5,20 @@ A gain is the share of an update that is saved if the time that the finding name
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from lockstep.core import formatting
 from lockstep.core.formatting import short_time
+from lockstep.monitor.rank_meters import RankTimes, stragglers_of
+from lockstep.profiling.device_findings import device_findings, device_line
+from lockstep.profiling.finding import ProfileFinding
 from lockstep.profiling.traces import Trace
 
 _NOTABLE = 0.1
-_SLOW = 1.2
 _MANY_READS = 4
 _SMALL_SHARE = 0.4
 _LONG_GAP = 0.15
-_IDLE = 0.3
 _MOST_OPERATORS = 10
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileFinding:
-    """A cause that limits a run.
-
-    Attributes:
-        name: Such as `data`, for programs.
-        text: A sentence.
-        remedy: What to try.
-        gain: Share of an update that it would save at most.
-    """
-
-    name: str
-    text: str
-    remedy: str
-    gain: float
 
 
 def findings_of(traces: Sequence[Trace]) -> list[ProfileFinding]:
@@ -44,36 +26,36 @@ def findings_of(traces: Sequence[Trace]) -> list[ProfileFinding]:
     first = max(trace.facts["first"] for trace in traces)
     newest = [trace for trace in traces if trace.facts["first"] == first]
     slowest = max(newest, key=lambda trace: trace.computing)
-    findings = [*_stragglers(newest), *_phases(slowest), *_host(slowest), *_communication(slowest, len(newest))]
+    findings = [
+        *_stragglers(newest),
+        *_phases(slowest),
+        *_host(slowest),
+        *_communication(slowest, len(newest)),
+        *device_findings(slowest),
+    ]
     return sorted(findings, key=lambda finding: -finding.gain)
 
 
 def _stragglers(traces: Sequence[Trace]) -> Iterator[ProfileFinding]:
-    if len(traces) < 2:
-        return
-    usual = statistics.median_low(trace.computing for trace in traces)
-    slow = max(traces, key=lambda trace: trace.computing)
-    lost = slow.computing - usual
-    if slow.computing < _SLOW * usual or lost < 0.05 * slow.seconds:
-        return
-    phases = [name for name in slow.split if name != "communication"]
-    fast = min(traces, key=lambda trace: trace.computing)
-    phase = max(phases, key=lambda name: slow.split[name] - fast.split.get(name, 0.0))
-    yield ProfileFinding(
-        "slow rank",
-        f"rank {slow.rank} on {slow.facts['host']} computes {slow.computing / usual:.1f} times as long as the others, "
-        f"in its {phase}; they wait for it",
-        "lockstep doctor on its host shows clocks, throttling and other processes; if it has more data, even it out",
-        lost / slow.seconds,
-    )
+    times = [RankTimes(trace.rank, str(trace.facts["host"]), trace.seconds, trace.split) for trace in traces]
+    for slow in stragglers_of(times)[:1]:
+        trace = next(trace for trace in traces if trace.rank == slow.rank)
+        yield ProfileFinding(
+            "slow rank",
+            f"rank {slow.rank} on {slow.host} computes {slow.ratio:.1f} times as long as the median rank, "
+            f"in its {slow.phase}; the others wait for it",
+            "lockstep doctor on its host shows clocks, throttling, other processes; if it has more data, even it out",
+            (1 - 1 / slow.ratio) * trace.computing / trace.seconds,
+        )
 
 
 def _phases(trace: Trace) -> Iterator[ProfileFinding]:
-    data, save = trace.share("data"), trace.share("save")
+    waits = trace.split.get("data", 0.0) if trace.device is None else trace.device.stalled
+    data, save, who = waits / trace.seconds, trace.share("save"), "an update" if trace.device is None else "the GPU"
     if data > _NOTABLE:
         yield ProfileFinding(
             "data",
-            f"an update waits {short_time(trace.split['data'])} for its data, {data:.0%} of its time",
+            f"{who} waits {short_time(waits)} for data in an update, {data:.0%} of its time",
             "raise data.loader.workers, or prepare the samples once instead of in each epoch",
             data,
         )
@@ -119,16 +101,11 @@ def _host(trace: Trace) -> Iterator[ProfileFinding]:
             "find the code with profile.stacks: true; move it out of the forward",
             trace.longest_gap / trace.seconds,
         )
-    if trace.busy is not None and 1 - trace.busy > _IDLE:
-        yield ProfileFinding(
-            "idle device",
-            f"the GPU computes in {trace.busy:.0%} of the time",
-            "see what the host does meanwhile: data, small operators, reads of tensors",
-            1 - trace.busy,
-        )
 
 
 def _communication(trace: Trace, traced: int) -> Iterator[ProfileFinding]:
+    if trace.device is not None:  # on the host, a wait for a collective is one for all work of the GPU
+        return
     share = trace.share("communication")
     if share <= 2 * _NOTABLE:
         return
@@ -154,8 +131,8 @@ def summary_lines(traces: Sequence[Trace]) -> Iterator[str]:
         yield f"rank {trace.rank}, updates {facts['first']:,} to {facts['last']:,}: {short_time(trace.seconds)} each"
         parts = sorted(trace.split.items(), key=lambda item: -item[1])
         yield "  time         " + ", ".join(f"{name} {seconds / trace.seconds:.0%}" for name, seconds in parts)
-        if trace.busy is not None:
-            yield f"  GPU          computes in {trace.busy:.0%} of the time"
+        if trace.device is not None:
+            yield f"  GPU          {device_line(trace.device, trace.seconds)}"
         for use in trace.collectives:
             bandwidth = f", bus {formatting.size(use.bandwidth)}/s" if use.bandwidth else ""
             exchanged = f"{formatting.size(use.size)} in {short_time(use.seconds)}"

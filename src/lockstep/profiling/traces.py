@@ -22,11 +22,18 @@ from typing import Any
 
 from lockstep.core.collective_names import OPERATIONS, bus_factor
 from lockstep.core.errors import RunFailed
+from lockstep.core.intervals import Interval, length, union
 from lockstep.monitor.profile_spans import PROFILE, TRACE_SUFFIX
+from lockstep.profiling.device_use import (
+    KERNELS,
+    DeviceUse,
+    Event,
+    device_use,
+    interval_of,
+    is_communication,
+    kernel_times,
+)
 
-Interval = tuple[float, float]
-Event = Mapping[str, Any]
-_KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 _READS = "aten::_local_scalar_dense"
 _BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4, "BFloat16": 2}
 _BYTES |= {"Float": 4, "Double": 8, "Half": 2, "Long": 8, "Int": 4, "unsigned char": 1, "Byte": 1}
@@ -67,7 +74,7 @@ class Trace:
         small: Seconds of those that usually take less than 20 us, and between operators that follow each other closely.
         longest_gap: Seconds of the longest time without an operator in a forward.
         reads: Times that forward and backward wait for a number of a tensor on the host.
-        busy: Share of the time in which a GPU computes; None: there is none.
+        device: The use of the GPU; None: there is none.
         overlap: Share of the collectives' time that is hidden behind computation; None: there are none.
     """
 
@@ -82,7 +89,7 @@ class Trace:
     longest_gap: float
     reads: float
     collectives: Sequence[CollectiveUse]
-    busy: float | None
+    device: DeviceUse | None
     overlap: float | None
 
     @property
@@ -126,21 +133,21 @@ def read_trace(path: Path) -> Trace:
 def _trace(path: Path, facts: Mapping[str, Any], events: list[Event]) -> Trace:
     slices = [event for event in events if event.get("ph") == "X" and "dur" in event]
     own = [event for event in slices if event.get("cat") == "lockstep"]
-    updates = [_interval(event) for event in own if event["name"].startswith("lockstep/update ")]
+    updates = [interval_of(event) for event in own if event["name"].startswith("lockstep/update ")]
     if not updates:
         raise ValueError("it has no whole update")
     whole, count = (updates[0][0], updates[-1][1]), len(updates)
     phases = sorted((event["ts"], event["name"].removeprefix("lockstep/")) for event in own if event["args"] == {})
-    split: dict[str, float] = defaultdict(float)
-    for event in own:
-        if event["args"] == {}:
-            split[event["name"].removeprefix("lockstep/")] += event["dur"] * _MICRO / count
     inside = [event for event in slices if whole[0] <= event["ts"] < whole[1]]
     operators = [event for event in inside if event.get("cat") == "cpu_op"]
-    kernels = [event for event in inside if event.get("cat") in _KERNELS]
+    kernels = [event for event in inside if event.get("cat") in KERNELS]
     leaves, own_times = _own_times(operators)
-    names = _kernel_times(kernels, operators) if kernels else own_times
-    computing = [event for event in kernels if "nccl" not in event["name"]]
+    names = kernel_times(inside) if kernels else own_times
+    computing = [event for event in kernels if not is_communication(event)]
+    spans: dict[str, list[Interval]] = defaultdict(list)
+    for event in own:
+        if event["args"] == {}:
+            spans[event["name"].removeprefix("lockstep/")].append(interval_of(event))
     total = (whole[1] - whole[0]) * _MICRO / count
     small, gap = _between(leaves, phases)
     return Trace(
@@ -148,7 +155,7 @@ def _trace(path: Path, facts: Mapping[str, Any], events: list[Event]) -> Trace:
         facts,
         count,
         total,
-        dict(split),
+        {name: length(parts) * _MICRO / count for name, parts in spans.items()},
         sorted(
             (Operator(name, calls / count, time * _MICRO / count) for name, (calls, time) in names.items()),
             key=lambda operator: -operator.seconds,
@@ -161,13 +168,9 @@ def _trace(path: Path, facts: Mapping[str, Any], events: list[Event]) -> Trace:
         )
         / count,
         _collectives(inside, count, int(facts["ranks"])),
-        _length(_union(map(_interval, computing))) / (whole[1] - whole[0]) if kernels else None,
+        device_use(inside, whole, count, spans),
         _overlap(inside, computing, phases),
     )
-
-
-def _interval(event: Event) -> Interval:
-    return event["ts"], event["ts"] + event["dur"]
 
 
 def _phase_at(phases: Sequence[tuple[float, str]], time: float) -> str:
@@ -201,17 +204,6 @@ def _own_times(operators: Iterable[Event]) -> tuple[list[Event], dict[str, tuple
     return sorted(leaves, key=lambda event: event["ts"]), times
 
 
-def _kernel_times(kernels: Iterable[Event], operators: Iterable[Event]) -> dict[str, tuple[int, float]]:
-    """Return calls and microseconds of kernels by the operator that has launched them, else by their own name."""
-    launchers = {event["args"].get("External id"): event["name"] for event in operators if "args" in event}
-    times: dict[str, tuple[int, float]] = {}
-    for event in kernels:
-        name = str(launchers.get(event.get("args", {}).get("External id"), event["name"]))
-        calls, total = times.get(name, (0, 0.0))
-        times[name] = (calls + 1, total + event["dur"])
-    return times
-
-
 def _between(leaves: Sequence[Event], phases: Sequence[tuple[float, str]]) -> tuple[float, float]:
     """Return the microseconds of small operators and of small gaps between them, and the longest gap of a forward."""
     longest, small, limit, end = 0.0, 0.0, _SMALL_S / _MICRO, None
@@ -240,7 +232,7 @@ def _collectives(events: Iterable[Event], count: int, ranks: int) -> list[Collec
     kernels: dict[str, float] = defaultdict(float)
     for event in events:
         name, arguments = event["name"], event.get("args", {})
-        if event.get("cat") in _KERNELS and "Collective name" in arguments:
+        if event.get("cat") in KERNELS and "Collective name" in arguments:
             kernels[arguments["Collective name"].strip("_")] += event["dur"]
         elif name.startswith("gloo:"):
             size = sum(
@@ -278,28 +270,14 @@ def _size(dims: Any, kind: str) -> float:
 
 def _overlap(events: Sequence[Event], computing: Sequence[Event], phases: Sequence[tuple[float, str]]) -> float | None:
     """Return the share of the collectives' time in which the GPU, or without one this rank's thread, computes."""
-    kernels = [event for event in events if event.get("cat") in _KERNELS and "nccl" in event["name"]]
-    collectives = _union(map(_interval, kernels or [event for event in events if event["name"].startswith("gloo:")]))
+    kernels = [event for event in events if event.get("cat") in KERNELS and is_communication(event)]
+    collectives = union(map(interval_of, kernels or [event for event in events if event["name"].startswith("gloo:")]))
     if not collectives:
         return None
     if kernels:
-        others = _union(map(_interval, computing))
+        others = union(map(interval_of, computing))
     else:
         ends = [at for at, _ in phases[1:]] + [phases[-1][0]]
         others = [(at, end) for (at, name), end in zip(phases, ends, strict=True) if name in ("forward", "backward")]
-    hidden = _length(collectives) + _length(others) - _length(_union([*collectives, *others]))
-    return hidden / _length(collectives)
-
-
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
+    hidden = length(collectives) + length(others) - length(union([*collectives, *others]))
+    return hidden / length(collectives)
