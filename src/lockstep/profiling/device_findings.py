@@ -1,4 +1,4 @@
-"""What a GPU's use in a trace shows: it waits for the host, for other ranks, for copies, or the host waits for it."""
+"""Explains the use of a GPU in a trace: it waits for the host, for other ranks, for copies, or the host for it."""
 
 from __future__ import annotations
 
