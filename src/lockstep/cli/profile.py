@@ -26,6 +26,7 @@ from lockstep.core.terminal import echo
 
 if TYPE_CHECKING:
     from lockstep.profiling.traces import Trace
+    from lockstep.report.roofline import DevicePeak
 
 _EPILOG = """\
 A run that trains, started by whatever launcher, also on other hosts that share its folder: its ranks record the next
@@ -64,10 +65,16 @@ def plain(arguments: Sequence[str]) -> int:
     parser.add_argument("--stacks", action="store_true", help="record Python lines, too: larger, slower")
     parser.add_argument("--show", action="store_true", help="record nothing: the summary of the traces that are there")
     parser.add_argument("--timeout", type=whole, default=600, metavar="S", help="seconds to wait; default %(default)s")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure the peak of this host's devices, on a host of the run, for the plan",
+    )
     add_json(parser)
     args = parser.parse_args(arguments)
 
     from lockstep.monitor.folder import is_run
+    from lockstep.profiling.beside_plan import beside_plan, plan_lines
     from lockstep.profiling.findings import findings_of, summary_lines
     from lockstep.profiling.traces import read_trace
 
@@ -75,12 +82,20 @@ def plain(arguments: Sequence[str]) -> int:
         near = "" if args.run.exists() else f"; {did_you_mean(args.run.name, COMMANDS, 'commands are')}"
         raise ConfigError(f"{args.run} is not the folder of a run{near}")
     traces = [read_trace(path) for path in _recorded(args)]
-    for line in summary_lines(traces):
+    beside = beside_plan(args.run, traces, _peak(args.run) if args.measure else None)
+    for line in (*summary_lines(traces), *(plan_lines(beside) if beside is not None else ())):
         echo(line)
     if args.json:
         findings = [asdict(finding) for finding in findings_of(traces)]
-        emit({"run": str(args.run), "traces": [_record(trace) for trace in traces], "findings": findings})
+        plan = None if beside is None else beside.record()
+        emit({"run": str(args.run), "traces": [_record(trace) for trace in traces], "findings": findings, "plan": plan})
     return 0
+
+
+def _peak(run: Path) -> DevicePeak:
+    from lockstep.measuring.device_peak import peak_of_run
+
+    return peak_of_run(run)
 
 
 def _recorded(args: argparse.Namespace) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Measures what a GPU does in a trace of Kineto: computes, communicates, copies, waits for the host, for data, for nothing.
+"""Measures what a GPU does in a trace of Kineto: computes, communicates, copies, waits for the host or for data.
 
     host    cudaLaunchKernel (correlation 7) ... cudaStreamSynchronize
     GPU              delay  | kernel (correlation 7) | idle |  ncclDevKernel_AllReduce (exposed where nothing computes)
