@@ -170,3 +170,19 @@ def test_copies_from_memory_that_is_not_page_locked(tmp_path: Path) -> None:
     recorder.operator("aten::mm", 1000, 3000, 6900)
     recorder.copy("Memcpy HtoD (Pinned -> Device)", 1000, 2000)
     assert findings(recorder.trace(tmp_path)) == {}
+
+
+def test_tensorboards_plugin_reads_the_format(tmp_path: Path) -> None:
+    """Its own reader sees the kernels, the communication, and how much of the time the GPU is used."""
+    data = pytest.importorskip("torch_tb_profiler.profiler.data", reason="torch-tb-profiler isn't installed")
+    recorder = Recorder()
+    recorder.operator("aten::mm", 1000, 1000, 5000)
+    recorder.operator("nccl:all_reduce", 4000, 5000, 4000)
+    trace = recorder.trace(tmp_path)
+    content = json.loads(gzip.decompress(trace.path.read_bytes()))
+    profile = data.RunProfileData.from_json("rank0", 0, content)
+    assert profile.has_kernel
+    assert profile.has_communication
+    assert profile.gpu_metrics_parser.gpu_utilization[0] == pytest.approx(16 / 18, abs=0.06)
+    assert trace.device is not None
+    assert trace.device.busy == pytest.approx(0.5)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.core.errors import RunFailed
+from lockstep.profiling.beside_plan import beside_plan
 from lockstep.profiling.findings import ProfileFinding, findings_of, summary_lines
 from lockstep.profiling.traces import read_trace, trace_files
 
@@ -53,6 +54,17 @@ def test_a_slow_rank(runs: Path) -> None:
     assert "in its forward" in named["slow rank"].text
     assert named["slow rank"].gain > 0.4
     assert "outside of torch's operators" in named["host code"].text
+
+
+def test_a_slow_link(runs: Path) -> None:
+    named = findings(runs / "link")
+    assert named["communication"].gain > 0.5
+    assert next(iter(named)) == "communication", "the largest gain"
+    assert not {"data", "save", "small operators"} & named.keys()
+    beside = beside_plan(runs / "link", [read_trace(path) for path in trace_files(runs / "link")])
+    assert beside is not None
+    assert beside.worst is not None
+    assert beside.worst.name == "communication"
 
 
 def test_the_summary(runs: Path) -> None:
