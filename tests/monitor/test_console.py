@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import itertools
 import os
 import pty
 import re
@@ -82,6 +83,25 @@ def test_plain_lines_are_printed_at_most_once_a_second_and_at_scheduled_steps() 
     stream = io.StringIO()
     steps = _lines(Console(10, stream=stream), stream, range(1, 10_001), 0.0005)
     assert steps == [1, 2010, 4010, 6010, 8010]
+
+
+def test_a_long_run_prints_more_seldom() -> None:
+    """A day of training is some thousands of lines."""
+    stream = io.StringIO()
+    steps = _lines(Console(1, stream=stream), stream, range(1, 86_401), 1.0)
+    assert steps[:5] == [1, 2, 3, 4, 5]
+    assert {after - before for before, after in itertools.pairwise(steps[-50:-1])} == {30}
+    assert len(steps) < 3400
+
+
+def test_the_log_of_a_batch_job_has_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    stream = io.StringIO()
+    _lines(Console(10, stream=stream), stream, range(1, 31), 0.1)
+    times = [re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d  (.*)", line) for line in stream.getvalue().splitlines()]
+    texts = [match[1] for match in times if match]
+    assert len(texts) == len(times)
+    assert [text.split("  ")[0] for text in texts[-3:]] == ["step 1", "step 20", "step 30"]
 
 
 def test_slow_steps_still_show_that_the_run_lives() -> None:
@@ -209,7 +229,7 @@ def test_a_reader_that_does_not_read_does_not_stop_the_run() -> None:
         console = Console(1, "plain", stream)
         console.start(FACTS)
         for step in range(1, 3001):  # about 300 kB; a pipe holds 64 kB
-            console.see(report(step, seconds=20.0 * step))
+            console.see(report(step, seconds=40.0 * step))
         received: list[bytes] = []
         thread = threading.Thread(target=lambda: received.extend(reader))
         thread.start()
@@ -257,7 +277,7 @@ def _read(reader: int) -> bytes:
 
 @pytest.fixture(autouse=True)
 def _usual_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "CI", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
 
@@ -283,6 +303,16 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
     text = _on_a_terminal(80)
     assert "step 2/3" in text
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(("value", "live"), [("true", False), ("1", False), ("false", True), ("", True)])
+def test_ci_gets_plain_lines_although_it_has_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, value: str, live: bool
+) -> None:
+    monkeypatch.setenv("CI", value)
+    text = _on_a_terminal(80)
+    assert ("\x1b" in text) is live
+    assert ("step 2/3" in text) is not live
 
 
 def test_narrow_terminals_are_not_overrun() -> None:

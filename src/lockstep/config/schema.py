@@ -252,7 +252,7 @@ class MonitorConfig(Section):
     histograms: HistogramsConfig | None = None
     """Null: weights and gradients are not counted."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
-    """auto: a live display on a terminal, otherwise plain lines."""
+    """auto: a live display on a terminal, otherwise, and in CI, plain lines; with times in a batch job's log."""
     meter_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     """Seconds between the lines of ranks.jsonl (each rank's times, memory, GPU and host); 0: they aren't measured."""
     early_stopping: EarlyStoppingConfig | None = None

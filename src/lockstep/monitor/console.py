@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TextIO
 
@@ -30,11 +31,15 @@ from lockstep.plan.batch import BatchPlan
 Progress = Literal["auto", "live", "plain", "none"]
 
 _MIN_SECONDS = 1.0  # between plain lines
+_SHARE = 0.01  # of the run's time, between plain lines of a long run
+_LONGEST_SECONDS = 30.0  # that this makes
 _MAX_SECONDS = 15.0  # more than that
 _LONGEST_TEXT = 1000
 _LOGGED_VALUES = 3
 _STRAGGLERS = 3
 _MOST_LINES = 1000  # that wait for a reader
+_BATCH_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+_NOT_CI = ("", "0", "false")
 _REASONS = {Verdict.OVERFLOW: "fp16 overflow", Verdict.NON_FINITE: "gradient not finite"}
 
 
@@ -43,7 +48,8 @@ class Console(ThrottledMonitor):
 
     Args:
         every: steps between plain lines.
-        progress: `auto`: live on a terminal, otherwise plain. `none`: no progress, but start, evaluations and end.
+        progress: `auto`: live on a terminal, otherwise, and in CI, plain; with times in the log of a batch job. `none`:
+            no progress, but start, evaluations and end.
         stream: standard output if None.
     """
 
@@ -163,7 +169,7 @@ class Console(ThrottledMonitor):
 
     def _print_step(self, report: StepReport) -> None:
         self._printed_step = report.step
-        self._next_line = report.seconds + _MIN_SECONDS
+        self._next_line = report.seconds + min(max(_MIN_SECONDS, _SHARE * report.seconds), _LONGEST_SECONDS)
         status = self._status(report)
         steps = f"/{status.steps:,}" if status.steps is not None else ""
         parts = (f"step {status.step:,}{steps}", *status.parts, status.left)
@@ -240,7 +246,9 @@ class Output:
             self._terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         except ValueError:  # closed
             self._terminal = False
-        self.live = progress == "live" or (progress == "auto" and self._terminal)
+        is_ci = os.environ.get("CI", "").lower() not in _NOT_CI  # whose logs keep all drawings, terminal or not
+        self.live = progress == "live" or (progress == "auto" and self._terminal and not is_ci)
+        self._has_times = not self._terminal and any(name in os.environ for name in _BATCH_JOBS)
         self._display: LiveDisplay | None = None
         self._queue = WorkQueue("lockstep-console", _MOST_LINES)
         self._status: Status | None = None
@@ -257,6 +265,8 @@ class Output:
         if self._broken:
             return
         text = plain(text)
+        if self._has_times:
+            text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}"
         if self._terminal:
             text = _wrapped(text, terminal_width(self._stream))
         encoding = self._stream.encoding or "utf-8"
