@@ -1,6 +1,7 @@
 """Weights & Biases.
 
-Without a network `mode: offline` writes files that `wandb sync RUN/trackers/wandb/offline-*` uploads.
+Without a network `mode: offline` writes files that `wandb sync RUN/trackers/wandb/offline-*` uploads; so does a run
+that W&B's server doesn't answer.
 
 W&B refuses steps that go back, as those of a resumed run do. So `step` is a metric of its own, which all others are
 drawn over, and `run/attempt` distinguishes the repeated points: of two points of a step, the later one counts.
@@ -20,6 +21,7 @@ from lockstep.core.slow_imports import import_beside
 from lockstep.core.tracking import Bins, TrackedRun, Tracker, edges_and_counts
 
 _log = logging.getLogger("lockstep.monitor")
+_INIT_S = 10.0  # for a server that does not answer; less than the end of a run waits
 _FLUSH = "x_transaction_log_flush_interval"  # 15 s by default, which a process that is killed would take with it
 
 
@@ -52,10 +54,19 @@ class WandbTracker(Tracker):
             "resume": "allow",
             "settings": _settings(self._wandb),
         }
-        self._run = self._wandb.init(**options | self._arguments)
+        self._run = self._init(options | self._arguments)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         return identifier
+
+    def _init(self, options: dict[str, Any]) -> Any:
+        try:
+            return self._wandb.init(**options)
+        except self._wandb.errors.CommError as error:
+            reason = str(error).partition("\n")[0]
+            _log.warning("Weights & Biases can't be reached (%s): this attempt is recorded as in mode offline", reason)
+            self._wandb.teardown()  # its process still has the run's identifier
+            return self._wandb.init(**options | {"mode": "offline"})
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, "run/attempt": self._attempt, **values})
@@ -113,4 +124,4 @@ class WandbTracker(Tracker):
 def _settings(wandb: Any) -> Any:
     """Return W&B's settings: nothing printed, Lockstep's own meters, what is recorded on the disk within a second."""
     flush = {_FLUSH: 1.0} if _FLUSH in wandb.Settings.model_fields else {}
-    return wandb.Settings(silent=True, console="off", x_disable_stats=True, **flush)
+    return wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=_INIT_S, **flush)
