@@ -38,6 +38,7 @@ VERBS = {
     "explain": ("explain", "explain a run: how fast it is, what limits it, what to do next"),
     "profile": ("profile", "record where time and memory of a run go, and explain it; measure its data loader"),
     "verify": ("verify", "check on your model that every strategy trains as a single process does"),
+    "chaos": ("chaos", "prove that a run recovers from faults by itself, and ends as the undisturbed one"),
     "plan": ("plan", "show what a run will be, without starting it"),
     "memory": ("memory", "measure on your model what each way to save memory saves and costs"),
     "doctor": ("doctor", "find what is wrong with a machine, its links, or a run"),

@@ -39,6 +39,7 @@ from lockstep.monitor.folder import LOGS, LockedRunFolder, RunFolder, lock_holde
 from lockstep.monitor.metric_log import MetricLog
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.profiler import Profiler
+from lockstep.resilience.faults import plant
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
 from lockstep.training.assemble import assemble
@@ -124,6 +125,7 @@ def run_job(job: Job) -> Finished:
         notes += [*profiler.notes, *_recovery_notes(config)]
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         record_attempt(session, folder, earlier, facts)
+        plant(components_of(session).world, session.progress.steps)
         is_first = components_of(session).world.rank == 0
         meters = Meters(session, folder)
         monitors = make_monitors(job, folder, checkpoints, meters) if is_first else Monitors()

@@ -1,0 +1,136 @@
+"""Faults that are planted in ranks, for `lockstep chaos`: at a phase of an update a rank is killed, exits or raises.
+
+    LOCKSTEP_FAULTS=plan.json   {"faults": [{"kind": "kill", "rank": 1, "step": 7, "phase": "backward"}, ...]}
+    plan.jsonl                  what happened: a line for each fault as it fires, and for the first update of each round
+
+A fault fires once, in whichever round its rank enters the phase of that update first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.core.errors import ConfigError
+from lockstep.core.files import append_to
+from lockstep.core.phase_clock import Phase
+
+if TYPE_CHECKING:
+    from lockstep.distributed.process_group import World
+
+FAULTS = "LOCKSTEP_FAULTS"
+KINDS = ("kill", "exit", "raise")
+"""Kinds of faults."""
+PHASES = ("data", "forward", "backward", "communication", "optimizer", "host")
+"""Phases of an update that every rank enters, under strategies with several ranks."""
+_EXIT_CODE = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault of a run.
+
+    Attributes:
+        kind: One of `KINDS`.
+        step: The update in which it fires, from 1.
+        phase: At whose first beginning in that update.
+    """
+
+    kind: str
+    rank: int
+    step: int
+    phase: str
+
+
+class PlantedFault(Exception):
+    """The exception of a fault of kind `raise`."""
+
+
+def write_plan(plan: Path, faults: Sequence[Fault]) -> None:
+    """Write a plan, for the environment variable `LOCKSTEP_FAULTS` of a run."""
+    plan.write_text(json.dumps({"faults": [asdict(fault) for fault in faults]}), encoding="utf-8")
+
+
+def events_of(plan: Path) -> list[dict[str, Any]]:
+    """Return what has happened: {"event": "fired" or "updated", "rank", "step", "time" in seconds of the epoch}."""
+    try:
+        return [json.loads(line) for line in plan.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()]
+    except FileNotFoundError:
+        return []
+
+
+def plant(world: World, steps: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Plant the faults of the environment's plan in this rank, whose run has made `steps` updates; most have none.
+
+    Raises:
+        ConfigError: The plan can't be read.
+    """
+    name = environ.get(FAULTS)
+    if not name:
+        return
+    plan = Path(name)
+    try:
+        faults = [Fault(**fault) for fault in json.loads(plan.read_text(encoding="utf-8"))["faults"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{FAULTS} names {name}, which is no plan of faults: {error}") from error
+    trap = _Trap(plan, world, steps, [fault for fault in faults if fault.rank == world.rank])
+    clock = world.clock
+    enter = clock.enter
+
+    def entered(phase: Phase) -> Phase:
+        before = enter(phase)
+        trap.entered(phase, clock.position().updates)
+        return before
+
+    clock.enter = entered  # type: ignore[method-assign]
+
+
+class _Trap:
+    def __init__(self, plan: Path, world: World, steps: int, faults: Sequence[Fault]) -> None:
+        self._plan = plan
+        self._world = world
+        self._steps = steps
+        self._faults = faults
+        self._updated = False
+
+    def entered(self, phase: Phase, updates: int) -> None:
+        """See a phase begin, after some updates of this process."""
+        step, name = self._steps + updates + 1, phase.name.lower()
+        if updates and not self._updated:
+            self._updated = True
+            if self._world.rank == 0:
+                self._note("updated", step - 1)
+        for number, fault in enumerate(self._faults):
+            if fault.step == step and fault.phase == name and self._is_first(number):
+                self._note("fired", step)
+                _fire(fault)
+
+    def _is_first(self, number: int) -> bool:
+        try:
+            self._plan.with_suffix(f".{self._world.rank}-{number}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def _note(self, event: str, step: int) -> None:
+        line = {"event": event, "rank": self._world.rank, "step": step, "time": time.time()}
+        handle = append_to(self._plan.with_suffix(".jsonl"))
+        try:
+            os.write(handle, (json.dumps(line) + "\n").encode())
+        finally:
+            os.close(handle)
+
+
+def _fire(fault: Fault) -> None:
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault.kind == "exit":
+        sys.exit(_EXIT_CODE)
+    raise PlantedFault(f"planted in {fault.phase} of update {fault.step}")

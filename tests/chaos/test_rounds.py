@@ -1,0 +1,106 @@
+"""`lockstep chaos` on a small model: faults fire, runs recover, and what doesn't end alike is found."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from kit import small
+from kit.commands import Done, run_lockstep
+
+from lockstep.core.phase_clock import PhaseClock
+from lockstep.resilience.faults import Fault, PlantedFault, events_of, plant, write_plan
+
+HERE = Path(__file__)
+
+
+class Undetermined(small.Net):
+    """Draws from what no run can repeat."""
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return super().forward(points) + os.urandom(1)[0]
+
+
+def chaos(folder: Path, *words: str, **sections: Any) -> Done:
+    config = small.config(parallel={"strategy": "ddp"}, launch={"ranks": 2, "device": "cpu"})
+    file = folder / "small.yaml"
+    file.write_text(yaml.safe_dump({**config, **sections}))
+    return run_lockstep("chaos", file, "--folder", folder / "runs", "--steps", "6", *words)
+
+
+def test_each_kind_of_fault(tmp_path: Path) -> None:
+    done = chaos(tmp_path, "--rounds", "3", "--seed", "69", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)
+    assert {row["fault"] for row in rows} == {"kill", "exit", "raise"}
+    for row in rows:
+        assert row["passed"]
+        assert 0 < row["recovery_seconds"] < 60
+        assert "its ranks start again" in Path(row["output"]).read_text()
+    assert "all 3 runs recovered by themselves" in done.stderr
+
+
+def test_a_run_that_ends_otherwise_is_found(tmp_path: Path) -> None:
+    done = chaos(tmp_path, "--rounds", "1", model={"kind": "custom", "target": f"{HERE}:Undetermined"})
+    assert done.returncode == 3
+    assert "ended with another state or other losses" in done.stdout
+    assert "1 of 1 rounds didn't end as the undisturbed run" in done.stderr
+
+
+def test_a_recipe_that_fails_undisturbed(tmp_path: Path) -> None:
+    done = chaos(tmp_path, model={"kind": "custom", "target": "kit.small:Missing"})
+    assert done.returncode == 1
+    assert "the undisturbed run ended with exit code 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--faults", "kil"], "did you mean kill?"),
+        (["--steps", "1"], "2 updates at least"),
+        (["--rounds", "0"], "0"),
+        (["--launch.nodes", "2", "--launch.rendezvous", "a:1"], "on one host"),
+    ],
+)
+def test_refusals(tmp_path: Path, words: list[str], message: str) -> None:
+    done = chaos(tmp_path, *words)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_a_folder_with_content_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").touch()
+    assert "has content" in chaos(tmp_path).stderr
+
+
+def test_a_fault_fires_once(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    write_plan(plan, [Fault("raise", 0, 3, "forward")])
+    with pytest.raises(PlantedFault, match="forward of update 3"):
+        updates(plan)
+    updates(plan)
+    assert [(event["event"], event["step"]) for event in events_of(plan)] == [
+        ("updated", 1),
+        ("fired", 3),
+        ("updated", 1),
+    ]
+
+
+def updates(plan: Path) -> None:
+    """Make four updates of rank 0."""
+    from types import SimpleNamespace
+
+    from lockstep.core.phase_clock import Phase
+    from lockstep.resilience.faults import FAULTS
+
+    clock = PhaseClock()
+    plant(SimpleNamespace(rank=0, clock=clock), 0, {FAULTS: str(plan)})  # type: ignore[arg-type]
+    for _ in range(4):
+        clock.enter(Phase.FORWARD)
+        clock.updated()
