@@ -1,7 +1,7 @@
 """Runs a recipe undisturbed, then again and again with a fault in each run, and compares how they end.
 
     undisturbed     --> last checkpoint, losses
-    round 1, 2, ... --> a fault at random (rank, update, phase) --> fired? recovered? --> equal to the bit?
+    round 1, 2, ... --> a fault at random (rank, update, phase) --> fired? recovered? --> bitwise identical?
 
 Each run is a process forked from this one, which has imported torch and isn't a rank; its output is in a file.
 """
@@ -48,11 +48,11 @@ class ChaosRow:
 
     Attributes:
         fault, rank, step, phase: The fault.
-        fired: Whether its rank came to it.
+        fired: Whether its rank reached that phase of that update.
         code: Exit code of the run.
         recovery_seconds: From the fault to the end of the first update after it; None: there was none.
         steps_redone: Updates that had been made before the fault, and were made again.
-        equal: Whether the last checkpoint is that of the undisturbed run, to the bit, and so are the losses.
+        equal: Whether the last checkpoint is bitwise identical to that of the undisturbed run, and so are the losses.
         updates_unrecorded: Number of updates that metrics.jsonl lacks.
         ledger_complete: Whether the run was trained on every sample of its order once.
         output: The file with what the run printed.

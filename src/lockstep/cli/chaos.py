@@ -22,7 +22,7 @@ _KINDS = ("kill", "exit", "raise")
 _EPILOG = f"""{CONFIG_EPILOG}
 Trains a short run of the recipe, then the same run once a round with a fault at random: a rank is killed (SIGKILL),
 exits, or raises an exception, at a phase of an update. Each run must recover by itself (recovery.restarts), and end
-as the undisturbed one: the same losses and the same state, to the bit. Exit codes: 0 all rounds did, 3 one did not."""
+as the undisturbed one: bitwise the same losses and state. Exit codes: 0 all rounds did, 3 one did not."""
 _COLUMNS = "{:>5}  {:<6} {:>4} {:>5}  {:<13} {:>9} {:>6}  {}"
 
 
@@ -77,7 +77,7 @@ def _disturb(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     if failed:
         text = f"{len(failed)} of {len(rows)} rounds didn't end as the undisturbed run; the first one's output: "
         raise VerificationError(f"{text}{failed[0].output}")
-    echo(f"\nall {len(rows)} runs recovered by themselves, and ended as the undisturbed one, to the bit")
+    echo(f"\nall {len(rows)} runs recovered by themselves, and ended bitwise identical to the undisturbed one")
     return 0
 
 
