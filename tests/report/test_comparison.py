@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -12,13 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from kit.pages import Page, interval, write_intervals
 
 from lockstep.cli.main import main
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.monitor.attempts import Attempt, attempts_text
 from lockstep.report.comparison import as_json, clipped, compare, text
 from lockstep.report.comparison_page import comparison_charts, compose_comparison
 
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
 STEPS = range(10, 201, 10)
 NASTY = "</script><b>\"'Ünï\x1b[2J" + "名" * 180
 
@@ -43,8 +53,10 @@ def write_run(folder: Path, *, last: float = 1.0, seed: int = 1, finished: bool 
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     write_intervals(folder, [interval(step) for step in STEPS])
     if finished:
-        summary = {"seconds": 20.0, "steps": 200, "ranks": 2, "peak_flops": 1e9, "flops_per_token": 1e6}
-        (folder / "summary.json").write_text(json.dumps(summary))
+        facts = {"ranks": 2, "peak_flops": 1e9, "flops_per_token": 1e6}
+        attempt = Attempt(launched=1e9, began=1e9 + 5, hosts=(("a", 2),), facts=facts)
+        (folder / "attempts.jsonl").write_text(attempts_text([attempt]))
+        (folder / "summary.json").write_text(json.dumps({"seconds": 20.0, "steps": 200}))
     return folder
 
 
@@ -71,6 +83,14 @@ def test_final_figures_stand_side_by_side(tmp_path: Path) -> None:
     assert table["memory, most of a rank"] == ["260 MiB", "260 MiB"]
     assert table["duration"] == ["20.0 s", "20.0 s"]
     assert table["attempts"] == ["1", "1"]
+
+
+def test_figures_that_the_first_run_lacks_keep_their_place(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a", finished=False), write_run(tmp_path / "b")
+    (a / "events.jsonl").unlink()
+    names = [row[0] for row in compare([a, b]).figure_rows()]
+    assert names[:4] == ["Final", "training loss", "held-out loss", "held-out accuracy"]
+    assert names.index("MFU") == names.index("tokens/s") + 1
 
 
 def test_only_keys_that_differ_are_shown_dotted_and_without_secrets(tmp_path: Path) -> None:
@@ -231,6 +251,50 @@ def test_a_damaged_or_empty_run_is_compared_as_far_as_it_goes(tmp_path: Path, na
         assert "nothing is known of how these differ: damaged" in page.text
 
 
+METRICS = st.dictionaries(st.sampled_from(["step", "loss", "lr", "seconds", "samples", "samples_per_second"]), VALUES)
+EVENTS = st.dictionaries(st.sampled_from(["step", "evaluation", "loss", "logged", "resumed", "saved"]), VALUES)
+ATTEMPTS = st.dictionaries(
+    st.sampled_from(["attempt", "launched", "began", "hosts", "ranks", "peak_flops", "flops_per_token", "plan"]), VALUES
+)
+RANKS = st.dictionaries(st.sampled_from(list(interval(10))), VALUES).map(lambda changes: {**interval(10), **changes})
+
+
+def lines(records: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[str]:
+    return st.lists(records.map(json.dumps), max_size=5).map("\n".join)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    metrics=lines(METRICS),
+    events=lines(EVENTS),
+    ranks=lines(RANKS),
+    attempts=lines(ATTEMPTS),
+    summary=EVENTS,
+    config=METRICS,
+)
+def test_no_content_of_the_files_stops_a_comparison(
+    tmp_path: Path,
+    metrics: str,
+    events: str,
+    ranks: str,
+    attempts: str,
+    summary: dict[str, Any],
+    config: dict[str, Any],
+) -> None:
+    shutil.rmtree(tmp_path / "b", ignore_errors=True)
+    a = tmp_path / "a" if (tmp_path / "a").exists() else write_run(tmp_path / "a")
+    b = write_run(tmp_path / "b")
+    files = {"metrics": metrics, "events": events, "ranks": ranks, "attempts": attempts}
+    for name, content in ((f"{stem}.jsonl", content) for stem, content in files.items()):
+        (b / name).write_text((b / name).read_text() + content)
+    (b / "summary.json").write_text(json.dumps(summary))
+    (b / "config.yaml").write_text(json.dumps(config))
+    comparison = compare([a, b])
+    assert Page(compose_comparison(comparison)).open == []
+    assert max(map(len, text(comparison, 60).splitlines())) <= 60
+    json.dumps(as_json(comparison))
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +339,19 @@ def test_the_command_refuses_with_a_sentence(
     assert main(["compare", *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "compare.html").exists()
+
+
+def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("stdlib-lm-20260101-120000", "stdlib-lm-20260102-120000", "my-sweep/0", "my-sweep/1", "other"):
+        write_run(tmp_path / "runs" / name)
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
+    commands = re.findall(r"^lockstep (.*)$", page, re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["report"] * 2 + ["compare"] * 3 + ["explain"]
+    for command in commands:
+        words = command.replace("s3://bucket/", "").split()  # tests of stored runs have addresses
+        assert main(words) == 0, command
+    assert {"compare.html", "mine.html"} <= {entry.name for entry in tmp_path.iterdir()}
 
 
 def test_a_terminals_width_cuts_tables_into_blocks(tmp_path: Path) -> None:

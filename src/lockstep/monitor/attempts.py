@@ -39,6 +39,7 @@ _FACTS = (
     "flops_per_token",
     "peak_flops",
 )
+_LARGEST = 1e30
 _TAIL = 1 << 22  # bytes: a line of 1,024 ranks has 100 KB
 
 
@@ -96,9 +97,8 @@ class Attempt:
 
     def number(self, name: str) -> float | None:
         """Return a positive number of the facts; None if it isn't known."""
-        value = self.facts.get(name)
-        known = isinstance(value, int | float) and math.isfinite(value) and value > 0
-        return float(value) if known and value is not None else None
+        value = number_or_nan(self.facts.get(name))
+        return value if value > 0 else None
 
     def utilization(self, tokens_per_second: float) -> float | None:
         """Return the share of the peak of all ranks' devices that the model's operations use (MFU); None if unknown."""
@@ -191,9 +191,9 @@ def last_sign(run: Path) -> float:
 
     It is the time of its ranks' last meters, or, where none are written, that of its files.
     """
-    times = [_number(last_record(run / RANKS).get("time"))]
+    times = [number_or_nan(last_record(run / RANKS).get("time"))]
     with suppress(OSError, ValueError, AttributeError, RecursionError):
-        times.append(_number(json.loads(read_bounded(run / LIVE, MAX_JSON_BYTES)).get("time")))
+        times.append(number_or_nan(json.loads(read_bounded(run / LIVE, MAX_JSON_BYTES)).get("time")))
     if not any(map(math.isfinite, times)):
         for name in (METRICS, EVENTS):
             with suppress(OSError):
@@ -218,5 +218,7 @@ def last_record(file: Path) -> Mapping[str, Any]:
     return {}
 
 
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+def number_or_nan(value: object) -> float:
+    """Return a number that a file has; NaN for anything else, and for what is too large to be measured."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+    return float(value) if is_number and isinstance(value, int | float) else math.nan

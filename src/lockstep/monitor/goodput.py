@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.files import opened_regular
-from lockstep.monitor.attempts import Attempt, last_record, last_sign, read_attempts
+from lockstep.monitor.attempts import Attempt, last_record, last_sign, number_or_nan, read_attempts
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import METRICS, SUMMARY, held_by
 
@@ -74,7 +74,7 @@ def goodput(run: Path) -> Goodput | None:
     """Return the goodput of a run, from its files; None if it isn't known. Never raises OSError."""
     attempts = read_attempts(run)
     last = last_record(run / METRICS)
-    clock = _number(last.get("seconds"))
+    clock = number_or_nan(last.get("seconds"))
     if not attempts or not math.isfinite(clock):
         return None
     ended = _end(run)
@@ -82,7 +82,7 @@ def goodput(run: Path) -> Goodput | None:
     ends = [*(attempt.ended_before for attempt in attempts[1:]), ended]
     ends = [end if end >= attempt.began else attempt.began for attempt, end in zip(attempts, ends, strict=True)]
     evaluations, saves = _interruptions(run)
-    steps, discarded = _number(last.get("step")), _number(last.get("discarded"))
+    steps, discarded = number_or_nan(last.get("step")), number_or_nan(last.get("discarded"))
     training = max(0.0, clock - attempts[0].seconds - evaluations - saves)
     in_discarded = training * discarded / steps if steps > 0 and discarded > 0 else 0.0
     return Goodput(
@@ -134,9 +134,5 @@ def _events(run: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _positive(value: object) -> float:
-    number = _number(value)
+    number = number_or_nan(value)
     return number if number > 0 else 0.0
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan

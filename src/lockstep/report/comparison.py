@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ class SideBySide:
 
     def figure_rows(self) -> list[list[str]]:
         """Return the final figures as a table, the head first."""
-        names = dict.fromkeys(name for run in self.runs for name in run.figures)
+        names = _merged([run.figures for run in self.runs])
         return [
             ["Final", *(run.label for run in self.runs)],
             *([name, *(_text_of(run.figures.get(name)) for run in self.runs)] for name in names),
@@ -118,7 +118,7 @@ class SideBySide:
         """Return the figures over seeds as a table, the head first; empty if no run has a sibling."""
         if not self.has_seeds:
             return []
-        names = dict.fromkeys(name for group in self.groups for name in group.figures)
+        names = _merged([group.figures for group in self.groups])
         return [
             ["Mean ± deviation", *(f"{group.name} (n = {len(group.runs)})" for group in self.groups)],
             ["seeds", *(clipped(", ".join(group.seeds), _LONGEST_VALUE) for group in self.groups)],
@@ -299,10 +299,22 @@ def _groups(runs: Sequence[ComparedRun]) -> tuple[RunGroup, ...]:
         RunGroup(
             tuple(group),
             group[0].label if len(group) == 1 else (name or "all runs"),
-            {name: _spread(group, name) for name in group[0].figures},
+            {name: _spread(group, name) for name in _merged([run.figures for run in group])},
         )
         for group, name in zip(members.values(), named, strict=True)
     )
+
+
+def _merged(orders: Sequence[Iterable[str]]) -> list[str]:
+    """Return all names, each once; one that the first run lacks stands behind the name before it."""
+    merged: list[str] = []
+    for order in orders:
+        place = 0
+        for name in order:
+            if name not in merged:
+                merged.insert(place, name)
+            place = merged.index(name) + 1
+    return merged
 
 
 def _spread(runs: Sequence[ComparedRun], name: str) -> tuple[Figure, Figure, int]:

@@ -1,6 +1,6 @@
 """The final figures of a run: loss, metrics, speed, time split, memory, duration. Each may be compared with another's.
 
-summary.json > the last line of metrics.jsonl       ranks.jsonl: times, memory
+summary.json > the last line of metrics.jsonl       ranks.jsonl: times, memory       attempts.jsonl: MFU, goodput
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from lockstep.core import formatting
+from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.goodput import goodput
 from lockstep.report.curves import throughput
 from lockstep.report.facts import last_evaluations
@@ -101,12 +102,9 @@ def _median(run: RunData, column: str) -> float | None:
 
 
 def _utilization(run: RunData) -> float | None:
-    """Return the MFU at the median of the tokens per second; None if the run's summary lacks what it follows from."""
-    summary = run.summary or {}
-    names = ("peak_flops", "flops_per_token", "ranks")
-    peak, flops, ranks = (_number(summary.get(name)) for name in names)
-    tokens = _median(run, "tokens_per_second")
-    return tokens * flops / (peak * ranks) if tokens and flops and peak and ranks else None
+    """Return the MFU of the last attempt at the median of the tokens per second; None if it isn't known."""
+    attempts, tokens = read_attempts(run.folder), _median(run, "tokens_per_second")
+    return attempts[-1].utilization(tokens) if attempts and tokens else None
 
 
 def _number(value: object) -> float | None:
