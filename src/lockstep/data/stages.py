@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+from torch.utils.data import Subset
+
 from lockstep.core.protocols import Source
 from lockstep.data.custom import ItemSource
 from lockstep.data.huggingface import TextSource
@@ -73,6 +75,9 @@ class _TimedItems:
         return item
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
+        dataset = self._dataset
+        if isinstance(dataset, Subset) and not callable(getattr(type(dataset.dataset), "__getitems__", None)):
+            return [self[index] for index in indices]  # as it does itself
         return self._times.timed("reading", self._dataset.__getitems__, indices)
 
 
