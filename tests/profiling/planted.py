@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from kit import small
 from torch import nn
+from torch.profiler import record_function
 
 import lockstep
 
@@ -100,3 +101,38 @@ def train_on_two(folder: Path) -> None:
         train(folder / "rank", "SlowOnRankOne", parallel={"strategy": "ddp"})
         with patch.object(dist.Work, "wait", slow_wait(dist.Work.wait)):
             train(folder / "link", "Net", parallel={"strategy": "ddp"})
+
+
+class SlowBackward(torch.autograd.Function):
+    """The identity, with a backward that takes 45 ms."""
+
+    @staticmethod
+    def forward(ctx: Any, points: torch.Tensor) -> torch.Tensor:
+        return points.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        with record_function("mine/backward"):
+            time.sleep(0.045)
+        return gradient
+
+
+class Annotated(small.Net):
+    """Marks its forward and its backward for torch's profiler; the forward takes 30 ms."""
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        with record_function("mine/forward"):
+            time.sleep(0.03)
+            outputs: torch.Tensor = SlowBackward.apply(super().forward(points))
+        return outputs
+
+
+class AnnotatedPoints(SlowPoints):
+    def __getitem__(self, index: int) -> Any:
+        with record_function("mine/data"):
+            return super().__getitem__(index)
+
+
+def train_annotated(folder: Path) -> None:
+    data = {"train": {"kind": "custom", "target": "profiling.planted:AnnotatedPoints"}}
+    train(folder, "Annotated", steps=9, data=data, profile={"steps": "4..8", "memory": False})
