@@ -87,12 +87,14 @@ def test_an_attempt_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert math.isnan(attempt.ended_before)
 
 
-@pytest.mark.parametrize("value", [10**400, True, "1", None, [1]])
+@pytest.mark.parametrize("value", [10**400, True, "1", None, [1]], ids=["huge", "bool", "text", "null", "list"])
 def test_a_number_that_no_run_writes_is_unknown(tmp_path: Path, value: object) -> None:
     run = make_run(tmp_path)
     assert Attempt(BEGIN, BEGIN, facts={"peak_flops": value}).number("peak_flops") is None
     write(run / "ranks.jsonl", {"step": 120, "time": value})
     write(run / "events.jsonl", {"evaluation": "held-out", "step": 60, "seconds": value})
+    for name in ("metrics.jsonl", "events.jsonl"):  # whose times count where the meters have none
+        os.utime(run / name, (BEGIN + 265, BEGIN + 265))
     useful = goodput(run)
     assert useful is not None
     assert (useful.wall, useful.evaluations) == (270, 0)
