@@ -67,7 +67,8 @@ def device_use(
     communicating = union(interval_of(event) for event in kernels if is_communication(event))
     used = union([*computing, *communicating, *(interval_of(event) for event in kernels)])
     unused = gaps(used, whole)
-    launches = {event["args"].get("correlation"): event for event in launches_of(events)}
+    calls = (event for event in launches_of(events) if "correlation" in event.get("args", {}))
+    launches = {event["args"]["correlation"]: event for event in calls}
     delays = [
         max(0.0, event["ts"] - launches[correlation]["ts"] - launches[correlation]["dur"])
         for event in kernels
