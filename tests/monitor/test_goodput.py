@@ -60,6 +60,18 @@ def test_every_second_of_all_attempts_is_somewhere(tmp_path: Path) -> None:
     assert list(losses)[:2] == ["updates lost with an attempt", "downtime between attempts"]
 
 
+def test_what_follows_the_last_update_is_not_taken_from_its_clock(tmp_path: Path) -> None:
+    before = goodput(make_run(tmp_path))
+    with (tmp_path / "events.jsonl").open("a") as events:
+        events.write('{"evaluation": "held-out", "step": 120, "seconds": 4.0}\n')
+    after = goodput(tmp_path)
+    assert before is not None
+    assert after is not None
+    assert after.trained == before.trained
+    assert after.evaluations == before.evaluations + 4
+    assert after.losses()["other"] == pytest.approx(before.losses()["other"] - 4)
+
+
 def test_what_is_missing_or_damaged_is_unknown(tmp_path: Path) -> None:
     assert goodput(tmp_path) is None
     make_run(tmp_path)

@@ -81,9 +81,9 @@ def goodput(run: Path) -> Goodput | None:
     begins = [attempt.launched if math.isfinite(attempt.launched) else attempt.began for attempt in attempts]
     ends = [*(attempt.ended_before for attempt in attempts[1:]), ended]
     ends = [end if end >= attempt.began else attempt.began for attempt, end in zip(attempts, ends, strict=True)]
-    evaluations, saves = _interruptions(run)
     steps, discarded = number_or_nan(last.get("step")), number_or_nan(last.get("discarded"))
-    training = max(0.0, clock - attempts[0].seconds - evaluations - saves)
+    evaluations, saves, in_clock = _interruptions(run, steps)
+    training = max(0.0, clock - attempts[0].seconds - in_clock)
     in_discarded = training * discarded / steps if steps > 0 and discarded > 0 else 0.0
     return Goodput(
         max(ends[-1] - begins[0], training),
@@ -114,15 +114,20 @@ def _end(run: Path) -> float:
     return max(filter(math.isfinite, times), default=math.nan)
 
 
-def _interruptions(run: Path) -> tuple[float, float]:
-    """Return the seconds of all evaluations, and those in which training waited for saves."""
-    evaluations = saves = 0.0
+def _interruptions(run: Path, last_step: float) -> tuple[float, float, float]:
+    """Return the seconds of evaluations, those in which training waited for saves, and those of both before an update.
+
+    Args:
+        last_step: The update; what follows it isn't on its clock yet.
+    """
+    evaluations = saves = before = 0.0
     for record in _events(run):
-        if "evaluation" in record:
-            evaluations += _positive(record.get("seconds"))
-        else:
-            saves += _positive(record.get("lost_seconds"))
-    return evaluations, saves
+        is_evaluation = "evaluation" in record
+        seconds = _positive(record.get("seconds" if is_evaluation else "lost_seconds"))
+        evaluations += seconds if is_evaluation else 0.0
+        saves += 0.0 if is_evaluation else seconds
+        before += seconds if number_or_nan(record.get("step")) < last_step else 0.0
+    return evaluations, saves, before
 
 
 def _events(run: Path) -> Iterator[Mapping[str, Any]]:
