@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--contestant", metavar="NAME", help="run this one for one round")
     parser.add_argument("--wait", action="store_true", help="the contestant's updates wait")
+    parser.add_argument("--only", choices=list(SETTINGS), help="measure in this setting alone")
     arguments = parser.parse_args()
     if arguments.contestant:
         report(be_contestant(arguments.contestant, WAIT_S if arguments.wait else 0.0))
@@ -67,6 +68,8 @@ def main() -> None:
     machine = about_here(("torch",))
     rows: dict[str, Any] = {}
     for setting, ranks in SETTINGS.items():
+        if arguments.only not in (None, setting):
+            continue
         waits = ["--wait"] if setting.endswith("waits") else []
         measure = functools.partial(_measured, ranks=ranks, options=waits)
         runs, refused = interleaved(list(SWITCHES), arguments.rounds, measure)
@@ -80,7 +83,8 @@ def main() -> None:
                 key: within_rounds(runs[name], runs["off"], key, lambda a, b: a - b) for key in FIGURES
             }
     results = {
-        "command": f"python benchmarks/monitoring.py --rounds {arguments.rounds}",
+        "command": f"python benchmarks/monitoring.py --rounds {arguments.rounds}"
+        + (f" --only '{arguments.only}'" if arguments.only else ""),
         "rounds": arguments.rounds,
         "machine": machine,
         "load_after": round(os.getloadavg()[0], 2),
