@@ -39,10 +39,11 @@ def test_sums_are_what_torchs_allocator_counts(peaks: list[tuple[Peak, int]]) ->
 
 
 def test_sums_of_shards() -> None:
+    """The profiler also counts gloo's copies, which are freed when its threads get to it: a kilobyte of the net's."""
     for rank in in_world(2, held.of_two_models_on_two, "fsdp"):
         for peak, allocated in rank:
             _adds_up(peak)
-            assert peak.bytes == pytest.approx(allocated, rel=0.1)  # gloo's copies are freed when its threads get to it
+            assert peak.bytes == pytest.approx(allocated, rel=0.1, abs=1024)
 
 
 def test_modules(peaks: list[tuple[Peak, int]]) -> None:
