@@ -150,6 +150,8 @@ def test_a_hang_that_a_person_ends_is_named(tmp_path: Path) -> None:
     write_program(tmp_path, "print('hangs', flush=True); time.sleep(1000)")
     running = start_lockstep("train", "run.json", "--ranks", 2, cwd=tmp_path)
     running.wait_for(lambda: "hangs" in (tmp_path / "out").read_text())
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    running.wait_for(lambda: metrics.exists() and '"step": 2,' in metrics.read_text())  # it is written within a second
     for name in ("metrics.jsonl", "events.jsonl"):
         if (file := tmp_path / "run" / name).exists():
             os.utime(file, (file.stat().st_atime, file.stat().st_mtime - 300))  # instead of waiting so long

@@ -150,6 +150,8 @@ def test_one_wake_passes_on_many_reports_in_order_with_all_else() -> None:
 
     writers = [Recorder(), Recorder()]
     group = BackgroundMonitors([BackgroundMonitor(writer, 1, name=str(at)) for at, writer in enumerate(writers)], 1)
+    group.start(FACTS)
+    assert group.drain(10.0)
     for step in (1, 2, 3):
         group.see(report(step))
     time.sleep(0.1)

@@ -41,7 +41,7 @@ class WorkQueue:
     Args:
         name: of the thread.
         most: weight of the waiting functions, at most. A single one is always taken, and those without weight.
-        linger: seconds that a function may wait for others, so that one wake of the thread does the work of many puts.
+        linger: seconds between wakes of the thread, for functions that may wait for others.
 
     Attributes:
         dropped: Number of functions that were not called, since the queue was full or closed.
@@ -56,6 +56,7 @@ class WorkQueue:
         self._weight = 0
         self._busy_since = math.inf
         self._hurried = False  # nothing waits for others
+        self._woken = -math.inf  # when the thread last began to work
         self._thread: threading.Thread | None = None
         self._closed = False
         self.dropped = 0
@@ -117,7 +118,9 @@ class WorkQueue:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
-                self._changed.wait_for(lambda: self._hurried or self._closed, self._linger)
+                since = time.monotonic() - self._woken
+                self._changed.wait_for(lambda: self._hurried or self._closed, max(0.0, self._linger - since))
+                self._woken = time.monotonic()
             while (work := self._next()) is not None:
                 act, arguments, weight = work
                 act(*arguments)
