@@ -43,14 +43,20 @@ class KilledAt(small.CrossEntropy):
             deadline = time.monotonic() + 60
             while not _all_have_10(self._folder) and time.monotonic() < deadline:
                 time.sleep(0.1)
-            time.sleep(3)  # W&B writes its file each second
             os.kill(os.getpid(), signal.SIGKILL)
         return super().loss_sum(outputs, batch)
 
 
 def _all_have_10(folder: Path) -> bool:
     mlflow = list(folder.glob("trackers/mlflow/*/*/metrics/train/loss"))
-    return bool(mlflow) and len(mlflow[0].read_text().splitlines()) == 10 and len(_trackio(folder)) >= 10
+    files = list(folder.glob("trackers/wandb/offline-run-*/*.wandb"))
+    return (
+        bool(mlflow)
+        and len(mlflow[0].read_text().splitlines()) == 10
+        and len(_trackio(folder)) >= 10
+        and bool(files)
+        and files[0].read_bytes().count(b"train/loss") >= 10
+    )
 
 
 def _trackio(folder: Path) -> list[dict[str, Any]]:
