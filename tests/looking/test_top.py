@@ -112,7 +112,11 @@ def test_hundreds_of_ranks_fit_any_terminal_the_worst_first(tmp_path: Path, widt
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
-def test_a_narrow_screen_lacks_columns_and_marks_what_is_cut(tmp_path: Path, width: int) -> None:
+def test_a_narrow_screen_lacks_columns_and_marks_what_is_cut(
+    tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
     run = make_run(tmp_path / "run", ranks=4)
     whole, cut = screen(run, 300), screen(run, width)
     head = next(line for line in cut if line.startswith("rank")).split()
