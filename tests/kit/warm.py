@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import kit
+from kit import sharding_memory
 from kit.s3 import client
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when its library is imported
@@ -65,6 +66,7 @@ for _module in (*_MODULES, *_tests_with_ranks()):
         importlib.import_module(_module)
 with contextlib.suppress(ImportError):
     _read_descriptions()
+sharding_memory.remember_results()
 gc.collect()
 gc.freeze()
 gc.enable()

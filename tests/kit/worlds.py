@@ -156,6 +156,8 @@ def _rank(
 ) -> None:
     import torch
 
+    from kit import sharding_memory
+
     faulthandler.enable(file=of_faults.fileno())
     torch.set_num_threads(1)
     cast("Any", mp.current_process())._config["daemon"] = False  # data workers are its children
@@ -166,6 +168,7 @@ def _rank(
         result.send((True, function(*arguments)))
     except BaseException:
         result.send((False, traceback.format_exc()))
+    sharding_memory.keep_new_results()
 
 
 def free_port() -> int:
