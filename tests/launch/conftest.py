@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,10 +76,3 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer
     server = ForkServer(tmp_path_factory.mktemp("launches"))
     yield server
     server.close()
-
-
-def wait_for(paths: list[Path], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, f"still missing: {[path for path in paths if not path.exists()]}"
-        time.sleep(0.01)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from kit.waiting import wait_for
 from kit.worlds import free_port
 
 if TYPE_CHECKING:
@@ -74,7 +75,6 @@ def test_a_rank_that_hangs_is_named_on_all_hosts(fork_server: ForkServer) -> Non
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_stop_at_one_host_stops_all(fork_server: ForkServer, tmp_path: Path, at: int) -> None:
-    from conftest import wait_for
 
     launched = start_hosts(fork_server, [f"orderly:{tmp_path}"] * 3, [2, 1])
     wait_for([tmp_path / f"pid-{rank}" for rank in range(3)])
@@ -85,7 +85,6 @@ def test_a_stop_at_one_host_stops_all(fork_server: ForkServer, tmp_path: Path, a
 
 @pytest.mark.parametrize("killed", [0, 1, 2])
 def test_a_launcher_that_is_killed_is_named_by_the_others(fork_server: ForkServer, tmp_path: Path, killed: int) -> None:
-    from conftest import wait_for
 
     launched = start_hosts(fork_server, [f"pid:{tmp_path},sleep:60"] * 3, [1, 1, 1])
     wait_for([tmp_path / f"pid-{rank}" for rank in range(3)])
@@ -196,7 +195,6 @@ def test_a_host_with_another_token_and_a_stranger_are_refused(
 
 
 def test_a_host_too_many_and_another_program_are_reported(fork_server: ForkServer, tmp_path: Path) -> None:
-    from conftest import wait_for
 
     section = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port()}", "timeout": 20.0}
     script = [f"pid:{tmp_path},sleep:60"] * 2

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from kit.waiting import wait_for
 
 if TYPE_CHECKING:
     from conftest import ForkServer, Launched
@@ -243,7 +244,6 @@ def test_rank_0_keeps_its_terminal(fork_server: ForkServer, tmp_path: Path, rank
 
 
 def _ranks(folder: Path, count: int) -> list[int]:
-    from conftest import wait_for
 
     paths = [folder / f"pid-{rank}" for rank in range(count)]
     wait_for(paths)

@@ -24,6 +24,7 @@ from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.config.every import Every
 from lockstep.core.errors import ConfigError, Failure, RunFailed, VerificationError, message_of
+from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.local import import_ahead
 from lockstep.monitor.folder import METRICS
@@ -139,7 +140,7 @@ def _trained(job: Job, run: Path, steps: int, ranks: int, plan: Path | None) -> 
                 os.environ[FAULTS] = str(plan)
             code = launch_job(job, ranks)[1].show()
         except Failure as failure:
-            print(message_of(failure), file=sys.stderr)
+            echo(message_of(failure), file=sys.stderr)
             code = failure.exit_code
         except BaseException:
             traceback.print_exc()
