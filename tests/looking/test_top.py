@@ -72,7 +72,7 @@ def test_a_small_run_is_shown_whole(tmp_path: Path) -> None:
     assert re.fullmatch(r"loss [▁-█]+x 4 to 0.03361", lines[4])
     assert lines[5] == "time forward 60 %  backward 40 %"
     assert [line.split() for line in lines[7:10]] == [
-        ["rank", "host", "step", "phase", "for", "mean", "slowest", "memory"],
+        ["rank", "host", "step", "phase", "for", "mean", "p95", "memory"],
         ["0", "host-0", "120", "forward", *lines[8].split()[4:6], "100", "ms", "120", "ms", "1.00", "GiB"],
         [
             "1",
@@ -140,7 +140,7 @@ def test_gpus_of_several_hosts_have_their_columns(tmp_path: Path) -> None:
     lines = screen(run, 140)
     assert lines[0].endswith("4 ranks on 2 hosts")
     table = [line.split() for line in lines if re.match(r" *(rank|\d) +host", line)]
-    assert table[0] == ["rank", "host", "step", "phase", "for", "mean", "slowest", "memory", "GPU"]
+    assert table[0] == ["rank", "host", "step", "phase", "for", "mean", "p95", "memory", "GPU"]
     assert [row[1] for row in table[1:]] == ["host-0", "host-0", "host-1", "host-1"]
     assert [row[-2:] for row in table[1:]] == [[f"{97 - rank}", "%"] for rank in range(4)]
     assert "MFU 4 %" in lines[3]  # 24.5k x 6e9 / (4 x 1e15)

@@ -36,8 +36,8 @@ def make_run(folder: Path) -> Path:
         {"saved": 70, "step": 70, "bytes": 1, "seconds": 5.0, "lost_seconds": 2.0},
     )
     write(folder / "ranks.jsonl", {"step": 120, "time": BEGIN + 265})
-    (folder / "summary.json").write_text("{}")
-    os.utime(folder / "summary.json", (BEGIN + 270, BEGIN + 270))
+    (folder / "logs").mkdir()
+    (folder / "logs" / "ends.jsonl").write_text(json.dumps({"time": BEGIN + 270}) + "\n")
     return folder
 
 

@@ -25,6 +25,7 @@ from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.terminal import plain_line
 from lockstep.looking.files import changed, last_records, read_object
 from lockstep.looking.states import RunState, number, status_of
+from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import CONFIG, ENVIRONMENT, METRICS, SUMMARY, is_run
 from lockstep.monitor.goodput import goodput
@@ -108,7 +109,7 @@ def listed(run: Path) -> ListedRun:
     last = next(iter(last_records(run / METRICS, _TAIL)[-1:]), {})
     summary, live, environment = (read_object(run / name) for name in (SUMMARY, LIVE, ENVIRONMENT))
     step = max((number(record.get(key), -1) for record, key in ((summary, "steps"), (last, "step"), (live, "step"))))
-    unit, wanted = _length(run)
+    unit, wanted = _planned_length(run)
     share = _share(summary, last, max(step, 0), unit, wanted)
     tokens, samples = (number(last.get(f"{name}_per_second")) for name in ("tokens", "samples"))
     speed, name = (samples, "samples") if tokens == samples or not tokens > 0 else (tokens, "tokens")
@@ -129,6 +130,14 @@ def listed(run: Path) -> ListedRun:
         note=status.note,
         goodput=useful.share if (useful := goodput(run)) is not None and math.isfinite(useful.share) else None,
     )
+
+
+def _planned_length(run: Path) -> tuple[str, float]:
+    """Return the length of a run in steps, if its last attempt knew it, else as it is configured."""
+    unit, wanted = _length(run)
+    attempts = read_attempts(run) if unit != "steps" else ()
+    steps = number(attempts[-1].facts.get("steps"), 0.0) if attempts else 0.0
+    return ("steps", steps) if steps > 0 else (unit, wanted)
 
 
 def _length(run: Path) -> tuple[str, float]:

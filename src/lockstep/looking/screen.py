@@ -6,7 +6,7 @@ loss 2.345  24.5k tokens/s  grad norm 0.82  lr 9.8e-04
 loss ▇▆▅▄▃▂▁▁▁
 split  forward 30 %  backward 45 %  communication 20 %
 
-rank  host  step  phase     for     mean     slowest  memory
+rank  host  step  phase     for     mean     p95      memory
    1  vm     120  backward  0.01 s  0.05 s   0.07 s   1.2 GiB  1.7x backward
 
 step 100: saved 5.37 MiB in 0.04 s
@@ -31,7 +31,7 @@ Style = Literal["", "bold", "dim", "alarm", "good"]
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _ASCII_SPARKS = " .:-=+*#@"
 _MOST_EVENTS = 5
-_NARROW = 100  # columns below which a table has no column for the slowest update
+_NARROW = 100  # columns below which a table has no column for the 95th percentile
 _DISPENSABLE = ("phases", "GPU", "memory", "for", "host", "step")  # columns that a narrower table lacks, in this order
 
 
@@ -154,7 +154,7 @@ def _rank_table(ranks: Sequence[WatchedRank], width: int) -> list[ScreenLine]:
         ("phase", lambda rank: plain_line(rank.phase)),
         ("for", lambda rank: _seconds(rank.phase_seconds)),
         ("mean", lambda rank: _milliseconds(rank.seconds)),
-        ("slowest", lambda rank: _milliseconds(rank.slowest) if width >= _NARROW else ""),
+        ("p95", lambda rank: _milliseconds(rank.slowest) if width >= _NARROW else ""),
         ("memory", lambda rank: formatting.size(rank.memory) if math.isfinite(rank.memory) else ""),
         ("", _remark),
         ("GPU", lambda rank: f"{rank.utilization:.0f} %" if math.isfinite(rank.utilization) else ""),

@@ -31,6 +31,7 @@ _FACTS = (
     "backend",
     "device",
     "precision",
+    "steps",
     "global_size",
     "micro_size",
     "accumulation",

@@ -23,7 +23,10 @@ from typing import Any
 from lockstep.core.files import opened_regular
 from lockstep.monitor.attempts import Attempt, last_record, last_sign, number_or_nan, read_attempts
 from lockstep.monitor.events import EVENTS
-from lockstep.monitor.folder import METRICS, SUMMARY, held_by
+from lockstep.monitor.folder import LOGS, METRICS, held_by
+
+ENDS = "ends.jsonl"
+"""A line for each round of ranks, with the time at which it ended; files that are copied have other times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +111,7 @@ def _end(run: Path) -> float:
     """Return when the run ended; now if it trains."""
     if held_by(run) is not None:
         return time.time()
-    times = [last_sign(run)]
-    with suppress(OSError):
-        times.append((run / SUMMARY).stat().st_mtime)
+    times = [last_sign(run), number_or_nan(last_record(run / LOGS / ENDS).get("time"))]
     return max(filter(math.isfinite, times), default=math.nan)
 
 

@@ -126,7 +126,8 @@ def _speed(run: RunData, ranks: RankHistory) -> Iterator[str]:
         (value for interval in ranks.intervals for value in interval.slowest if math.isfinite(value)), default=mean
     )
     speed = throughput(run)
-    rate = f", {formatting.short(float(np.median(speed.known)))} {speed.name} a second" if len(speed.known) else ""
+    middle = formatting.short(float(np.median(speed.known))) if len(speed.known) else ""
+    rate = f"; the median speed was {middle} {speed.name} a second" if middle else ""
     unsteady = f"; one in twenty took up to {formatting.short_time(slow)}" if slow > _UNSTEADY * mean else ""
     yield f"An update took {formatting.short_time(mean)} on average{rate}{unsteady}."
 
@@ -188,7 +189,7 @@ def _next(evidence: _Evidence) -> Iterator[str]:
         yield f"`{command_line('lockstep', 'train', run.folder)}` resumes it from the newest checkpoint."
     if not run.columns or not len(run.columns["loss"].steps):
         return
-    if not evidence.causes:
+    if not evidence.causes and evidence.ranks.split():
         ideas = [*(["precision.compute: bf16"] if run.configured("precision", "compute") == "fp32" else [])]
         ideas += ["a larger batch.micro_size", "more ranks"]
         yield f"Nothing but the computation itself limits it; to try are {', '.join(ideas)}."

@@ -44,6 +44,12 @@ class EarlierAttempts:
 NO_ATTEMPTS = EarlierAttempts((), float("nan"))
 
 
+def _launched(run: Path, earlier: EarlierAttempts) -> float:
+    """Return when this attempt was launched: one after another in the same launch, when that had ended."""
+    start = launched(run)
+    return earlier.ended if any(attempt.launched == start for attempt in earlier.attempts) else start
+
+
 def record_attempt(session: Session, run: Path, earlier: EarlierAttempts, info: RunInfo) -> None:
     """Record this attempt, on the first rank; all ranks call it. Raises RunFailed."""
     components = components_of(session)
@@ -53,7 +59,7 @@ def record_attempt(session: Session, run: Path, earlier: EarlierAttempts, info: 
     plan = components.plan
     held = plan.placement
     attempt = Attempt(
-        launched(run),
+        _launched(run, earlier),
         time.time(),
         earlier.ended,
         session.progress.steps,
