@@ -19,6 +19,7 @@ from lockstep.launch.ends import End, EndKind
 from lockstep.launch.ends_file import read_ends
 from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Supervisor
+from lockstep.monitor.attempts import read_attempts
 
 MODEL = f"{Path(__file__).parent / 'failing_models.py'}:Failing"
 
@@ -59,6 +60,8 @@ def test_a_rank_that_fails_once(tmp_path: Path, undisturbed: Path, how: str) -> 
     assert "its ranks start again, from the newest checkpoint" in done.stderr
     assert [ends.code == 0 for ends in read_ends(folder / "logs")] == [False, True]
     assert losses(folder) == losses(undisturbed)
+    first, second = read_attempts(folder)
+    assert first.launched < first.began <= second.launched < second.began
     weights, expected = (load_file(run / "model" / "model.safetensors") for run in (folder, undisturbed))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items() if name != "updates")
 

@@ -23,6 +23,9 @@ from lockstep.monitor.folder import RunFolder
 from lockstep.training.session import Session, components_of, seconds_of
 
 
+_SAME_LAUNCH_S = 0.1  # times are recorded rounded
+
+
 @dataclass(frozen=True, slots=True)
 class EarlierAttempts:
     """The attempts of a run before this one.
@@ -47,7 +50,8 @@ NO_ATTEMPTS = EarlierAttempts((), float("nan"))
 def _launched(run: Path, earlier: EarlierAttempts) -> float:
     """Return when this attempt was launched: one after another in the same launch, when that had ended."""
     start = launched(run)
-    return earlier.ended if any(attempt.launched == start for attempt in earlier.attempts) else start
+    is_again = any(abs(attempt.launched - start) < _SAME_LAUNCH_S for attempt in earlier.attempts)
+    return earlier.ended if is_again else start
 
 
 def record_attempt(session: Session, run: Path, earlier: EarlierAttempts, info: RunInfo) -> None:
