@@ -62,7 +62,7 @@ def test_a_time_that_is_too_short_for_a_micro_batch() -> None:
 
 def test_data_that_cannot_be_read() -> None:
     with pytest.raises(RunFailed, match=r"sample 8 can't be read: ValueError: torn"):
-        loaded.profile(loaded.config(torn=8), 0.5)  # 7 is in the fingerprint, too
+        loaded.profile(loaded.config(torn=8), 20.0)  # 7 is in the fingerprint, too
     with pytest.raises(ConfigError, match="no samples"):
         loaded.profile(loaded.config(samples=0), 0.5)
     with pytest.raises(ConfigError, match="Stream is an IterableDataset"):

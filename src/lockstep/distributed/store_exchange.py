@@ -99,6 +99,8 @@ class StoreExchange:
                 return True
             for failure in failures:
                 if self._store.check([failure]):
+                    if self._store.check([f"{name}/all"]):  # the last one came, left and failed between the two
+                        return True
                     rank = self._store.get(failure).decode()
                     raise PeerFailed(f"rank {rank} has failed, while the others waited for it")
             return False
