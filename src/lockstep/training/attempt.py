@@ -22,7 +22,6 @@ from lockstep.monitor.attempts import (
 from lockstep.monitor.folder import RunFolder
 from lockstep.training.session import Session, components_of, seconds_of
 
-
 _SAME_LAUNCH_S = 0.1  # times are recorded rounded
 
 
