@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+from kit.commands import run_lockstep
 
 from lockstep.cli.main import main
 from lockstep.measuring.command import ModeMeasurement, table_row
@@ -12,20 +14,20 @@ from lockstep.measuring.command import ModeMeasurement, table_row
 SMALL = ["--model.layers", "4", "--model.width", "32", "--data.train.length", "64", "--batch.global_size", "4"]
 
 
-def test_modes_are_compared_with_none(capfd: pytest.CaptureFixture[str]) -> None:
+def test_modes_are_compared_with_none(tmp_path: Path) -> None:
     modes = "full+loss-chunk,offload"
     arguments = ["memory", "stdlib-lm", "--ranks", "1", "--modes", modes, "--steps", "1", "--json", *SMALL]
-    assert main(arguments) == 0
-    printed = capfd.readouterr()
-    lines = printed.err.splitlines()
-    rows = {row["mode"]: row for row in json.loads(printed.out)}
+    printed = run_lockstep(*arguments, cwd=tmp_path)
+    assert printed.returncode == 0, printed.stderr
+    lines = printed.stderr.splitlines()
+    rows = {row["mode"]: row for row in json.loads(printed.stdout)}
     assert list(rows) == ["none", "full+loss-chunk", "offload"]
     assert rows["full+loss-chunk"]["peak"] < 0.7 * rows["none"]["peak"]
     assert rows["none"]["held"] == rows["full+loss-chunk"]["held"] > 3 * 4 * 40_000
     assert rows["none"]["milliseconds"] > 0
     assert "memory.activation_offload: on the CPU activations are already" in rows["offload"]["why"]
     assert any(line.startswith("| none |") and line.count("1.00") == 2 for line in lines)
-    assert "profiler" not in printed.err
+    assert "profiler" not in printed.stderr
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ the placements, so a file has it for all of a test run.
 
 from __future__ import annotations
 
+import marshal
 import os
-import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +16,8 @@ from typing import Any
 
 _PLAIN = (int, float, bool, str, type(None))
 _known: dict[str, Any] = {}
-_new: dict[str, Any] = {}
+_new: dict[str, Any] = {}  # as the file has them: numbers and names, which are read in no time
+_kept: dict[str, Any] = {}
 _is_read = False
 
 
@@ -38,19 +39,23 @@ def remember_results() -> None:
             return asks(self, schema)
         if key not in _known:
             _read()
-        if key not in _known:
-            _known[key] = _new[key] = asks(self, schema)
+            if key in _kept:
+                _known[key] = _decoded(_kept[key])
+            else:
+                _known[key] = asks(self, schema)
+                with suppress(TypeError):
+                    _new[key] = _encoded(_known[key])
         return _known[key]
 
     ShardingPropagator._propagate_tensor_meta_non_cached = _propagate_tensor_meta_non_cached  # type: ignore[method-assign]
 
 
 def keep_new_results() -> None:
-    """At the end of a rank."""
+    """Let the ranks of later worlds read them; a rank calls this at its end."""
     file = _file()
     if _new and file is not None:
         with suppress(OSError), open(file, "ab", buffering=0) as kept:
-            kept.write(pickle.dumps(_new))  # one call: ranks that end together don't mix
+            kept.write(marshal.dumps(_new))  # one call: ranks that end together don't mix
 
 
 def _read() -> None:
@@ -59,9 +64,37 @@ def _read() -> None:
     if _is_read or file is None or not file.exists():
         return
     _is_read = True
-    with open(file, "rb") as kept, suppress(EOFError, pickle.UnpicklingError):
+    with open(file, "rb") as kept, suppress(EOFError, ValueError, TypeError):
         while True:
-            _known.update(pickle.load(kept))
+            _kept.update(marshal.load(kept))
+
+
+def _encoded(result: Any) -> Any:
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    if isinstance(result, TensorMeta):
+        if not all(type(size) is int for size in (*result.shape, *result.stride)):
+            raise TypeError
+        return (tuple(result.shape), tuple(result.stride), str(result.dtype).removeprefix("torch."))
+    if isinstance(result, list):
+        return list(map(_encoded, result))
+    if isinstance(result, tuple):
+        return {"tuple": list(map(_encoded, result))}
+    if result is None:
+        return None
+    raise TypeError
+
+
+def _decoded(kept: Any) -> Any:
+    import torch
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    if isinstance(kept, tuple):
+        shape, stride, dtype = kept
+        return TensorMeta(torch.Size(shape), stride, getattr(torch, dtype))
+    if isinstance(kept, dict):
+        return tuple(map(_decoded, kept["tuple"]))
+    return kept if kept is None else list(map(_decoded, kept))
 
 
 def _key(schema: Any) -> str | None:

@@ -86,7 +86,7 @@ def served() -> ForkServerContext:
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([_TESTS, *([before] if before else [])])
     try:
-        forkserver.ensure_running()
+        cast("Any", forkserver)._forkserver.ensure_running()  # the module's own name starts one even if one is shared
     finally:
         if before is None:
             del os.environ["PYTHONPATH"]
@@ -165,10 +165,11 @@ def _rank(
     place = (rank, ranks, rank, ranks, port, "127.0.0.1")
     os.environ.update(zip(_PLACE, map(str, place), strict=True))
     try:
-        result.send((True, function(*arguments)))
+        returned = function(*arguments)
+        sharding_memory.keep_new_results()  # before the result, after which the rank is killed
+        result.send((True, returned))
     except BaseException:
         result.send((False, traceback.format_exc()))
-    sharding_memory.keep_new_results()
 
 
 def free_port() -> int:
