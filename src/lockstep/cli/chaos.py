@@ -13,12 +13,12 @@ from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, VerificationError
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
+from lockstep.resilience.faults import KINDS
 
 if TYPE_CHECKING:
     from lockstep.chaos.rounds import ChaosRow
     from lockstep.config.loading import LoadedConfig
 
-_KINDS = ("kill", "exit", "raise")
 _EPILOG = f"""{CONFIG_EPILOG}
 Trains a short run of the recipe, then the same run once a round with a fault at random: a rank is killed (SIGKILL),
 exits, or raises an exception, at a phase of an update. Each run must recover by itself (recovery.restarts), and end
@@ -36,8 +36,8 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     summary = "Proves that a run recovers from faults by itself, and ends as the undisturbed one."
     parser = Parser("chaos", summary, _EPILOG, "[RECIPE ...] [options] [overrides]")
     add_run(parser, "train on N ranks of this machine")
-    kinds = ",".join(_KINDS)
-    parser.add_argument("--faults", type=_faults, default=_KINDS, metavar="A,B", help=f"kinds; default {kinds}")
+    kinds = ",".join(KINDS)
+    parser.add_argument("--faults", type=_faults, default=KINDS, metavar="A,B", help=f"kinds; default {kinds}")
     parser.add_argument("--rounds", type=whole, default=10, metavar="N", help="runs with a fault; default %(default)s")
     parser.add_argument("--steps", type=_steps, default=12, metavar="N", help="updates of a run; default %(default)s")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the faults; default %(default)s")
@@ -96,10 +96,10 @@ def _result(row: ChaosRow) -> str:
 def _faults(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
-        if name not in _KINDS:
-            nearest = closest_match(name, _KINDS)
+        if name not in KINDS:
+            nearest = closest_match(name, KINDS)
             meant = f"; did you mean {nearest}?" if nearest else ""
-            raise argparse.ArgumentTypeError(f"{name!r} is no kind of fault; there are {', '.join(_KINDS)}{meant}")
+            raise argparse.ArgumentTypeError(f"{name!r} is no kind of fault; there are {', '.join(KINDS)}{meant}")
     return names
 
 

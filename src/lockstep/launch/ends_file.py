@@ -14,6 +14,7 @@ and ends. A launcher that is killed leaves no line: the lock then names an attem
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from lockstep.core.secrets import masked, secrets_in
 from lockstep.launch import streams
 from lockstep.launch.ends import End, first_cause
 from lockstep.launch.outcome import LaunchResult
+from lockstep.monitor.attempts import ENDS, last_record, number_or_nan
 from lockstep.monitor.environment import short_description
 from lockstep.monitor.folder import METRICS, lock_holder
 
@@ -35,7 +37,6 @@ EXITED = ("exited", "code")
 """Ends of a rank by the program's own exit."""
 _LONGEST = 500  # characters of a rank's text
 _MOST_HOSTS = 1024
-_TAIL = 1 << 16  # bytes of metrics.jsonl in which the last step is
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class LaunchEnds:
 
 def file_name(node: int) -> str:
     """Return the name of the file that a node's launcher writes."""
-    return "ends.jsonl" if node == 0 else f"ends-{node}.jsonl"
+    return ENDS if node == 0 else f"ends-{node}.jsonl"
 
 
 def append_ends(
@@ -185,13 +186,5 @@ def _attempt(logs: Path) -> str:
 
 def last_step(metrics: Path) -> int | None:
     """Return the step of the last whole line of metrics.jsonl; None if there is none."""
-    try:
-        with metrics.open("rb") as file:
-            file.seek(max(0, metrics.stat().st_size - _TAIL))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            return int(json.loads(line)["step"])
-    return None
+    step = number_or_nan(last_record(metrics).get("step"))
+    return int(step) if math.isfinite(step) else None

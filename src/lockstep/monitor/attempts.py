@@ -25,6 +25,8 @@ from lockstep.monitor.jsonl import line
 from lockstep.monitor.meter_files import LIVE, RANKS
 from lockstep.monitor.meters import memory_bandwidth
 
+ENDS = "ends.jsonl"
+"""In the folder of logs: a line for each round of ranks, with the time at which it ended."""
 _FACTS = (
     "strategy",
     "ranks",

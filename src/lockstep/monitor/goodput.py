@@ -21,12 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.files import opened_regular
-from lockstep.monitor.attempts import Attempt, last_record, last_sign, number_or_nan, read_attempts
+from lockstep.monitor.attempts import ENDS, Attempt, last_record, last_sign, number_or_nan, read_attempts
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import LOGS, METRICS, held_by
-
-ENDS = "ends.jsonl"
-"""A line for each round of ranks, with the time at which it ended; files that are copied have other times."""
 
 
 @dataclass(frozen=True, slots=True)
