@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit import small
+from kit.commands import run_lockstep
 from kit.worlds import in_process, in_world
 
 import lockstep
@@ -117,3 +118,8 @@ def refused(folder: Path) -> str:
 
 def test_a_rank_that_does_not_exist(tmp_path: Path) -> None:
     assert "rank 3 doesn't exist" in in_process(refused, tmp_path / "run")
+
+
+def test_a_trace_that_the_run_never_reaches_is_announced(tmp_path: Path) -> None:
+    done = run_lockstep("train", "digits", "run.steps=2", "profile.steps=9..10", cwd=tmp_path)
+    assert "update 9 is never reached: the run has 2" in done.stdout

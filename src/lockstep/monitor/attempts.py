@@ -26,7 +26,7 @@ from lockstep.monitor.meter_files import LIVE, RANKS
 from lockstep.monitor.meters import memory_bandwidth
 
 ENDS = "ends.jsonl"
-"""In the folder of logs: a line for each round of ranks, with the time at which it ended."""
+"""The file, among the logs, with a line for each round of ranks: how and when it ended."""
 _FACTS = (
     "strategy",
     "ranks",

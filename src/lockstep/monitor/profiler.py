@@ -91,6 +91,11 @@ class Profiler:
             for span, options in self._planned
         ]
 
+    def begins_after(self, last: int | None) -> str:
+        """Return a sentence if a trace of the config begins after the run's last update; None: it isn't known."""
+        late = [span for span, _ in self._planned if last is not None and span.first > last]
+        return f"profile.steps: update {late[0].first:,} is never reached: the run has {last:,}" if late else ""
+
     def start(self, steps: int) -> None:
         """Begin, after `steps` updates of the run, with what is left of the config's traces."""
         left = [(span.resumed(steps + 1), options) for span, options in self._planned]

@@ -123,6 +123,8 @@ def run_job(job: Job) -> Finished:
         components = components_of(session)
         profiler = Profiler(config.profile, components.world, folder, components.sharding.state.model)
         notes += [*profiler.notes, *_recovery_notes(config)]
+        if late := profiler.begins_after(components.plan.steps):
+            notes.append(late)
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         record_attempt(session, folder, earlier, facts)
         plant(components_of(session).world, session.progress.steps)
