@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from lockstep.distributed.process_group import World
 
 FAULTS = "LOCKSTEP_FAULTS"
-KINDS = ("kill", "exit", "raise")
-"""Kinds of faults."""
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "host")
 """Phases of an update that every rank enters, under strategies with several ranks."""
 _EXIT_CODE = 9
@@ -110,7 +108,7 @@ class _Trap:
         for number, fault in enumerate(self._faults):
             if fault.step == step and fault.phase == name and self._is_first(number):
                 self._note("fired", step)
-                _fire(fault)
+                _ACTIONS[fault.kind](fault)
 
     def _is_first(self, number: int) -> bool:
         try:
@@ -128,9 +126,18 @@ class _Trap:
             os.close(handle)
 
 
-def _fire(fault: Fault) -> None:
-    if fault.kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault.kind == "exit":
-        sys.exit(_EXIT_CODE)
+def _kill(fault: Fault) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _exit(fault: Fault) -> None:
+    sys.exit(_EXIT_CODE)
+
+
+def _raise(fault: Fault) -> None:
     raise PlantedFault(f"planted in {fault.phase} of update {fault.step}")
+
+
+_ACTIONS: Mapping[str, Callable[[Fault], None]] = {"kill": _kill, "exit": _exit, "raise": _raise}
+KINDS = tuple(_ACTIONS)
+"""Kinds of faults."""
