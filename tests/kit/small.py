@@ -165,6 +165,7 @@ def config(model: str = "Net", **sections: Any) -> dict[str, Any]:
         "launch": {"device": "cpu"},
         "monitor": {"every": 2, "tensorboard": False, "progress": "none"},
         "run": {"steps": 8},
+        "recovery": {"restarts": 0},  # a failure is what most tests look at
         **sections,
     }
 

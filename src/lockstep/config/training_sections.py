@@ -279,9 +279,26 @@ class ProfileConfig(Section):
         return self
 
 
+RetriedKind = Literal["transient", "program", "hang", "host"]
+"""Kinds of failures after which ranks may be started again."""
+
+
 class Recovery(Section):
     """Further rounds of a run whose ranks have failed, on one host under Lockstep's launcher."""
 
-    restarts: Annotated[int, Field(ge=0)] = 0
-    """How many times in a row ranks are started again, from the newest checkpoint, without the run getting further. An
-    exception that comes again at the same step ends the run, as do errors of the config and memory that runs out."""
+    restarts: Annotated[int, Field(ge=0)] = 3
+    """How many times in a row ranks are started again after failures of one kind, from the newest checkpoint, without
+    the run getting further; 0: never. An exception of the program that comes again at the same step ends the run, as
+    do errors of the config and memory that runs out."""
+    budgets: dict[RetriedKind, Annotated[int, Field(ge=0)]] = {}
+    """Other numbers than `restarts`, by kind. transient: a rank is killed, or loses a connection or a disk; program: an
+    exception or an exit; hang: a collective that not all ranks reach; host: a host that can't be reached any more."""
+
+    @property
+    def ever(self) -> bool:
+        """True if ranks are started again after failures of any kind."""
+        return self.restarts > 0 or any(self.budgets.values())
+
+    def budget(self, kind: str) -> int:
+        """Return how many times in a row ranks are started again after failures of a kind."""
+        return next((number for name, number in self.budgets.items() if name == kind), self.restarts)

@@ -6,7 +6,8 @@
 A rank forked from a process that has imported torch (and other modules that all ranks need), and has not used it, need
 not import it again. Where forking isn't safe (threads are running, an accelerator is in use, no Linux), or
 `launch.environment` sets a variable that a process reads as it starts (LD_PRELOAD), ranks start as fresh interpreters.
-A single rank needs no process: it runs in this one, with the same environment, log and exit codes.
+A single rank that isn't to be started again needs no process: it runs in this one, with the same environment, log and
+exit codes.
 
 Why not torch's own `torch.distributed.elastic.multiprocessing.start_processes`? It is as fast when it forks, and
 `elastic_launch` nearly so. But when one of two ranks in an all-reduce was killed by SIGKILL, it reported the other's
@@ -119,7 +120,8 @@ def launch(
         preload: Modules that every rank imports; importing them must start no threads and use no GPU.
         remedy: Sentences that state what to change if a rank is killed because memory ran out.
         hosts: The other hosts of the run, which have met; each starts its own ranks, and all return the same result.
-        supervisor: Decides after a failure whether the ranks start again.
+        supervisor: Decides after a failure whether the ranks start again. A single rank that can't be forked runs in
+            this process, and isn't started again.
 
     Raises:
         ConfigError: The ranks can't be started as configured; none has been started.
@@ -131,10 +133,13 @@ def launch(
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     fresh = bool(read_at_start(launch.environment))
-    if ranks == 1 and not own_process and not fresh and hosts is None and supervisor is None:
+    may_run_here = ranks == 1 and not own_process and not fresh and hosts is None
+    if may_run_here and supervisor is None:
         return _run_here(entry, launch, logs)
     import_ahead(preload)
     forks = not fresh and may_fork()
+    if may_run_here and not forks:  # a notebook, say, whose objects no other process can have
+        return _run_here(entry, launch, logs)
     job = _Launch(entry, ranks, launch, logs, forks, hosts)
     with (
         contextlib.closing(SignalRequests()) as requests,
@@ -259,10 +264,11 @@ def _start(job: _Launch, listener: socket.socket | None, members: list[RankProce
     ranks, port = job.ranks, _store_port(job, listener)
     share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
     network = _network_variables(job)
+    stdin = os.dup(0) if job.forks and job.size == 1 else None
     for place in range(ranks):
         rank = job.first + place
         log = streams.log_path(job.logs, rank) if job.logs else None
-        task = RankTask(rank, os.getpid(), job.forks, log, listener if rank == 0 else None)
+        task = RankTask(rank, os.getpid(), job.forks, log, listener if rank == 0 else None, stdin)
         channel, rank_channel = context.Pipe()
         process = context.Process(target=run_rank, args=(job.entry, task, rank_channel), name=f"rank-{rank}")
         identity = RankEnvironment(rank, job.size, place, ranks, _LOOPBACK, port).variables()
@@ -271,6 +277,8 @@ def _start(job: _Launch, listener: socket.socket | None, members: list[RankProce
             process.start()
         rank_channel.close()
         members.append(RankProcess(process, channel))
+    if stdin is not None:
+        os.close(stdin)
 
 
 @contextlib.contextmanager

@@ -60,6 +60,7 @@ class RankTask:
         forked: Whether the rank is forked from the launcher; otherwise it runs in a fresh interpreter.
         log: The file for its output; None for the terminal only.
         listener: The socket on which the store will listen, for rank 0.
+        stdin: A descriptor of the launcher's standard input, which a rank that is alone keeps, for a debugger.
     """
 
     rank: int
@@ -67,6 +68,7 @@ class RankTask:
     forked: bool
     log: Path | None
     listener: socket | None
+    stdin: int | None = None
 
 
 class _Signalled(Stopped):
@@ -79,6 +81,9 @@ def run_rank(entry: Callable[[], int], task: RankTask, channel: Connection) -> N
     let_children_search()
     if task.forked:
         atexit._clear()  # the launcher's own exit functions
+    if task.stdin is not None:
+        os.dup2(task.stdin, 0)  # multiprocessing has put the null device there
+        sys.stdin = open(0, closefd=False)
     _handle_launcher_signals(channel)
     if task.log is not None and task.rank > 0:
         streams.redirect(task.log)

@@ -154,7 +154,7 @@ def run_job(job: Job) -> Finished:
 
 
 def _recovery_notes(config: Config) -> list[str]:
-    if not config.recovery.restarts or started_by_lockstep(os.environ):
+    if not config.recovery.model_fields_set or not config.recovery.ever or started_by_lockstep(os.environ):
         return []
     return ["recovery.restarts has no effect here: it is lockstep's launcher that starts ranks again, not another one"]
 

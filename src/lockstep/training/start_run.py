@@ -279,7 +279,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
 
 def _supervisor(job: Job, folder: Path) -> Supervisor | None:
     """Return what starts ranks again after a failure; None: the config asks for none."""
-    if not job.config.recovery.restarts:
+    if not job.config.recovery.ever:
         return None
     attempts = folder / ATTEMPTS
     before = _content(attempts)
@@ -309,7 +309,7 @@ def train_on_hosts(job: Job, ranks: int | Literal["auto"]) -> tuple[Path | None,
     The folder is None on hosts that have none because nothing was left to train.
     """
     section = job.config.launch
-    if job.config.recovery.restarts:
+    if "restarts" in job.config.recovery.model_fields_set and job.config.recovery.restarts:
         text = "starts ranks again on one host only; with launch.nodes, leave it out, and start all hosts again"
         raise ConfigError(Problem("", "recovery.restarts", text))
     number = choose_ranks(section) if ranks == "auto" else ranks

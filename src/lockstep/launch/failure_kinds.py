@@ -1,0 +1,79 @@
+"""The kinds of failures, by what may follow.
+
+    kind         examples                                       started again
+    config       an error of the config                         never
+    request      Ctrl-C, SIGTERM, a scheduler's warning         never: the run is saved, and stops
+    message      Lockstep's own verdict on the run              never
+    memory       out of memory                                  never by itself: it would run out again
+    program      KeyError in a dataset, sys.exit()              once at the same step: it may have been the host
+    transient    SIGKILL, a connection or a disk that failed    up to the limit
+    hang         a collective that not all ranks reached        up to the limit
+    host         a host that can't be reached any more          up to the limit
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+
+from lockstep.launch.ends import End, EndKind
+from lockstep.launch.ends_file import gist
+
+
+class FailureKind(Enum):
+    """The kinds of failures, as `recovery.budgets` names them."""
+
+    CONFIG = "config"
+    REQUEST = "request"
+    MESSAGE = "message"
+    MEMORY = "memory"
+    PROGRAM = "program"
+    TRANSIENT = "transient"
+    HANG = "hang"
+    HOST = "host"
+
+
+NEVER_RETRIED = {FailureKind.CONFIG, FailureKind.REQUEST, FailureKind.MESSAGE, FailureKind.MEMORY}
+"""Failures that a start of the same run would meet again, and requests."""
+_BY_END = {
+    EndKind.KILLED: FailureKind.TRANSIENT,
+    EndKind.PEER_FAILED: FailureKind.TRANSIENT,
+    EndKind.STOPPED: FailureKind.TRANSIENT,  # by another process than the launcher
+    EndKind.TIMED_OUT: FailureKind.HANG,
+    EndKind.LOST: FailureKind.HOST,
+    EndKind.TRACEBACK: FailureKind.PROGRAM,
+    EndKind.EXITED: FailureKind.PROGRAM,
+    EndKind.CODE: FailureKind.PROGRAM,
+    EndKind.MESSAGE: FailureKind.MESSAGE,
+}
+_CONFIG_CODE = 2
+# Exceptions of connections, disks and drivers. A wrong path or a missing permission is the program's.
+_TRANSIENT = re.compile(
+    r"^(OSError|IOError|ConnectionError|Connection\w+Error|TimeoutError|BrokenPipeError|InterruptedError|socket\.\w+"
+    r"|requests\.exceptions\.\w+|urllib3\.exceptions\.\w+|botocore\.exceptions\.\w+)\b"
+    r"|CUDA error|NCCL error|uncorrectable ECC|CUBLAS_STATUS|CUDNN_STATUS",
+)
+
+
+def kind_of(end: End) -> FailureKind:
+    """Return the kind of a failure, from the end of the rank that failed first."""
+    if end.kind is EndKind.MESSAGE and end.code == _CONFIG_CODE:
+        return FailureKind.CONFIG
+    if end.advice:
+        return FailureKind.MEMORY
+    kind = _BY_END.get(end.kind, FailureKind.REQUEST)
+    if kind is FailureKind.PROGRAM and end.kind is EndKind.TRACEBACK and _TRANSIENT.search(gist(end.text)):
+        return FailureKind.TRANSIENT
+    return kind
+
+
+def advice_after(kind: FailureKind) -> str:
+    """Return what to do after a run that has failed too often; empty where its message has that."""
+    match kind:
+        case FailureKind.PROGRAM:
+            return "the same failure would come again: mend the program or its data, then start the run again to resume"
+        case FailureKind.TRANSIENT | FailureKind.HANG:
+            return "look at the host (`lockstep doctor RUN` reads what is left), then start the run again to resume"
+        case FailureKind.HOST:
+            return "look at the host and its network, then start the run again on all hosts to resume"
+    return ""
