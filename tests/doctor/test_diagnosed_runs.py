@@ -267,6 +267,7 @@ CONFIG = {
     "launch": {"device": "cpu"},
     "monitor": {"tensorboard": False},
     "run": {"steps": 5, "folder": "run"},
+    "recovery": {"restarts": 0},
 }
 
 

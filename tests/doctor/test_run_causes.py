@@ -63,6 +63,7 @@ CONFIG = {
     "launch": {"device": "cpu"},
     "monitor": {"tensorboard": False, "every": 1},
     "run": {"steps": 6, "folder": "run"},
+    "recovery": {"restarts": 0},
 }
 
 
