@@ -1,14 +1,14 @@
 """The kinds of failures, by what may follow.
 
-    kind         examples                                       started again
-    config       an error of the config                         never
-    request      Ctrl-C, SIGTERM, a scheduler's warning         never: the run is saved, and stops
-    message      Lockstep's own verdict on the run              never
-    memory       out of memory                                  never by itself: it would run out again
-    program      KeyError in a dataset, sys.exit()              once at the same step: it may have been the host
-    transient    SIGKILL, a connection or a disk that failed    up to the limit
-    hang         a collective that not all ranks reached        up to the limit
-    host         a host that can't be reached any more          up to the limit
+kind         examples                                       started again
+config       an error of the config                         never
+request      Ctrl-C, SIGTERM, a scheduler's warning         never: the run is saved, and stops
+message      Lockstep's own verdict on the run              never
+memory       out of memory                                  never by itself: it would run out again
+program      KeyError in a dataset, sys.exit()              once at the same step: it may have been the host
+transient    SIGKILL, a connection or a disk that failed    up to the limit
+hang         a collective that not all ranks reached        up to the limit
+host         a host that can't be reached any more          up to the limit
 """
 
 from __future__ import annotations
