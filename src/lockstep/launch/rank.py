@@ -83,7 +83,7 @@ def run_rank(entry: Callable[[], int], task: RankTask, channel: Connection) -> N
         atexit._clear()  # the launcher's own exit functions
     if task.stdin is not None:
         os.dup2(task.stdin, 0)  # multiprocessing has put the null device there
-        sys.stdin = open(0, closefd=False)
+        sys.stdin = os.fdopen(0, closefd=False)
     _handle_launcher_signals(channel)
     if task.log is not None and task.rank > 0:
         streams.redirect(task.log)
