@@ -138,7 +138,7 @@ def launch(
         return _run_here(entry, launch, logs)
     import_ahead(preload)
     forks = not fresh and may_fork()
-    if may_run_here and not forks:  # a notebook, say, whose objects no other process can have
+    if may_run_here and not forks:  # a notebook, whose objects no other process can have
         return _run_here(entry, launch, logs)
     job = _Launch(entry, ranks, launch, logs, forks, hosts)
     with (
