@@ -14,9 +14,10 @@ from kit import small
 from kit.commands import Done, run_lockstep
 from safetensors.torch import load_file
 
-from lockstep.config.training_sections import Recovery
+from lockstep.config.training_sections import Budgets, Recovery
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.ends_file import read_ends
+from lockstep.launch.failure_kinds import kind_of
 from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Supervisor
 from lockstep.monitor.attempts import read_attempts
@@ -99,12 +100,47 @@ def test_another_exception_or_another_step_is_tried_once_more() -> None:
     assert rounds_of([(traceback, 10), (traceback, 20), (traceback, 20)], restarts=9) == 3
 
 
-def rounds_of(failures: Sequence[tuple[EndKind, int]], restarts: int) -> int:
+def rounds_of(failures: Sequence[tuple[EndKind, int]], restarts: int | Recovery) -> int:
     """The number of rounds if these fail in turn, and one after them is done."""
+    recovery = restarts if isinstance(restarts, Recovery) else Recovery(restarts=restarts)
     steps = iter([step for _, step in failures])
-    supervisor = Supervisor(Recovery(restarts=restarts), lambda: next(steps), lambda: lambda: 0)
+    supervisor = Supervisor(recovery, lambda: next(steps), lambda: lambda: 0)
     for kind, _ in failures:
         ends = [End(EndKind.ENDED, 1, "", 1.0), End(kind, 1, "KeyError: 17", 0.0)]
         if supervisor.next_entry(ends, LaunchResult(1, "rank 1 failed")) is None:
             return supervisor.rounds
     return supervisor.rounds + 1
+
+
+@pytest.mark.parametrize(
+    ("end", "kind"),
+    [
+        (End(EndKind.KILLED, 1, "was killed by SIGKILL", 0.0), "transient"),
+        (End(EndKind.TRACEBACK, 1, "Traceback (most\n  x\nOSError: [Errno 5] EIO", 0.0), "transient"),
+        (End(EndKind.TRACEBACK, 1, "Traceback (most\n  x\nRuntimeError: CUDA error: 7", 0.0), "transient"),
+        (End(EndKind.TRACEBACK, 1, "Traceback (most\n  x\nFileNotFoundError: a", 0.0), "program"),
+        (End(EndKind.TRACEBACK, 1, "Traceback (most\n  x\nKeyError: 'OSError'", 0.0), "program"),
+        (End(EndKind.EXITED, 3, "called sys.exit(3)", 0.0), "program"),
+        (End(EndKind.TIMED_OUT, 1, "", 0.0), "hang"),
+        (End(EndKind.LOST, 1, "", 0.0), "host"),
+        (End(EndKind.MESSAGE, 2, "wrong key", 0.0), "config"),
+        (End(EndKind.MESSAGE, 1, "out of memory", 0.0, advice="set batch.micro_size"), "memory"),
+        (End(EndKind.PAUSED, 75, "", 0.0), "request"),
+    ],
+)  # fmt: skip
+def test_kinds_of_failures(end: End, kind: str) -> None:
+    assert kind_of(end).value == kind
+
+
+def test_each_kind_has_its_budget() -> None:
+    recovery = Recovery(restarts=1, budgets=Budgets(transient=3, program=0))
+    killed, raised, hung = (EndKind.KILLED, 10), (EndKind.TRACEBACK, 10), (EndKind.TIMED_OUT, 10)
+    assert rounds_of([killed] * 5, recovery) == 4
+    assert rounds_of([raised], recovery) == 1
+    assert rounds_of([hung, killed, hung], recovery) == 3
+    assert not Recovery(restarts=0).ever
+    assert Recovery(restarts=0, budgets=Budgets(host=1)).ever
+
+
+def test_an_exception_in_the_first_update_ends_the_run() -> None:
+    assert rounds_of([(EndKind.TRACEBACK, 0)], Recovery()) == 1

@@ -279,8 +279,17 @@ class ProfileConfig(Section):
         return self
 
 
-RetriedKind = Literal["transient", "program", "hang", "host"]
-"""Kinds of failures after which ranks may be started again."""
+class Budgets(Section):
+    """Other numbers than `recovery.restarts`, by kind of failure."""
+
+    transient: Annotated[int, Field(ge=0)] | None = None
+    """A rank is killed, or loses its peers, a connection, a disk or its driver."""
+    program: Annotated[int, Field(ge=0)] | None = None
+    """An exception or an exit of the program."""
+    hang: Annotated[int, Field(ge=0)] | None = None
+    """A collective that not all ranks reach."""
+    host: Annotated[int, Field(ge=0)] | None = None
+    """A host that can't be reached any more."""
 
 
 class Recovery(Section):
@@ -290,15 +299,14 @@ class Recovery(Section):
     """How many times in a row ranks are started again after failures of one kind, from the newest checkpoint, without
     the run getting further; 0: never. An exception of the program that comes again at the same step ends the run, as
     do errors of the config and memory that runs out."""
-    budgets: dict[RetriedKind, Annotated[int, Field(ge=0)]] = {}
-    """Other numbers than `restarts`, by kind. transient: a rank is killed, or loses a connection or a disk; program: an
-    exception or an exit; hang: a collective that not all ranks reach; host: a host that can't be reached any more."""
+    budgets: Budgets = Budgets()
 
     @property
     def ever(self) -> bool:
         """True if ranks are started again after failures of any kind."""
-        return self.restarts > 0 or any(self.budgets.values())
+        return any(self.budget(kind) for kind in Budgets.model_fields)
 
     def budget(self, kind: str) -> int:
         """Return how many times in a row ranks are started again after failures of a kind."""
-        return next((number for name, number in self.budgets.items() if name == kind), self.restarts)
+        number: int | None = getattr(self.budgets, kind, None)
+        return self.restarts if number is None else number
