@@ -97,6 +97,25 @@ def test_a_small_run_is_shown_whole(tmp_path: Path) -> None:
     ]
 
 
+def test_lines_that_can_t_be_read_are_counted(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for name, text in (("metrics.jsonl", 'damaged\n[]\n{"step": 121, "lo'), ("events.jsonl", "{\n")):
+        with (run / name).open("a") as file:
+            file.write(text)
+    assert screen(run, 120)[2] == "2 lines of metrics.jsonl and 1 line of events.jsonl can't be read"
+
+
+def test_a_phase_lasts_as_long_as_it_was_posted_unless_the_rank_is_stuck_in_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", age=5.0)
+    content = json.loads((run / "live.json").read_text())
+    content["ranks"][0] |= {"phase_seconds": 0.52, "silent": 0.5}  # updates have passed since
+    content["ranks"][1] |= {"phase_seconds": 60.5, "silent": 0.5}
+    (run / "live.json").write_text(json.dumps(content))
+    seconds = [rank.phase_seconds for rank in watch(run).ranks]
+    assert seconds[0] == pytest.approx(0.02)
+    assert 65 < seconds[1] < 75
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 50), (40, 10), (20, 3)])
 def test_hundreds_of_ranks_fit_any_terminal_the_worst_first(tmp_path: Path, width: int, height: int) -> None:
     lines = screen(make_run(tmp_path / "run", ranks=512, silent=(300, 301)), width, height)

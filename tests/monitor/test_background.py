@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from kit.reports import FACTS, report
 
+from lockstep.core.errors import ConfigError
 from lockstep.core.records import EvaluationReport, SaveReport
 from lockstep.monitor.background import BackgroundMonitor, BackgroundMonitors, WorkQueue
 from lockstep.monitor.events import EventLog
@@ -129,6 +131,26 @@ def test_a_writer_that_raises_is_left_out_with_one_warning(caplog: pytest.LogCap
     assert [record.message for record in caplog.records] == [
         "Failing failed and is left out from now on: RuntimeError('no more ink')"
     ]
+
+
+def test_a_disk_or_a_network_that_fails_is_a_sentence_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(error: Exception, cause: Exception | None = None) -> str:
+        class Failing(Hanging):
+            def see(self, report: object) -> tuple[()]:
+                raise error from cause
+
+        caplog.clear()
+        background = BackgroundMonitor(Failing(), every=1)
+        background.see(report(1))
+        background.finish(None)
+        (record,) = caplog.records
+        assert not record.exc_info
+        return record.message.partition("now on: ")[2]
+
+    full = OSError(errno.ENOSPC, "No space left on device", "mlruns/meta.yaml")
+    assert fails(full) == "[Errno 28] No space left on device: 'mlruns/meta.yaml'"
+    assert fails(RuntimeError("can't write\nat all"), full) == "can't write (No space left on device: mlruns/meta.yaml)"
+    assert fails(ConfigError("wandb.init has no argument proj; did you mean project?")).endswith("mean project?")
 
 
 def test_what_waits_keeps_its_order_whoever_puts_it() -> None:

@@ -36,6 +36,7 @@ def make_run(folder: Path) -> Path:
         {"saved": 70, "step": 70, "bytes": 1, "seconds": 5.0, "lost_seconds": 2.0},
     )
     write(folder / "ranks.jsonl", {"step": 120, "time": BEGIN + 265})
+    (folder / "summary.json").write_text("{}")
     (folder / "logs").mkdir()
     (folder / "logs" / "ends.jsonl").write_text(json.dumps({"time": BEGIN + 270}) + "\n")
     return folder
@@ -58,6 +59,36 @@ def test_every_second_of_all_attempts_is_somewhere(tmp_path: Path) -> None:
     assert losses["other"] == pytest.approx(5)  # after the last update
     assert useful.trained + sum(losses.values()) == pytest.approx(useful.wall)
     assert list(losses)[:2] == ["updates lost with an attempt", "downtime between attempts"]
+
+
+def test_what_a_run_that_was_killed_has_not_saved_is_lost(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "summary.json").unlink()
+    (run / "logs" / "ends.jsonl").unlink()
+    useful = goodput(run)
+    assert useful is not None
+    assert useful.wall == 265, "the last sign of life"
+    assert useful.lost == (100 - 70) + 50 + (130 - 70 - 2), "what follows the checkpoint that it resumed from"
+    lines = [{"step": step, "seconds": step + 10.0} for step in range(1, 1201)]
+    write(run / "metrics.jsonl", *({**line, "discarded": 0} for line in lines))
+    with (run / "events.jsonl").open("a") as events:
+        events.write('{"saved": 1100, "step": 1100}\n{"saved": 1150, "step": 1150, "failure": "full"}\n')
+    useful = goodput(run)
+    assert useful is not None
+    assert useful.trained == pytest.approx(1110 - 8 - 2)
+    (run / "checkpoints" / "step-00000120").mkdir(parents=True)
+    (run / "checkpoints" / "step-00001160.draft").mkdir()
+    useful = goodput(run)
+    assert useful is not None
+    assert useful.trained == pytest.approx(1110 - 8 - 2)
+    (run / "checkpoints" / "step-00001170").mkdir()
+    useful = goodput(run)
+    assert useful is not None
+    assert useful.trained == pytest.approx(1180 - 8 - 2)
+    (run / "summary.json").write_text("{}")
+    useful = goodput(run)
+    assert useful is not None
+    assert useful.trained == pytest.approx(1210 - 8 - 2)
 
 
 def test_what_follows_the_last_update_is_not_taken_from_its_clock(tmp_path: Path) -> None:

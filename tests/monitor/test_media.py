@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import re
 import threading
 import time
@@ -51,6 +52,15 @@ def logged_image(pixels: object) -> LoggedImage:
 def test_an_image_is_a_png_that_other_readers_read(pixels: object, expected: np.ndarray) -> None:
     image = logged_image(pixels)
     assert np.array_equal(np.asarray(Pillow.open(io.BytesIO(image.png()))), expected)
+
+
+def test_pixels_out_of_range_are_clamped_which_is_stated_once(caplog: pytest.LogCaptureFixture) -> None:
+    entries = MetricLog()
+    for value in (0.5, 1.5, 2.5, math.nan):
+        entries.image("x", torch.full((2, 2), value))
+        entries.take().drain()
+    (record,) = caplog.records
+    assert record.message.startswith("log.image('x'): pixels below 0 or above 1 are shown as 0 or 1")
 
 
 def test_a_later_change_doesn_t_show() -> None:

@@ -9,16 +9,21 @@ import pickle
 import re
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.reports import FACTS, report
 
+from lockstep.core.phase_clock import Phase, UpdateTimes
 from lockstep.monitor import metric_log as log
 from lockstep.monitor.histogram import EDGES
+from lockstep.monitor.meters import Rates, update_values
 from lockstep.monitor.metric_log import LogEntries, MetricLog, merge, recording
+from lockstep.monitor.rank_meters import MeterReport, RankInterval, RankNotice, meter_values
 
 numbers = st.floats(-1e6, 1e6)
 samples = st.lists(numbers, min_size=1, max_size=40)
@@ -186,12 +191,34 @@ def test_one_name_is_of_one_kind() -> None:
         (lambda j: j.mean("x", 1.0, None), "log.mean('x'): expected a number, got NoneType"),
         (lambda j: j.histogram("x", "wide"), "log.histogram('x'): expected numbers, got str ('wide')"),
         (lambda j: j.text("x", 3), "log.text('x'): expected a str, got int ('3'); log.scalar takes numbers"),
+        (
+            lambda j: j.scalar("train/loss", 1),
+            "log.scalar('train/loss'): the run itself writes train/loss; give it another "
+            "name, such as 'train/own_loss'",
+        ),
+        (lambda j: j.mean("evaluation/held-out/f1", 1, 1), "log.mean('evaluation/held-out/f1'): the run itself writes"),
+        (
+            lambda j: j.scalar("step", 1),
+            "log.scalar('step'): the run itself writes step; give it another name, such as",
+        ),
+        (lambda j: j.text(" ", "x"), "log.text(' '): the name is empty; give it one, such as 'accuracy'"),
         (lambda j: j.scalar(["x"], 3), "log.scalar(['x']): the name must be a str, not list"),
     ],
 )
 def test_what_can_t_be_logged_is_named_with_its_type(call: Callable[[MetricLog], None], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
         call(MetricLog())
+
+
+def test_the_runs_own_names_are_those_that_are_refused() -> None:
+    notice = RankNotice(0, "a", 1, 0.0, 1, Phase.DATA, 0.0, UpdateTimes())
+    own = {**update_values(report(1), Rates(1, 1, 1), replace(FACTS, flops_per_token=1.0, peak_flops=1.0))}
+    own |= meter_values(MeterReport(1, 1.0, (RankInterval(notice, 1, 1.0, 1.0, 1.0, 0.0, {"data": 1.0}),)))
+    for name in own:
+        with pytest.raises(ValueError, match="the run itself writes"):
+            MetricLog().scalar(name, 1.0)
+    MetricLog().scalar("train/accuracy", 1.0)
+    MetricLog().scalar("loss", 1.0)
 
 
 def test_numbers_of_other_kinds_are_numbers() -> None:

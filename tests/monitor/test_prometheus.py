@@ -116,6 +116,20 @@ def test_a_port_that_is_taken_is_a_warning(caplog: pytest.LogCaptureFixture) -> 
     assert "set another monitor.prometheus.port" in caplog.text
 
 
+def test_an_address_that_is_not_this_hosts_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    endpoint = PrometheusEndpoint(PrometheusConfig(port=0, address="192.0.2.1"))
+    endpoint.start(FACTS)
+    assert "set monitor.prometheus.address to an address of this host, such as 127.0.0.1" in caplog.text
+
+
+def test_a_run_that_starts_has_its_step_and_ranks() -> None:
+    endpoint = PrometheusEndpoint(PrometheusConfig(port=0))
+    endpoint.start(FACTS)
+    names = {family.name for family in endpoint.collect()}
+    endpoint.finish(None)
+    assert {"lockstep_step", "lockstep_ranks"} <= names
+
+
 class Scraper(lockstep.Monitor):
     """Reads the endpoint of the run that it watches, until it has the run's step."""
 

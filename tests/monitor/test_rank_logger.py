@@ -50,5 +50,7 @@ def test_mistakes_are_sentences(tmp_path: Path) -> None:
     with pytest.raises(lockstep.ConfigError, match="no log level 'loud'; there are"):
         rank_logger("wrong", level="loud")
     (tmp_path / "file").write_text("")
+    with pytest.raises(lockstep.ConfigError, match=r"console=9\): there are ranks 0 to 7; console=None prints on no"):
+        rank_logger("wrong", console=9)
     with pytest.raises(lockstep.ConfigError, match="can't write the log"):
         rank_logger("wrong", tmp_path / "file")

@@ -10,7 +10,7 @@ import pytest
 from kit.commands import run_lockstep
 
 from lockstep.report.explanation import explain
-from lockstep.report.limits import limits
+from lockstep.report.limits import Limit, limits
 from lockstep.report.rank_history import read_rank_history
 from lockstep.report.run_data import read_run
 
@@ -94,7 +94,7 @@ def test_what_is_damaged_or_missing_is_left_out(tmp_path: Path) -> None:
     ranks = folder / "ranks.jsonl"
     ranks.write_text('{"step": 1, "ranks": [0]}\n[]\n\x00\n' + ranks.read_text() + '{"step": 110, "ra')
     history = read_rank_history(folder)
-    assert (len(history.intervals), history.damaged) == (10, 4)
+    assert (len(history.intervals), history.damaged) == (10, 3)
     assert limits(read_run(folder), history)[0].name == "data"
     ranks.unlink()
     assert "wasn't measured" in " ".join(explain(folder).sentences)
@@ -102,9 +102,44 @@ def test_what_is_damaged_or_missing_is_left_out(tmp_path: Path) -> None:
     assert explain(folder).sentences[0] == "No update is recorded yet."
 
 
+def test_a_gain_of_nothing_is_no_gain_and_a_crowded_host_explains_slow_host_code(tmp_path: Path) -> None:
+    assert "times as fast" not in Limit("host sync", 0.004, "It reads", "less").sentences
+    assert "at most 1.1 times as fast" in Limit("data", 0.1, "It waits", "more").sentences
+    folder = write_run(tmp_path / "run")
+    code = Limit("host code", 0.4, "A profile shows that the forward computes outside", "move it")
+    assert [limit.name for limit in explain(folder, [code]).limits] == ["host code"]
+    lines = [json.loads(line) for line in (folder / "ranks.jsonl").read_text().splitlines()]
+    crowded = ({**line, "gauges": {"core_wait_percent": [40.0, 30.0]}} for line in lines)
+    (folder / "ranks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in crowded))
+    assert [limit.name for limit in explain(folder, [code]).limits] == ["crowded host"]
+
+
+@pytest.mark.parametrize(("workers", "data", "recommended"), [(0, 0.02, 1), (0, 0.05, 2), (0, 0.3, 8), (2, 0.05, 8)])
+def test_as_many_workers_are_recommended_as_keep_up(
+    tmp_path: Path, workers: int, data: float, recommended: int
+) -> None:
+    folder = write_run(tmp_path / "run", data=data)
+    (folder / "config.yaml").write_text(f"data: {{loader: {{workers: {workers}}}}}\n")
+    first = limits(read_run(folder), read_rank_history(folder))[0]
+    assert first.remedy.startswith(f"data.loader.workers: {recommended} (`lockstep profile data "), first.remedy
+
+
 def test_the_command_prints_sentences_or_json(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", data=0.05)
-    assert "The data came too late" in run_lockstep("explain", folder).stdout
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write("damaged\n{\n")
+    with (folder / "ranks.jsonl").open("a") as ranks:
+        ranks.write("damaged\n")
+    (folder / "logs").mkdir()
+    end = {"attempt": "", "time": 1.79e9, "code": 1, "text": "rank 1 was killed by SIGKILL", "step": 100, "cause": 1}
+    (folder / "logs" / "ends.jsonl").write_text(json.dumps({**end, "ranks": [], "logs": {}, "environment": {}}) + "\n")
+    text = run_lockstep("explain", folder).stdout
+    assert "The data came too late" in text
+    assert text.splitlines()[1] == "It failed: rank 1 was killed by SIGKILL."
+    assert text.splitlines()[-2:] == [
+        f"note: 2 lines of {folder / 'metrics.jsonl'} can't be read, and left out",
+        f"note: 1 line of {folder / 'ranks.jsonl'} can't be read, and left out",
+    ]
     record = json.loads(run_lockstep("explain", folder, "--json").stdout)
     assert record["limits"][0]["name"] == "data"
     assert record["sentences"][0].startswith("The run is not finished: 100 updates")

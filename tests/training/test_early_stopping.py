@@ -115,6 +115,12 @@ def test_a_run_ends_early_and_a_resumed_one_at_the_same_update(
     (again / "summary.json").unlink()  # killed after the last save
     resumed = trained(again, 2000)
     assert (resumed["steps"], resumed["stopped_early"]) == (stopped_at, undisturbed["stopped_early"])
+    capsys.readouterr()
+    assert trained(again, 2000) == resumed
+    assert "it ended early, since held-out.loss has not improved by" in (shown := capsys.readouterr().out)
+    assert "raise monitor.early_stopping.patience" in shown
+    assert trained(again, 2001)["steps"] == stopped_at
+    assert "monitor.early_stopping.patience above 3 (it is 3)" in " ".join(capsys.readouterr().out.split())
     longer = trained(again, 2001, patience=5)
     assert longer["steps"] > stopped_at  # the limit is the config's, the count the checkpoint's
 

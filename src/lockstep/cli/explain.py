@@ -31,6 +31,7 @@ def run(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
 
     from lockstep.core.errors import ConfigError
+    from lockstep.looking.states import status_of
     from lockstep.monitor.folder import is_run
     from lockstep.report.explanation import explain
 
@@ -41,12 +42,14 @@ def run(arguments: Sequence[str]) -> int:
         from lockstep.measuring.device_peak import peak_of_run
 
         peak = peak_of_run(args.run)
-    explanation = explain(args.run, _profiled(args.run), peak)
+    explanation = explain(args.run, _profiled(args.run), peak, status_of(args.run).sentence)
     if args.json:
         emit({"run": str(args.run), **_as_json(explanation)})
         return 0
     for sentence in explanation.sentences:
         echo(sentence)
+    for note in explanation.notes:
+        echo(f"note: {note}")
     return 0
 
 
@@ -81,6 +84,7 @@ def _as_json(explanation: RunExplanation) -> dict[str, Any]:
     roofline, useful = explanation.roofline, explanation.goodput
     values: dict[str, Any] = {
         "sentences": explanation.sentences,
+        "notes": explanation.notes,
         "limits": [
             {"name": each.name, "share": each.share, "gain": each.gain, "fact": each.fact, "remedy": each.remedy}
             for each in explanation.limits

@@ -20,7 +20,7 @@ from lockstep.cli.arguments import (
 )
 from lockstep.core.closest import did_you_mean
 from lockstep.core.command_lines import command_line
-from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.errors import ConfigError, RunFailed, named_ranks
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 
@@ -106,8 +106,8 @@ def _recorded(args: argparse.Namespace) -> list[Path]:
     from lockstep.profiling.traces import trace_files
 
     def show(answer: TraceAnswer) -> None:
-        ranks = ", ".join(map(str, answer.ranks))
-        echo(f"rank {ranks} records updates {answer.first:,} to {answer.last:,}")
+        of = f" {answer.first:,}" if answer.first == answer.last else f"s {answer.first:,} to {answer.last:,}"
+        echo(f"{named_ranks(answer.ranks)} record{'s' * (len(answer.ranks) == 1)} update{of}")
 
     if is_running(args.run) and not args.show:
         return request_traces(

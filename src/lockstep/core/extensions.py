@@ -196,7 +196,9 @@ def _call(name: str, function: Any, arguments: Mapping[str, Any]) -> object:
         try:
             signature.bind(**arguments)
         except TypeError as error:
-            message = f"{name} can't take arguments {dict(arguments)}: {error}; it takes {signature}"
+            known = signature.parameters
+            near = "".join(hint(given, known) for given in arguments if given not in known)
+            message = f"{name} can't take arguments {dict(arguments)}: {error}{near}; it takes {signature}"
             raise ConfigError(message) from error
     try:
         return function(**arguments)

@@ -11,7 +11,6 @@ Links out of the folder are refused.
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.core.errors import ConfigError, named_ranks
-from lockstep.core.formatting import duration, size
+from lockstep.core.formatting import duration
 from lockstep.doctor.catalog import Standing
 from lockstep.doctor.evidence import (
     LogEvidence,
@@ -38,14 +37,13 @@ from lockstep.doctor.losses import finding_of_losses
 from lockstep.doctor.saved import saved_state
 from lockstep.doctor.starts import changes_since_saved, differences_of_hosts
 from lockstep.launch.ends_file import EXITED, LaunchEnds, RankEnd
-from lockstep.launch.last_launch import LastLaunch, last_launch
+from lockstep.launch.last_launch import LastLaunch, full_disk, last_launch
 from lockstep.monitor.folder import ENVIRONMENT, LOGS, held_by, is_finished, is_run, refuse_escaping_links
 from lockstep.report.run_data import RunData, read_run
 from lockstep.training.store_lock import GONE_S
 
 _SHORTEST_HANG_S = 10.0
 _INTERVALS = 5  # between records, after which a run without a further one hangs
-_FULL = 1 << 20  # bytes that are free on a disk that counts as full
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,9 @@ def diagnose_run(run: Path) -> Diagnosis:
     last = last_launch(run, data.environment)
     seen = seen_failures(run, last)
     if is_finished(run):
-        return _continuing(run, data, seen, f"finished ({_progress(data)})")
+        early = (data.summary or {}).get("stopped_early")
+        why = f"; it ended early: {early}" if isinstance(early, str) else ""
+        return _continuing(run, data, seen, f"finished ({_progress(data)}){why}")
     holder, lives = lock_in_bucket(run) or ("", False)
     if held_by(run) is not None or lives:
         return _continuing(run, data, seen, f"running ({_progress(data)} so far)")
@@ -223,13 +223,8 @@ def _hang(run: Path, data: RunData, end: LaunchEnds) -> SeenFailure | None:
 
 def _full_disk(run: Path) -> SeenFailure | None:
     """Return the finding that the disk of the run has no space now."""
-    with suppress(OSError):
-        disk = os.statvfs(run)
-        free = disk.f_bavail * disk.f_frsize
-        if free < _FULL or (disk.f_files and not disk.f_favail):
-            text = f"this disk has {size(free)} free now" if free < _FULL else "this disk has no inodes free now"
-            return SeenFailure(failure_named(DISK_FULL), [LogEvidence(str(run), 0, text)])
-    return None
+    text = full_disk(run)
+    return SeenFailure(failure_named(DISK_FULL), [LogEvidence(str(run), 0, text)]) if text else None
 
 
 def _kernel_kills_at_the_end(run: Path, data: RunData) -> list[LogEvidence]:

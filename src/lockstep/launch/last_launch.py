@@ -6,14 +6,19 @@ logs/ends*.jsonl    a line each attempt -- its line: how each rank ended; none: 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.formatting import size
 from lockstep.core.ranks import LAUNCHER
 from lockstep.launch.ends_file import LaunchEnds, read_ends
 from lockstep.monitor.folder import LOGS, lock_holder
+
+_FULL = 1 << 20  # bytes that are free on a disk that counts as full
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +49,22 @@ def last_launch(run: Path, environment: Mapping[str, Any]) -> LastLaunch:
     variables = environment.get("variables")
     was_own = LAUNCHER in variables if isinstance(variables, Mapping) else bool(entries)
     return LastLaunch((), was_own, starts)
+
+
+def full_disk(run: Path) -> str:
+    """Return what shows that the disk of a run has no space now; empty: it has some."""
+    with suppress(OSError):
+        disk = os.statvfs(run)
+        free = disk.f_bavail * disk.f_frsize
+        if free < _FULL:
+            return f"this disk has {size(free)} free now"
+        if disk.f_files and not disk.f_favail:
+            return "this disk has no inodes free now"
+    return ""
+
+
+def why_unrecorded(run: Path) -> str:
+    """Return why the last launch of a run left no record, as far as its folder shows."""
+    if full := full_disk(run):
+        return f"its disk is full ({full})"
+    return "it was killed, its machine stopped, or its disk was full"

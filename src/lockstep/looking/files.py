@@ -32,19 +32,32 @@ def read_object(file: Path) -> Mapping[str, Any]:
 
 def last_records(file: Path, size: int) -> list[dict[str, Any]]:
     """Return the JSON objects in the last `size` bytes of a file of lines."""
+    return read_tail(file, size)[0]
+
+
+def read_tail(file: Path, size: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the JSON objects in the last `size` bytes of a file of lines, and the number of lines that are damaged.
+
+    The last line of a file may be on its way: it counts only once it has its end.
+    """
     try:
         with opened_regular(file) as handle:
             begin = max(0, os.fstat(handle).st_size - size)
             lines = os.pread(handle, size, begin).split(b"\n")
     except OSError:
-        return []
-    records = []
-    for text in lines[1:] if begin else lines:
-        with suppress(ValueError, RecursionError):
-            record = json.loads(text)
-            if isinstance(record, dict):
-                records.append(record)
-    return records
+        return [], 0
+    whole = lines[1:] if begin else lines
+    parsed = [_object(text) for text in whole]
+    records = [record for record in parsed if record is not None]
+    return records, sum(record is None and bool(text) for text, record in zip(whole[:-1], parsed, strict=False))
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def sampled_losses(file: Path) -> list[tuple[int, float]]:

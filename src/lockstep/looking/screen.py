@@ -72,6 +72,8 @@ def _head(run: WatchedRun, width: int, unicode: bool) -> list[ScreenLine]:
     lines = [ScreenLine((name if len(name) <= space else f"…{name[len(name) - space + 1 :]}") + state, style)]
     if row.note:
         lines.append(ScreenLine(plain_line(row.note), "alarm" if row.state is not RunState.STOPPED else ""))
+    if run.damaged:
+        lines.append(ScreenLine(run.damaged, "alarm"))
     left = f"{formatting.clock(run.left)} left" if run.left is not None else ""
     steps = row.steps
     if steps is None and row.step is not None and row.share:

@@ -11,7 +11,6 @@ none of these                    --> failed      its launcher was killed
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.formatting import duration
-from lockstep.launch.last_launch import last_launch
+from lockstep.launch.last_launch import last_launch, why_unrecorded
 from lockstep.looking.files import changed, read_object, sampled_losses
-from lockstep.monitor.folder import ENVIRONMENT, HOLDER, METRICS, held_by, is_finished, lock_holder
+from lockstep.monitor.attempts import holder_may_live
+from lockstep.monitor.folder import ENVIRONMENT, METRICS, SUMMARY, held_by, is_finished
 from lockstep.monitor.meter_files import LIVE
 
 _FRESH_S = 30.0
@@ -53,23 +53,32 @@ class RunStatus:
     state: RunState
     note: str = ""
 
+    @property
+    def sentence(self) -> str:
+        """A sentence on how the run ended, or what is unusual about it; empty if nothing is."""
+        if self.state is RunState.DONE:
+            return f"It {self.note}." if self.note else ""
+        if self.state.is_active:
+            return f"It is running: {self.note}." if self.note else ""
+        ways = {RunState.STOPPED: "It was stopped", RunState.FAILED: "It failed", RunState.DIVERGED: "It diverged"}
+        return f"{ways[self.state]}{f': {self.note}' if self.note else ''}."
+
 
 def status_of(run: Path) -> RunStatus:
     """Return the state of the run in a folder. Never raises OSError."""
     live = read_object(run / LIVE)
     if is_finished(run):
         losses = _divergence(run)
-        return RunStatus(RunState.DIVERGED, losses) if losses else RunStatus(RunState.DONE)
+        return RunStatus(RunState.DIVERGED, losses) if losses else RunStatus(RunState.DONE, _early_end(run))
     silent = time.time() - number(live.get("time"), changed(run / LIVE)) if live else math.inf
-    if held_by(run) is not None or (abs(silent) < _FRESH_S and _is_elsewhere(run)):
+    if held_by(run) is not None or (abs(silent) < _FRESH_S and holder_may_live(run)):
         return _active(run, live, silent)
     return _ended(run)
 
 
-def _is_elsewhere(run: Path) -> bool:
-    """Return whether the process that locked the run may be there although no lock shows: on another host, or here."""
-    match = HOLDER.fullmatch((lock_holder(run) or b"").decode(errors="replace").strip())
-    return match is None or match[2] != socket.gethostname() or Path("/proc", match[1]).exists()
+def _early_end(run: Path) -> str:
+    reason = read_object(run / SUMMARY).get("stopped_early")
+    return f"ended early: {reason}" if isinstance(reason, str) and reason else ""
 
 
 def number(value: object, otherwise: float = math.nan) -> float:
@@ -92,7 +101,7 @@ def _ended(run: Path) -> RunStatus:
     if not last.records:
         if losses:
             return RunStatus(RunState.DIVERGED, losses)
-        note = "it left no record: killed, or its machine stopped" if last.was_killed else ""
+        note = f"it left no record: {why_unrecorded(run)}" if last.was_killed else ""
         return RunStatus(RunState.FAILED if last.was_killed else RunState.STOPPED, note)
     end = last.records[0]
     text = end.text.partition("\n")[0] or ("" if end.is_stop else f"exit code {end.code}")

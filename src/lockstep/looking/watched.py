@@ -16,13 +16,14 @@ from typing import Any
 
 from lockstep.core import formatting
 from lockstep.core.errors import ConfigError
-from lockstep.looking.files import last_records, read_object, sampled_losses
+from lockstep.looking.files import last_records, read_object, read_tail, sampled_losses
 from lockstep.looking.listing import RUNS, ListedRun, list_runs, listed
 from lockstep.looking.states import RunState, number
 from lockstep.monitor.attempts import Attempt, read_attempts
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import METRICS, is_run
 from lockstep.monitor.meter_files import LIVE, RANKS
+from lockstep.monitor.rank_meters import POST_S
 
 SILENT_S = 10.0
 """Seconds without a notice, of which each rank posts one every 2 s, after which it counts as silent."""
@@ -39,7 +40,7 @@ class WatchedRank:
     """A rank as it was last seen; NaN: unknown.
 
     Attributes:
-        phase: In which it is, for `phase_seconds`; empty if the run has ended.
+        phase: In which it was when it posted its last notice, for `phase_seconds` by then; empty if the run has ended.
         silent: Seconds since its last notice.
         seconds, slowest: Of an update: mean and 95th percentile.
         memory: Bytes, on its device if it has one.
@@ -81,6 +82,7 @@ class WatchedRun:
         split: Mean share of an update by phase.
         events: Sentences, the newest last.
         mfu: Share of the peak of its devices that the model's operations use; None: unknown.
+        damaged: A sentence on the lines that could not be read; empty if there are none.
     """
 
     listed: ListedRun
@@ -91,13 +93,15 @@ class WatchedRun:
     split: Mapping[str, float]
     events: tuple[str, ...]
     mfu: float | None = None
+    damaged: str = ""
 
 
 def watch(run: Path) -> WatchedRun:
     """Read a run's files. Never raises OSError: what can't be read is left out."""
     row = listed(run)
     live = read_object(run / LIVE)
-    records, attempts = last_records(run / METRICS, _TAIL), read_attempts(run)
+    (records, damaged), (events, damaged_events) = (read_tail(run / name, _TAIL) for name in (METRICS, EVENTS))
+    attempts = read_attempts(run)
     if row.state.is_active and live:
         age = max(0.0, time.time() - number(live.get("time"), time.time()))
         ranks = _of_live(live, age)
@@ -110,9 +114,15 @@ def watch(run: Path) -> WatchedRun:
         tuple(loss for _, loss in sampled_losses(run / METRICS)),
         ranks,
         _split(live if row.state.is_active else _last_interval(run)),
-        tuple(filter(None, map(event_text, last_records(run / EVENTS, _TAIL)[-_EVENTS:]))),
+        tuple(filter(None, map(event_text, events[-_EVENTS:]))),
         attempts[-1].utilization(number(records[-1].get("tokens_per_second"))) if attempts and records else None,
+        _damage({METRICS: damaged, EVENTS: damaged_events}),
     )
+
+
+def _damage(lines: Mapping[str, int]) -> str:
+    parts = [f"{lost:,} line{'s' * (lost > 1)} of {name}" for name, lost in lines.items() if lost]
+    return f"{' and '.join(parts)} can't be read" if parts else ""
 
 
 def chosen_run(run: Path | None) -> Path:
@@ -146,7 +156,7 @@ def _of_live(live: Mapping[str, Any], age: float) -> tuple[WatchedRank, ...]:
                 str(record.get("host", "")),
                 number(record.get("step")),
                 str(record.get("phase", "")),
-                number(record.get("phase_seconds")) + age,
+                _in_phase(record, age),
                 number(record.get("silent"), 0.0) + age,
                 number(record.get("step_seconds")),
                 number(record.get("slowest")),
@@ -156,6 +166,17 @@ def _of_live(live: Mapping[str, Any], age: float) -> tuple[WatchedRank, ...]:
             )
         )
     return tuple(ranks)
+
+
+def _in_phase(record: Mapping[str, Any], age: float) -> float:
+    """Return for how long a rank has been in its phase.
+
+    One that had been in it for longer than notices are apart is in it still; of another one, only what it posted is
+    known: its updates may have passed many phases since.
+    """
+    since, silent = number(record.get("phase_seconds")), number(record.get("silent"), 0.0)
+    posted = since - silent
+    return since + age if posted >= POST_S or silent + age > SILENT_S else posted
 
 
 def _of_last_interval(run: Path, attempts: Sequence[Attempt]) -> tuple[WatchedRank, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ from typing import Any
 from lockstep.core.files import MAX_JSON_BYTES, opened_regular, read_bounded
 from lockstep.core.records import RunInfo
 from lockstep.monitor.events import EVENTS
-from lockstep.monitor.folder import ATTEMPTS, LOCK, METRICS
+from lockstep.monitor.folder import ATTEMPTS, HOLDER, LOCK, METRICS, lock_holder
 from lockstep.monitor.jsonl import line
 from lockstep.monitor.meter_files import LIVE, RANKS
 from lockstep.monitor.meters import memory_bandwidth
@@ -187,6 +188,12 @@ def launched(run: Path) -> float:
         return (run / LOCK).stat().st_mtime
     except OSError:
         return math.nan
+
+
+def holder_may_live(run: Path) -> bool:
+    """Return whether the process that locked the run may be there although no lock shows: on another host, or here."""
+    match = HOLDER.fullmatch((lock_holder(run) or b"").decode(errors="replace").strip())
+    return match is None or match[2] != socket.gethostname() or Path("/proc", match[1]).exists()
 
 
 def last_sign(run: Path) -> float:

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from lockstep.core.errors import Failure
 from lockstep.core.records import EvaluationReport, Request, RestartReport, RunInfo, SaveReport, StepReport
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, NextReport, ReportWriter, ThrottledMonitor
@@ -27,6 +28,7 @@ from lockstep.monitor.rank_meters import MeterReport
 _log = logging.getLogger("lockstep.monitor")
 _MOST_WEIGHT = 10_000
 _HISTOGRAM_WEIGHT = 10
+_LONGEST_REASON = 400  # characters
 _CHARACTERS = 500  # of a text that weigh as much as a report
 END_S = 20.0  # how long the end of a run waits for a queue
 LINGER_S = 1.0
@@ -248,7 +250,24 @@ class BackgroundMonitor(ThrottledMonitor):
             act(*arguments)
         except Exception as error:
             self._failed = True
-            _log.warning("%s failed and is left out from now on: %r", self._name, error, exc_info=True)
+            reason = _known_reason(error)
+            _log.warning(
+                "%s failed and is left out from now on: %s", self._name, reason or repr(error), exc_info=reason is None
+            )
+
+
+def _known_reason(error: BaseException) -> str | None:
+    """Return what to state of an error that isn't the writer's own: of the config, the disk, the network; else None."""
+    if isinstance(error, Failure):
+        return str(error)
+    chain: BaseException | None = error
+    while chain is not None and not isinstance(chain, OSError):
+        chain = chain.__cause__ or chain.__context__
+    if chain is None:
+        return None
+    first = str(error).partition("\n")[0][:_LONGEST_REASON] or repr(error)
+    cause = f"{chain.strerror}: {chain.filename}" if chain.strerror and chain.filename else str(chain)
+    return first if chain is error or cause[:_LONGEST_REASON] in first else f"{first} ({cause[:_LONGEST_REASON]})"
 
 
 class BackgroundMonitors(ThrottledMonitor):

@@ -5,7 +5,8 @@ launched     began                 last sign   launched   began                 
 
 attempts.jsonl has when each attempt was launched and began, metrics.jsonl the clock of the kept updates, events.jsonl
 evaluations and saves. An attempt's time that is no part of the clock of the kept updates is lost: its updates since the
-checkpoint that the next one resumed from are repeated.
+checkpoint that the next one resumed from are repeated. So are those of the last attempt since its newest checkpoint, if
+it has ended before the run was finished.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -21,9 +23,21 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.files import opened_regular
-from lockstep.monitor.attempts import ENDS, Attempt, last_record, last_sign, number_or_nan, read_attempts
+from lockstep.monitor.attempts import (
+    ENDS,
+    Attempt,
+    holder_may_live,
+    last_record,
+    last_sign,
+    number_or_nan,
+    read_attempts,
+)
 from lockstep.monitor.events import EVENTS
-from lockstep.monitor.folder import LOGS, METRICS, held_by
+from lockstep.monitor.folder import CHECKPOINTS, LOGS, METRICS, held_by, is_finished
+
+_SAVED = re.compile(r"step-(\d{8,15})")
+_FRESH_S = 30.0  # since the last sign of a run on another host, whose lock doesn't show here
+_BLOCK = 1 << 14  # bytes, which has several lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +46,7 @@ class Goodput:
 
     Attributes:
         wall: Since its first attempt was launched, until its last sign.
-        trained: In updates that were kept.
+        trained: In updates that were kept, and that no end of an attempt has taken back.
         evaluations, saves: In which training waited for them.
         discarded: In updates that were discarded.
         lost: In updates that were repeated, or never saved, because an attempt had ended.
@@ -82,20 +96,93 @@ def goodput(run: Path) -> Goodput | None:
     ends = [*(attempt.ended_before for attempt in attempts[1:]), ended]
     ends = [end if end >= attempt.began else attempt.began for attempt, end in zip(attempts, ends, strict=True)]
     steps, discarded = number_or_nan(last.get("step")), number_or_nan(last.get("discarded"))
-    evaluations, saves, in_clock = _interruptions(run, steps)
+    kept = _kept(run, attempts[-1], _ClockedUpdate(steps, clock))
+    evaluations, saves, in_clock, in_kept = _interruptions(run, steps, kept.step)
     training = max(0.0, clock - attempts[0].seconds - in_clock)
-    in_discarded = training * discarded / steps if steps > 0 and discarded > 0 else 0.0
+    lasting = min(training, max(0.0, kept.clock - attempts[0].seconds - in_kept))
+    in_discarded = lasting * discarded / steps if steps > 0 and discarded > 0 else 0.0
     return Goodput(
         max(ends[-1] - begins[0], training),
-        training - in_discarded,
+        lasting - in_discarded,
         evaluations,
         saves,
         in_discarded,
-        _lost(attempts, ends),
+        _lost(attempts, ends) + training - lasting,
         sum(max(0.0, attempt.began - begin) for attempt, begin in zip(attempts, begins, strict=True)),
         sum(max(0.0, begin - end) for begin, end in zip(begins[1:], ends, strict=False)),
         len(attempts),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _ClockedUpdate:
+    """An update of a run, and the run's clock after it."""
+
+    step: float
+    clock: float
+
+
+def _kept(run: Path, attempt: Attempt, last: _ClockedUpdate) -> _ClockedUpdate:
+    """Return the last update that isn't lost: of a run that has ended unfinished, that of its newest checkpoint.
+
+    Args:
+        attempt: The last one.
+        last: The last update that is recorded.
+    """
+    if is_finished(run) or held_by(run) is not None or _trains_elsewhere(run):
+        return last
+    saved = max((step for step in _saved_steps(run) if step <= last.step), default=0)
+    if saved <= attempt.step:
+        return _ClockedUpdate(attempt.step, attempt.seconds)
+    return _ClockedUpdate(saved, _clock_at(run / METRICS, saved, _ClockedUpdate(attempt.step, attempt.seconds), last))
+
+
+def _trains_elsewhere(run: Path) -> bool:
+    return abs(time.time() - last_sign(run)) < _FRESH_S and holder_may_live(run)
+
+
+def _saved_steps(run: Path) -> Iterator[float]:
+    """Yield the steps of checkpoints: those that the folder has, and those whose saves are recorded."""
+    with suppress(OSError):
+        yield from (int(name[1]) for entry in os.scandir(run / CHECKPOINTS) if (name := _SAVED.fullmatch(entry.name)))
+    for record in _events(run):
+        if "saved" in record and record.get("failure") is None:
+            yield number_or_nan(record.get("step"))
+
+
+def _clock_at(metrics: Path, step: float, before: _ClockedUpdate, after: _ClockedUpdate) -> float:
+    """Return the clock of an update between two others, which its own line has, or those around it."""
+    with suppress(OSError), opened_regular(metrics) as handle:
+        low, high = 0, os.fstat(handle).st_size
+        while high - low > _BLOCK:
+            middle = (low + high) // 2
+            point = _first_update(os.pread(handle, _BLOCK, middle))
+            if point is None or point.step >= step:
+                high, after = middle, point or after
+            else:
+                low, before = middle, point
+        for text in os.pread(handle, 2 * _BLOCK, low).splitlines():
+            point = _update(text)
+            if point is not None and before.step < point.step <= step:
+                before = point
+            elif point is not None and step < point.step < after.step:
+                after = point
+    if not before.step < step < after.step:
+        return before.clock if step <= before.step else after.clock
+    return before.clock + (after.clock - before.clock) * (step - before.step) / (after.step - before.step)
+
+
+def _first_update(block: bytes) -> _ClockedUpdate | None:
+    """Return the first update that a whole line of this part of metrics.jsonl has."""
+    return next(filter(None, map(_update, block.splitlines()[1:-1])), None)
+
+
+def _update(text: bytes) -> _ClockedUpdate | None:
+    with suppress(ValueError, RecursionError, AttributeError):
+        record = json.loads(text)
+        point = _ClockedUpdate(number_or_nan(record.get("step")), number_or_nan(record.get("seconds")))
+        return point if math.isfinite(point.step) and math.isfinite(point.clock) else None
+    return None
 
 
 def _lost(attempts: tuple[Attempt, ...], ends: list[float]) -> float:
@@ -112,20 +199,22 @@ def _end(run: Path) -> float:
     return max(filter(math.isfinite, times), default=math.nan)
 
 
-def _interruptions(run: Path, last_step: float) -> tuple[float, float, float]:
-    """Return the seconds of evaluations, those in which training waited for saves, and those of both before an update.
+def _interruptions(run: Path, last: float, kept: float) -> tuple[float, float, float, float]:
+    """Return the seconds of evaluations, of waiting for saves, and of both before two updates.
 
     Args:
-        last_step: The update; what follows it isn't on its clock yet.
+        last, kept: The updates; what follows them isn't on their clocks yet.
     """
-    evaluations = saves = before = 0.0
+    evaluations = saves = before_last = before_kept = 0.0
     for record in _events(run):
         is_evaluation = "evaluation" in record
         seconds = _positive(record.get("seconds" if is_evaluation else "lost_seconds"))
         evaluations += seconds if is_evaluation else 0.0
         saves += 0.0 if is_evaluation else seconds
-        before += seconds if number_or_nan(record.get("step")) < last_step else 0.0
-    return evaluations, saves, before
+        step = number_or_nan(record.get("step"))
+        before_last += seconds if step < last else 0.0
+        before_kept += seconds if step < kept else 0.0
+    return evaluations, saves, before_last, before_kept
 
 
 def _events(run: Path) -> Iterator[Mapping[str, Any]]:

@@ -21,10 +21,20 @@ _LONGEST_CELL = 1000
 
 
 class DeviceImage:
-    """An image whose pixels are on their device still, as uint8 [height, width, channels]."""
+    """An image whose pixels are on their device still, as uint8 [height, width, channels].
 
-    def __init__(self, pixels: Tensor) -> None:
+    Args:
+        clamped: Whether pixels were outside of the range, on the device; None: all were bytes.
+    """
+
+    def __init__(self, pixels: Tensor, clamped: Tensor | None = None) -> None:
         self._pixels = pixels
+        self._clamped = clamped
+
+    @property
+    def is_clamped(self) -> bool:
+        """True if pixels were outside of the range; waits for a device."""
+        return self._clamped is not None and bool(self._clamped)
 
     @classmethod
     def of(cls, name: str, value: object) -> DeviceImage:
@@ -58,9 +68,11 @@ class DeviceImage:
         _, height, width = planes.shape
         if height * width > MOST_PIXELS:
             raise ValueError(f"log.image({name!r}): {width} x {height} is more than {MOST_PIXELS:,} pixels; shrink it")
+        clamped: Tensor | None = None
         if planes.dtype is not torch.uint8:
+            clamped = ((planes >= 0) & (planes <= 1)).all().logical_not()
             planes = (planes.float().nan_to_num(0.0).clamp(0.0, 1.0) * 255).round().to(torch.uint8)
-        return cls(planes.permute(1, 2, 0).contiguous().clone())
+        return cls(planes.permute(1, 2, 0).contiguous().clone(), clamped)
 
     def read(self) -> LoggedImage:
         """Return the image; waits for a device."""

@@ -138,7 +138,9 @@ class _Peak:
 
 
 # Where a data sheet gives figures with sparsity, half of them. A device of the Instinct MI250 and MI250X is one of two
-# dies, so half of these, too; their fp32 is that of the matrix units.
+# dies, so half of these, too; their fp32 is that of the matrix units. Bandwidths were compared in November 2026 with
+# published copies of these documents; where an announcement differs, the data sheet counts: a B200 in an HGX has 7.7
+# TB/s (8 were announced, and are those of a GB200), an H100 SXM 3.35 (3).
 _PEAKS = (
     _Peak(r"V100-SXM\d.*|V100-DGXS.*", 15.7, None, None, 125.0, 0.9, "Tesla V100 data sheet"),
     _Peak(r"V100-PCIE.*", 14.0, None, None, 112.0, 0.9, "Tesla V100 data sheet"),

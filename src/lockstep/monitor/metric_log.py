@@ -16,6 +16,7 @@ Outside of a run nothing is kept. Values are detached at once; a GPU's tensors a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,11 +25,13 @@ from typing import TYPE_CHECKING, Any
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.monitor.histogram import Histogram, HistogramCounts, merge_histograms
 from lockstep.monitor.logged_media import DeviceImage, table_of
+from lockstep.monitor.own_names import refuse_own_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LONGEST_TEXT = 65536
+_log = logging.getLogger("lockstep.monitor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ class MetricLog:
         self._histograms: dict[str, HistogramCounts] = {}
         self._texts: dict[str, str] = {}
         self._media: dict[str, DeviceImage | LoggedTable] = {}
+        self._clamped: set[str] = set()  # names of images of which that was stated
 
     @property
     def empty(self) -> bool:
@@ -146,16 +150,28 @@ class MetricLog:
             {name: (float(total), float(weight)) for name, (total, weight) in self._means.items()},
             {name: counts.read() for name, counts in self._histograms.items()},
             dict(self._texts),
-            {name: value if isinstance(value, LoggedTable) else value.read() for name, value in self._media.items()},
+            {name: self._read(name, value) for name, value in self._media.items()},
         )
         for kept in (self._scalars, self._means, self._histograms, self._texts, self._media):
             kept.clear()
         return entries
 
+    def _read(self, name: str, value: DeviceImage | LoggedTable) -> LoggedImage | LoggedTable:
+        if isinstance(value, LoggedTable):
+            return value
+        if name not in self._clamped and value.is_clamped:
+            self._clamped.add(name)
+            _log.warning(
+                "log.image(%r): pixels below 0 or above 1 are shown as 0 or 1, and NaN as 0; scale them to 0 to 1, or "
+                "log uint8 from 0 to 255",
+                name,
+            )
+        return value.read()
+
     def take(self) -> MetricLog:
         """Return the entries since the last drain as a log of their own, without reading them; none stay here."""
         taken = MetricLog()
-        taken._kinds = self._kinds
+        taken._kinds, taken._clamped = self._kinds, self._clamped
         taken._scalars, self._scalars = self._scalars, taken._scalars
         taken._means, self._means = self._means, taken._means
         taken._histograms, self._histograms = self._histograms, taken._histograms
@@ -180,8 +196,11 @@ class MetricLog:
     def _claim(self, name: object, kind: str) -> None:
         if not isinstance(name, str):
             raise TypeError(f"log.{kind}({name!r}): the name must be a str, not {type(name).__name__}")
-        before = self._kinds.setdefault(name, kind)
-        if before != kind:
+        before = self._kinds.get(name)
+        if before is None:
+            refuse_own_name(kind, name)
+            self._kinds[name] = kind
+        elif before != kind:
             raise ValueError(f"log.{kind}({name!r}): {name!r} was logged by log.{before} before; give it another name")
 
 
@@ -264,6 +283,7 @@ def text(name: str, text: str) -> None:
 def image(name: str, pixels: Tensor) -> None:
     """Log an image: [height, width] or [1, 3 or 4 channels, height, width]; uint8, or floats from 0 to 1.
 
+    Floats outside of that range are clamped, which a warning states once for each name.
     Where several ranks log it, the first one's counts; one of more than 4,194,304 pixels is refused.
     """
     if _current is not None:

@@ -8,6 +8,7 @@ lockstep_rank_gpu_temperature{run="digits",rank="3",host="node1"} 71
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from lockstep.config.schema import PrometheusConfig
 
 _log = logging.getLogger("lockstep.monitor")
+_OTHER_ADDRESS = (
+    "monitor.prometheus.address to an address of this host, such as 127.0.0.1 (this host alone) or 0.0.0.0 (all of its "
+    "interfaces)"
+)
 _END_S = 2.0  # for the server's thread
 _UNNAMED = re.compile(r"[^a-zA-Z0-9_]")
 
@@ -59,13 +64,13 @@ class PrometheusEndpoint(ReportWriter):
         address, port = self._section.address, self._section.port
         try:
             self._server, self._thread = start_http_server(port, address, registry)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             _log.warning(
-                "monitor.prometheus: port %d of %s can't be served (%s); the run continues without; set another "
-                "monitor.prometheus.port",
+                "monitor.prometheus: port %d of %s can't be served (%s); the run continues without; set %s",
                 port,
                 address,
-                error.strerror or error,
+                _reason(error),
+                "another monitor.prometheus.port" if _is_of_port(error) else _OTHER_ADDRESS,
             )
 
     def restarted(self, report: RestartReport) -> None: ...
@@ -117,6 +122,10 @@ class PrometheusEndpoint(ReportWriter):
         yield from families.values()
 
     def _values(self) -> Iterator[tuple[str, str, dict[str, str], float]]:
+        if self._info is not None:
+            yield "lockstep_ranks", "ranks of the run", {}, float(self._info.ranks)
+        if self._step is None and self._info is not None:
+            yield "lockstep_step", "step of the run", {}, float(self._info.resumed_from or 0)
         if (report := self._step) is not None:
             rates = self._throughput.moving
             for name, value in (
@@ -143,6 +152,14 @@ class PrometheusEndpoint(ReportWriter):
             yield "lockstep_logged", "logged by user code", {"name": name}, value
         if self._meters is not None:
             yield from _rank_values(self._meters)
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _is_of_port(error: OSError | ValueError) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
 
 
 def _efficiency(info: RunInfo | None, tokens_per_second: float) -> Iterator[tuple[str, str, dict[str, str], float]]:

@@ -36,9 +36,12 @@ def rank_logger(
         backups: Number of renamed files to keep.
 
     Raises:
-        ConfigError: The level is unknown, or the folder can't be written.
+        ConfigError: The level is unknown, `console` is no rank, or the folder can't be written.
     """
     rank, size = rank_and_size()
+    if console is not None and not 0 <= console < size:
+        there = f"there are ranks 0 to {size - 1}" if size > 1 else "there is rank 0 alone"
+        raise ConfigError(f"rank_logger(console={console}): {there}; console=None prints on no rank")
     logger = logging.getLogger(name)
     try:
         logger.setLevel(level.upper() if isinstance(level, str) else level)

@@ -62,7 +62,12 @@ class ThroughputTracker:
 
         Raises:
             RuntimeError: `start` wasn't called.
+            ValueError: `samples` or `tokens` is negative.
         """
+        if not (samples >= 0 and tokens >= 0):
+            raise ValueError(
+                f"ThroughputTracker.step: a step consumes 0 samples and tokens or more, not {samples} and {tokens}"
+            )
         if self._since is None:
             raise RuntimeError("ThroughputTracker.step was called before start; call start() before the loop")
         now = self._now()
@@ -93,7 +98,14 @@ class ThroughputTracker:
 
         Args:
             shares: In [0, 1]; by default the median, 0.95 and 0.99.
+
+        Raises:
+            ValueError: A share is outside of [0, 1].
         """
+        for share in shares:
+            if not 0 <= share <= 1:
+                near = f"; for the {share:g}th percentile, it is {share / 100:g}" if 1 < share <= 100 else ""
+                raise ValueError(f"ThroughputTracker.percentiles: a share is a number from 0 to 1, not {share:g}{near}")
         return {share: self._durations.percentile(share) for share in shares or (0.5, 0.95, 0.99)}
 
     def reset(self) -> None:

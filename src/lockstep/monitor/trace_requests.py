@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.files import read_bounded, write_atomically
+from lockstep.monitor.folder import LOCK
 from lockstep.monitor.profile_spans import PROFILE, TraceRequest
 
 REQUEST = "request.json"
@@ -84,10 +85,13 @@ class RequestWatch:
         self._thread = threading.Thread(target=self._poll, name="lockstep-trace-requests", daemon=True)
 
     def start(self) -> None:
-        """Remove what an earlier attempt has left, and look from now on."""
+        """Remove what an earlier launch has left, and look from now on; a request that came since stays."""
+        launched = _changed(self._run / LOCK)
         for name in (REQUEST, ANSWER):
+            file = self._run / PROFILE / name
             with suppress(OSError):
-                (self._run / PROFILE / name).unlink(missing_ok=True)
+                if name == ANSWER or _changed(file) < launched:
+                    file.unlink(missing_ok=True)
         self._thread.start()
 
     def answered(self, name: str) -> None:
@@ -125,6 +129,13 @@ class RequestWatch:
             return TraceRequest.of_record(record)
         except (KeyError, TypeError, ValueError):
             return None
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -9,11 +9,13 @@ drawn over, and `run/attempt` distinguishes the repeated points: of two points o
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from lockstep.core.closest import did_you_mean
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
 from lockstep.core.media import LoggedImage, LoggedTable
@@ -45,6 +47,7 @@ class WandbTracker(Tracker):
 
     def start(self, run: TrackedRun) -> str:
         self._wandb = import_beside("wandb")
+        _refuse_unknown(self._arguments, self._wandb.init)
         identifier = run.tracker_id or run.id[:32]
         options = {
             "id": identifier,
@@ -119,6 +122,14 @@ class WandbTracker(Tracker):
         if not self._warned:
             self._warned = True
             _log.warning("Weights & Biases needs pillow for images, which are left out: %s", pip_install("wandb"))
+
+
+def _refuse_unknown(arguments: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Raise ConfigError for an argument that wandb.init doesn't have; wandb is imported in the tracker's thread."""
+    known = inspect.signature(function).parameters
+    unknown = [name for name in arguments if name not in known]
+    if unknown:
+        raise ConfigError(f"wandb.init has no argument {unknown[0]}; {did_you_mean(unknown[0], known)}")
 
 
 def _settings(wandb: Any) -> Any:

@@ -18,6 +18,7 @@ _NOTABLE = 0.1
 _MANY_READS = 4
 _SMALL_SHARE = 0.4
 _LONG_GAP = 0.15
+_WORST = 3.0  # times the mean that an update may wait for a core, which then looks like code outside of torch
 _MOST_OPERATORS = 10
 
 
@@ -94,7 +95,7 @@ def _host(trace: Trace) -> Iterator[ProfileFinding]:
             "raise batch.micro_size, so that an operator has more to do, or set model.compile: true",
             trace.small / trace.seconds,
         )
-    if trace.longest_gap > _LONG_GAP * trace.seconds:
+    if trace.longest_gap > _LONG_GAP * trace.seconds + _WORST * trace.queued:
         yield ProfileFinding(
             "host code",
             f"the forward spends {short_time(trace.longest_gap)} at a stretch outside of torch's operators",

@@ -28,6 +28,7 @@ from lockstep.launch.devices import choose_ranks, count_cores
 from lockstep.models.build import parameter_facts, sketch_model
 from lockstep.monitor.folder import is_run
 from lockstep.plan.plan import Machine, make_plan
+from lockstep.report.limits import SPARE
 from lockstep.report.rank_history import read_rank_history
 from lockstep.training.planning import memory_here
 from lockstep.training.sources import make_objective, open_sources, users_model
@@ -46,7 +47,6 @@ _COST_SHARE = 0.2  # of the time
 _PAYS = 1.05  # times as fast as fewer workers
 _UNPAID = 2  # settings that don't pay, after which no larger one is measured
 _ENOUGH = 0.9  # of the fastest setting
-_SPARE = 1.1  # times what the model's updates need
 _UNNOTICED = 20.0  # times what they need, if the rank reads itself and computes nothing meanwhile
 
 
@@ -183,7 +183,7 @@ def recommend(speeds: Sequence[LoaderSpeed], needed: float | None) -> tuple[int 
     best = max(speeds, key=lambda speed: speed.samples)
     if needed is not None:
         for speed in speeds:
-            if speed.samples >= needed * (_SPARE if speed.workers else _UNNOTICED):
+            if speed.samples >= needed * (SPARE if speed.workers else _UNNOTICED):
                 ratio = speed.samples / needed
                 return speed.workers, f"the fewest that keep up: {ratio:.1f} times what the model's updates need"
         if best.samples < needed:

@@ -14,7 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.core.errors import RunFailed
-from lockstep.monitor.folder import held_by
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded
+from lockstep.monitor.attempts import holder_may_live
+from lockstep.monitor.folder import ATTEMPTS, METRICS, held_by
 from lockstep.monitor.meter_files import LIVE
 from lockstep.monitor.profile_spans import PROFILE, TRACE_SUFFIX, TraceOptions, TraceRequest
 from lockstep.monitor.trace_requests import REQUEST, TraceAnswer, read_answer
@@ -26,10 +28,11 @@ _GRACE_S = 5.0  # for files of a run that has ended
 
 def is_running(run: Path) -> bool:
     """Return whether a run trains: here by its lock, elsewhere by its live.json, which changes every 2 s."""
+    if held_by(run) is not None:
+        return True
     with suppress(OSError):
-        if time.time() - (run / LIVE).stat().st_mtime < _STALE_S:
-            return True
-    return held_by(run) is not None
+        return time.time() - (run / LIVE).stat().st_mtime < _STALE_S and holder_may_live(run)
+    return False
 
 
 def request_traces(
@@ -45,7 +48,7 @@ def request_traces(
         RunFailed: The run refuses, ends meanwhile, or doesn't answer in time.
     """
     request = TraceRequest(uuid.uuid4().hex, steps, 1, options)
-    path = run / PROFILE / REQUEST
+    path, starts = run / PROFILE / REQUEST, _starts(run)
     _write(path, request)
     try:
         answer = _answer(run, request.name, seconds)
@@ -55,7 +58,15 @@ def request_traces(
     if answer.refusal is not None:
         raise RunFailed(f"{run} records no trace: {answer.refusal}")
     show(answer)
-    return _files(run, answer, seconds)
+    return _files(run, answer, seconds, starts)
+
+
+def _starts(run: Path) -> int:
+    """Return how often the run was started."""
+    try:
+        return read_bounded(run / ATTEMPTS, MAX_JSON_BYTES).count(b"\n")
+    except OSError:
+        return 0
 
 
 def _write(path: Path, request: TraceRequest) -> None:
@@ -91,13 +102,18 @@ def _answer(run: Path, name: str, seconds: float) -> TraceAnswer:
         if not running:
             raise RunFailed(f"the run in {run} has ended without an answer")
         time.sleep(_POLL_S)
+    if not (run / METRICS).is_file():
+        raise RunFailed(
+            f"the run in {run} has not recorded an update in {seconds:.0f} s: it still starts; see its output and "
+            "logs/ in its folder, or wait longer with --timeout"
+        )
     raise RunFailed(
         f"the run in {run} hasn't answered in {seconds:.0f} s: its updates are slower, it hangs, or it was killed on "
         "another host; read live.json and logs/ in its folder, or wait longer with --timeout"
     )
 
 
-def _files(run: Path, answer: TraceAnswer, seconds: float) -> list[Path]:
+def _files(run: Path, answer: TraceAnswer, seconds: float, starts: int) -> list[Path]:
     files = {rank: run / PROFILE / f"rank{rank}.{answer.first}{TRACE_SUFFIX}" for rank in answer.ranks}
     deadline, ended = time.monotonic() + seconds, None
     while missing := [rank for rank, file in files.items() if not file.is_file()]:
@@ -107,6 +123,10 @@ def _files(run: Path, answer: TraceAnswer, seconds: float) -> list[Path]:
         names = ", ".join(map(str, missing))
         if ended is not None and now - ended > _GRACE_S:
             raise RunFailed(f"the run in {run} has ended before rank {names} recorded update {answer.first:,}")
+        if starts and _starts(run) > starts:
+            raise RunFailed(
+                f"the run in {run} was started again before rank {names} recorded update {answer.first:,}; ask again"
+            )
         if now > deadline:
             raise RunFailed(
                 f"no trace of rank {names} in {run / PROFILE} after {seconds:.0f} s: if its host doesn't share the "

@@ -20,7 +20,7 @@ from lockstep.monitor.folder import held_by
 from lockstep.monitor.goodput import Goodput, goodput
 from lockstep.report.curves import throughput
 from lockstep.report.limits import Limit, limits
-from lockstep.report.rank_history import RankHistory, read_rank_history
+from lockstep.report.rank_history import RankHistory, damage, read_rank_history
 from lockstep.report.roofline import DevicePeak, Roofline, communication, memory, sentences
 from lockstep.report.run_data import RunData, read_run
 
@@ -38,12 +38,14 @@ class RunExplanation:
         limits: What limits its speed, the largest first.
         roofline: None if nothing is known of its devices, or no update was timed.
         goodput: None if it isn't known.
+        notes: What of its files could not be read.
     """
 
     sentences: tuple[str, ...]
     limits: tuple[Limit, ...] = ()
     roofline: Roofline | None = None
     goodput: Goodput | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +57,25 @@ class _Evidence:
     traced: bool
     roofline: Roofline | None
     goodput: Goodput | None
+    ended: str = ""
     measure: str = field(default="")
 
 
-def explain(folder: Path, profiled: Sequence[Limit] | None = None, peak: DevicePeak | None = None) -> RunExplanation:
+def explain(
+    folder: Path, profiled: Sequence[Limit] | None = None, peak: DevicePeak | None = None, ended: str = ""
+) -> RunExplanation:
     """Explain a run. Raises OSError.
 
     Args:
         profiled: What the run's traces show; None: it has none.
         peak: Of a rank's device, if it was measured.
+        ended: How the run ended, as a sentence; empty if that isn't known, or not unusual.
     """
     run, ranks, attempts = read_run(folder), read_rank_history(folder), read_attempts(folder)
     causes = limits(run, ranks, attempts)
     known = {cause.name for cause in causes}
+    if "crowded host" in known:
+        known.add("host code")  # a thread without a core looks like code outside of torch
     causes += [cause for cause in profiled or () if cause.name not in known]
     seconds = ranks.step_seconds()
     evidence = _Evidence(
@@ -78,9 +86,11 @@ def explain(folder: Path, profiled: Sequence[Limit] | None = None, peak: DeviceP
         profiled is not None,
         Roofline.of(attempts[-1], run.last, seconds, peak) if attempts and seconds else None,
         goodput(folder),
+        ended,
         f"`{command_line('lockstep', 'explain', folder)} --measure` on a host of the run",
     )
-    return RunExplanation(tuple(_sentences(evidence)), tuple(causes), evidence.roofline, evidence.goodput)
+    sentences = tuple(_sentences(evidence))
+    return RunExplanation(sentences, tuple(causes), evidence.roofline, evidence.goodput, damage(run, ranks))
 
 
 def _sentences(evidence: _Evidence) -> list[str]:
@@ -88,6 +98,7 @@ def _sentences(evidence: _Evidence) -> list[str]:
     slow_ranks = any(cause.name == "straggler" for cause in evidence.causes)
     before = [
         *_progress(run),
+        *([evidence.ended] if evidence.ended else []),
         *_speed(run, ranks),
         *(sentences(roofline, evidence.measure) if roofline is not None else ()),
         *(communication(roofline, ranks) if roofline is not None and not slow_ranks else ()),

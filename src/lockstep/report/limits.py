@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.core import formatting
+from lockstep.core.command_lines import command_line
 from lockstep.monitor.attempts import Attempt
 from lockstep.report.rank_history import RankHistory
 from lockstep.report.run_data import RunData
@@ -23,6 +24,9 @@ _CORE_WAIT_PERCENT = 15.0
 _SAVE_SHARE = 0.05
 _OPTIMIZER_SHARE = 0.35
 _EVALUATION_SHARE = 0.25
+SPARE = 1.1
+"""Times as many samples as the updates need, which the workers of a data loader should deliver."""
+_LEAST_GAIN = 1.05  # times as fast, below which a gain isn't worth a promise
 _SHORT_S = 0.003  # of a micro-batch: what each kernel costs at least makes up much of it
 
 
@@ -52,7 +56,7 @@ class Limit:
     @property
     def sentences(self) -> str:
         """The fact, and what to try."""
-        gain = f" (at most {self.gain:.1f} times as fast)" if self.gain is not None else ""
+        gain = f" (at most {self.gain:.1f} times as fast)" if self.gain and self.gain >= _LEAST_GAIN else ""
         return f"{self.fact}; to try: {self.remedy}{gain}."
 
 
@@ -117,15 +121,27 @@ def _of_data(run: RunData, shares: Mapping[str, float], split: Mapping[str, floa
     share = shares.get("data", 0.0)
     if share < _DATA_SHARE:
         return None
-    loader = run.configured("data", "loader")
-    workers = loader.get("workers", 0) if isinstance(loader, Mapping) else 0
-    more = max(2, 2 * workers) if isinstance(workers, int) else 2
+    measured = command_line("lockstep", "profile", "data", run.folder)
     return Limit(
         "data",
         share,
         f"The data came too late: each update waited {formatting.short_time(split['data'])} for its samples",
-        f"data.loader.workers: {more}, or samples that are prepared beforehand",
+        f"data.loader.workers: {_workers_that_keep_up(run, share)} (`{measured}` measures it), or samples that are "
+        "prepared beforehand",
     )
+
+
+def _workers_that_keep_up(run: RunData, share: float) -> int:
+    """Return the fewest workers, a power of two, that deliver an update's samples while another update is computed.
+
+    Args:
+        share: Of an update that waits for its samples: with workers, they were busy all the time.
+    """
+    loader = run.configured("data", "loader")
+    given = loader.get("workers", 0) if isinstance(loader, Mapping) else 0
+    workers = given if isinstance(given, int) and given > 0 else 0
+    needed = SPARE * (workers if workers else share) / max(0.01, 1.0 - share)
+    return 1 << math.ceil(math.log2(max(1.0, needed)))
 
 
 def _of_communication(shares: Mapping[str, float], ranks: RankHistory) -> Limit | None:

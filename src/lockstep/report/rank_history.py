@@ -23,6 +23,7 @@ import numpy as np
 
 from lockstep.monitor.meter_files import RANKS
 from lockstep.monitor.rank_meters import Straggler
+from lockstep.report.run_data import RunData
 from lockstep.report.series import Numbers
 
 _MOST_INTERVALS = 20_000
@@ -92,7 +93,7 @@ class RankHistory:
     """All intervals of a run, by step.
 
     Attributes:
-        damaged: Number of lines that could not be read.
+        damaged: Number of lines that could not be read; a torn last line isn't counted.
     """
 
     intervals: tuple[Interval, ...] = ()
@@ -185,6 +186,15 @@ class RankHistory:
         return {rank: statistics.median(of_rank) for rank, of_rank in values.items()}
 
 
+def damage(run: RunData, ranks: RankHistory) -> tuple[str, ...]:
+    """Return a sentence for each file of which lines could not be read."""
+    counts = {**run.damaged, **({RANKS: ranks.damaged} if ranks.damaged else {})}
+    return tuple(
+        f"{number:,} line{'s' * (number > 1)} of {run.folder / name} can't be read, and left out"
+        for name, number in counts.items()
+    )
+
+
 def read_rank_history(run: Path) -> RankHistory:
     """Return what a run's ranks.jsonl has; nothing if there is none. Raises OSError."""
     kept: dict[int, Interval] = {}
@@ -199,7 +209,7 @@ def read_rank_history(run: Path) -> RankHistory:
                 continue
             interval = _interval(text)
             if interval is None:
-                damaged += 1
+                damaged += text.endswith(b"\n")
                 continue
             kept[interval.step] = interval
             columns += len(interval.ranks)

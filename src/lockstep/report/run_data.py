@@ -74,6 +74,7 @@ class RunData:
         rollbacks: first and last step of the updates that a restart discarded.
         earlier: number of attempts whose files are in `earlier`.
         flaws: what could not be read, a sentence each.
+        damaged: number of lines that can't be read, by file; a torn last line isn't counted.
     """
 
     folder: Path
@@ -92,6 +93,7 @@ class RunData:
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
     earlier: int = 0
     flaws: list[str] = field(default_factory=list)
+    damaged: dict[str, int] = field(default_factory=dict)
 
     def configured(self, section: str, key: str) -> object:
         """Return a value of the config; None if there is none."""
@@ -189,6 +191,8 @@ def _records(run: RunData, name: str) -> Iterator[tuple[int, Json]]:
                 is_torn = True
     if is_torn:
         run.flaws.append(f"The last line of {name} is torn, as a kill or a running run leaves it; it is left out.")
+    if damaged:
+        run.damaged[name] = len(damaged)
     if len(damaged) == 1:
         run.flaws.append(f"Line {damaged[0]:,} of {name} can't be read; it is left out.")
     elif damaged:

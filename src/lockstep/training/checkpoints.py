@@ -178,7 +178,7 @@ class Checkpoints(VoteParticipant):
                 if resume.origin is None:  # a fork begins with its own checkpoint and its own best metric
                     run = manifest.run
                     self._best = manifest.state.get("best")
-                    self.early_stopping.restore(manifest.state.get("early_stopping"))
+                    notes += self.early_stopping.restore(manifest.state.get("early_stopping"))
                     self._saved_at = self._newest = manifest.step
                     self._set_back(manifest.step, loaded.broken, notes)
             elif resume.step is not None or resume.origin is not None:

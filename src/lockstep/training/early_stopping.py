@@ -78,10 +78,17 @@ class EarlyStopping:
         """Return what a checkpoint keeps."""
         return {} if self._section is None else {"early_stopping": self._state.model_dump()}
 
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """Continue from a checkpoint's state, unless it is about another metric."""
+    def restore(self, state: dict[str, Any] | None) -> list[str]:
+        """Continue from a checkpoint's state, unless it is about another metric; return notes for the user."""
         if self._section is not None and state is not None and state["metric"] == self._section.metric:
             self._state = EarlyStoppingState.model_validate(state)
+        if self.reason is None or self._section is None:
+            return []
+        return [
+            f"monitor.early_stopping ends the run at once: {self.reason}; to train it further, set "
+            f"monitor.early_stopping.patience above {self._state.waited} (it is {self._section.patience}) or "
+            "monitor.early_stopping to null; --fresh starts over"
+        ]
 
     def _improves(self, value: float) -> bool:
         section, best = self._section, self._state.best

@@ -36,6 +36,7 @@ from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.launch.supervision import Supervisor
 from lockstep.monitor.folder import ATTEMPTS, CONFIG, LOGS, METRICS, RunFolder, is_finished, recipe_of
 from lockstep.plan.schedule import used_of_budget
+from lockstep.training.ended_early import continues_after_early_end, finished_message
 from lockstep.training.finished_run import run_config
 from lockstep.training.job import Job, imports_ahead, run_job
 from lockstep.training.locations import CheckpointLocation, choose, storage_of
@@ -152,19 +153,18 @@ def has_nothing_to_train(config: Config, folder: Path, given: ObjectStore | None
         given: The object store that was passed in Python, if any.
 
     Raises:
-        ConfigError: The run isn't finished and is longer than the config now asks for; or it is finished and had other
-            settings.
+        ConfigError: The run is unfinished, and longer than the config asks for; or finished, with other settings.
     """
     finished = is_finished(folder)
     if not finished and not (folder / CONFIG).is_file():
         return False
-    then = run_config(folder).run
-    if all(getattr(then, length) == getattr(config.run, length) for length in LENGTHS):
+    then = run_config(folder)
+    if all(getattr(then.run, length) == getattr(config.run, length) for length in LENGTHS):
         if finished:
+            if continues_after_early_end(folder, then, config):
+                return False
             _refuse_other_settings(config, folder)
-            _echo_once(
-                f"the run in {folder} is finished; to resume, give it a longer run.steps (or epochs, ...), or --fresh"
-            )
+            _echo_once(finished_message(folder))
         return finished
     too_long = _too_long(config.run, storage_of(config.checkpoint, folder, given), folder, finished=finished)
     if too_long is None:

@@ -1,0 +1,80 @@
+"""Requests for traces: of a run that starts, that has been killed, or that was started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.core.errors import RunFailed
+from lockstep.monitor.folder import RunFolder
+from lockstep.monitor.profile_spans import TraceOptions, TraceRequest
+from lockstep.monitor.trace_requests import REQUEST, RequestWatch, TraceAnswer, write_answer
+from lockstep.profiling import requesting
+from lockstep.profiling.requesting import is_running, request_traces
+
+REQUESTED = TraceRequest("me", 2, 1, TraceOptions())
+
+
+def requested(run: Path) -> Path:
+    (run / "profile").mkdir(exist_ok=True)
+    file = run / "profile" / REQUEST
+    file.write_text(json.dumps(REQUESTED.record()))
+    return file
+
+
+def test_a_request_that_came_while_the_run_started_is_kept_and_an_earlier_one_is_not(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    for age, announced in ((0.0, ["me"]), (-60.0, [])):
+        file, names = requested(run.path), []
+        os.utime(file, (time.time() + age,) * 2)
+        watch = RequestWatch(run.path, lambda request, names=names: names.append(request.name), lambda: True)
+        watch.start()
+        limit = time.monotonic() + 30
+        while announced and not names and time.monotonic() < limit:
+            time.sleep(0.02)
+        watch.stop()
+        assert names == announced
+    run.release()
+
+
+def test_a_run_whose_launcher_is_dead_does_not_run_although_its_live_file_is_fresh(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    (run.path / "live.json").write_text("{}")
+    assert is_running(run.path)
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    lock = (run.path / "run.lock").read_text().replace(str(os.getpid()), str(ended.pid))
+    run.release()
+    (run.path / "run.lock").write_text(lock)
+    assert not is_running(run.path)
+    (run.path / "run.lock").write_text("process 1 on elsewhere, since 2026-11-21 09:30:00\n")
+    assert is_running(run.path)
+
+
+def test_why_no_trace_came_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requesting, "_POLL_S", 0.02)
+    run = RunFolder.create(tmp_path / "run")
+    with pytest.raises(RunFailed, match="has not recorded an update in 0 s: it still starts"):
+        request_traces(run.path, 1, TraceOptions(), 0.1, lambda answer: None)
+    (run.path / "metrics.jsonl").write_text("")
+    (run.path / "attempts.jsonl").write_text("{}\n")
+
+    def answer() -> None:
+        file = run.path / "profile" / REQUEST
+        while not file.exists():
+            time.sleep(0.02)
+        write_answer(run.path, TraceAnswer(json.loads(file.read_text())["name"], 3, 3, (0,)))
+        (run.path / "attempts.jsonl").write_text("{}\n{}\n")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(RunFailed, match="was started again before rank 0 recorded update 3; ask again"):
+        request_traces(run.path, 1, TraceOptions(), 30.0, lambda answer: None)
+    thread.join()
+    run.release()
