@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -318,6 +319,36 @@ def test_the_command_takes_runs_and_folders_of_runs(tmp_path: Path, capsys: pyte
     ]
     assert record["groups"][0]["figures"]["training loss"] == {"mean": 1.0, "deviation": 0.0, "n": 2}
     assert record["differences"]["optim.lr"] == {"seed-1": "0.01", "seed-2": "0.01", "alone": "0.5"}
+
+
+def test_a_folder_that_can_t_be_written_lacks_the_page_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [str(write_run(tmp_path / f"seed-{seed}", seed=seed)) for seed in (1, 2)]
+    with (tmp_path / "seed-1" / "metrics.jsonl").open("a") as metrics:
+        metrics.write("damaged\n")
+
+    def refused(path: Path, text: str) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("lockstep.report.comparison_page.write_atomically", refused)
+    assert main(["compare", *runs]) == 0
+    printed = capsys.readouterr()
+    assert "training loss" in printed.out
+    assert f"note: 1 line of {runs[0]}/metrics.jsonl can't be read, and left out" in printed.out
+    assert "Read-only file system; --output FILE writes it elsewhere" in printed.err
+    assert main(["compare", *runs, "--output", str(tmp_path / "page.html")]) == 1
+    printed = capsys.readouterr()
+    assert "training loss" in printed.out
+    assert "Read-only file system" in printed.err
+
+
+def test_for_another_program_runs_are_in_blocks_and_nothing_is_cut(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"{'long' * 7}-{number}", seed=number, optim={"lr": number}) for number in range(8)]
+    printed = text(compare(runs), None)
+    assert max(map(len, printed.splitlines())) <= 100
+    assert "…" not in printed
+    assert all(run.name in printed for run in runs)
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,7 @@ def test_only_its_own_script_may_run_and_nothing_is_fetched(tmp_path: Path) -> N
     (script,) = page.scripts
     (policy,) = (a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
+    assert policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
     named = {name for _, attributes in page.elements for name in attributes}
     assert not named & {"src", "href", "srcset", "data"}
     assert not re.search(r"url\(|@import|@font-face", write_report(tmp_path / "run").read_text())

@@ -6,11 +6,15 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.cli.arguments import Parser, add_json, path, path_or_address
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
+
+if TYPE_CHECKING:
+    from lockstep.report.comparison import SideBySide
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -34,7 +38,7 @@ def run(arguments: Sequence[str]) -> int:
     from lockstep.looking.listing import runs_in
     from lockstep.looking.states import status_of
     from lockstep.report.comparison import as_json, compare, text
-    from lockstep.report.comparison_page import write_comparison
+    from lockstep.report.rank_history import damage
 
     folders: list[Path] = []
     addresses: dict[Path, str] = {}
@@ -52,9 +56,26 @@ def run(arguments: Sequence[str]) -> int:
             raise ConfigError(f"{place} is neither the folder of a run nor one with runs in it")
         folders += inside
     comparison = compare(folders, {folder: status_of(folder).state.value for folder in folders}, addresses)
-    written = write_comparison(comparison, args.output)
     echo(text(comparison, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
-    echo(f"\n{written}")
+    for run in comparison.runs:
+        for note in damage(run.data, run.ranks):
+            echo(f"note: {note}")
+    written = _written(comparison, args.output)
     if args.json:
-        emit({**as_json(comparison), "page": str(written)})
+        emit({**as_json(comparison), "page": None if written is None else str(written)})
     return 0
+
+
+def _written(comparison: SideBySide, output: Path | None) -> Path | None:
+    """Write the page and print its path. In a folder that can't be written, it is left out unless it was asked for."""
+    from lockstep.report.comparison_page import write_comparison
+
+    try:
+        written = write_comparison(comparison, output)
+    except RunFailed as error:
+        if output is not None:
+            raise
+        echo(f"note: there is no page: {error}; --output FILE writes it elsewhere", file=sys.stderr)
+        return None
+    echo(f"\n{written}")
+    return written

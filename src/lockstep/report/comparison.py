@@ -38,6 +38,7 @@ _SURROUNDINGS = ("host", "platform", "cpu", "gpus", "git", "packages")
 _LONGEST_LABEL = 36
 _LONGEST_VALUE = 60
 _DEEPEST = 12
+_COLUMNS = 100  # of a table for a file or another program
 UNKNOWN = "–"
 
 
@@ -151,7 +152,10 @@ def compare(
 
 
 def text(comparison: SideBySide, width: int | None) -> str:
-    """Return the tables as text of at most `width` columns, where columns of runs follow in blocks; None: one block."""
+    """Return the tables as text of at most `width` columns, where columns of runs follow in blocks.
+
+    None: for a file or another program, in which nothing is cut; then a block has as many runs as fit into 100 columns.
+    """
     tables = [comparison.figure_rows(), comparison.seed_rows(), comparison.difference_rows()]
     if not comparison.difference_rows():
         tables.append([["The configs are equal but for run.folder."]])
@@ -360,14 +364,14 @@ def _text_of(figure: Figure | None) -> str:
 
 def _blocks(rows: Sequence[Sequence[str]], width: int | None) -> Iterator[str]:
     """Yield the lines of a table; columns that don't fit beside one another follow below, with the first one again."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    first, start = widths[0], 1
+    widths = [max(len(plain_line(row[column])) for row in rows) for column in range(len(rows[0]))]
+    first, start, most = widths[0], 1, _COLUMNS if width is None else width
     if width is not None:
         first = min(first, max(8, width // 2))
         widths = [min(column, max(8, width - first - 2)) for column in widths]
     while True:
         end, used = start, first
-        while end < len(widths) and (width is None or end == start or used + 2 + widths[end] <= width):
+        while end < len(widths) and (end == start or used + 2 + widths[end] <= most):
             used += 2 + widths[end]
             end += 1
         for row in rows:

@@ -26,6 +26,7 @@ from lockstep.report.html import render
 from lockstep.report.rank_charts import draw_filled, filled_charts, gauge_charts, straggler_rows
 from lockstep.report.rank_history import RankHistory, read_rank_history
 from lockstep.report.run_data import RunData, read_run
+from lockstep.report.thumbnails import remark, thumbnails
 
 REPORT = "report.html"
 
@@ -56,7 +57,7 @@ def write_report(run: Path, output: Path | None = None) -> Path:
 
 def compose(run: RunData) -> str:
     """Return the page."""
-    drawn = charts(run)
+    drawn, images = charts(run), thumbnails(run)
     ranks = read_rank_history(run.folder)
     span = (drawn[0].first, drawn[0].last, drawn[0].marks) if drawn else (0, 1, Marks())
     samples = np.unique(np.linspace(0, len(run.texts) - 1, min(_SAMPLES, len(run.texts))).round().astype(int))
@@ -85,6 +86,8 @@ def compose(run: RunData) -> str:
         evaluations=facts.evaluation_table(run),
         events=facts.events(run),
         samples=[run.texts[index] for index in samples],
+        images=images,
+        images_remark=remark(run, images),
         hidden_samples=len(run.texts) - len(samples),
         config=[_config_line(line) for line in run.config_text[: _LONGEST_CONFIG + 1].rstrip().splitlines()],
         config_is_cut=len(run.config_text) > _LONGEST_CONFIG,

@@ -56,6 +56,15 @@ class Text:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class LoggedFile:
+    """An image that user code logged; `file` is relative to the run's folder."""
+
+    step: int
+    name: str
+    file: str
+
+
 @dataclass(slots=True)
 class RunData:
     """A run's folder, read.
@@ -88,6 +97,7 @@ class RunData:
     evaluations: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
     logged: dict[str, dict[int, float]] = field(default_factory=dict)
     texts: list[Text] = field(default_factory=list)
+    images: list[LoggedFile] = field(default_factory=list)
     restarts: list[tuple[int, int]] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
@@ -233,6 +243,9 @@ def _take_event(run: RunData, step: int, record: Json) -> None:
             if isinstance(value, str):
                 text = value if len(value) <= _LONGEST_TEXT else value[:_LONGEST_TEXT] + "…"
                 run.texts.append(Text(step, name, text))
+            elif isinstance(value, dict):
+                if isinstance(file := value.get("file"), str) and file.endswith(".png"):
+                    run.images.append(LoggedFile(step, name, file))
             elif _is_number(value):
                 run.logged.setdefault(name, {})[step] = _number(value)
 
