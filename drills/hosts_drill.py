@@ -37,7 +37,7 @@ RESULTS = Path(__file__).parent / "results"
 RUN = (
     "train", "digits", "launch.device=cpu", "monitor.every=1", "data.train.shift=0", "precision.compute=fp32",
     "optim.name=sgd", "optim.lr=0.01", "schedule.kind=constant", "evaluation.at_end=false", "checkpoint.every=5",
-    "run.steps=100000",
+    "run.steps=100000", "recovery.restarts=0",
 )  # fmt: skip
 PLACES = ((1, 1), (2, 1), (1, 1, 1))
 STRATEGIES = ("ddp", "fsdp", "pipeline")

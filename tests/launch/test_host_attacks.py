@@ -17,6 +17,7 @@ pytestmark = [needs_hosts, pytest.mark.drill]
 RUN = (
     "train", "digits", "run.steps=100000", "launch.device=cpu", "monitor.every=1", "run.folder=run", "--ranks", 1,
     "evaluation.at_end=false", "checkpoint.every=5", "launch.timeout=20", "--nodes", 3,
+    "recovery.restarts=0",
 )  # fmt: skip
 
 

@@ -186,7 +186,7 @@ def test_a_host_with_another_token_and_a_stranger_are_refused(
         received = b""
         while data := stranger.recv(1000):
             received += data
-    assert received.startswith(b"LOCKSTEP-HOSTS-1")
+    assert received.startswith(b"LOCKSTEP-HOSTS-2")
     assert received[48:] == b"-" + bytes(32), "it gets a refusal, and nothing else"
     os.kill(good.pid, signal.SIGTERM)
     good.wait()

@@ -90,7 +90,8 @@ def test_a_host_of_another_job_is_refused_and_the_first_waits_on(net: Network, t
 
 
 def test_a_host_too_many_is_refused_and_the_others_train_on(net: Network, tmp_path: Path) -> None:
-    common = (*RUN, "run.steps=100000", "monitor.every=1", "--nodes", 2, "--rendezvous", f"{net.address(0)}:29500")
+    words = (*RUN, "run.steps=100000", "monitor.every=1", "recovery.restarts=0")
+    common = (*words, "--nodes", 2, "--rendezvous", f"{net.address(0)}:29500")
     launched = [net.start(host, *common, cwd=tmp_path, **TOKEN) for host in (0, 1)]
     metrics = tmp_path / "run" / "metrics.jsonl"
     launched[0].wait_for(lambda: metrics.exists() and metrics.stat().st_size)

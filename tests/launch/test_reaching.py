@@ -28,7 +28,11 @@ RUN = ("train", "digits", "run.steps=2", "launch.device=cpu", "run.folder=run", 
 
 async def _notes(host: str, port: int, seconds: float) -> tuple[list[tuple[float, str]], Exception, str]:
     """What is noted, and after how many seconds; the error, and its text."""
-    rendezvous, notes, begun = Rendezvous((host, port), f"{host}:{port}", b"key", seconds), [], time.monotonic()
+    rendezvous, notes, begun = (
+        Rendezvous((host, port), f"{host}:{port}", b"key", seconds, "launch.timeout"),
+        [],
+        time.monotonic(),
+    )
     with pytest.raises((OSError, NotLauncher)) as raised:
         await rendezvous.reach(lambda text: notes.append((time.monotonic() - begun, text)))
     return notes, raised.value, rendezvous.failure(raised.value, "host-1")["text"]

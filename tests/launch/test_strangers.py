@@ -20,7 +20,7 @@ from kit.commands import Running
 from kit.hosts import needs_hosts, network
 from kit.worlds import served
 
-from lockstep.launch.host_protocol import STORE, _proof, job_key
+from lockstep.launch.host_protocol import _proof, job_key, store_of
 from lockstep.launch.splicing import StoreEnd, taken_over
 
 RUN = (
@@ -28,7 +28,8 @@ RUN = (
     "checkpoint.every=5", "evaluation.at_end=false", "--ranks", 1,
 )  # fmt: skip
 GREETING = 48  # bytes
-CALL = b"LOCKSTEP-HOSTS-1\r\n\r\n"
+STORE = store_of(1)
+CALL = b"LOCKSTEP-HOSTS-2\r\n\r\n"
 TOKEN = "a token that the stranger doesn't know"
 HELD = 1100  # connections with half a handshake, which are kept open
 

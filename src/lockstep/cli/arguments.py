@@ -23,6 +23,7 @@ from lockstep.config.override import Override
 from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.local_paths import url_refusal
+from lockstep.core.nodes import checked_nodes
 from lockstep.core.terminal import echo
 from lockstep.stores.addresses import checked_address, is_address
 
@@ -235,7 +236,8 @@ HOST_FLAGS = ("nodes", "rendezvous", "node_rank", "job_id")
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
     """Add `--nodes N` and what belongs to it, short for keys of `launch`."""
-    parser.add_argument("--nodes", type=whole, metavar="N", dest="launch_nodes", help="hosts, each with this command")
+    text = "hosts, each with this command; MIN:MAX: trains while some are missing"
+    parser.add_argument("--nodes", type=nodes, metavar="N", dest="launch_nodes", help=text)
     parser.add_argument(
         "--rendezvous", metavar="HOST:PORT", dest="launch_rendezvous", help="where hosts meet: an address of node 0"
     )
@@ -245,7 +247,7 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job-id", metavar="ID", dest="launch_job_id", help="id of the job, the same on all hosts")
 
 
-def refuse_hosts_without_number(args: argparse.Namespace, nodes: int) -> None:
+def refuse_hosts_without_number(args: argparse.Namespace, nodes: int | str) -> None:
     """Raise ConfigError if a flag states how hosts meet, and there is only one: each would do the work alone."""
     for name in HOST_FLAGS[1:]:
         if nodes == 1 and args.launch_nodes is None and getattr(args, f"launch_{name}") is not None:
@@ -293,6 +295,14 @@ def whole(text: str, wanted: str = "a whole number above 0") -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
     return int(text)
+
+
+def nodes(text: str) -> int | str:
+    """Return a number of hosts, or a range of them as it is."""
+    try:
+        return checked_nodes(text) if ":" in text else whole(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def path(text: str) -> Path:

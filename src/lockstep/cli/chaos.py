@@ -55,7 +55,7 @@ def _disturb(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     from lockstep.training.user_objects import UserObjects, refuse_given
 
     refuse_given(loaded)
-    if loaded.config.launch.nodes > 1:
+    if loaded.config.launch.nodes != 1:
         raise ConfigError("chaos disturbs runs on one host; leave out launch.nodes")
     folder = free_folder(args.folder, name)
     job = Job(loaded.config, name, given=UserObjects(trust_remote_code=args.trust_remote_code))

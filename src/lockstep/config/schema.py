@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from lockstep.config.data_sections import (
     CustomData,
@@ -59,6 +59,7 @@ from lockstep.config.training_sections import (
     Schedule,
 )
 from lockstep.core.closest import closest_match
+from lockstep.core.nodes import checked_nodes
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.deepspeed import DeepSpeed
 from lockstep.strategies.fsdp import FSDP, FSDPPrecision
@@ -131,8 +132,10 @@ class Launch(Section):
     """Port of the rendezvous store; 0: any free one."""
     environment: dict[str, str] = {}
     """Environment variables for every rank."""
-    nodes: Positive = 1
-    """Hosts of `lockstep train`, on each of which the same command is started."""
+    nodes: Annotated[Positive | str, AfterValidator(checked_nodes)] = 1
+    """Hosts of `lockstep train`, each with the same command; MIN:MAX, such as `2:4`: also while some are missing."""
+    nodes_wait: Annotated[float, Field(ge=0)] = 30.0
+    """MIN:MAX `nodes`: seconds after which a run starts without all of them."""
     rendezvous: str | None = None
     """HOST:PORT at which the hosts meet, an address of node 0; for several `nodes`."""
     node_rank: Annotated[int, Field(ge=0)] | None = None

@@ -293,13 +293,16 @@ class Budgets(Section):
 
 
 class Recovery(Section):
-    """Further rounds of a run whose ranks have failed, on one host under Lockstep's launcher."""
+    """Further rounds of a run whose ranks have failed, or whose hosts are lost, under Lockstep's launcher."""
 
     restarts: Annotated[int, Field(ge=0)] = 3
     """How many times in a row ranks are started again after failures of one kind, from the newest checkpoint, without
     the run getting further; 0: never. An exception of the program that comes again at the same step ends the run, as
     do errors of the config and memory that runs out."""
     budgets: Budgets = Budgets()
+    host_wait: Annotated[float, Field(ge=0)] = 120.0
+    """Several hosts: seconds that the others wait for one that is lost, until it is there again; 0: the run ends. With
+    MIN:MAX `launch.nodes` they wait only while there are fewer than MIN."""
 
     @property
     def ever(self) -> bool:

@@ -81,7 +81,7 @@ def start(measurement: Measurement) -> int:
         file = Path(folder, "results.json")
         entry = partial(check_ranks, measurement, file)
         try:
-            result = _on_hosts(entry, ranks, section) if section.nodes > 1 else launch(entry, ranks, section, None)
+            result = _on_hosts(entry, ranks, section) if section.nodes != 1 else launch(entry, ranks, section, None)
         except RunFailed as failure:  # not all hosts have come
             result = LaunchResult(VerificationError.exit_code, str(failure))
         if measurement.as_json and file.is_file():

@@ -212,6 +212,8 @@ def watch(
         if hosts is not None:
             hosts.update(requests)
             _publish(members, requests, hosts)
+            if hosts.pause_is_due():
+                _stop(1, living, deadlines, patience)
         if requests.saves > saves:
             saves = requests.saves
             for member in living:

@@ -1,8 +1,9 @@
-"""The protocol between the launchers of several hosts: who may connect, how messages look, and which host is which.
+"""The protocol between the launchers of several hosts: who may connect, and how messages look.
 
-    leader   LOCKSTEP-HOSTS-1, a nonce        -->
-             <--   LOCKSTEP-HOSTS-1, two ends of line: what waits for a request, as HTTP does, refuses it at once
-             <--   a nonce, what it wants ("h": to join as a host, "s": the ranks' store), a proof of the token
+    leader   LOCKSTEP-HOSTS-2, a nonce        -->
+             <--   LOCKSTEP-HOSTS-2, two ends of line: what waits for a request, as HTTP does, refuses it at once
+             <--   a nonce, what it wants ("h": to join as a host, "s": the ranks' store), the number of its round,
+                   a proof of the token
              "+", a proof of the token        -->                             or "-": refused
              then frames: 4 bytes of length, JSON          or, for the store, its bytes as they are
 
@@ -17,22 +18,21 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-HOST, STORE = b"h", b"s"
+HOST = b"h\0\0\0\0"
 HEARTBEAT_S = 1.0
 SILENCE_S = 10.0  # after which a host counts as cut off: TCP needs 7.4 s to get through after an outage of 5 s
+SHORT_SILENCE_S = 5.0  # the same where ranks start again: then it costs a round, not the run
 _HANDSHAKE_S = 10.0
-_MAGIC = b"LOCKSTEP-HOSTS-1"
+_MAGIC = b"LOCKSTEP-HOSTS-2"
 _CALL = _MAGIC + b"\r\n\r\n"
 _SHOWN = 60  # characters of what another program sends
 _NONCE = _PROOF = 32
+_WANTS = len(HOST)
 _MAX_FRAME = 16 << 20
-_MAX_KEYS = 5  # settings shown in a message
 
 Message = dict[str, Any]
-T = TypeVar("T", bound=Mapping[str, Any])
 
 
 class NotAuthorized(Exception):
@@ -41,6 +41,11 @@ class NotAuthorized(Exception):
 
 class NotLauncher(Exception):
     """The other side isn't a launcher of Lockstep; the text is the start of what it sends."""
+
+
+def store_of(number: int) -> bytes:
+    """Return what asks for the store of a round's ranks: another round's is refused."""
+    return b"s" + number.to_bytes(_WANTS - 1, "big")
 
 
 class Link:
@@ -96,14 +101,14 @@ async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ke
         async with asyncio.timeout(_HANDSHAKE_S):
             writer.write(_MAGIC + own)
             call = await reader.readexactly(len(_CALL))
-            answer = await reader.readexactly(_NONCE + 1 + _PROOF)
+            answer = await reader.readexactly(_NONCE + _WANTS + _PROOF)
     except (OSError, asyncio.IncompleteReadError) as error:
         raise NotLauncher from error
     if call != _CALL:
         writer.write(b"-" + bytes(_PROOF))
         raise NotLauncher
-    nonces, wants = own + answer[:_NONCE], answer[_NONCE : _NONCE + 1]
-    if not hmac.compare_digest(answer[_NONCE + 1 :], _proof(key, b"joins", wants, nonces)):
+    nonces, wants = own + answer[:_NONCE], answer[_NONCE : _NONCE + _WANTS]
+    if not hmac.compare_digest(answer[_NONCE + _WANTS :], _proof(key, b"joins", wants, nonces)):
         writer.write(b"-" + bytes(_PROOF))
         raise NotAuthorized
     writer.write(b"+" + _proof(key, b"leads", wants, nonces))
@@ -152,80 +157,3 @@ def job_key(token: str, job_id: str) -> bytes:
 
 def _proof(key: bytes, role: bytes, wants: bytes, nonces: bytes) -> bytes:
     return hmac.digest(key, role + wants + nonces, "sha256")
-
-
-# --- which host is which --------------------------------------------------------------------------------------------
-
-
-def refusal_of(hellos: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> str:
-    """Return why a host can't join those that are there, the leader first; empty: it can.
-
-    Args:
-        new: `host`, `node_rank` (or None), `nodes`, `versions` and `settings`, texts by name.
-    """
-    leader = hellos[0]
-    if new["nodes"] != leader["nodes"]:
-        return (
-            f"host {new['host']} was started with --nodes {new['nodes']}, and host {leader['host']} with --nodes "
-            f"{leader['nodes']}; give all hosts the same number"
-        )
-    for name, version in leader["versions"].items():
-        if new["versions"].get(name) != version:
-            other = new["versions"].get(name, "none")
-            return (
-                f"host {new['host']} has {name} {other}, and host {leader['host']} {version}; install the same version "
-                "on all hosts"
-            )
-    names = {**leader["settings"], **new["settings"]}
-    differing = [name for name in names if leader["settings"].get(name) != new["settings"].get(name)]
-    if differing:
-        more = f" and {len(differing) - _MAX_KEYS} more" if len(differing) > _MAX_KEYS else ""
-        return (
-            f"host {new['host']} was started with other settings than host {leader['host']}: "
-            f"{', '.join(differing[:_MAX_KEYS])}{more}; give all hosts the same command and config"
-        )
-    for other in hellos:
-        if new["node_rank"] is not None and other["node_rank"] == new["node_rank"]:
-            return (
-                f"hosts {other['host']} and {new['host']} both have --node-rank {new['node_rank']}; give each host a "
-                "rank of its own, or leave the option out on all"
-            )
-    return ""
-
-
-def in_places(hellos: Sequence[T]) -> list[T]:
-    """Return the hosts by node rank: those with one in its place, the others in the order of their arrival."""
-    places: dict[int, T] = {hello["node_rank"]: hello for hello in hellos if hello["node_rank"] is not None}
-    free = iter(place for place in range(len(hellos)) if place not in places)
-    for hello in hellos:
-        if hello["node_rank"] is None:
-            places[next(free)] = hello
-    return [places[place] for place in range(len(hellos))]
-
-
-def waiting_text(hellos: Sequence[Mapping[str, Any]], address: str, seconds: float) -> str:
-    """Return the note about hosts that have not come yet."""
-    came, missing = _came_and_missing(hellos)
-    there = f"{len(hellos)} of {hellos[0]['nodes']} hosts are at {address}: {came}; missing: {missing}"
-    return f"{there}. They are waited for up to {seconds:g} s (launch.timeout)"
-
-
-def missing_text(hellos: Sequence[Mapping[str, Any]], address: str, seconds: float) -> str:
-    """Return the message about hosts that have not come."""
-    came, missing = _came_and_missing(hellos)
-    return (
-        f"{len(hellos)} of {hellos[0]['nodes']} hosts reached {address} within {seconds:g} s (launch.timeout): {came}; "
-        f"missing: {missing}. Start the same command on each host, and let the hosts reach {address}"
-    )
-
-
-def _came_and_missing(hellos: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return the names of the hosts that are there, and which are missing."""
-    nodes = hellos[0]["nodes"]
-    came = ", ".join(str(hello["host"]) for hello in hellos)
-    if any(hello["node_rank"] is not None for hello in hellos[1:]):
-        absent = [str(place) for place in range(nodes) if place not in {hello["node_rank"] for hello in hellos}]
-        missing = f"node rank{'s' * (len(absent) > 1)} {', '.join(absent)}"
-    else:
-        missing = f"{nodes - len(hellos)} more"
-    return came, missing

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lockstep.launch.group import SignalRequests
 
 _RELAY_ENDS_S = 10.0  # seconds by which a relay must have ended
+_OF_ROUND = ("folder", "end", "stop", "save", "gone", "lost", "arrived")  # messages that mean one round only
 _LOST_NOTED = 4  # lost hosts that are noted; one that is cut off itself loses all others
 
 
@@ -59,11 +60,31 @@ class Hosts:
         store_port: The port on loopback at which this host's ranks reach the store; 0 for the leader.
         ends: How ranks of other hosts have ended, or reported that they fail, by rank.
         why_killed: Returns why a rank of this host may have been killed by SIGKILL.
+        recovers: Whether another round may follow after a failure.
+        elastic: Whether a round may have fewer hosts than the one before.
+        round: Number of the round.
+        requests: The signals of this launcher, once it handles them.
+        next: The number of the next round, once the leader has decided that there is one, and how this one has ended.
+        lost_leader: Why the leader can't be reached; empty: it can.
+        arrived: A host that waits to be taken in; empty: none.
+        has_gone: Whether a host has reported that it leaves the run.
+        pauses: Whether this round's ranks have been stopped for it.
+        decision: What the leader has decided for this round, as of `open_folder`.
     """
 
-    def __init__(self, channel: Connection, relay: subprocess.Popen[bytes], name: str, *, leads: bool) -> None:
+    def __init__(
+        self, channel: Connection, relay: subprocess.Popen[bytes], name: str, *, leads: bool, recovers: bool = False
+    ) -> None:
         self.leads = leads
         self.name = name
+        self.recovers = recovers
+        self.elastic = False
+        self.round = 0
+        self.requests: SignalRequests | None = None
+        self.next: tuple[int, LaunchResult] | None = None
+        self.lost_leader = self.arrived = ""
+        self.pauses = self.has_gone = False
+        self.decision: Mapping[str, Any] = {}
         self.node = 0
         self.world: list[HostRanks] = []
         self.address = ""
@@ -102,14 +123,17 @@ class Hosts:
         self._send(order)
 
     def meet(self) -> None:
-        """Wait until all hosts are there. Raises Failure if they don't come, or can't train together."""
-        while not self.world:
-            self._refuse_result()
-            self._wait(None)
+        """Wait until all hosts are there, or, of a host that has waited for a place, the run is done.
 
-    def open_folder(self, folder: Path) -> None:
-        """Report to the others which folder the run has: their ranks may start."""
-        self._send({"type": "folder", "path": str(folder)})
+        Raises Failure if they don't come, or can't train together.
+        """
+        while not self.world and (self._result is None or self._result.code != 0):
+            self._refuse_result()
+            self._wait(self.requests)
+
+    def open_folder(self, folder: Path, decision: Mapping[str, Any]) -> None:
+        """Report to the others which folder the run has, and how their ranks start in it: they may."""
+        self._send({"type": "folder", "path": str(folder), "decision": decision})
 
     def wait_for_folder(self) -> Path | None:
         """Return the folder that the leader has made for the run; None: nothing is left to train.
@@ -120,8 +144,51 @@ class Hosts:
             if self._result is not None and self._result.code == 0:
                 return None
             self._refuse_result()
-            self._wait(None)
+            self._wait(self.requests)
         return Path(self._folder)
+
+    # --- between rounds ---
+
+    def begin_again(self, number: int) -> None:
+        """Forget the round that has ended; this launcher is ready for another."""
+        self.round = number
+        self.world, self.ends, self.next = [], {}, None
+        self.lost_leader = self.arrived = ""
+        self.pauses = self.has_gone = False
+        self._ended, self._published, self._lost = set(), {}, 0
+        self._result = self._folder = None
+
+    def call(self, number: int, result: LaunchResult, wait: float) -> None:
+        """Let all hosts meet for the next round, which they have `wait` seconds for; only the leader does."""
+        lost = [node for node in range(1, len(self.world)) if self._is_lost(node)]
+        fields = {"code": result.code, "text": result.text, "wait": wait, "lost": lost}
+        self.begin_again(number)
+        self._send({"type": "next", **fields})
+
+    def answer(self) -> None:
+        """Report that this host is ready for the next round, for which the leader has called."""
+        assert self.next is not None
+        self.begin_again(self.next[0])
+        self._send({"type": "ready"})
+
+    def look_for_leader(self, wait: float) -> None:
+        """Connect with the leader again, which is lost, for up to `wait` seconds."""
+        self.begin_again(0)
+        self._send({"type": "again", "wait": wait})
+
+    def pause_is_due(self) -> bool:
+        """Return, once, whether the ranks have to stop because a host waits to be taken in."""
+        if not self.arrived or self.pauses:
+            return False
+        self.pauses = True
+        return True
+
+    def _is_lost(self, node: int) -> bool:
+        host = self.world[node]
+        return any(
+            rank in self.ends and self.ends[rank].kind is EndKind.LOST
+            for rank in range(host.first, host.first + host.ranks)
+        )
 
     def open_store(self, port: int) -> None:
         """Let the ranks of other hosts reach the store, which listens on this port of loopback."""
@@ -178,10 +245,11 @@ class Hosts:
         """Return how the run has ended on all hosts, as the leader has decided."""
         stops = requests.own_stops
         while self._result is None:
+            if self.next is not None:
+                return self.next[1]
             if self._is_over:
                 raise RunFailed(f"the run's end isn't known: {_LOST_RELAY}")
             self._wait(requests)
-            requests.drain()
             if requests.own_stops > stops and requests.last_stop is not None:
                 return LaunchResult(Stopped.exit_code, f"stopped by {requests.last_stop.name}")
         return self._result
@@ -209,16 +277,20 @@ class Hosts:
 
     def _send(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the relay has ended; `_receive` finds that
-            self._channel.send_bytes(json.dumps(message).encode())
+            self._channel.send_bytes(json.dumps({"round": self.round, **message}).encode())
 
     def _wait(self, requests: SignalRequests | None) -> None:
         multiprocessing.connection.wait([*self.readable(), *([] if requests is None else [requests.fileno()])])
+        if requests is not None:
+            requests.drain()
         if not self._is_over and self._channel.poll():
             self._receive(requests)
 
     def _refuse_result(self) -> None:
         if self._result is not None:
             raise self._result.failure()
+        if self.requests is not None and self.requests.stops and self.requests.last_stop is not None:
+            raise Stopped(f"stopped by {self.requests.last_stop.name}")
         for rank, end in self.ends.items():
             if end.kind is not EndKind.DONE and rank in self._ended:
                 raise LaunchResult(end.code, end.text).failure()
@@ -234,13 +306,19 @@ class Hosts:
                 if node != self.node:
                     self._lose(node, End(EndKind.LOST, 1, _LOST_RELAY, time.monotonic()))
             return
+        if message["type"] in _OF_ROUND and message.get("round", self.round) != self.round:
+            return
         match message["type"]:
             case "note":
                 print_on_stderr(f"note: {message['text']}")
             case "world":
                 self._join(message)
             case "folder":
-                self._folder = message["path"]
+                self._folder, self.decision = message["path"], message["decision"]
+            case "next":
+                self.next = message["round"], LaunchResult(message["code"], message["text"])
+            case "arrived":
+                self.arrived = message["host"]
             case "result":
                 problems = tuple(Problem(*fields) for fields in message.get("problems", ()))
                 traceback = message.get("is_traceback", False)
@@ -252,6 +330,7 @@ class Hosts:
             case "save" if requests is not None:
                 requests.save_elsewhere()
             case "gone":  # it reports why, instead of starting its ranks
+                self.has_gone = True
                 stopped = message["code"] == Stopped.exit_code
                 text = message["text"] if stopped else f"host {self.world[message['node']].name}: {message['text']}"
                 self._lose(message["node"], End(EndKind.LOST, message["code"], text, time.monotonic()))
@@ -259,7 +338,7 @@ class Hosts:
                 self._lose_host(message)
 
     def _join(self, message: Mapping[str, Any]) -> None:
-        first = 0
+        first, self.round = 0, message["round"]
         for host in message["hosts"]:
             self.world.append(HostRanks(host["host"], first, host["ranks"]))
             first += host["ranks"]
@@ -278,16 +357,19 @@ class Hosts:
 
     def _lose_host(self, message: Mapping[str, Any]) -> None:
         if not self.world:
-            self._result = LaunchResult(1, f"the launcher at the rendezvous has ended: {message['why']}")
+            self.lost_leader = f"the launcher at the rendezvous has ended: {message['why']}"
+            self._result = LaunchResult(1, self.lost_leader)
             return
         host = self.world[message["node"]]
         text = f"host {host} is lost: {message['why']}"
         has_ended = self._ended.issuperset(range(host.first, host.first + host.ranks))
         if not has_ended and self._lost < _LOST_NOTED:
             self._lost += 1
-            print_on_stderr(f"note: {text}; the run ends")  # at once: ranks that wait for that host end seconds later
+            what = "its ranks are ended" if self.recovers else "the run ends"
+            print_on_stderr(f"note: {text}; {what}")  # at once: ranks that wait for that host end seconds later
         self._lose(message["node"], End(EndKind.LOST, 1, text, time.monotonic()))
         if message["node"] == 0:  # all messages came through it
+            self.lost_leader = text
             self._result = self._result or LaunchResult(1, text)
             for node in range(1, len(self.world)):
                 if node != self.node:

@@ -59,7 +59,7 @@ from lockstep.launch.other_launchers import (
 )
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.launch.rank import RankTask, append_end, run_entry, run_rank, signals_stop
-from lockstep.launch.supervision import Supervisor
+from lockstep.launch.supervision import Rounds
 
 _LOOPBACK = "127.0.0.1"
 _UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
@@ -103,7 +103,7 @@ def launch(
     preload: Sequence[str] = (),
     remedy: str = "",
     hosts: Hosts | None = None,
-    supervisor: Supervisor | None = None,
+    supervisor: Rounds | None = None,
 ) -> LaunchResult:
     """Run `entry` on `ranks` ranks of this machine; `.show()` prints why it failed and returns the run's exit code.
 
@@ -206,7 +206,7 @@ def _run_ranks(job: _Launch, remedy: str, requests: SignalRequests) -> tuple[Lau
         return why_killed(kills_before, kernel_kills(), remedy)
 
     if hosts is not None:
-        hosts.why_killed = why_sigkill
+        hosts.why_killed, hosts.requests = why_sigkill, requests
     try:
         with blocked_signals(forks=job.forks), _store_listener(job) as listener:
             gc.freeze()  # forked ranks then never touch, and so never copy, the pages of existing objects

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from lockstep import __version__
 from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed, Stopped, message_of
 from lockstep.core.interfaces import is_loopback
+from lockstep.core.nodes import is_elastic, node_range
 from lockstep.core.stopping import blocked_signals, undo_on_stop
-from lockstep.launch.host_protocol import job_key
+from lockstep.launch.host_protocol import SHORT_SILENCE_S, SILENCE_S, job_key
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.outcome import print_on_stderr
 
@@ -34,13 +36,16 @@ _ROOT = str(Path(__file__).parents[2])
 
 
 @contextlib.contextmanager
-def connected_hosts(launch: Launch, ranks: int, settings: Mapping[str, str]) -> Iterator[Hosts]:
+def connected_hosts(
+    launch: Launch, ranks: int, settings: Mapping[str, str], *, recovers: bool = False
+) -> Iterator[Hosts]:
     """Connect with the other hosts' launchers while the block runs; a failure of the block is reported to them.
 
     Args:
         launch: `nodes`, `rendezvous`, `node_rank`, `job_id`, and `timeout`: seconds to wait for the other hosts.
         ranks: Number of ranks on this host.
         settings: What must be equal on all hosts, by name: hashes.
+        recovers: Whether another round may follow after a failure, also with hosts that come later.
 
     Raises:
         ConfigError: The rendezvous isn't an address, or not this host's although it shall lead.
@@ -51,6 +56,7 @@ def connected_hosts(launch: Launch, ranks: int, settings: Mapping[str, str]) -> 
     token = os.environ.get(TOKEN, "")
     hello = {
         "host": name,
+        "launcher": uuid.uuid4().hex,
         "node_rank": 0 if listener is not None else launch.node_rank,
         "nodes": launch.nodes,
         "ranks": ranks,
@@ -58,9 +64,17 @@ def connected_hosts(launch: Launch, ranks: int, settings: Mapping[str, str]) -> 
         "settings": dict(settings),
     }
     address = [host if listener is None else listener.getsockname()[0], port]
-    order = {"key": job_key(token, launch.job_id or "").hex(), "timeout": launch.timeout, "hello": hello}
+    order = {
+        "key": job_key(token, launch.job_id or "").hex(),
+        "timeout": launch.timeout,
+        "join_wait": launch.nodes_wait,
+        "silence": SHORT_SILENCE_S if recovers else SILENCE_S,
+        "recovers": recovers,
+        "hello": hello,
+    }
     channel, relay = _start_relay(listener)
-    hosts = Hosts(channel, relay, name, leads=listener is not None)
+    hosts = Hosts(channel, relay, name, leads=listener is not None, recovers=recovers)
+    hosts.elastic = is_elastic(launch.nodes)
     with contextlib.closing(hosts), undo_on_stop(lambda: hosts.fail(Stopped.exit_code, f"stopped on host {name}")):
         hosts.start({**order, "address": address, "name": host})
         if hosts.leads and not token:
@@ -93,10 +107,11 @@ def _rendezvous(launch: Launch) -> tuple[str, int]:
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         given = "is missing" if launch.rendezvous is None else f"{launch.rendezvous!r} is not HOST:PORT"
-        why = f"{given}; give all {launch.nodes} hosts the same one, such as 10.0.0.1:29500, at which node 0 listens"
+        why = f"{given}; give all hosts the same one, such as 10.0.0.1:29500, at which node 0 listens"
         raise ConfigError(Problem("", "launch.rendezvous", why))
-    if launch.node_rank is not None and launch.node_rank >= launch.nodes:
-        why = f"{launch.node_rank}, but node ranks are 0 to {launch.nodes - 1} with --nodes {launch.nodes}"
+    most = node_range(launch.nodes)[1]
+    if launch.node_rank is not None and launch.node_rank >= most:
+        why = f"{launch.node_rank}, but node ranks are 0 to {most - 1} with --nodes {launch.nodes}"
         raise ConfigError(Problem("", "launch.node_rank", why))
     return host, int(port)
 

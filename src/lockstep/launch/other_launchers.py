@@ -122,7 +122,7 @@ def _other_number(ranks: int, key: str) -> Problem | None:
     )
 
 
-def _other_nodes(nodes: int) -> Problem | None:
+def _other_nodes(nodes: int | str) -> Problem | None:
     if nodes == 1:
         return None
     if names_a_rank(os.environ):

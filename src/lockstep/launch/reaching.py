@@ -36,13 +36,15 @@ class Rendezvous:
         place: The same, as the user gave it.
         key: The proof's.
         timeout: Seconds to try.
+        setting: The key of the config that has them.
     """
 
-    def __init__(self, address: tuple[str, int], place: str, key: bytes, timeout: float) -> None:
+    def __init__(self, address: tuple[str, int], place: str, key: bytes, timeout: float, setting: str) -> None:
         self._host, self._port = address
         self._place = place
         self._key = key
         self._timeout = timeout
+        self._limit = f"{timeout:g} s ({setting})"
         self._stage = self._reason = self._remedy = ""
 
     async def reach(self, note: Callable[[str], None]) -> Link:
@@ -96,10 +98,7 @@ class Rendezvous:
             sent = f" (it sent {str(error)!r})" if str(error) else ""
             text = f"what listens on {self._place} isn't a launcher of Lockstep{sent}; give --rendezvous another port"
             return {"code": _CONFIG_ERROR, "text": text}
-        text = (
-            f"host {host} could not reach {self._place} within {self._timeout:g} s (launch.timeout): {self._reason}; "
-            f"{self._remedy}"
-        )
+        text = f"host {host} could not reach {self._place} within {self._limit}: {self._reason}; {self._remedy}"
         return {"code": _FAILED, "text": text}
 
     async def _connect(self) -> Streams:
@@ -141,7 +140,7 @@ class Rendezvous:
             reason = self._reason or self._stage
             if reason not in noted:
                 noted.add(reason)
-                note(f"{reason}; trying again for up to {self._timeout:g} s (launch.timeout)")
+                note(f"{reason}; trying again for up to {self._limit}")
 
 
 async def _connected(family: int, kind: int, protocol: int, address: Any) -> socket.socket:

@@ -93,7 +93,6 @@ async def connect_with_store(near: StoreEnd, port: int) -> None:
     await near.is_over.wait()
 
 
-async def listen_for_ranks(opened: Callable[[StoreEnd], None]) -> int:
-    """Listen on loopback, and pass each connection to a function; return the port."""
-    server = await asyncio.get_running_loop().create_server(lambda: StoreEnd(opened), _LOOPBACK, 0, backlog=1024)
-    return int(server.sockets[0].getsockname()[1])
+async def listen_for_ranks(opened: Callable[[StoreEnd], None]) -> asyncio.Server:
+    """Listen on loopback, on any free port, and pass each connection to a function."""
+    return await asyncio.get_running_loop().create_server(lambda: StoreEnd(opened), _LOOPBACK, 0, backlog=1024)

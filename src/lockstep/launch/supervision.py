@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from lockstep.launch.ends import End, first_cause
 from lockstep.launch.ends_file import gist
@@ -24,6 +24,13 @@ from lockstep.launch.outcome import LaunchResult, print_on_stderr
 
 if TYPE_CHECKING:
     from lockstep.config.training_sections import Recovery
+
+
+class Rounds(Protocol):
+    """The further rounds of a launch: those of a `Supervisor`, or of several hosts (`host_rounds`)."""
+
+    def next_entry(self, ends: Sequence[End], result: LaunchResult) -> Callable[[], int] | None: ...
+    def concluded(self, result: LaunchResult) -> LaunchResult: ...
 
 
 @dataclass

@@ -29,6 +29,7 @@ FAULTS = "LOCKSTEP_FAULTS"
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "host")
 """Phases of an update that every rank enters, under strategies with several ranks."""
 _EXIT_CODE = 9
+_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,11 @@ def _kill(fault: Fault) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _kill_host(fault: Fault) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)  # the launcher, with which its ranks end
+    time.sleep(_PATIENCE_S)
+
+
 def _exit(fault: Fault) -> None:
     sys.exit(_EXIT_CODE)
 
@@ -138,6 +144,11 @@ def _raise(fault: Fault) -> None:
     raise PlantedFault(f"planted in {fault.phase} of update {fault.step}")
 
 
-_ACTIONS: Mapping[str, Callable[[Fault], None]] = {"kill": _kill, "exit": _exit, "raise": _raise}
-KINDS = tuple(_ACTIONS)
-"""Kinds of faults."""
+_ACTIONS: Mapping[str, Callable[[Fault], None]] = {
+    "kill": _kill,
+    "exit": _exit,
+    "raise": _raise,
+    "host": _kill_host,
+}
+KINDS = tuple(kind for kind in _ACTIONS if kind != "host")
+"""Kinds of faults of a run on one host."""

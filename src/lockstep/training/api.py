@@ -75,7 +75,7 @@ def train(
     job = Job(resolved(config, given, trusted=trust_run, writes=True), name, given=given, resume=resume)
     if names_a_rank(os.environ) and isinstance(ranks, int):
         refuse_rank_count(ranks, "ranks")
-    if job.config.launch.nodes > 1 and not names_a_rank(os.environ):  # the leader looks whether anything is left
+    if job.config.launch.nodes != 1 and not names_a_rank(os.environ):  # the leader looks whether anything is left
         return run_job(job) if ranks is None else _train_in_ranks(job, ranks)
     with opened_run(job, is_first=os.environ.get("RANK", "0") == "0") as job:
         finished = None if fresh else _finished(job)
@@ -195,9 +195,10 @@ def _finished(job: Job) -> Finished | None:
 
 def _train_in_ranks(job: Job, ranks: int | Literal["auto"]) -> Finished:
     from lockstep.monitor.folder import read_summary
-    from lockstep.training.start_run import launch_job, train_on_hosts
+    from lockstep.training.on_hosts import train_on_hosts
+    from lockstep.training.start_run import launch_job
 
-    on_hosts = job.config.launch.nodes > 1
+    on_hosts = job.config.launch.nodes != 1
     folder, outcome = train_on_hosts(job, ranks) if on_hosts else launch_job(job, ranks)
     if outcome.code != 0:
         raise outcome.failure()

@@ -2,15 +2,13 @@
 
 this process is a rank already (torchrun, ...)  --> train as that rank
 otherwise                                       --> create the folder, start the ranks, wait for their exit code
-several hosts (launch.nodes)                    --> meet the others first; the leader checks, and creates the folder
+several hosts (launch.nodes)                    --> `on_hosts`: meet the others first; the leader does the same
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,22 +18,21 @@ from typing import TYPE_CHECKING, Literal
 from lockstep.checkpoint.manifest import CorruptCheckpoint
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
-from lockstep.config.writing import to_plain
-from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed, Stopped, message_of
+from lockstep.core.errors import ConfigError, Failure, Problem, Stopped, message_of
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.stopping import blocked_signals, undo_on_stop
 from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.ends_file import append_ends, last_step
+from lockstep.launch.host_rounds import LeaderRounds
 from lockstep.launch.hosts import Hosts
-from lockstep.launch.local import import_ahead, launch
-from lockstep.launch.meeting import connected_hosts
-from lockstep.launch.other_launchers import interface_variables
-from lockstep.launch.outcome import LaunchResult, print_on_stderr
-from lockstep.launch.supervision import Supervisor
-from lockstep.monitor.folder import ATTEMPTS, CONFIG, LOGS, METRICS, RunFolder, is_finished, recipe_of
+from lockstep.launch.local import launch
+from lockstep.launch.outcome import LaunchResult
+from lockstep.launch.supervision import Rounds, Supervisor
+from lockstep.monitor.folder import ATTEMPTS, CONFIG, METRICS, RunFolder, is_finished, recipe_of
 from lockstep.plan.schedule import used_of_budget
+from lockstep.training.decisions import decision_of
 from lockstep.training.ended_early import continues_after_early_end, finished_message
 from lockstep.training.finished_run import run_config
 from lockstep.training.job import Job, imports_ahead, run_job
@@ -44,9 +41,8 @@ from lockstep.training.out_of_memory import advice, memory_factors, with_predict
 from lockstep.training.ownership import LENGTHS, other_settings, run_folder_for
 from lockstep.training.resuming import Resume
 from lockstep.training.saved_state import epoch_samples_in
-from lockstep.training.stored_run import in_working_copy, is_stored, opened_run, publish_logs
+from lockstep.training.stored_run import opened_run
 from lockstep.training.user_objects import UserObjects, refuse_given
-from lockstep.training.working_copy import log_marks
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
@@ -56,7 +52,6 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import ObjectStore
 
 _UNTRAINED_CODES = (ConfigError.exit_code, Stopped.exit_code)  # unless the folder holds the run's config
-_OF_HOST = ("launch", "monitor", "description")  # sections that may differ between hosts
 _MAX_DIFFERENCES = 5  # settings shown in a message
 
 
@@ -75,12 +70,14 @@ def train(loaded: LoadedConfig, recipe: str, resume: Resume, *, trust_remote_cod
     # Among several ranks, the first may have created the folder and started this run there already: only it checks.
     is_first = os.environ.get("RANK", "0") == "0"
     is_rank = names_a_rank(os.environ)
-    if loaded.config.launch.nodes > 1 and not is_rank:
+    if loaded.config.launch.nodes != 1 and not is_rank:
+        from lockstep.training.on_hosts import train_on_hosts
+
         path, result = train_on_hosts(job, loaded.config.launch.ranks)
         result.show()
         return result.code, path if result.code == 0 and path is not None and path.exists() else None
     with opened_run(job, is_first=is_first) as job:
-        if _is_done(job, is_first=is_first):
+        if is_done(job, is_first=is_first):
             return 0, Path(job.config.run.folder or "")
         if is_rank:
             finished = run_job(job)
@@ -93,7 +90,7 @@ def train(loaded: LoadedConfig, recipe: str, resume: Resume, *, trust_remote_cod
 # --- refusals before a folder is created or a rank is started -------------------------------------------------------
 
 
-def _is_done(job: Job, *, is_first: bool) -> bool:
+def is_done(job: Job, *, is_first: bool) -> bool:
     """Return whether nothing is left to train, which the first rank prints. Raises ConfigError if the run can't start.
 
     Args:
@@ -256,15 +253,14 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
             folder = RunFolder.create(path, job.recipe, again=True)
             stack.enter_context(undo_on_stop(stop))
         try:
+            entry, ahead = partial(train_as_rank, job, folder.path), imports_ahead(job.config)
             if hosts is not None:
-                hosts.open_folder(folder.path)
-            entry, ahead = partial(_train_as_rank, job, folder.path), imports_ahead(job.config)
+                hosts.open_folder(folder.path, decision_of(entry))
             size = number if hosts is None else hosts.size
             remedy = advice(memory_factors(job.config, size), "forward")
-            supervisor = _supervisor(job, folder.path) if hosts is None else None
             result = launch(
                 entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy, hosts=hosts,
-                supervisor=supervisor,
+                supervisor=_rounds(job, folder.path, hosts),
             )  # fmt: skip
             if result.advice:
                 text = with_prediction(result.text, result.advice, job.config, size, job.given)
@@ -277,10 +273,17 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
     return folder.path, result
 
 
-def _supervisor(job: Job, folder: Path) -> Supervisor | None:
+def _rounds(job: Job, folder: Path, hosts: Hosts | None) -> Rounds | None:
     """Return what starts ranks again after a failure; None: the config asks for none."""
-    if not job.config.recovery.ever:
+    if hosts is None:
+        return _supervisor(job, folder) if job.config.recovery.ever else None
+    if not hosts.recovers:
         return None
+    wait = job.config.recovery.host_wait
+    return LeaderRounds(hosts, _supervisor(job, folder), wait, hosts.elastic, folder, decision_of)
+
+
+def _supervisor(job: Job, folder: Path) -> Supervisor:
     attempts = folder / ATTEMPTS
     before = _content(attempts)
 
@@ -288,7 +291,7 @@ def _supervisor(job: Job, folder: Path) -> Supervisor | None:
         """Return the entry of ranks that resume this run, or, if none has begun, start it as they were to."""
         begun = _content(attempts) != before
         resume = replace(job.resume, fresh=False, step=None, origin=None) if begun else job.resume
-        return partial(_train_as_rank, replace(job, resume=resume), folder)
+        return partial(train_as_rank, replace(job, resume=resume), folder)
 
     return Supervisor(job.config.recovery, lambda: last_step(folder / METRICS), resumed)
 
@@ -300,101 +303,7 @@ def _content(file: Path) -> bytes:
         return b""
 
 
-# --- several hosts ----------------------------------------------------------------------------------------------------
-
-
-def train_on_hosts(job: Job, ranks: int | Literal["auto"]) -> tuple[Path | None, LaunchResult]:
-    """Run the job as one of several hosts, with N ranks on this one; return the folder and how the ranks ended.
-
-    The folder is None on hosts that have none because nothing was left to train.
-    """
-    section = job.config.launch
-    if "restarts" in job.config.recovery.model_fields_set and job.config.recovery.restarts:
-        text = "starts ranks again on one host only; with launch.nodes, leave it out, and start all hosts again"
-        raise ConfigError(Problem("", "recovery.restarts", text))
-    number = choose_ranks(section) if ranks == "auto" else ranks
-    with connected_hosts(section, number, _common_settings(job)) as hosts:
-        import_ahead(imports_ahead(job.config))
-        hosts.meet()
-        interface_variables(section.interface)  # refused here, before anything is made, all hosts report it
-        job = replace(job, config=_without_hosts(job.config))  # a run's config may be trained from on one host
-        return _lead(job, number, hosts) if hosts.leads else _follow(job, number, hosts)
-
-
-def _lead(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResult]:
-    with opened_run(job) as job:
-        if _is_done(job, is_first=True):
-            path, result = Path(job.config.run.folder or ""), LaunchResult(0)
-        else:
-            others = ", ".join(str(host) for host in hosts.world[1:])
-            print_on_stderr(f"{len(hosts.world)} hosts: this one, {hosts.here}, is node 0; the others: {others}")
-            path, result = launch_job(job, ranks, hosts)
-        hosts.finish(result)
-    return path, result
-
-
-def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResult]:
-    """Start this host's ranks in the run that the leader has made."""
-    path = hosts.wait_for_folder()
-    if path is None:
-        print_on_stderr(f"nothing is left to train, as host {hosts.world[0].name} reports")
-        return None, LaunchResult(0)
-    config = job.config
-    if is_stored(config):  # this host has a folder of its own for its logs
-        job = replace(job, config=in_working_copy(config))
-        path = Path(job.config.run.folder or "")
-    before = log_marks(path) if is_stored(config) else {}
-    logs = path / LOGS
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise RunFailed(f"host {hosts.name} can't create {logs} for its ranks' logs: {reason}") from None
-    where = f"logs are in {logs}, and rank 0 prints on host {hosts.world[0].name}"
-    print_on_stderr(f"{len(hosts.world)} hosts: this one, {hosts.here}, is node {hosts.node}; {where}")
-    remedy = advice(memory_factors(job.config, hosts.size), "forward")
-    ahead = imports_ahead(job.config)
-    entry = partial(_train_as_rank, job, path)
-    result = launch(entry, ranks, job.config.launch, logs, preload=ahead, remedy=remedy, hosts=hosts)
-    if is_stored(config):
-        publish_logs(config, before)
-    if result.code == 0:
-        place = config.run.folder if is_stored(config) else f"{path} on host {hosts.world[0].name}"
-        print_on_stderr(f"done: {hosts.here}; the run is in {place}")
-    return path, result
-
-
-def _without_hosts(config: Config) -> Config:
-    alone = {"nodes": 1, "rendezvous": None, "node_rank": None}
-    return config.model_copy(update={"launch": config.launch.model_copy(update=alone)})
-
-
-def _common_settings(job: Job) -> dict[str, str]:
-    """Return what must be equal on all hosts, by name: hashes, because hosts send them to each other."""
-    plain = {section: value for section, value in to_plain(job.config).items() if section not in _OF_HOST}
-    launch, resume = job.config.launch, job.resume
-    flags = {
-        "--fresh": resume.fresh,
-        "--from": resume.step,
-        "--fork": resume.origin is not None,
-        "--accept-changes": resume.accept_changes,
-        "recipe": job.recipe,
-        "launch.backend": launch.backend,
-        "launch.device": launch.device,
-        "launch.job_id": launch.job_id,
-    }
-    values = {**dict(_flat(plain, "")), **flags}
-    return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16] for name, value in values.items()}
-
-
-def _flat(value: object, name: str) -> Iterator[tuple[str, object]]:
-    if not isinstance(value, dict) or not value:
-        yield name, value
-        return
-    for key, item in value.items():
-        yield from _flat(item, f"{name}.{key}" if name else str(key))
-
-
-def _train_as_rank(job: Job, folder: Path) -> int:
+def train_as_rank(job: Job, folder: Path) -> int:
+    """Train as a rank of a job whose folder exists."""
     run_job(replace(job, folder=folder))
     return 0

@@ -1,0 +1,272 @@
+"""The relay at the rendezvous: decides which hosts take part in a round, and passes messages on.
+
+    round 1 meets --> runs --> the launcher ends it: "next" --> round 2 meets --> ... --> the launcher's "result"
+                       |- a host comes: it waits, and the launcher gets "arrived" if the run can take it in
+                       '- a host is lost: all get "lost"
+
+A message belongs to the round that its host takes part in. The ranks' store is another one in each round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+import time
+
+from lockstep.core.nodes import node_range
+from lockstep.launch.gathering import Guest, Meeting, in_places, missing_text, refusal_of, waiting_text
+from lockstep.launch.host_protocol import HOST, Link, Message, NotAuthorized, NotLauncher, store_of, welcome
+from lockstep.launch.relaying import CONFIG_ERROR, FAILED, Relay, heartbeat
+from lockstep.launch.splicing import connect_with_store, taken_over
+
+_LAST_WORDS_S = 5.0  # for the other hosts to read how the run ended
+_WAITING_S = 5.0  # after which missing hosts are noted
+_REGROUP_S = 2.0  # that others have to come, too, once a host is lost
+_BACKLOG = 1024  # connections that wait to be accepted: all ranks of a run connect at once
+_UNPROVEN, _UNPROVEN_OF_HOST = 4096, 1024  # connections without a proof of the token, of all and of an address
+_REFUSALS = 16  # addresses that are reported
+
+
+def _address(writer: asyncio.StreamWriter) -> str:
+    peer = writer.get_extra_info("peername")
+    return str(peer[0]).removeprefix("::ffff:") if peer else "unknown"
+
+
+class Leader(Relay):
+    """The relay of the host that leads."""
+
+    def __init__(self, launcher: Link, order: Message) -> None:
+        super().__init__(launcher, order)
+        self._guests: dict[Link | None, Guest] = {None: Guest(self.hello)}  # None: this host
+        self._least, self._most = node_range(self.hello["nodes"])
+        self._join_wait: float = order["join_wait"]
+        self._round = 1
+        self._meeting: Meeting | None = None  # none: the round runs
+        self._waiting: asyncio.Task[None] | None = None
+        self._over: Message | None = None
+        self._store: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._refused: set[str] = set()
+        self._unproven: dict[asyncio.StreamWriter, str] = {}  # the oldest first
+
+    async def run(self, listener: socket.socket) -> None:
+        await asyncio.start_server(self._connected, sock=listener, backlog=_BACKLOG)
+        self._meet(self.timeout, "launch.timeout", self._join_wait)
+        with contextlib.suppress(OSError):
+            while True:
+                message = await self.launcher.receive()
+                if message["type"] == "store":
+                    self._store.set_result(message["port"])
+                elif message["type"] == "next":
+                    self._end_round(message)
+                elif message["type"] == "result":
+                    self._end(message)
+                else:
+                    self._send({**message, "node": 0}, but=None)
+        if self._over is not None:
+            until = time.monotonic() + _LAST_WORDS_S
+            while len(self._guests) > 1 and time.monotonic() < until:
+                await asyncio.sleep(0.01)
+
+    # --- rounds ---
+
+    def _meet(self, seconds: float, key: str, early: float) -> None:
+        """Begin a round as soon as its hosts are there.
+
+        Args:
+            seconds: To wait for them, as the config's `key` has it.
+            early: Seconds after which fewer than all suffice, if the run may have fewer.
+        """
+        now = time.monotonic()
+        elastic = self._least < self._most
+        self._meeting = Meeting(self._least, self._most, now + min(early, seconds) if elastic else math.inf)
+        if not self._try_to_begin():
+            self._waiting = self.start(self._wait_for_hosts(seconds, f"{seconds:g} s ({key})"))
+            if elastic:
+                asyncio.get_running_loop().call_at(self._meeting.early, self._try_to_begin)
+
+    async def _wait_for_hosts(self, seconds: float, limit: str) -> None:
+        until = time.monotonic() + seconds
+        await asyncio.sleep(min(_WAITING_S, seconds))
+        if seconds > _WAITING_S:
+            text = waiting_text(self._there(), self.place, limit)
+            self._send({"type": "note", "text": text}, but=None, to_all=True)
+            self.note(text)
+        await asyncio.sleep(until - time.monotonic())
+        self._end({"type": "result", "code": FAILED, "text": missing_text(self._there(), self.place, limit)})
+
+    def _there(self) -> list[Message]:
+        return [dict(guest.hello) for guest in self._guests.values()]
+
+    def _try_to_begin(self) -> bool:
+        """Begin the round if its hosts are there: hand out node ranks; return whether it runs."""
+        if self._meeting is None or self._over is not None:
+            return False
+        chosen = self._meeting.chosen([*self._guests.values()], time.monotonic())
+        if not chosen:
+            return False
+        self._meeting = None
+        if self._waiting is not None:
+            self._waiting.cancel()
+        places = in_places([guest.hello for guest in chosen])
+        world = {
+            "type": "world",
+            "round": self._round,
+            "hosts": [{"host": hello["host"], "ranks": hello["ranks"]} for hello in places],
+        }
+        address = self.address[0]
+        for link, guest in self._guests.items():
+            if not any(guest is other for other in chosen):
+                continue
+            node = next(place for place, hello in enumerate(places) if hello is guest.hello)
+            guest.node, guest.has_trained = node, True
+            if link is not None:
+                address = link.writer.get_extra_info("sockname")[0]  # at which the others have reached this host
+                link.send({**world, "node": node})
+        self.launcher.send({**world, "node": 0, "address": address})
+        return True
+
+    def _end_round(self, message: Message) -> None:
+        """Let the hosts of a round meet for the next one; the launcher here is ready for it."""
+        for link, guest in [*self._guests.items()]:
+            if link is not None and guest.node in message["lost"]:
+                del self._guests[link]  # its launcher hangs
+                link.close()
+            elif link is not None and guest.node is not None:
+                guest.ready = False
+                link.send(message)
+            guest.node = None
+        self._round = message["round"]
+        self._store.cancel()
+        self._store = asyncio.get_running_loop().create_future()
+        self._meet(message["wait"], "recovery.host_wait", _REGROUP_S if message["lost"] else 0.0)
+
+    # --- connections ---
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._limit_unproven(writer)
+        try:
+            wants = await welcome(reader, writer, self.key)
+            self._unproven.pop(writer, None)
+            if wants == store_of(self._round):
+                near = taken_over(writer)
+                await connect_with_store(near, await asyncio.shield(self._store))
+            elif wants == HOST:
+                await self._serve(Link(reader, writer))
+        except (NotAuthorized, NotLauncher) as error:
+            self._note_refusal(_address(writer), error)
+        except asyncio.CancelledError:  # the store's round is over
+            pass
+        finally:
+            self._unproven.pop(writer, None)
+            with contextlib.suppress(OSError):
+                await writer.drain()
+            writer.close()
+
+    def _limit_unproven(self, writer: asyncio.StreamWriter) -> None:
+        """Note a connection, and end the oldest of those whose address holds too many without a proof."""
+        self._unproven[writer] = _address(writer)
+        same = [other for other, address in self._unproven.items() if address == _address(writer)]
+        if len(same) > _UNPROVEN_OF_HOST or len(self._unproven) > _UNPROVEN:
+            oldest = same[0] if len(same) > _UNPROVEN_OF_HOST else next(iter(self._unproven))
+            del self._unproven[oldest]
+            oldest.transport.abort()
+
+    def _note_refusal(self, host: str, error: Exception) -> None:
+        if host not in self._refused and len(self._refused) < _REFUSALS:
+            self._refused.add(host)
+            reason = "has another job token" if isinstance(error, NotAuthorized) else "isn't a launcher of Lockstep"
+            self.note(f"a connection from {host} was refused: it {reason}")
+
+    # --- hosts ---
+
+    async def _serve(self, link: Link) -> None:
+        try:
+            hello = await link.receive(self.silence)
+            if not self._admit(link, hello):
+                return
+            self.start(heartbeat(link))
+            while True:
+                self._pass_on(link, await link.receive(self.silence))
+        except OSError as error:
+            self._lose(link, self.why_lost(error))
+
+    def _admit(self, link: Link, hello: Message) -> bool:
+        """Let a host wait for a round, and begin it if it was the last that was missing; False: it is refused."""
+        self._drop_earlier(hello)
+        if self._over is not None:
+            link.send(self._over)
+            return False
+        hosts = self._there()
+        if not self.recovers and (self._meeting is None or len(hosts) == self._most):
+            names = ", ".join(str(host["host"]) for host in hosts)
+            text = f"host {hello['host']} is one too many: all {len(hosts)} hosts are there: {names}"
+            link.send({"type": "result", "code": CONFIG_ERROR, "text": text})
+            return False
+        is_first = self._round == 1 and self._meeting is not None
+        refusal = refusal_of(hosts if is_first else hosts[:1], hello)
+        if refusal and not is_first:  # the others train
+            link.send({"type": "result", "code": CONFIG_ERROR, "text": refusal})
+            return False
+        self._guests[link] = Guest(hello)
+        if refusal:
+            self._end({"type": "result", "code": CONFIG_ERROR, "text": refusal})
+        elif not self._try_to_begin() and self._meeting is None:
+            self._let_wait(link, hello)
+        return True
+
+    def _let_wait(self, link: Link, hello: Message) -> None:
+        """Let a host that has come while the round runs wait for the next one."""
+        trains = sum(guest.node is not None for guest in self._guests.values())
+        if trains < self._most:
+            self.launcher.send({"type": "arrived", "round": self._round, "host": hello["host"]})
+            return
+        text = f"{trains} hosts train already; this one waits, and takes the place of one that is lost"
+        link.send({"type": "note", "text": text})
+
+    def _drop_earlier(self, hello: Message) -> None:
+        """Lose the earlier connection of a launcher that was cut off, or of a host whose launcher was started again."""
+        for link, guest in [*self._guests.items()]:
+            same = guest.hello["launcher"] == hello["launcher"]
+            again = hello["node_rank"] is not None and all(
+                guest.hello[key] == hello[key] for key in ("host", "node_rank")
+            )
+            if link is not None and (same or (again and self.recovers and guest.has_trained)):
+                self._lose(link, "it has connected again")
+                link.close()
+
+    def _pass_on(self, link: Link, message: Message) -> None:
+        guest = self._guests.get(link)
+        if guest is None or message["type"] == "beat":
+            return
+        if message["type"] == "ready":
+            guest.ready = message["round"] == self._round
+            self._try_to_begin()
+        elif guest.node is not None and message.get("round") == self._round:
+            self._send({**message, "node": guest.node}, but=link)
+            self.launcher.send({**message, "node": guest.node})
+        elif message["type"] == "gone" and self._meeting is not None and (self._round == 1 or guest.has_trained):
+            self._end({"type": "result", "code": message["code"], "text": message["text"]})
+
+    def _lose(self, link: Link, why: str) -> None:
+        guest = self._guests.pop(link, None)
+        if guest is None or self._over is not None:
+            return
+        if guest.node is not None:
+            lost = {"type": "lost", "round": self._round, "node": guest.node, "why": why}
+            self._send(lost, but=link)
+            self.launcher.send(lost)
+        self._try_to_begin()
+
+    def _end(self, result: Message) -> None:
+        if self._over is None:
+            self._over = result
+            self._send(result, but=None, to_all=True)
+            self.launcher.send(result)
+
+    def _send(self, message: Message, but: Link | None, *, to_all: bool = False) -> None:
+        """Send to the other hosts that train, or to all that are connected."""
+        for link, guest in self._guests.items():
+            if link is not None and link is not but and (to_all or guest.node is not None):
+                link.send(message)

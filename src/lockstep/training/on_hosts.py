@@ -1,0 +1,162 @@
+"""Starts a run on several hosts: the launchers meet, the leader checks and creates the folder, all start ranks.
+
+leader    meet --> `start_run`: check, folder, ranks --> further rounds --> the run's result
+others    meet -----------------------> folder, ranks --> further rounds --> the same result
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.config.schema import Config
+from lockstep.config.writing import to_plain
+from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.core.nodes import is_elastic, node_range
+from lockstep.launch.devices import choose_ranks
+from lockstep.launch.host_rounds import FollowerRounds
+from lockstep.launch.hosts import Hosts
+from lockstep.launch.local import import_ahead, launch
+from lockstep.launch.meeting import connected_hosts
+from lockstep.launch.other_launchers import interface_variables
+from lockstep.launch.outcome import LaunchResult, print_on_stderr
+from lockstep.monitor.folder import LOGS
+from lockstep.plan.plan import check_on_ranks
+from lockstep.training.decisions import decided
+from lockstep.training.job import Job, imports_ahead
+from lockstep.training.out_of_memory import advice, memory_factors
+from lockstep.training.start_run import is_done, launch_job, train_as_rank
+from lockstep.training.stored_run import in_working_copy, is_stored, opened_run, publish_logs
+from lockstep.training.working_copy import log_marks
+
+_OF_HOST = ("launch", "monitor", "description")  # sections that may differ between hosts
+
+
+def train_on_hosts(job: Job, ranks: int | Literal["auto"]) -> tuple[Path | None, LaunchResult]:
+    """Run the job as one of several hosts, with N ranks on this one; return the folder and how the ranks ended.
+
+    The folder is None on hosts that have none because nothing was left to train.
+    """
+    section = job.config.launch
+    number = choose_ranks(section) if ranks == "auto" else ranks
+    if is_elastic(section.nodes):
+        _refuse_numbers_of_hosts(job.config, number)
+    with connected_hosts(section, number, _common_settings(job), recovers=job.config.recovery.ever) as hosts:
+        import_ahead(imports_ahead(job.config))
+        hosts.meet()
+        interface_variables(section.interface)  # refused here, before anything is made, all hosts report it
+        job = replace(job, config=_without_hosts(job.config))  # a run's config may be trained from on one host
+        return _lead(job, number, hosts) if hosts.leads else _follow(job, number, hosts)
+
+
+def _refuse_numbers_of_hosts(config: Config, ranks: int) -> None:
+    """Raise ConfigError that lists with which numbers of hosts, with as many ranks as this one, the run can't train."""
+    if not config.recovery.budget("host"):
+        why = f"no budget for lost hosts, but launch.nodes {config.launch.nodes} continues without them; give 3"
+        raise ConfigError(Problem("", "recovery.restarts", why))
+    least, most = node_range(config.launch.nodes)
+    refusals = []
+    for nodes in range(least, most + 1):
+        try:
+            check_on_ranks(config, nodes * ranks)
+        except ConfigError as error:
+            refusals.append(f"\n  {_plural(nodes, 'host')}, {_plural(nodes * ranks, 'rank')}: {error}")
+    if refusals:
+        why = f"{config.launch.nodes}, but the run can't train on each of these numbers of hosts:{''.join(refusals)}"
+        raise ConfigError(Problem("", "launch.nodes", why))
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number > 1)}"
+
+
+def _lead(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResult]:
+    with opened_run(job) as job:
+        if is_done(job, is_first=True):
+            path, result = Path(job.config.run.folder or ""), LaunchResult(0)
+        else:
+            others = ", ".join(str(host) for host in hosts.world[1:])
+            there = f"this one, {hosts.here}, is node 0" + (f"; the others: {others}" if others else "")
+            print_on_stderr(f"{_plural(len(hosts.world), 'host')}: {there}")
+            path, result = launch_job(job, ranks, hosts)
+        hosts.finish(result)
+    return path, result
+
+
+def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResult]:
+    """Start this host's ranks in the run that the leader has made."""
+    path = hosts.wait_for_folder()
+    if path is None:
+        print_on_stderr("nothing is left to train, as node 0 reports")
+        return None, LaunchResult(0)
+    config = job.config
+    if is_stored(config):  # this host has a folder of its own for its logs
+        job = replace(job, config=in_working_copy(config))
+        path = Path(job.config.run.folder or "")
+    before = log_marks(path) if is_stored(config) else {}
+    logs = path / LOGS
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise RunFailed(f"host {hosts.name} can't create {logs} for its ranks' logs: {reason}") from None
+    where = f"logs are in {logs}, and rank 0 prints on host {hosts.world[0].name}"
+    print_on_stderr(f"{len(hosts.world)} hosts: this one, {hosts.here}, is node {hosts.node}; {where}")
+    remedy = advice(memory_factors(job.config, hosts.size), "forward")
+    ahead = imports_ahead(job.config)
+    rounds = FollowerRounds(hosts, job.config.recovery.host_wait, _entries(job)) if hosts.recovers else None
+    entry = _entries(job)(path, hosts.decision)
+    result = launch(entry, ranks, job.config.launch, logs, preload=ahead, remedy=remedy, hosts=hosts, supervisor=rounds)
+    if hosts.next is not None:
+        hosts.fail(result.code, f"stopped on host {hosts.name}")
+    if is_stored(config):
+        publish_logs(config, before)
+    if result.code == 0:
+        place = config.run.folder if is_stored(config) else f"{path} on host {hosts.world[0].name}"
+        print_on_stderr(f"done: {hosts.here}; the run is in {place}")
+    return path, result
+
+
+def _entries(job: Job) -> Callable[[Path, Mapping[str, Any]], Callable[[], int]]:
+    """Return what makes the entry of ranks in a folder, as the leader has decided."""
+
+    def entry(folder: Path, decision: Mapping[str, Any]) -> Callable[[], int]:
+        return partial(train_as_rank, decided(job, decision), folder)
+
+    return entry
+
+
+def _without_hosts(config: Config) -> Config:
+    alone = {"nodes": 1, "rendezvous": None, "node_rank": None}
+    return config.model_copy(update={"launch": config.launch.model_copy(update=alone)})
+
+
+def _common_settings(job: Job) -> dict[str, str]:
+    """Return what must be equal on all hosts, by name: hashes, because hosts send them to each other."""
+    plain = {section: value for section, value in to_plain(job.config).items() if section not in _OF_HOST}
+    launch, resume = job.config.launch, job.resume
+    flags = {
+        "--fresh": resume.fresh,
+        "--from": resume.step,
+        "--fork": resume.origin is not None,
+        "--accept-changes": resume.accept_changes,
+        "recipe": job.recipe,
+        "launch.backend": launch.backend,
+        "launch.device": launch.device,
+        "launch.job_id": launch.job_id,
+    }
+    values = {**dict(_flat(plain, "")), **flags}
+    return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16] for name, value in values.items()}
+
+
+def _flat(value: object, name: str) -> Iterator[tuple[str, object]]:
+    if not isinstance(value, dict) or not value:
+        yield name, value
+        return
+    for key, item in value.items():
+        yield from _flat(item, f"{name}.{key}" if name else str(key))
