@@ -84,7 +84,7 @@ _COUPLED = {
     (schema.HuggingFaceModel, "architecture"), (schema.ObjectiveConfig, "kind"), (schema.ObjectiveConfig, "target"),
     (schema.Optim, "nesterov"), (schema.Schedule, "warmup_ratio"), (schema.Schedule, "decay_ratio"),
     *((schema.ActivationCheckpointing, key) for key in schema.ActivationCheckpointing.model_fields if key != "mode"),
-    (schema.Optim, "in_backward"), (schema.Memory, "loss_chunk"),
+    (schema.Optim, "in_backward"), (schema.Memory, "loss_chunk"), (schema.Launch, "nodes"),
     (schema.Checkpoint, "keep_every"), (schema.Checkpoint, "best"), (schema.Run, "end_with"),
     (schema.Run, "samples"), (schema.Run, "tokens"), (schema.Run, "epochs"), (schema.Run, "steps"),
 }  # fmt: skip
