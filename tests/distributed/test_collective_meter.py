@@ -14,6 +14,7 @@ from lockstep.core.collective_names import bus_factor
 from lockstep.core.phase_clock import Phase, PhaseClock
 from lockstep.distributed.collective_meter import CollectiveMeter, CollectiveTotals
 from lockstep.distributed.notice_board import NoticeBoard
+from lockstep.distributed.process_group import ReducedGradients
 
 
 def measured(rank: int) -> dict[str, Any]:
@@ -65,6 +66,16 @@ def test_a_rank_waits_for_the_late_one_and_all_bytes_are_counted() -> None:
     assert first["gauges"]["all_reduce_bytes"] == 8000
     assert first["gauges"]["all_reduce_bus_bytes_per_second"] == first["timed"][1]
     assert first["timed"][0] == first["timed"][1] > 0  # of two ranks, bus and algorithm bandwidth are equal
+
+
+def test_a_bandwidth_of_few_of_the_bytes_is_left_out() -> None:
+    reduced = ReducedGradients()
+    meter = CollectiveMeter(PhaseClock(), reduced)
+    meter.totals["all_reduce", 2] = CollectiveTotals(1, 100, 100, 2.0)
+    assert meter.gauges() == {"all_reduce_bytes": 100, "all_reduce_bus_bytes_per_second": 50.0}
+    reduced.size = 1000
+    assert meter.gauges() == {"all_reduce_bytes": 1100}
+    assert CollectiveMeter(PhaseClock(), reduced).gauges() == {"all_reduce_bytes": 1000}
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,27 @@ def test_the_state_comes_from_the_files_that_are_there(tmp_path: Path, name: str
     run.release()
 
 
+def test_what_is_known_of_a_run_that_left_no_record_is_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run")
+    run.release()
+    assert status_of(run.path).note == ("it left no record: it was killed, its machine stopped, or its disk was full")
+    full = os.statvfs_result((4096, 4096, 10**6, 0, 0, 10**6, 10**5, 10**5, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    status = status_of(run.path)
+    assert status.note == "it left no record: its disk is full (this disk has 0 B free now)"
+    assert status.sentence == f"It failed: {status.note}."
+
+
+def test_a_run_that_ended_early_has_the_reason(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    finished(run)
+    summary = json.loads((run.path / "summary.json").read_text())
+    (run.path / "summary.json").write_text(json.dumps({**summary, "stopped_early": "loss has not improved"}))
+    status = status_of(run.path)
+    assert (status.state, status.note) == (RunState.DONE, "ended early: loss has not improved")
+    assert status.sentence == "It ended early: loss has not improved."
+
+
 def test_a_run_without_an_update_is_starting(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=0)
     assert status_of(run.path).state is RunState.STARTING

@@ -20,7 +20,7 @@ from kit.reports import FACTS, report
 from kit.worlds import in_process
 from PIL import Image as Pillow
 
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.extensions import import_target
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.core.records import EvaluationReport, RestartReport, SaveReport
@@ -30,6 +30,7 @@ from lockstep.monitor.histogram import Histogram
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.trackers import TrackerMonitor
+from lockstep.monitor.wandb_tracker import refuse_unknown
 
 MEDIA = ("picture", "errors", "weights", "sample")
 PIXELS = bytes(range(2 * 3 * 3))
@@ -97,6 +98,14 @@ def test_a_resumed_run_continues_the_record_and_marks_what_is_repeated(tmp_path:
     points = [call[1] for call in calls if call[0] == "scalars" and call[2] == "speed/samples_per_second"]
     assert points == [1, 4, 8, 12, 12, 16]
     assert json.loads((tmp_path / "trackers" / "it.json").read_text()) == {"run": "mine-1"}
+
+
+def test_an_argument_that_a_tracker_does_not_have_is_refused_with_the_nearest() -> None:
+    def init(project: str = "", entity: str = "") -> None: ...
+
+    refuse_unknown({"project": "a", "entity": "b"}, init)
+    with pytest.raises(ConfigError, match=r"wandb.init has no argument entry; did you mean entity\?"):
+        refuse_unknown({"project": "a", "entry": "b"}, init)
 
 
 def test_a_tracker_that_hangs_or_fails_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -60,9 +60,9 @@ def test_a_run_whose_launcher_is_dead_does_not_run_although_its_live_file_is_fre
 def test_why_no_trace_came_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requesting, "_POLL_S", 0.02)
     run = RunFolder.create(tmp_path / "run")
-    with pytest.raises(RunFailed, match="has not recorded an update in 0 s: it still starts"):
+    with pytest.raises(RunFailed, match="has not begun its first update in 0 s: it still starts"):
         request_traces(run.path, 1, TraceOptions(), 0.1, lambda answer: None)
-    (run.path / "metrics.jsonl").write_text("")
+    assert not (run.path / "profile").exists()
     (run.path / "attempts.jsonl").write_text("{}\n")
 
     def answer() -> None:

@@ -70,6 +70,10 @@ def test_where_the_time_of_each_rank_goes(tmp_path: Path) -> None:
         assert last["gauges"]["disk_free"][0] > 0
         assert {"cpu_percent", "host_memory_used", "network_sent_rate"} <= set(last["gauges"])
         assert not (tmp_path / name / "live.json").exists()
+    gauges = of_runs["ddp"][-1]["gauges"]
+    attempt = json.loads((tmp_path / "ddp" / "attempts.jsonl").read_text())
+    reduced = 12 * 4 * attempt["trainable"]  # each update, every gradient, in fp32
+    assert reduced <= gauges["all_reduce_bytes"][0] == gauges["all_reduce_bytes"][1] < reduced + 12 * 1000  # the votes
     named = [line["stragglers"] for line in of_runs["ddp"] if line["stragglers"]]
     assert named
     assert named[-1][0]["rank"] == 1

@@ -3,7 +3,8 @@
     torch.distributed, FSDP, DeepSpeed, pipelines --> ProcessGroup.allreduce(...) --> Work --> Work.wait()
                                                       counted: calls, bytes                    Phase.COMMUNICATION
     tensor parallelism    --> functional collectives --> wait_tensor()                         Phase.COMMUNICATION
-    DDP                   --> its reducer, in C++: `sharding.ddp` marks the end of its backward
+    DDP                   --> its reducer, in C++: `sharding.ddp` marks the end of its backward, and counts the bytes of
+                                                   the gradients in `World.reduced`
 
 Bytes and bandwidths are those of nccl-tests (PERFORMANCE.md): a bus bandwidth is that of the slowest link, whatever the
 number of ranks is.
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from lockstep.core.collective_names import OPERATIONS, bus_factor
 from lockstep.core.phase_clock import Phase, PhaseClock
+from lockstep.distributed.process_group import ReducedGradients
 
 _COMMUNICATION = Phase.COMMUNICATION
 _MAX_STARTED = 256
@@ -57,26 +59,37 @@ class CollectiveMeter:
 
     Attributes:
         totals: By operation and number of ranks.
+
+    Args:
+        reduced: What is reduced without a method of a process group.
     """
 
-    def __init__(self, clock: PhaseClock) -> None:
+    def __init__(self, clock: PhaseClock, reduced: ReducedGradients | None = None) -> None:
         self._clock = clock
+        self._reduced = reduced or ReducedGradients()
         self.totals: dict[tuple[str, int], CollectiveTotals] = {}
         self._started: dict[int, tuple[CollectiveTotals, int, float]] = {}  # by the work's id
 
     def gauges(self) -> dict[str, float]:
-        """Return, by operation, the bytes so far, and the bus bandwidth in bytes per second if calls were waited for.
+        """Return, by operation, the bytes so far, and the bus bandwidth in bytes per second.
 
-        What DDP reduces in C++ isn't counted.
+        The bandwidth is left out if the calls that were waited for have less than half of the bytes: what DDP reduces
+        during its backward isn't timed.
         """
         values: dict[str, float] = {}
         for operation in dict.fromkeys(operation for operation, _ in list(self.totals)):
             of_groups = [(ranks, each) for (name, ranks), each in list(self.totals.items()) if name == operation]
             values[f"{operation}_bytes"] = sum(each.size for _, each in of_groups)
             ranks, largest = max(of_groups, key=lambda group: group[1].timed_size)
-            if (bandwidths := largest.bandwidths(operation, ranks)) is not None:
+            timed = 2 * largest.timed_size >= values[f"{operation}_bytes"] + self._unseen(operation)
+            if timed and (bandwidths := largest.bandwidths(operation, ranks)) is not None:
                 values[f"{operation}_bus_bytes_per_second"] = bandwidths[1]
+        if unseen := self._unseen("all_reduce"):
+            values["all_reduce_bytes"] = values.get("all_reduce_bytes", 0.0) + unseen
         return values
+
+    def _unseen(self, operation: str) -> int:
+        return self._reduced.size if operation == "all_reduce" else 0
 
     def count(self, operation: str, ranks: int, size: int) -> CollectiveTotals:
         """Count a call of `size` bytes."""

@@ -40,6 +40,17 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
 
 
+@dataclass(slots=True)
+class ReducedGradients:
+    """Gradients that this rank has reduced with others in C++, where no method of a process group shows it.
+
+    Attributes:
+        size: Bytes, as nccl-tests counts them: of whole tensors.
+    """
+
+    size: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """The rank and its place among all ranks.
@@ -53,6 +64,7 @@ class World:
         launcher_store: The store of a launcher that outlives its ranks and starts them again; None: there is none.
         clock: Measures where the time of this rank's updates goes.
         notices: What the ranks post for each other outside of collectives.
+        reduced: Gradients that are reduced in C++.
     """
 
     axis: Axis
@@ -66,6 +78,7 @@ class World:
     launcher_store: Store | None = None
     clock: PhaseClock = field(default_factory=PhaseClock)
     notices: NoticeBoard = field(default_factory=lambda: NoticeBoard(None, 0, 1))
+    reduced: ReducedGradients = field(default_factory=ReducedGradients)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class WandbTracker(Tracker):
 
     def start(self, run: TrackedRun) -> str:
         self._wandb = import_beside("wandb")
-        _refuse_unknown(self._arguments, self._wandb.init)
+        refuse_unknown(self._arguments, self._wandb.init)
         identifier = run.tracker_id or run.id[:32]
         options = {
             "id": identifier,
@@ -58,6 +58,7 @@ class WandbTracker(Tracker):
             "settings": _settings(self._wandb),
         }
         self._run = self._init(options | self._arguments)
+        _silence_own_log()
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         return identifier
@@ -124,7 +125,13 @@ class WandbTracker(Tracker):
             _log.warning("Weights & Biases needs pillow for images, which are left out: %s", pip_install("wandb"))
 
 
-def _refuse_unknown(arguments: Mapping[str, Any], function: Callable[..., Any]) -> None:
+def _silence_own_log() -> None:
+    """Let W&B's own log lose lines that the disk has no space for: logging would print a traceback for each."""
+    for handler in logging.getLogger("wandb").handlers:
+        handler.handleError = lambda record: None  # type: ignore[method-assign]
+
+
+def refuse_unknown(arguments: Mapping[str, Any], function: Callable[..., Any]) -> None:
     """Raise ConfigError for an argument that wandb.init doesn't have; wandb is imported in the tracker's thread."""
     known = inspect.signature(function).parameters
     unknown = [name for name in arguments if name not in known]

@@ -129,7 +129,8 @@ def summary_lines(traces: Sequence[Trace]) -> Iterator[str]:
     """Yield the summary of a run's traces: each rank's time, operators and collectives, then the findings."""
     for trace in traces:
         facts = trace.facts
-        yield f"rank {trace.rank}, updates {facts['first']:,} to {facts['last']:,}: {short_time(trace.seconds)} each"
+        of = f" {facts['first']:,}" if facts["first"] == facts["last"] else f"s {facts['first']:,} to {facts['last']:,}"
+        yield f"rank {trace.rank}, update{of}: {short_time(trace.seconds)} each"
         parts = sorted(trace.split.items(), key=lambda item: -item[1])
         yield "  time         " + ", ".join(f"{name} {seconds / trace.seconds:.0%}" for name, seconds in parts)
         if trace.device is not None:

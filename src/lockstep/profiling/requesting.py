@@ -15,8 +15,8 @@ from pathlib import Path
 
 from lockstep.core.errors import RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
-from lockstep.monitor.attempts import holder_may_live
-from lockstep.monitor.folder import ATTEMPTS, METRICS, held_by
+from lockstep.monitor.attempts import holder_may_live, launched
+from lockstep.monitor.folder import ATTEMPTS, held_by
 from lockstep.monitor.meter_files import LIVE
 from lockstep.monitor.profile_spans import PROFILE, TRACE_SUFFIX, TraceOptions, TraceRequest
 from lockstep.monitor.trace_requests import REQUEST, TraceAnswer, read_answer
@@ -48,6 +48,7 @@ def request_traces(
         RunFailed: The run refuses, ends meanwhile, or doesn't answer in time.
     """
     request = TraceRequest(uuid.uuid4().hex, steps, 1, options)
+    _await_begin(run, seconds)
     path, starts = run / PROFILE / REQUEST, _starts(run)
     _write(path, request)
     try:
@@ -59,6 +60,28 @@ def request_traces(
         raise RunFailed(f"{run} records no trace: {answer.refusal}")
     show(answer)
     return _files(run, answer, seconds, starts)
+
+
+def _await_begin(run: Path, seconds: float) -> None:
+    """Wait until a run that starts has put its folder in order: it would move a request away with earlier files."""
+    deadline = time.monotonic() + seconds
+    while not _has_begun(run):
+        if not is_running(run):
+            raise RunFailed(f"the run in {run} has ended before its first update")
+        if time.monotonic() > deadline:
+            raise RunFailed(
+                f"the run in {run} has not begun its first update in {seconds:.0f} s: it still starts; see its output "
+                "and logs/ in its folder, or wait longer with --timeout"
+            )
+        time.sleep(_POLL_S)
+
+
+def _has_begun(run: Path) -> bool:
+    """Return whether the last launch has recorded its attempt."""
+    try:
+        return (run / ATTEMPTS).stat().st_mtime >= launched(run)
+    except OSError:
+        return False
 
 
 def _starts(run: Path) -> int:
@@ -102,11 +125,6 @@ def _answer(run: Path, name: str, seconds: float) -> TraceAnswer:
         if not running:
             raise RunFailed(f"the run in {run} has ended without an answer")
         time.sleep(_POLL_S)
-    if not (run / METRICS).is_file():
-        raise RunFailed(
-            f"the run in {run} has not recorded an update in {seconds:.0f} s: it still starts; see its output and "
-            "logs/ in its folder, or wait longer with --timeout"
-        )
     raise RunFailed(
         f"the run in {run} hasn't answered in {seconds:.0f} s: its updates are slower, it hangs, or it was killed on "
         "another host; read live.json and logs/ in its folder, or wait longer with --timeout"

@@ -61,9 +61,11 @@ class DDPStep(GradientStep):
     ) -> None:
         self._model = model
         self._ranks = world.axis.size
-        self._clock = world.clock
+        self._clock, self._reduced = world.clock, world.reduced
         self._optimizer = optimizer
         self._parameters = trainable_parameters(model)
+        is_seen = options.compression != "none"  # it is by hooks in Python, whose collectives are counted
+        self._reduced_bytes = 0 if is_seen else sum(each.numel() * each.element_size() for each in self._parameters)
         self._squared_norm = squared_norm
         self._in_buckets = _InBuckets(self._parameters) if accumulates and options.gradient_as_bucket_view else None
         arguments = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -93,6 +95,8 @@ class DDPStep(GradientStep):
         # A static graph is learned in the first backward, which must reduce (torch 2.13 asserts it). Gradients that are
         # reduced already are the same on all ranks, so their mean in the last backward changes nothing.
         sync, self._learns_graph = last or self._learns_graph, False
+        if sync:
+            self._reduced.size += self._reduced_bytes
         if self._in_buckets is not None:
             self._in_buckets.active = not sync
         return NO_SYNC if sync else self._ddp.no_sync()

@@ -52,7 +52,7 @@ class Meters:
         components = components_of(session)
         world, seconds = components.world, components.config.monitor.meter_seconds
         self._measures = seconds > 0
-        self._collectives = CollectiveMeter(world.clock)
+        self._collectives = CollectiveMeter(world.clock, world.reduced)
         self.files: MeterFiles | None = None
         if self._measures and world.rank == 0:
             self.files = MeterFiles(folder, world.notices, seconds, world.size)
