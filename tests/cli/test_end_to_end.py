@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.commands import Done, run_lockstep
+from kit.commands import Done, processes_of_group, run_lockstep, start_lockstep
 
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
 OWN_PARTS = Path(__file__).with_name("own_parts.py")
@@ -202,15 +202,13 @@ def test_an_inserted_local_rank(own: Path) -> None:
 
 def test_sigterm_stops_all_ranks(own: Path) -> None:
     words = ["train", "own.json", "--ranks", "2", "--run.steps", "100000000", "--run.folder", "stopped"]
-    command = subprocess.Popen([*LOCKSTEP, *words], cwd=own, env=_environment(), stderr=subprocess.PIPE, text=True,
-                               stdout=subprocess.DEVNULL)  # fmt: skip
-    _wait_for(own / "stopped" / "metrics.jsonl")
-    ranks = _children(command.pid)
+    command = start_lockstep(*words, cwd=own)
+    command.wait_for((own / "stopped" / "metrics.jsonl").exists)
+    ranks = command.ranks
     assert len(ranks) == 2
-    command.send_signal(signal.SIGTERM)
-    _, errors = command.communicate(timeout=60)
-    assert command.returncode == 75, errors
-    assert re.search(r"stopped at step [\d,]+, as requested, and saved; start it again to resume", errors)
+    command.send(signal.SIGTERM)
+    assert command.end() == 75, command.output
+    assert re.search(r"stopped at step [\d,]+, as requested, and saved; start it again to resume", command.output)
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert not (own / "stopped" / "summary.json").exists()
 
@@ -256,23 +254,13 @@ def test_a_run_whose_standard_streams_are_closed_is_trained(own: Path) -> None:
 
 def test_no_orphans_when_the_launcher_is_killed(own: Path) -> None:
     words = ["train", "own.json", "--ranks", "2", "--run.steps", "100000000", "--run.folder", "killed"]
-    command = subprocess.Popen([*LOCKSTEP, *words], cwd=own, env=_environment(), stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)  # fmt: skip
-    _wait_for(own / "killed" / "metrics.jsonl")
-    ranks = _children(command.pid)
-    command.kill()
-    command.wait()
-    deadline = time.monotonic() + 10
-    while any(_runs(pid) for pid in ranks):
-        assert time.monotonic() < deadline, "ranks live on"
-        time.sleep(0.05)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    command = start_lockstep(*words, cwd=own)
+    command.wait_for((own / "killed" / "metrics.jsonl").exists)
+    ranks = command.ranks
+    assert len(ranks) == 2
+    assert set(ranks) < set(processes_of_group(command.pid))
+    command.send(signal.SIGKILL)
+    assert command.end() == -signal.SIGKILL  # and none of its group is left
 
 
 def _wait_for(file: Path) -> None:
@@ -280,10 +268,6 @@ def _wait_for(file: Path) -> None:
     while not file.exists():
         assert time.monotonic() < deadline, f"{file} is missing"
         time.sleep(0.05)
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def first_weights(configs: list[dict[str, Any]]) -> list[Arrays]:
 
 
 def test_every_strategy_starts_from_the_same_bits() -> None:
-    rows = [(name, variant) for name in FAMILIES for variant in COMPARED]
+    rows = [(name, variant) for name in FAMILIES for variant in COMPARED if variant not in DRILLED]
     expected = dict(zip(FAMILIES, in_world(1, first_weights, [config(name) for name in FAMILIES])[0], strict=True))
     configs = [config(name, 2, **VARIANTS[variant]) for name, variant in rows]
     for on_a_rank in in_world(2, first_weights, configs):
