@@ -34,7 +34,7 @@ def test_a_running_job_of_two_ranks(tmp_path: Path) -> None:
     record = json.loads(done.stdout)
     assert [(trace["facts"]["rank"], trace["updates"]) for trace in record["traces"]] == [(0, 2), (1, 2)]
     assert "slow rank" in [finding["name"] for finding in record["findings"]]
-    assert "rank 0, 1 records updates" in done.stderr
+    assert "ranks 0 and 1 record updates" in done.stderr
     refused = run_lockstep("profile", "run", "--ranks", "5", cwd=tmp_path)
     assert refused.returncode == 1
     assert "the run has 2 ranks, and no rank 5" in refused.stderr
@@ -88,7 +88,8 @@ def test_a_run_that_has_ended_without_traces(tmp_path: Path) -> None:
 
 
 def test_a_run_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "live.json").write_text("{}")
+    for name in ("live.json", "attempts.jsonl"):
+        (tmp_path / name).write_text("{}\n")
     with pytest.raises(RunFailed, match="hasn't answered in 0 s"):
         request_traces(tmp_path, 3, TraceOptions(), 0.1, lambda answer: None)
     assert not list((tmp_path / PROFILE).iterdir())

@@ -29,7 +29,7 @@ GPU = Attempt(
 
 def write_run(folder: Path, attempt: Attempt) -> Path:
     """An update of a million tokens takes 2 s, a quarter of which is communication."""
-    folder.mkdir()
+    (folder / "checkpoints" / "step-00000100").mkdir(parents=True)
     (folder / "config.yaml").write_text("run: {steps: 100}\nprecision: {compute: bf16}\n")
     last = {"step": 100, "loss": 2.0, "tokens": 100_000_000, "tokens_per_second": 5e5, "samples_per_second": 500.0}
     (folder / "metrics.jsonl").write_text(json.dumps({**last, "seconds": 200.0}) + "\n")

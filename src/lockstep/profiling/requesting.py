@@ -79,7 +79,7 @@ def _await_begin(run: Path, seconds: float) -> None:
 def _has_begun(run: Path) -> bool:
     """Return whether the last launch has recorded its attempt."""
     try:
-        return (run / ATTEMPTS).stat().st_mtime >= launched(run)
+        return not (run / ATTEMPTS).stat().st_mtime < launched(run)  # which isn't known without a lock
     except OSError:
         return False
 
