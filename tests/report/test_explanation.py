@@ -143,3 +143,10 @@ def test_the_command_prints_sentences_or_json(tmp_path: Path) -> None:
     record = json.loads(run_lockstep("explain", folder, "--json").stdout)
     assert record["limits"][0]["name"] == "data"
     assert record["sentences"][0].startswith("The run is not finished: 100 updates")
+
+
+def test_a_checkpoint_that_no_event_has_is_resumed_from(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert not any("resumes it" in sentence for sentence in explain(folder).sentences)
+    (folder / "checkpoints" / "step-00000100").mkdir(parents=True)
+    assert any("resumes it from the newest checkpoint" in sentence for sentence in explain(folder).sentences)

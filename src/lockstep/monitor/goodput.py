@@ -131,7 +131,7 @@ def _kept(run: Path, attempt: Attempt, last: _ClockedUpdate) -> _ClockedUpdate:
     """
     if is_finished(run) or held_by(run) is not None or _trains_elsewhere(run):
         return last
-    saved = max((step for step in _saved_steps(run) if step <= last.step), default=0)
+    saved = max((step for step in saved_steps(run) if step <= last.step), default=0)
     if saved <= attempt.step:
         return _ClockedUpdate(attempt.step, attempt.seconds)
     return _ClockedUpdate(saved, _clock_at(run / METRICS, saved, _ClockedUpdate(attempt.step, attempt.seconds), last))
@@ -141,13 +141,14 @@ def _trains_elsewhere(run: Path) -> bool:
     return abs(time.time() - last_sign(run)) < _FRESH_S and holder_may_live(run)
 
 
-def _saved_steps(run: Path) -> Iterator[float]:
+def saved_steps(run: Path) -> Iterator[int]:
     """Yield the steps of checkpoints: those that the folder has, and those whose saves are recorded."""
     with suppress(OSError):
         yield from (int(name[1]) for entry in os.scandir(run / CHECKPOINTS) if (name := _SAVED.fullmatch(entry.name)))
     for record in _events(run):
-        if "saved" in record and record.get("failure") is None:
-            yield number_or_nan(record.get("step"))
+        step = number_or_nan(record.get("step"))
+        if "saved" in record and record.get("failure") is None and step >= 0:
+            yield int(step)
 
 
 def _clock_at(metrics: Path, step: float, before: _ClockedUpdate, after: _ClockedUpdate) -> float:

@@ -17,7 +17,7 @@ from lockstep.core import formatting
 from lockstep.core.command_lines import command_line
 from lockstep.monitor.attempts import Attempt, read_attempts
 from lockstep.monitor.folder import held_by
-from lockstep.monitor.goodput import Goodput, goodput
+from lockstep.monitor.goodput import Goodput, goodput, saved_steps
 from lockstep.report.curves import throughput
 from lockstep.report.limits import Limit, limits
 from lockstep.report.rank_history import RankHistory, damage, read_rank_history
@@ -196,7 +196,7 @@ def _goodput(useful: Goodput | None, *, is_finished: bool) -> Iterator[str]:
 
 def _next(evidence: _Evidence) -> Iterator[str]:
     run = evidence.run
-    if run.summary is None and held_by(run.folder) is None and any(save.failure is None for save in run.saves):
+    if run.summary is None and held_by(run.folder) is None and any(True for _ in saved_steps(run.folder)):
         yield f"`{command_line('lockstep', 'train', run.folder)}` resumes it from the newest checkpoint."
     if not run.columns or not len(run.columns["loss"].steps):
         return

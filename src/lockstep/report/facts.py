@@ -17,6 +17,7 @@ from lockstep.core import formatting
 from lockstep.core.command_lines import command_line
 from lockstep.core.secrets import hidden_variable
 from lockstep.monitor.folder import EARLIER
+from lockstep.monitor.goodput import saved_steps
 from lockstep.report.curves import capitalized, throughput, unit_of
 from lockstep.report.run_data import RunData
 from lockstep.report.scales import value_text
@@ -36,7 +37,7 @@ def flaws(run: RunData) -> list[str]:
         steps, configured = run.columns["loss"].steps, run.configured("run", "steps")
         of = f" of {count_text(configured)}" if configured else ""
         last = f": step {steps[-1]:,.0f}{of} is the last recorded" if len(steps) else ""
-        saved = [save.step for save in run.saves if save.failure is None]
+        saved = list(saved_steps(run.folder))  # that of a rank that failed is no event
         command = command_line("lockstep", "train", run.folder)
         rest = f"{command} resumes it from the save of step {max(saved):,}." if saved else "No save is recorded."
         unfinished = [f"This run was not finished when the report was made{last}. {rest}"]
