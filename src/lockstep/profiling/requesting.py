@@ -77,11 +77,13 @@ def _await_begin(run: Path, seconds: float) -> None:
 
 
 def _has_begun(run: Path) -> bool:
-    """Return whether the last launch has recorded its attempt."""
-    try:
-        return not (run / ATTEMPTS).stat().st_mtime < launched(run)  # which isn't known without a lock
-    except OSError:
-        return False
+    """Return whether the last launch has recorded its attempt, or its meters since."""
+    start = launched(run)  # not known without a lock
+    for name in (ATTEMPTS, LIVE):
+        with suppress(OSError):
+            if not (run / name).stat().st_mtime < start:
+                return True
+    return False
 
 
 def _starts(run: Path) -> int:
