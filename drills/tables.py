@@ -11,6 +11,7 @@ import doctor_drill
 import elastic_drill
 import hosts_drill
 import kill_drill
+import partition_drill
 import peers_drill
 import s3_drill
 import signal_drill
@@ -23,6 +24,7 @@ TABLES = {
     "signal_drill": signal_drill.table,
     "elastic_drill": elastic_drill.table,
     "hosts_drill": hosts_drill.table,
+    "partition_drill": partition_drill.table,
     "versions": versions_drill.table,
     "peers_drill": peers_drill.table,
     "s3_drill": s3_drill.table,

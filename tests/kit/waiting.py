@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -11,4 +12,12 @@ def wait_for(paths: list[Path], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline, f"still missing: {[path for path in paths if not path.exists()]}"
+        time.sleep(0.01)
+
+
+def wait_until(moment: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until something is true."""
+    deadline = time.monotonic() + seconds
+    while not moment():
+        assert time.monotonic() < deadline, "it doesn't come"
         time.sleep(0.01)

@@ -8,16 +8,19 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from lockstep.config.schema import Launch
+from lockstep.config.training_sections import Recovery
 from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
 from lockstep.core.ranks import RankEnvironment
 from lockstep.launch import group, meeting
+from lockstep.launch.host_rounds import FollowerRounds, LeaderRounds
 from lockstep.launch.local import launch, may_fork
 from lockstep.launch.meeting import connected_hosts
+from lockstep.launch.supervision import Rounds, Supervisor
 
 
 def acts(
@@ -51,6 +54,36 @@ def host_acts(
         with connected_hosts(launch_section, ranks, settings or {}) as hosts:
             hosts.meet()
             result = launch(partial(play, list(script)), ranks, launch_section, None, hosts=hosts)
+            if hosts.leads:
+                hosts.finish(result)
+            return result.show()
+    except Failure as failure:
+        print(failure, file=sys.stderr)
+        return failure.exit_code
+
+
+def host_rounds(scripts: Sequence[Sequence[str]], ranks: int, section: dict[str, object], wait: float = 20.0) -> int:
+    """Launch the ranks of one of several hosts; in round R rank N performs scripts[R - 1][N], or the last ones."""
+    group._GRACE, group._SETTLE, group._SETTLE_PEER = 0.5, 0.2, 4.0
+    launch_section = Launch(**section)
+
+    def entry() -> Callable[[], int]:
+        return partial(play, list(scripts[min(hosts.round, len(scripts)) - 1]))
+
+    def next_round() -> Callable[[], int]:
+        return partial(play, list(scripts[min(hosts.round, len(scripts) - 1)]))
+
+    try:
+        with connected_hosts(launch_section, ranks, {}, recovers=True) as hosts:
+            hosts.meet()
+            rounds: Rounds = FollowerRounds(hosts, wait, lambda folder, decision: entry())
+            if hosts.leads:
+                supervisor = Supervisor(Recovery(), lambda: 0, next_round)
+                rounds = LeaderRounds(hosts, supervisor, wait, hosts.elastic, Path("run"), lambda entry: {})
+                hosts.open_folder(Path("run"), {})
+            elif hosts.wait_for_folder() is None:
+                return 0
+            result = launch(entry(), ranks, launch_section, None, hosts=hosts, supervisor=rounds)
             if hosts.leads:
                 hosts.finish(result)
             return result.show()

@@ -36,6 +36,7 @@ _SETTLE = 1.0  # seconds for the other ranks to report how they fail, once one h
 _SETTLE_PEER = 5.0  # the same while only consequences are known: the cause may be a rank that is still unwinding
 _SETTLE_TIMEOUT = 0.1  # part of a collective's timeout: a rank that began to wait later times out later
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL, if the run has failed anyway
+_GRACE_CUT_OFF = 1.0  # the same if ranks wait for a host that is silent, and start again: they have no error to report
 _HANGS = 20.0  # seconds after which a launcher hangs that hasn't ended its ranks, and should have
 _SAME_REQUEST = 0.5  # seconds: signals this close are one request (timeout(1) and shells signal process and group)
 _CAUSES = {EndKind.MESSAGE, EndKind.TRACEBACK, EndKind.CODE, EndKind.EXITED, EndKind.KILLED, EndKind.LOST}
@@ -222,7 +223,7 @@ def watch(
             stops = requests.stops
             _stop(stops, living, deadlines, patience)
         _set_deadlines(_ends(members, hosts), deadlines, patience, hosts.size if hosts is not None else len(members))
-        _enforce(living, deadlines)
+        _enforce(living, deadlines, _GRACE_CUT_OFF if hosts is not None and hosts.is_cut_off else _GRACE)
         if hosts is not None:
             _give_up_others([member.ended for member in members], hosts, deadlines, patience, stops)
     return [end for _, end in sorted(_ends(members, hosts).items())]
@@ -278,7 +279,7 @@ def _settle_time(kinds: Sequence[EndKind], ranks: int, patience: float) -> float
     return math.inf
 
 
-def _enforce(living: Sequence[RankProcess], deadlines: _Deadlines) -> None:
+def _enforce(living: Sequence[RankProcess], deadlines: _Deadlines, grace: float) -> None:
     now = time.monotonic()
     running = [member for member in living if member.ended is None]
     if now >= deadlines.kill:
@@ -289,7 +290,7 @@ def _enforce(living: Sequence[RankProcess], deadlines: _Deadlines) -> None:
         for member in running:
             member.end(signal.SIGTERM)
         deadlines.terminated = True
-        deadlines.terminate, deadlines.kill = math.inf, min(deadlines.kill, now + _GRACE)
+        deadlines.terminate, deadlines.kill = math.inf, min(deadlines.kill, now + grace)
 
 
 def _give_up_others(

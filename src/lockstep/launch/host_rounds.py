@@ -59,7 +59,8 @@ class LeaderRounds:
         if again is None:
             return None
         try:
-            self.hosts.call(self.hosts.round + 1, result, max(self.wait, _READY_S))
+            wait = self.wait if is_lost and not self.elastic else max(self.wait, _READY_S)
+            self.hosts.call(self.hosts.round + 1, result, wait)
             self.hosts.meet()
         except Failure as failure:
             self._failure = failure

@@ -67,6 +67,7 @@ class Hosts:
         next: The number of the next round, once the leader has decided that there is one, and how this one has ended.
         lost_leader: Why the leader can't be reached; empty: it can.
         arrived: A host that waits to be taken in; empty: none.
+        is_cut_off: Whether a host is silent, and another round may follow.
         has_gone: Whether a host has reported that it leaves the run.
         pauses: Whether this round's ranks have been stopped for it.
         decision: What the leader has decided for this round, as of `open_folder`.
@@ -83,7 +84,7 @@ class Hosts:
         self.requests: SignalRequests | None = None
         self.next: tuple[int, LaunchResult] | None = None
         self.lost_leader = self.arrived = ""
-        self.pauses = self.has_gone = False
+        self.pauses = self.has_gone = self.is_cut_off = False
         self.decision: Mapping[str, Any] = {}
         self.node = 0
         self.world: list[HostRanks] = []
@@ -154,7 +155,7 @@ class Hosts:
         self.round = number
         self.world, self.ends, self.next = [], {}, None
         self.lost_leader = self.arrived = ""
-        self.pauses = self.has_gone = False
+        self.pauses = self.has_gone = self.is_cut_off = False
         self._ended, self._published, self._lost = set(), {}, 0
         self._result = self._folder = None
 
@@ -362,6 +363,7 @@ class Hosts:
             return
         host = self.world[message["node"]]
         text = f"host {host} is lost: {message['why']}"
+        self.is_cut_off |= self.recovers and message.get("silent", False)
         has_ended = self._ended.issuperset(range(host.first, host.first + host.ranks))
         if not has_ended and self._lost < _LOST_NOTED:
             self._lost += 1

@@ -233,7 +233,7 @@ class Leader(Relay):
                 guest.hello[key] == hello[key] for key in ("host", "node_rank")
             )
             if link is not None and (same or (again and self.recovers and guest.has_trained)):
-                self._lose(link, "it has connected again")
+                self._lose(link, {"why": "it has connected again"})
                 link.close()
 
     def _pass_on(self, link: Link, message: Message) -> None:
@@ -249,12 +249,12 @@ class Leader(Relay):
         elif message["type"] == "gone" and self._meeting is not None and (self._round == 1 or guest.has_trained):
             self._end({"type": "result", "code": message["code"], "text": message["text"]})
 
-    def _lose(self, link: Link, why: str) -> None:
+    def _lose(self, link: Link, why: Message) -> None:
         guest = self._guests.pop(link, None)
         if guest is None or self._over is not None:
             return
         if guest.node is not None:
-            lost = {"type": "lost", "round": self._round, "node": guest.node, "why": why}
+            lost = {"type": "lost", "round": self._round, "node": guest.node, **why}
             self._send(lost, but=link)
             self.launcher.send(lost)
         self._try_to_begin()

@@ -85,8 +85,10 @@ class _Follower(Relay):
                 if message["type"] != "beat":
                     self.launcher.send(message)
         except OSError as error:
-            why = self.why_lost(error) if with_world else f"{self.why_lost(error)} before all hosts had come"
-            self.launcher.send({"type": "lost", "node": 0, "why": why})
+            lost = {"type": "lost", "node": 0, **self.why_lost(error)}
+            if not with_world:
+                lost["why"] += " before all hosts had come"
+            self.launcher.send(lost)
 
     async def _forward(self, rendezvous: Rendezvous, number: int) -> int:
         """Listen on loopback for this host's ranks of a round, whose connections go to its store; return the port."""

@@ -39,10 +39,11 @@ class Relay:
     def note(self, text: str) -> None:
         self.launcher.send({"type": "note", "text": text})
 
-    def why_lost(self, error: OSError) -> str:
+    def why_lost(self, error: OSError) -> Message:
+        """Return the fields of a message about a host whose connection has failed."""
         if isinstance(error, TimeoutError) and not error.errno:
-            return f"nothing has come from it for {self.silence:g} s"
-        return "its connection was closed"
+            return {"why": f"nothing has come from it for {self.silence:g} s", "silent": True}
+        return {"why": "its connection was closed"}
 
 
 async def heartbeat(link: Link) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from lockstep.launch.other_launchers import interface_variables
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.monitor.folder import LOGS
 from lockstep.plan.plan import check_on_ranks
-from lockstep.training.decisions import decided
+from lockstep.training.decisions import decided, flat
 from lockstep.training.job import Job, imports_ahead
 from lockstep.training.out_of_memory import advice, memory_factors
 from lockstep.training.start_run import is_done, launch_job, train_as_rank
@@ -150,13 +150,5 @@ def _common_settings(job: Job) -> dict[str, str]:
         "launch.device": launch.device,
         "launch.job_id": launch.job_id,
     }
-    values = {**dict(_flat(plain, "")), **flags}
+    values = {**dict(flat(plain)), **flags}
     return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16] for name, value in values.items()}
-
-
-def _flat(value: object, name: str) -> Iterator[tuple[str, object]]:
-    if not isinstance(value, dict) or not value:
-        yield name, value
-        return
-    for key, item in value.items():
-        yield from _flat(item, f"{name}.{key}" if name else str(key))

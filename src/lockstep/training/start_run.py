@@ -255,7 +255,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
         try:
             entry, ahead = partial(train_as_rank, job, folder.path), imports_ahead(job.config)
             if hosts is not None:
-                hosts.open_folder(folder.path, decision_of(entry))
+                hosts.open_folder(folder.path, decision_of(job, entry))
             size = number if hosts is None else hosts.size
             remedy = advice(memory_factors(job.config, size), "forward")
             result = launch(
@@ -280,7 +280,7 @@ def _rounds(job: Job, folder: Path, hosts: Hosts | None) -> Rounds | None:
     if not hosts.recovers:
         return None
     wait = job.config.recovery.host_wait
-    return LeaderRounds(hosts, _supervisor(job, folder), wait, hosts.elastic, folder, decision_of)
+    return LeaderRounds(hosts, _supervisor(job, folder), wait, hosts.elastic, folder, partial(decision_of, job))
 
 
 def _supervisor(job: Job, folder: Path) -> Supervisor:

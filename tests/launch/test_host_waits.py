@@ -1,0 +1,99 @@
+"""Launchers of several hosts wait for one that is lost: on loopback, where each is a host with a rank of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from kit.waiting import wait_for, wait_until
+from kit.worlds import free_port
+
+if TYPE_CHECKING:
+    from conftest import ForkServer, Launched
+
+HOST = socket.gethostname()
+
+
+class Hosts:
+    """Launchers whose ranks sleep in the first round, until something happens, and end at once in the next."""
+
+    def __init__(self, fork_server: ForkServer, folder: Path, nodes: int | str, wait: float) -> None:
+        self._server, self._folder, self._wait = fork_server, folder, wait
+        self.address = f"127.0.0.1:{free_port()}"
+        self._section = {"nodes": nodes, "rendezvous": self.address, "job_id": "tested", "timeout": 20.0}
+
+    def start(self, node: int | None) -> Launched:
+        scripts = [[f"pid:{self._folder},sleep:60"] * 2, ["reduce:2"] * 2]
+        section = {**self._section, "node_rank": node}
+        return self._server.start("host_rounds", scripts=scripts, ranks=1, section=section, wait=self._wait)
+
+    def both(self) -> list[Launched]:
+        launched = [self.start(node) for node in range(2)]
+        wait_for([self._folder / f"pid-{rank}" for rank in range(2)])
+        return launched
+
+
+def prints(launched: Launched, text: str) -> bool:
+    return launched.err_path.exists() and text in launched.err
+
+
+def killed(launched: Launched) -> None:
+    os.kill(launched.pid, signal.SIGKILL)
+    launched.wait()
+
+
+def test_a_host_that_does_not_return_ends_the_run(fork_server: ForkServer, tmp_path: Path) -> None:
+    hosts = Hosts(fork_server, tmp_path, 2, wait=1.0)
+    first, second = hosts.both()
+    killed(second)
+    assert first.wait() == 1
+    assert first.err.splitlines()[-2:] == [
+        f"lockstep: host {HOST} (rank 1) is lost: its connection was closed",
+        f"1 of 2 hosts reached {hosts.address} within 1 s (recovery.host_wait): {HOST}; missing: 1 more. Start the "
+        f"same command on each host, and let the hosts reach {hosts.address}",
+    ]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_stop_while_a_host_is_waited_for_ends_the_run(fork_server: ForkServer, tmp_path: Path, lost: int) -> None:
+    launched = Hosts(fork_server, tmp_path, 2, wait=60.0).both()
+    killed(launched[lost])
+    other = launched[1 - lost]
+    words = "this host waits up to 60 s" if lost == 0 else "start again, from the newest checkpoint"
+    wait_until(lambda: prints(other, words))
+    os.kill(other.pid, signal.SIGINT)
+    assert other.wait() == 130
+    assert other.err.splitlines()[-1].endswith("stopped by SIGINT")
+
+
+def test_a_host_that_comes_while_all_are_there_takes_the_place_of_a_lost_one(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    hosts = Hosts(fork_server, tmp_path, 2, wait=20.0)
+    first, second = hosts.both()
+    third = hosts.start(None)
+    wait_until(lambda: prints(third, "2 hosts train already; this one waits"))
+    killed(second)
+    assert [first.wait(), third.wait()] == [0, 0], first.err + third.err
+    assert "round 2 trains on 2 hosts" in first.err
+
+
+def test_a_host_that_waits_in_vain_ends_with_the_run(fork_server: ForkServer, tmp_path: Path) -> None:
+    hosts = Hosts(fork_server, tmp_path, 2, wait=20.0)
+    first, second = hosts.both()
+    third = hosts.start(None)
+    wait_until(lambda: prints(third, "2 hosts train already; this one waits"))
+    os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
+    assert [first.wait(), second.wait(), third.wait()] == [0, 0, 0], first.err + second.err + third.err
+
+
+def test_a_run_that_may_have_fewer_hosts_waits_for_none(fork_server: ForkServer, tmp_path: Path) -> None:
+    hosts = Hosts(fork_server, tmp_path, "1:2", wait=20.0)
+    first, second = hosts.both()
+    killed(second)
+    assert first.wait() == 0, first.err
+    assert "round 2 trains on 1 host: " in first.err
