@@ -26,9 +26,9 @@ class Hosts:
         self.address = f"127.0.0.1:{free_port()}"
         self._section = {"nodes": nodes, "rendezvous": self.address, "job_id": "tested", "timeout": 20.0}
 
-    def start(self, node: int | None) -> Launched:
-        scripts = [[f"pid:{self._folder},sleep:60"] * 2, ["reduce:2"] * 2]
-        section = {**self._section, "node_rank": node}
+    def start(self, node: int | None, first: str = "sleep:60", **section: object) -> Launched:
+        scripts = [[f"pid:{self._folder},{first}"] * 2, ["reduce:2"] * 2]
+        section = {**self._section, "node_rank": node, **section}
         return self._server.start("host_rounds", scripts=scripts, ranks=1, section=section, wait=self._wait)
 
     def both(self) -> list[Launched]:
@@ -97,3 +97,15 @@ def test_a_run_that_may_have_fewer_hosts_waits_for_none(fork_server: ForkServer,
     killed(second)
     assert first.wait() == 0, first.err
     assert "round 2 trains on 1 host: " in first.err
+
+
+@pytest.mark.parametrize("act", ["orderly", "sleep"])
+def test_a_host_that_comes_is_taken_in_at_once(fork_server: ForkServer, tmp_path: Path, act: str) -> None:
+    """Also while ranks begin, which a signal then ends without a save."""
+    hosts = Hosts(fork_server, tmp_path, "1:2", wait=20.0)
+    first = hosts.start(0, {"orderly": f"orderly:{tmp_path}", "sleep": "sleep:60"}[act], nodes_wait=0.0)
+    wait_for([tmp_path / "pid-0"])
+    second = hosts.start(1)
+    assert [first.wait(), second.wait()] == [0, 0], first.err + second.err
+    assert "has come: all ranks start again with it" in first.err
+    assert "round 2 trains on 2 hosts" in first.err

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Entry = Callable[[], int]
 _READY_S = 30.0  # that hosts have at least to end their ranks
-_OF_PAUSE = {EndKind.PAUSED, EndKind.STOPPED, EndKind.INTERRUPTED}
+_OF_PAUSE = {EndKind.PAUSED, EndKind.STOPPED, EndKind.INTERRUPTED, EndKind.ENDED, EndKind.PEER_FAILED}
 
 
 @dataclass
