@@ -53,6 +53,9 @@ def test_a_slow_rank(runs: Path) -> None:
     assert "rank 1 on" in named["slow rank"].text
     assert "in its forward" in named["slow rank"].text
     assert named["slow rank"].gain > 0.4
+    traces = [read_trace(path) for path in trace_files(runs / "rank")]
+    calm = [replace(trace, facts={**trace.facts, "waited_for_core": 0.0}) for trace in traces]
+    named = {finding.name: finding for finding in findings_of(calm)}  # where nothing else has this machine's cores
     assert "outside of torch's operators" in named["host code"].text
 
 
