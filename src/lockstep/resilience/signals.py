@@ -49,6 +49,10 @@ class RunSignals:
         requests = (Request.SAVE,) if save else ()
         return requests if self._stop_requested_at is None else (*requests, Request.STOP)
 
+    def stops(self) -> bool:
+        """Return whether this rank was asked to stop."""
+        return self._stop_requested_at is not None
+
     def stop(self, number: int, frame: FrameType | None) -> None:
         """Handle a stop signal."""
         now = time.monotonic()

@@ -8,15 +8,13 @@ finish          the last save exists, or the run reports why it doesn't
 from __future__ import annotations
 
 import math
-import os
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint.loading import load_newest, move_newer_aside
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.retention import Retention, is_better
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
@@ -27,12 +25,8 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase
 from lockstep.core.records import EvaluationReport, Request, SaveReport, TrainingState
-from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.folder import RunFolderTaken
 from lockstep.monitor.jsonl import finite
-from lockstep.stores.addresses import is_address
-from lockstep.stores.blobs import UserStore
-from lockstep.stores.opening import open_store
 from lockstep.training.components import FailureState, VoteParticipant
 from lockstep.training.early_stopping import EarlyStopping
 from lockstep.training.ownership import refusal_of_storage
@@ -47,34 +41,11 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
     from lockstep.checkpoint.storage import Storage
     from lockstep.core.progress import Progress
-    from lockstep.core.protocols import ObjectStore
     from lockstep.monitor.history import HistoryFiles
 
 # Keys in a manifest's environment:
 HISTORY = "history"  # how far the run's files had been written
 TRANSFORMS = "transforms"  # names of the transforms of the model, if there are any
-
-
-def checkpoints_in(
-    session: Session,
-    place: str | os.PathLike[str] | ObjectStore,
-    *,
-    fresh: bool = False,
-    accept_changes: bool = False,
-) -> Checkpoints:
-    """Return the checkpoints of a session under a custom loop; see `Session.checkpoints`."""
-    section = components_of(session).config.checkpoint
-    storage: Storage
-    if not isinstance(place, str | os.PathLike):
-        storage = ObjectStorage(UserStore(place))
-    elif is_address(os.fspath(place)):
-        storage = ObjectStorage(open_store(os.fspath(place), section.retry_seconds))
-    else:
-        storage = LocalStorage(Path(place).absolute())
-    checkpoints = Checkpoints(session, storage, {})
-    for note in checkpoints.begin(Resume(fresh=fresh, accept_changes=accept_changes)):
-        print_once(f"lockstep: {note}")
-    return checkpoints
 
 
 class Checkpoints(VoteParticipant):
@@ -91,6 +62,8 @@ class Checkpoints(VoteParticipant):
         history: of the run, on the first rank; flushed before a checkpoint that refers to it exists.
         written: how far the history had been written when the checkpoint was saved that this attempt resumed from.
         resumed_from: the step that this attempt resumed from; None: it started from the beginning.
+        evaluation_due: whether the evaluation after this update has begun, and not ended. An attempt that resumes from
+            a state that was saved meanwhile begins with it.
     """
 
     def __init__(
@@ -127,6 +100,7 @@ class Checkpoints(VoteParticipant):
         self.history: HistoryFiles | None = None
         self.written: object = None
         self.resumed_from: int | None = None
+        self.evaluation_due = False
         self.run = ""
 
     @property
@@ -180,6 +154,7 @@ class Checkpoints(VoteParticipant):
                     self._best = manifest.state.get("best")
                     notes += self.early_stopping.restore(manifest.state.get("early_stopping"))
                     self._saved_at = self._newest = manifest.step
+                    self.evaluation_due = manifest.state.get("evaluation_due", False)
                     self._set_back(manifest.step, loaded.broken, notes)
             elif resume.step is not None or resume.origin is not None:
                 raise RunFailed(f"there is no checkpoint in {origin.place}")
@@ -266,6 +241,27 @@ class Checkpoints(VoteParticipant):
         """Return whether a save follows the update between `before` and the session's progress; see `Trigger`."""
         return self._trigger.follows(before, self._session.progress, requests)
 
+    def see_evaluation(self, evaluations: Iterable[EvaluationReport]) -> None:
+        """Take the reports of an evaluation that was due."""
+        self.early_stopping.see(evaluations)
+        self.evaluation_due = False
+
+    def save_evaluated(
+        self, evaluations: Sequence[EvaluationReport], report_saves: Callable[[list[SaveReport]], None]
+    ) -> None:
+        """Take the reports of an evaluation that the attempt before didn't finish.
+
+        If they are the best, the checkpoint that it saved instead is replaced by one that has them.
+        """
+        self.see_evaluation(evaluations)
+        if self.is_best(evaluations):
+            if self._axis.rank == 0 and self._saved_at is not None:
+                self._storage.delete(checkpoint_name(self._saved_at))
+                self._retention.invalidate()
+            self._axis.barrier()
+            self._saved_at = None
+            self.save(evaluations, report_saves)
+
     def is_best(self, evaluations: Iterable[EvaluationReport]) -> bool:
         """Return whether the metric of `checkpoint.best` is better than ever."""
         name = self._section.best
@@ -310,6 +306,8 @@ class Checkpoints(VoteParticipant):
     def _metadata(self, state: TrainingState, evaluations: Iterable[EvaluationReport] = ()) -> StepMetadata:
         progress = self._session.progress
         values = {**state.values, "data": self._data, "best": self._best, **self.early_stopping.state()}
+        if self.evaluation_due:
+            values["evaluation_due"] = True
         environment = {} if self.history is None else {HISTORY: self.history.marks()}
         metrics = finite(_metrics(evaluations))
         return StepMetadata(progress.steps, progress.samples, progress.tokens, values, metrics, environment)

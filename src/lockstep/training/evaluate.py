@@ -1,10 +1,14 @@
-"""Evaluates the model on named sets: sums over all ranks, divided once. No sample counts twice."""
+"""Evaluates the model on named sets: sums over all ranks, divided once. No sample counts twice.
+
+A rank that is asked to stop need not wait for the end: about twice a second all ranks ask each other, before the same
+batch, whether one of them is, and then leave the evaluation together.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,10 +22,53 @@ from lockstep.monitor.metric_log import MetricLog, recording
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Loader
-    from lockstep.core.protocols import Engine, EvaluatedObjective, Source
+    from lockstep.core.protocols import Axis, Engine, EvaluatedObjective, Source
+    from lockstep.core.records import Batch
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
     from lockstep.sharding.context import Sharding
+
+
+_VOTE_S = 0.5  # between two votes
+_LEAST_S = 1e-6  # of a batch
+
+
+class EvaluationStopped(Exception):
+    """A rank was asked to stop, and all have left the evaluation before the same batch."""
+
+
+class StopVote:
+    """The votes of an evaluation's ranks on whether to leave it.
+
+    Args:
+        stops: Returns whether this rank was asked to stop.
+        axis: All ranks; each has as many batches.
+    """
+
+    def __init__(self, stops: Callable[[], bool], axis: Axis) -> None:
+        self._stops = stops
+        self._axis = axis
+        self._batches = self._voted_at = self._next = 0
+        self._voted = time.monotonic()
+
+    def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the batches. Raises EvaluationStopped before the same one on all ranks."""
+        for batch in batches:
+            if self._batches == self._next:
+                self._vote()
+            self._batches += 1
+            yield batch
+
+    def _vote(self) -> None:
+        """Vote, and agree on the number of batches until the next vote."""
+        now, since = time.monotonic(), self._batches - self._voted_at
+        own = torch.tensor([float(self._stops()), now - self._voted], dtype=torch.float64)
+        stops, seconds = self._axis.sum(own).tolist()
+        if stops:
+            raise EvaluationStopped
+        mean = seconds / self._axis.size / since if since else _VOTE_S
+        self._voted, self._voted_at = now, self._batches
+        self._next = self._batches + max(1, int(_VOTE_S / max(mean, _LEAST_S)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +89,27 @@ class Evaluator:
     place: MeshPosition
     world: World
 
-    def evaluate(self, step: int) -> list[EvaluationReport]:
-        """Return a report for each set after update `step`; the same reports on every rank."""
-        self.sharding.state.synchronize()
-        return [self._evaluate_on(name, source, step) for name, source in self.sources.items()]
+    def evaluate(self, step: int, stops: Callable[[], bool] | None = None) -> list[EvaluationReport]:
+        """Return a report for each set after update `step`; the same reports on every rank.
 
-    def _evaluate_on(self, name: str, source: Source, step: int) -> EvaluationReport:
+        Args:
+            stops: Returns whether this rank was asked to stop; None: the evaluation isn't to be left.
+
+        Raises:
+            EvaluationStopped: On all ranks, because one was asked to stop.
+        """
+        self.sharding.state.synchronize()
+        vote = StopVote(stops, self.world.axis) if stops is not None else None
+        return [self._evaluate_on(name, source, step, vote) for name, source in self.sources.items()]
+
+    def _evaluate_on(self, name: str, source: Source, step: int, vote: StopVote | None) -> EvaluationReport:
         began, place, device = time.perf_counter(), self.place, self.world.device
         batches = evaluation_batches(source, self.micro_size, place.share, place.shares, self.loader, device)
         try:
             with recording(MetricLog()):  # what user code logs here is not part of the training's curves
-                local_sums = self.engine.evaluate(batches)
+                local_sums = self.engine.evaluate(batches if vote is None else vote.over(batches))
+        except EvaluationStopped:
+            raise
         except Exception as error:
             note_location(error, "evaluation", f"in the evaluation on {name}")
             raise

@@ -1,5 +1,6 @@
 """A whole run on one rank: the loop, with its evaluations, saves and monitors.
 
+an evaluation that the attempt before didn't finish
 each update:    requests of monitors, signals and clocks reach all ranks with the next vote
     monitors see its report --> evaluate? --> save? --> stop?
 evaluate --> save --> results
@@ -15,11 +16,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import Paused, RunFailed, Stopped, blames_a_peer
+from lockstep.core.phase_clock import Phase
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.distributed.timeouts import is_timeout
 from lockstep.resilience.guard import ADVICE
-from lockstep.resilience.signals import run_signals
+from lockstep.resilience.signals import RunSignals, run_signals
 from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.evaluate import EvaluationStopped
 from lockstep.training.requests import Trigger
 from lockstep.training.rescue import rescuing
 from lockstep.training.session import Session, components_of, reports_of, seconds_of, updates_of
@@ -71,33 +74,24 @@ def run(
     """
     components = components_of(session)
     evaluation = Trigger(components.config.evaluation.every, Request.EVALUATE, components.plan.epoch_samples)
-    loop = _Loop(session, monitor, checkpoints, user_logs, profiler, evaluation)
-    stopping = checkpoints.early_stopping
-    with (
-        run_signals(shown=components.world.rank == 0) as signals,
-        rescuing(session, SaveFailed, NothingLearned),
-        loop.complete_history(),
-        closing(profiler),
-    ):
-        profiler.start(session.progress.steps)
-        for before in updates_of(session, loop.is_followed) if stopping.reason is None else ():
-            requests = loop.see_reports(before)
-            session.request(
-                (*signals.requests(), *evaluation.requests(), *checkpoints.requests(), *profiler.requests())
-            )
-            loop.report_saves(checkpoints.outcomes())
-            if loop.follow(before, requests):
-                _finish(checkpoints, loop.report_saves)
+    with run_signals(shown=components.world.rank == 0) as signals:
+        loop = _Loop(session, monitor, checkpoints, user_logs, profiler, evaluation, signals)
+        with rescuing(session, SaveFailed, NothingLearned), loop.complete_history(), closing(profiler):
+            profiler.start(session.progress.steps)
+            try:
+                stops = loop.train()
+                if not stops:
+                    loop.finish(at_end=components.config.evaluation.at_end)
+            except EvaluationStopped:
+                stops = True
+                checkpoints.save((), loop.report_saves)
+            _finish(checkpoints, loop.report_saves)
+            if stops:
                 raise Paused(
                     f"stopped at step {session.progress.steps:,}, as requested, and saved; start it again to resume"
                 )
-            profiler.updated(session.progress.steps)
-            if stopping.reason is not None:
-                break
-        _refuse_untrained(loop.last)
-        loop.finish(at_end=components.config.evaluation.at_end)
-        _finish(checkpoints, loop.report_saves)
-    return Results(session.progress, loop.last, loop.evaluations, seconds_of(session), stopping.reason)
+    stopped_early = checkpoints.early_stopping.reason
+    return Results(session.progress, loop.last, loop.evaluations, seconds_of(session), stopped_early)
 
 
 @dataclass(slots=True)
@@ -115,9 +109,32 @@ class _Loop:
     user_logs: UserLogs
     profiler: Profiler
     evaluation: Trigger
+    signals: RunSignals
     last: StepReport | None = None
     evaluations: tuple[EvaluationReport, ...] = ()
     evaluated_at: int = -1
+
+    def train(self) -> bool:
+        """Train to the run's end, or until it stops early or as requested; return whether a request stopped it, saved.
+
+        Raises:
+            EvaluationStopped: it was requested during an evaluation.
+        """
+        session, checkpoints = self.session, self.checkpoints
+        if checkpoints.evaluation_due:  # the attempt before ended in it
+            checkpoints.save_evaluated(self._evaluate(), self.report_saves)
+        for before in updates_of(session, self.is_followed) if checkpoints.early_stopping.reason is None else ():
+            requests = self.see_reports(before)
+            own = (self.signals, self.evaluation, checkpoints, self.profiler)
+            session.request(request for requester in own for request in requester.requests())
+            self.report_saves(checkpoints.outcomes())
+            if self.follow(before, requests):
+                return True
+            self.profiler.updated(session.progress.steps)
+            if checkpoints.early_stopping.reason is not None:
+                break
+        _refuse_untrained(self.last)
+        return False
 
     def is_followed(self, before: Progress) -> bool:
         """Return whether something is scheduled after the update that began at `before`: its report is needed first."""
@@ -150,7 +167,7 @@ class _Loop:
         if self.evaluation.follows(before, now, requests):
             new = self._evaluate()
             self.evaluation.restart()
-            checkpoints.early_stopping.see(new)
+            checkpoints.see_evaluation(new)
         saves = checkpoints.is_best(new) or checkpoints.is_due(before, requests)
         stops = Request.STOP in requests
         if stops or (saves and not session.finished):  # at the end, the last evaluation is saved with the state
@@ -162,6 +179,7 @@ class _Loop:
         new = self.evaluations if self.evaluated_at == self.session.progress.steps else ()
         if at_end and not new:
             new = self._evaluate()
+            self.checkpoints.evaluation_due = False
         self.checkpoints.is_best(new)
         self.checkpoints.save(new, self.report_saves)
 
@@ -181,8 +199,11 @@ class _Loop:
             raise
 
     def _evaluate(self) -> tuple[EvaluationReport, ...]:
-        self.evaluations = tuple(self.session.evaluate())
-        self.evaluated_at = self.session.progress.steps
+        components, step = components_of(self.session), self.session.progress.steps
+        self.checkpoints.evaluation_due = True
+        with components.world.clock.phase(Phase.EVALUATION):
+            self.evaluations = tuple(components.evaluator.evaluate(step, self.signals.stops))
+        self.evaluated_at = step
         for report in self.evaluations:
             self.session.request(self.monitor.evaluated(report))
         return self.evaluations

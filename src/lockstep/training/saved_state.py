@@ -67,6 +67,7 @@ class _State(BaseModel):
     data: _Data
     best: float | None = None
     early_stopping: EarlyStoppingState | None = None
+    evaluation_due: bool = False
 
 
 def check_state(manifest: Manifest) -> None:

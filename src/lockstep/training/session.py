@@ -199,7 +199,7 @@ class Session:
             ConfigError: the checkpoints there are of another run.
             RunFailed: none of the checkpoints there can be read.
         """
-        from lockstep.training.checkpoints import checkpoints_in
+        from lockstep.training.session_checkpoints import checkpoints_in
 
         return checkpoints_in(self, place, fresh=fresh, accept_changes=accept_changes)
 

@@ -1,0 +1,128 @@
+"""Runs that end during an evaluation: what resumes begins with it, and ends as the undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import small
+from kit.worlds import in_world
+from training import interrupted_data
+
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.reading import read_manifest
+from lockstep.config.loading import validate
+from lockstep.core.errors import Paused
+from lockstep.core.records import Batch
+from lockstep.distributed.collectives import LocalGroup
+from lockstep.training.evaluate import EvaluationStopped, StopVote
+from lockstep.training.job import Job, run_job
+
+STEPS = 9
+TARGET = f"{Path(interrupted_data.__file__)}:Interrupting"
+
+
+def _config(folder: Path, how: str, rank: int, at: int, strategy: str) -> dict[str, Any]:
+    config = small.config(
+        run={"folder": str(folder), "steps": STEPS},
+        parallel={"strategy": strategy},
+        evaluation={"every": "3 steps", "micro_size": 1},
+        checkpoint={"every": "2 steps", "best": "held-out.loss"},
+        monitor={
+            "every": 1, "progress": "none", "tensorboard": False,
+            "early_stopping": {"metric": "held-out.loss", "patience": 2},
+        },
+    )  # fmt: skip
+    arguments = {"how": how, "rank": rank, "at": at, "marker": str(folder.parent / "interrupted")}
+    config["data"]["evaluation"] = {"held-out": {"kind": "custom", "target": TARGET, "arguments": arguments}}
+    return config
+
+
+def _trained(config: dict[str, Any]) -> str:
+    try:
+        run_job(Job(validate(config).config, "interrupted"))
+    except Exception as error:
+        return type(error).__name__
+    return "finished"
+
+
+def _history(run: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines if line.get("evaluation") == "held-out"]
+
+
+def _states(run: Path) -> dict[int, dict[str, Any]]:
+    storage = LocalStorage(run / "checkpoints")
+    manifests = [read_manifest(storage, name) for name in storage.names()]
+    kept = ("progress", "best", "early_stopping", "evaluation_due")
+    return {
+        manifest.step: {**{key: manifest.state.get(key) for key in kept}, "metrics": manifest.metrics}
+        for manifest in manifests
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "interrupted").touch()
+    assert in_world(1, _trained, _config(folder / "run", "stop", 0, 1, "auto")) == ["finished"]
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "at", "strategy"),
+    [
+        pytest.param("stop", 0, 1, "auto", id="stopped"),
+        pytest.param("stop", 0, 3, "auto", id="stopped at the end"),
+        pytest.param("stop", 1, 2, "ddp", id="one of two ranks stopped"),
+        pytest.param("stop", 1, 3, "fsdp", id="one of two sharded ranks stopped"),
+        pytest.param("raise", 0, 2, "auto", id="an exception"),
+        pytest.param("raise", 1, 2, "ddp", id="an exception on one of two ranks"),
+    ],
+)
+def test_it_is_done_when_the_run_resumes(
+    how: str, rank: int, at: int, strategy: str, tmp_path: Path, undisturbed: Path
+) -> None:
+    run, ranks = tmp_path / "run", 1 if strategy == "auto" else 2
+    config = _config(run, how, rank, at, strategy)
+    outcomes = in_world(ranks, _trained, config)
+    assert "finished" not in outcomes
+    assert how != "stop" or outcomes == [Paused.__name__] * ranks
+    newest = max(_states(run).items())
+    assert newest == (3 * at, {**newest[1], "evaluation_due": True, "metrics": {}})
+    assert in_world(ranks, _trained, config) == ["finished"] * ranks
+    for (step, loss), (expected_step, expected) in zip(_history(run), _history(undisturbed), strict=True):
+        assert (step, loss) == (expected_step, pytest.approx(expected, rel=1e-5))
+    states, expected_states = _states(run), _states(undisturbed)
+    assert states.keys() >= expected_states.keys()
+    for step, expected in expected_states.items():
+        assert states[step]["early_stopping"]["waited"] == expected["early_stopping"]["waited"]
+        assert states[step]["metrics"].keys() == expected["metrics"].keys()
+
+
+def test_a_long_evaluation_is_left_within_a_second() -> None:
+    axis, votes, seen = LocalGroup(), [], []
+
+    def batches() -> Iterator[Batch]:
+        while True:
+            time.sleep(0.01)
+            yield Batch({}, {}, 1, 1)
+
+    def asked() -> bool:
+        votes.append(len(seen))
+        return len(votes) == 4
+
+    def leave() -> None:
+        for batch in StopVote(asked, axis).over(batches()):
+            seen.append(batch)
+
+    began = time.monotonic()
+    with pytest.raises(EvaluationStopped):
+        leave()
+    assert time.monotonic() - began < 5
+    assert votes[:2] == [0, 1]
+    assert 2 < votes[2] - votes[1] <= 50, "half a second of batches"
