@@ -31,6 +31,7 @@ CONFIG = {
     "batch": {"global_size": 16, "micro_size": 8},
     "run": {"steps": 1, "folder": "run"},
     "launch": {"device": "cpu"},
+    "recovery": {"restarts": 0},
     "monitor": {"tensorboard": False},
 }
 FREE = r"[\d.]+ [MG]iB of [\d.]+ [GT]iB were free \((the machine's|the control group's|ulimit -v) limit\); "

@@ -125,6 +125,8 @@ def rounds_of(failures: Sequence[tuple[EndKind, int]], restarts: int | Recovery)
         (End(EndKind.LOST, 1, "", 0.0), "host"),
         (End(EndKind.MESSAGE, 2, "wrong key", 0.0), "config"),
         (End(EndKind.MESSAGE, 1, "out of memory", 0.0, advice="set batch.micro_size"), "memory"),
+        (End(EndKind.MESSAGE, 1, "out of memory", 0.0, too_large={"evaluation.micro_size": 8}), "memory"),
+        (End(EndKind.KILLED, 1, "was killed by SIGKILL: out of memory (the kernel's OOM killer, in", 0.0), "memory"),
         (End(EndKind.PAUSED, 75, "", 0.0), "request"),
     ],
 )  # fmt: skip

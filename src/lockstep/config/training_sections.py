@@ -290,6 +290,12 @@ class Budgets(Section):
     """A collective that not all ranks reach."""
     host: Annotated[int, Field(ge=0)] | None = None
     """A host that can't be reached any more."""
+    memory: Annotated[int, Field(ge=0)] | None = None
+    """Memory that runs out: each time the micro-batches are halved. Null: until they have one sample, if `restarts`
+    isn't 0."""
+
+
+_HALVINGS = 64  # more than any micro-batch allows
 
 
 class Recovery(Section):
@@ -298,7 +304,7 @@ class Recovery(Section):
     restarts: Annotated[int, Field(ge=0)] = 3
     """How many times in a row ranks are started again after failures of one kind, from the newest checkpoint, without
     the run getting further; 0: never. An exception of the program that comes again at the same step ends the run, as
-    do errors of the config and memory that runs out."""
+    do errors of the config. Memory that runs out has a budget of its own."""
     budgets: Budgets = Budgets()
     host_wait: Annotated[float, Field(ge=0)] = 120.0
     """Several hosts: seconds that the others wait for one that is lost, until it is there again; 0: the run ends. With
@@ -312,4 +318,6 @@ class Recovery(Section):
     def budget(self, kind: str) -> int:
         """Return how many times in a row ranks are started again after failures of a kind."""
         number: int | None = getattr(self.budgets, kind, None)
+        if number is None and kind == "memory" and self.restarts:
+            return _HALVINGS
         return self.restarts if number is None else number

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+OOM_KILLER = "out of memory (the kernel's OOM killer"
+"""How the cause of a SIGKILL begins if it was the kernel's."""
 _ROOT = Path("/")
 
 
@@ -86,11 +88,11 @@ def why_killed(before: Kills, now: Kills, remedy: str) -> str:
         remedy: Sentences that state what to change if memory ran out.
     """
     if now.in_group is not None and before.in_group is not None and now.in_group > before.in_group:
-        return f"out of memory (the kernel's OOM killer, in this control group). {remedy}".rstrip()
+        return f"{OOM_KILLER}, in this control group). {remedy}".rstrip()
     if now.on_machine is None or before.on_machine is None:
         return "out of memory, perhaps (the kernel's log, dmesg, would show it)"
     if now.on_machine > before.on_machine:
-        return f"out of memory (the kernel's OOM killer was at work on this machine meanwhile). {remedy}".rstrip()
+        return f"{OOM_KILLER} was at work on this machine meanwhile). {remedy}".rstrip()
     return "by a person or a scheduler; the kernel has counted no out-of-memory kill here"
 
 

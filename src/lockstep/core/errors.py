@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.core.terminal import plain, plain_line
@@ -43,11 +43,13 @@ class OutOfMemory(RunFailed):
 
     Attributes:
         advice: The end of the message that a simulated update replaces by a better one; empty if none can.
+        too_large: Sizes of micro-batches, by their keys, with which it ran out and smaller ones may do.
     """
 
-    def __init__(self, message: str, advice: str = "") -> None:
+    def __init__(self, message: str, advice: str = "", too_large: Mapping[str, int] | None = None) -> None:
         super().__init__(f"{message} {advice}" if advice else message)
         self.advice = advice
+        self.too_large = dict(too_large or {})
 
 
 class CollectiveTimeout(RunFailed):

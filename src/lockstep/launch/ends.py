@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import signal
 import traceback
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
 
@@ -79,6 +79,7 @@ class End:
         detail: A traceback for the rank's log; empty if `text` has it, or if there is none.
         problems: The problems of a ConfigError.
         advice: That of an OutOfMemory, which `text` contains.
+        too_large: Sizes with which memory has run out; see OutOfMemory.
     """
 
     kind: EndKind
@@ -88,6 +89,7 @@ class End:
     detail: str = ""
     problems: tuple[Problem, ...] = ()
     advice: str = ""
+    too_large: Mapping[str, int] = field(default_factory=dict)
 
 
 def end_of_return(code: int, time: float) -> End:
@@ -113,8 +115,10 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
             cause = error.__cause__
             detail = "" if cause is None else "".join(traceback.format_exception(cause)).rstrip()
             problems = error.problems if isinstance(error, ConfigError) else ()
-            advice = error.advice if isinstance(error, OutOfMemory) else ""
-            return End(EndKind.MESSAGE, error.exit_code, message_of(error), time, detail, problems, advice)
+            text = message_of(error)
+            if isinstance(error, OutOfMemory):
+                return End(EndKind.MESSAGE, error.exit_code, text, time, detail, (), error.advice, error.too_large)
+            return End(EndKind.MESSAGE, error.exit_code, text, time, detail, problems)
         case SystemExit(code=int() | None):
             called = traceback.extract_tb(error.__traceback__)
             where = f" in {called[-1].filename}:{called[-1].lineno}" if called else ""

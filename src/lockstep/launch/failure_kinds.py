@@ -4,7 +4,7 @@ kind         examples                                       started again
 config       an error of the config                         never
 request      Ctrl-C, SIGTERM, a scheduler's warning         never: the run is saved, and stops
 message      Lockstep's own verdict on the run              never
-memory       out of memory                                  never by itself: it would run out again
+memory       out of memory, the kernel's OOM killer         with smaller micro-batches, while there are any
 program      KeyError in a dataset, sys.exit()              once at the same step: it may have been the host
 transient    SIGKILL, a connection or a disk that failed    up to the limit
 hang         a collective that not all ranks reached        up to the limit
@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from enum import Enum
 
+from lockstep.core.control_groups import OOM_KILLER
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.ends_file import gist
 
@@ -33,7 +34,7 @@ class FailureKind(Enum):
     HOST = "host"
 
 
-NEVER_RETRIED = {FailureKind.CONFIG, FailureKind.REQUEST, FailureKind.MESSAGE, FailureKind.MEMORY}
+NEVER_RETRIED = {FailureKind.CONFIG, FailureKind.REQUEST, FailureKind.MESSAGE}
 """Failures that a start of the same run would meet again, and requests."""
 _BY_END = {
     EndKind.KILLED: FailureKind.TRANSIENT,
@@ -55,11 +56,15 @@ _TRANSIENT = re.compile(
 )
 
 
-def kind_of(end: End) -> FailureKind:
-    """Return the kind of a failure, from the end of the rank that failed first."""
+def kind_of(end: End, text: str = "") -> FailureKind:
+    """Return the kind of a failure, from the end of the rank that failed first.
+
+    Args:
+        text: The message of its round, which has the cause of a SIGKILL.
+    """
     if end.kind is EndKind.MESSAGE and end.code == _CONFIG_CODE:
         return FailureKind.CONFIG
-    if end.advice:
+    if end.advice or end.too_large or (end.kind is EndKind.KILLED and OOM_KILLER in f"{end.text}{text}"):
         return FailureKind.MEMORY
     kind = _BY_END.get(end.kind, FailureKind.REQUEST)
     if kind is FailureKind.PROGRAM and end.kind is EndKind.TRACEBACK and _TRANSIENT.search(gist(end.text)):

@@ -6,8 +6,8 @@
     round 4   ranks --> KeyError at step 400                program    --> ends: it is the program, or its data
 
 Ranks are forked from the launcher, which has imported what they need. What a person has requested, and what a start of
-the same run would meet again (a config that can't be trained, memory that runs out, a message of Lockstep), ends the
-run in the first round.
+the same run would meet again (a config that can't be trained, a message of Lockstep), ends the run in the first round.
+After memory has run out, the next round has smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ class Supervisor:
         config: How many rounds there may be that don't get further.
         last_step: Returns the last update that the run has recorded or saved.
         resumed: Returns the entry of a rank that resumes from what the rounds before have saved.
+        smaller: Makes micro-batches smaller after memory has run out; returns what changes, empty if nothing can.
         rounds: Number of rounds that have ended.
     """
 
     config: Recovery
     last_step: Callable[[], int | None]
     resumed: Callable[[], Callable[[], int]]
+    smaller: Callable[[End], str] = lambda end: ""
     rounds: int = field(default=0, init=False)
     _furthest: int = field(default=0, init=False)
     _in_vain: Counter[FailureKind] = field(default_factory=Counter, init=False)
@@ -60,16 +62,21 @@ class Supervisor:
         if cause is None or result.code == 0:
             return None
         step = self.last_step() or 0
-        self._last = kind = kind_of(ends[cause])
+        self._last = kind = kind_of(ends[cause], result.text)
         if step > self._furthest:
             self._furthest = step
             self._in_vain.clear()
         if self._in_vain[kind] >= self.config.budget(kind.value) or not self._may_help(kind, ends[cause], step):
             return None
+        change = self.smaller(ends[cause]) if kind is FailureKind.MEMORY else ""
+        if kind is FailureKind.MEMORY and not change:
+            return None
         self._in_vain[kind] += 1
+        text = result.text.replace(result.advice, "").rstrip() if result.advice else result.text
         print_on_stderr(
-            f"lockstep: {gist(result.text)}\n"
+            f"lockstep: {gist(text)}\n"
             f"lockstep: the run was at step {step:,} or later; its ranks start again, from the newest checkpoint"
+            f"{change and '; '}{change}"
         )
         return self.resumed()
 

@@ -15,12 +15,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import append_to
 from lockstep.core.phase_clock import Phase
+from lockstep.resilience.memory_faults import Trained, plant_in
 
 if TYPE_CHECKING:
     from lockstep.distributed.process_group import World
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 FAULTS = "LOCKSTEP_FAULTS"
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "host")
 """Phases of an update that every rank enters, under strategies with several ranks."""
+OOM = "oom"
 _EXIT_CODE = 9
 _PATIENCE_S = 60.0
 
@@ -40,12 +43,14 @@ class Fault:
         kind: One of `KINDS`.
         step: The update in which it fires, from 1.
         phase: At whose first beginning in that update.
+        above: Of kind `oom`: the largest micro-batch that fits.
     """
 
     kind: str
     rank: int
     step: int
     phase: str
+    above: int = 0
 
 
 class PlantedFault(Exception):
@@ -65,7 +70,7 @@ def events_of(plan: Path) -> list[dict[str, Any]]:
         return []
 
 
-def plant(world: World, steps: int, environ: Mapping[str, str] = os.environ) -> None:
+def plant(world: World, steps: int, environ: Mapping[str, str] = os.environ, trained: Trained | None = None) -> None:
     """Plant the faults of the environment's plan in this rank, whose run has made `steps` updates; most have none.
 
     Raises:
@@ -89,6 +94,9 @@ def plant(world: World, steps: int, environ: Mapping[str, str] = os.environ) -> 
         return before
 
     clock.enter = entered  # type: ignore[method-assign]
+    for number, fault in enumerate(trap.faults):
+        if fault.kind == OOM and trained is not None:
+            plant_in(trained, fault.phase, partial(trap.runs_out, number, trained.samples))
 
 
 class _Trap:
@@ -96,7 +104,7 @@ class _Trap:
         self._plan = plan
         self._world = world
         self._steps = steps
-        self._faults = faults
+        self.faults = faults
         self._updated = False
 
     def entered(self, phase: Phase, updates: int) -> None:
@@ -106,10 +114,19 @@ class _Trap:
             self._updated = True
             if self._world.rank == 0:
                 self._note("updated", step - 1)
-        for number, fault in enumerate(self._faults):
-            if fault.step == step and fault.phase == name and self._is_first(number):
+        for number, fault in enumerate(self.faults):
+            if fault.step == step and fault.phase == name and fault.kind != OOM and self._is_first(number):
                 self._note("fired", step)
                 _ACTIONS[fault.kind](fault)
+
+    def runs_out(self, number: int, samples: Callable[[bool], int], training: bool) -> bool:
+        """Return whether memory runs out, in a forward or backward of training (true) or of an evaluation."""
+        fault, step = self.faults[number], self._steps + self._world.clock.position().updates + training
+        if step < fault.step or samples(training) <= fault.above:
+            return False
+        if self._is_first(number):
+            self._note("fired", step)
+        return True
 
     def _is_first(self, number: int) -> bool:
         try:

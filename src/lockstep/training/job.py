@@ -40,12 +40,13 @@ from lockstep.monitor.metric_log import MetricLog
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.profiler import Profiler
 from lockstep.resilience.faults import plant
+from lockstep.resilience.memory_faults import Trained
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
 from lockstep.training.assemble import assemble
 from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
-from lockstep.training.components import Purpose
+from lockstep.training.components import Components, Purpose
 from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
@@ -58,6 +59,7 @@ from lockstep.training.resuming import Resume
 from lockstep.training.run import Results, SaveFailed, run
 from lockstep.training.run_info import run_info
 from lockstep.training.session import Session, components_of, ledger_of
+from lockstep.training.smaller_batches import notes_on_sizes
 from lockstep.training.stored_run import StoredRun, in_bucket
 from lockstep.training.text import codec_of, sample
 from lockstep.training.user_logs import UserLogs
@@ -122,13 +124,13 @@ def run_job(job: Job) -> Finished:
         checkpoints, notes = _begin(job, session, folder)
         components = components_of(session)
         profiler = Profiler(config.profile, components.world, folder, components.sharding.state.model)
-        notes += [*profiler.notes, *_recovery_notes(config)]
+        notes += [*profiler.notes, *_recovery_notes(config), *notes_on_sizes(folder, config, components.world.size)]
         if late := profiler.begins_after(components.plan.steps):
             notes.append(late)
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         record_attempt(session, folder, earlier, facts)
-        plant(components_of(session).world, session.progress.steps)
-        is_first = components_of(session).world.rank == 0
+        plant(components.world, session.progress.steps, trained=_trained(components))
+        is_first = components.world.rank == 0
         meters = Meters(session, folder)
         monitors = make_monitors(job, folder, checkpoints, meters) if is_first else Monitors()
         with _watched(session, checkpoints, folder) as checked_folder:
@@ -151,6 +153,16 @@ def run_job(job: Job) -> Finished:
             with run_signals(shown=is_first, ends=True):  # the run is finished: there is nothing to stop
                 summary = _publish_results(session, checkpoints, facts, results, checked_folder, job.stored)
     return Finished(summary, folder)
+
+
+def _trained(components: Components) -> Trained:
+    batch, evaluator = components.plan.batch, components.evaluator
+    sharding = components.sharding
+
+    def samples(training: bool) -> int:
+        return batch.micro_size if training else evaluator.micro_size
+
+    return Trained(sharding.state.model, sharding.step, samples)
 
 
 def _recovery_notes(config: Config) -> list[str]:

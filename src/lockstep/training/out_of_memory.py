@@ -80,9 +80,20 @@ def explain(error: BaseException, factors: MemoryFactors, device: torch.device) 
     free = f"{size(limit.free)} of {size(limit.total)} were free ({limit.owner} limit)"
     message = f"out of memory{where}: {need}{free}; this rank's peak was {size(peak_memory(device))}."
     advised = advice(factors, phase, requested, limit)
-    if phase not in _IN_UPDATE or advised.startswith(_TOO_LARGE):
+    if advised.startswith(_TOO_LARGE):
         return OutOfMemory(f"{message} {advised}")
-    return OutOfMemory(message, advised)
+    if phase not in _IN_UPDATE:
+        return OutOfMemory(f"{message} {advised}", too_large=_too_large(factors, phase))
+    return OutOfMemory(message, advised, _too_large(factors, phase))
+
+
+def _too_large(factors: MemoryFactors, phase: Phase | None) -> dict[str, int]:
+    """Return the size of micro-batches with which memory ran out, if smaller ones may do."""
+    key = "batch.micro_size" if phase == "update" else _MICRO_SIZE_KEYS.get(phase or "")
+    if key is None:
+        return {}
+    size = factors.evaluation_size if phase == "evaluation" else factors.micro_size
+    return {key: size} if size > 1 else {}
 
 
 def with_prediction(message: str, advised: str, config: Config, ranks: int, given: UserObjects) -> str:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 LENGTHS = ("steps", "samples", "tokens", "epochs")
 _NOT_OF_THE_RUN = ("description", "launch", "monitor")  # sections that may differ between two starts of one command
+_MICRO_SIZES = ("batch", "evaluation")  # sections whose `micro_size` becomes smaller when memory runs out
 _OF_OPTIMIZER = ("optim.lr", "optim.weight_decay")  # settings that a custom optimizer may have by itself
 _NOT_OF_THE_TRAINING = ("checkpoint", "evaluation", "parallel", "memory")  # sections that don't affect what is learned
 
@@ -222,6 +223,9 @@ def _of_run(config: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: section for name, section in config.items() if name not in _NOT_OF_THE_RUN}
     run = kept.get("run")
     kept_of_run = {key: value for key, value in run.items() if key != "folder"} if isinstance(run, Mapping) else {}
+    for name in _MICRO_SIZES:
+        if isinstance(section := kept.get(name), Mapping):
+            kept[name] = {key: value for key, value in section.items() if key != "micro_size"}
     return {**kept, "run": kept_of_run}
 
 

@@ -41,6 +41,7 @@ from lockstep.training.out_of_memory import advice, memory_factors, with_predict
 from lockstep.training.ownership import LENGTHS, other_settings, run_folder_for
 from lockstep.training.resuming import Resume
 from lockstep.training.saved_state import epoch_samples_in
+from lockstep.training.smaller_batches import SmallerBatches
 from lockstep.training.stored_run import opened_run
 from lockstep.training.user_objects import UserObjects, refuse_given
 
@@ -253,17 +254,18 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
             folder = RunFolder.create(path, job.recipe, again=True)
             stack.enter_context(undo_on_stop(stop))
         try:
-            entry, ahead = partial(train_as_rank, job, folder.path), imports_ahead(job.config)
+            size = number if hosts is None else hosts.size
+            sizes = SmallerBatches(job, folder.path, size)
+            entry, ahead = partial(train_as_rank, sizes.job, folder.path), imports_ahead(job.config)
             if hosts is not None:
                 hosts.open_folder(folder.path, decision_of(job, entry))
-            size = number if hosts is None else hosts.size
-            remedy = advice(memory_factors(job.config, size), "forward")
+            remedy = advice(memory_factors(sizes.job.config, size), "forward")
             result = launch(
                 entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy, hosts=hosts,
-                supervisor=_rounds(job, folder.path, hosts),
+                supervisor=_rounds(job, sizes, hosts),
             )  # fmt: skip
             if result.advice:
-                text = with_prediction(result.text, result.advice, job.config, size, job.given)
+                text = with_prediction(result.text, result.advice, sizes.job.config, size, job.given)
                 result = replace(result, text=text)
         except Failure as failure:
             append_ends(folder.logs, 0, [], [], LaunchResult(failure.exit_code, message_of(failure)), {})
@@ -273,17 +275,18 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
     return folder.path, result
 
 
-def _rounds(job: Job, folder: Path, hosts: Hosts | None) -> Rounds | None:
+def _rounds(job: Job, sizes: SmallerBatches, hosts: Hosts | None) -> Rounds | None:
     """Return what starts ranks again after a failure; None: the config asks for none."""
     if hosts is None:
-        return _supervisor(job, folder) if job.config.recovery.ever else None
+        return _supervisor(sizes) if job.config.recovery.ever else None
     if not hosts.recovers:
         return None
     wait = job.config.recovery.host_wait
-    return LeaderRounds(hosts, _supervisor(job, folder), wait, hosts.elastic, folder, partial(decision_of, job))
+    return LeaderRounds(hosts, _supervisor(sizes), wait, hosts.elastic, sizes.folder, partial(decision_of, job))
 
 
-def _supervisor(job: Job, folder: Path) -> Supervisor:
+def _supervisor(sizes: SmallerBatches) -> Supervisor:
+    job, folder = sizes.job, sizes.folder
     attempts = folder / ATTEMPTS
     before = _content(attempts)
 
@@ -291,9 +294,9 @@ def _supervisor(job: Job, folder: Path) -> Supervisor:
         """Return the entry of ranks that resume this run, or, if none has begun, start it as they were to."""
         begun = _content(attempts) != before
         resume = replace(job.resume, fresh=False, step=None, origin=None) if begun else job.resume
-        return partial(train_as_rank, replace(job, resume=resume), folder)
+        return partial(train_as_rank, replace(sizes.job, resume=resume), folder)
 
-    return Supervisor(job.config.recovery, lambda: last_step(folder / METRICS), resumed)
+    return Supervisor(job.config.recovery, lambda: last_step(folder / METRICS), resumed, sizes.after)
 
 
 def _content(file: Path) -> bytes:

@@ -1,0 +1,74 @@
+"""Faults of kind `oom`: the memory of a rank ends, as it seems, for micro-batches above a size.
+
+    {"kind": "oom", "rank": 1, "step": 7, "phase": "backward", "above": 4}
+
+From update 7 on, each backward with micro-batches of more than 4 samples raises torch's out-of-memory error on rank 1:
+in the middle of the model, below whatever wraps it. Unlike other faults it stays, until micro-batches are smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from lockstep.core.protocols import GradientStep
+
+MEMORY_PHASES = ("forward", "backward", "optimizer", "evaluation")
+_MESSAGE = "CUDA out of memory. Tried to allocate 2.00 MiB. (planted)"
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The model of a run, in which memory may run out.
+
+    Attributes:
+        step: Its optimizer's step is the method `update`.
+        samples: Returns the samples of a micro-batch, in training (true) or in an evaluation.
+    """
+
+    model: nn.Module
+    step: GradientStep
+    samples: Callable[[bool], int]
+
+
+def plant_in(trained: Trained, phase: str, runs_out: Callable[[bool], bool]) -> None:
+    """Let a phase of a run raise.
+
+    Args:
+        phase: One of `MEMORY_PHASES`.
+        runs_out: Returns whether memory runs out now, in training (true) or in an evaluation.
+    """
+
+    def refuse(training: bool) -> None:
+        if runs_out(training):
+            raise torch.OutOfMemoryError(_MESSAGE)
+
+    if phase == "optimizer":
+        update = trained.step.update
+
+        def refused(rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
+            refuse(True)
+            update(rate, divisor, keep)
+
+        trained.step.update = refused  # type: ignore[method-assign]
+        return
+
+    def before(module: nn.Module, inputs: Any) -> None:
+        if module.training == (phase == "forward"):
+            refuse(module.training)
+
+    def after(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda gradient: refuse(True))  # type: ignore[no-untyped-call]
+
+    leaves = [module for module in trained.model.modules() if next(module.parameters(recurse=False), None) is not None]
+    for leaf in leaves[len(leaves) // 2 :]:
+        if phase == "backward":
+            leaf.register_forward_hook(after)
+        else:
+            leaf.register_forward_pre_hook(before)

@@ -1,0 +1,138 @@
+"""Makes the micro-batches of a run smaller when memory runs out, and keeps their sizes for its next start.
+
+    round 1   batch.micro_size 8, accumulation 2    out of memory in update 13
+    round 2   batch.micro_size 4, accumulation 4    update 13 again: the same samples, in the same order
+
+RUN/logs/out_of_memory.json lists the sizes with which memory has run out. They count as long as nothing changes that
+determines how much memory a rank needs: model, strategy, number of ranks, ways to save memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.config.writing import to_plain
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
+from lockstep.launch.ends import EndKind
+from lockstep.monitor.attempts import read_attempts
+from lockstep.monitor.folder import LOGS
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+    from lockstep.launch.ends import End
+    from lockstep.training.job import Job
+
+_FILE = "out_of_memory.json"
+_MICRO_SIZE = "batch.micro_size"
+_KEYS = (_MICRO_SIZE, "evaluation.micro_size")
+_SETTINGS = ("model", "objective", "parallel", "memory", "precision", "transforms")
+"""Sections of the config that determine how much memory a rank needs."""
+
+
+def half(size: int) -> int:
+    """Return the size of micro-batches of which there are twice as many."""
+    return -(-size // 2)
+
+
+@dataclass
+class SmallerBatches:
+    """The sizes of a launch's micro-batches, round after round.
+
+    Attributes:
+        job: The next round's.
+        folder: Of the run.
+        ranks: On all hosts.
+        halvings: How many times a size was halved in this launch.
+    """
+
+    job: Job
+    folder: Path
+    ranks: int
+    halvings: int = field(default=0, init=False)
+    _attempts: int = field(init=False)
+    _too_large: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Use what an earlier launch has learned, unless the run starts over."""
+        starts_over = self.job.resume.fresh
+        self._attempts = len(read_attempts(self.folder))
+        self._too_large = {} if starts_over else too_large(self.folder, self.job.config, self.ranks)
+        self.job = replace(self.job, config=with_smaller(self.job.config, self._too_large))
+
+    def after(self, end: End) -> str:
+        """Make the next round's micro-batches smaller after this end; return what changes, empty if nothing can."""
+        sizes = {key: size for key, size in (end.too_large or self._size_of_killed(end)).items() if size > 1}
+        if not sizes:
+            return ""
+        self._too_large |= sizes
+        self.halvings += 1
+        self.job = replace(self.job, config=with_smaller(self.job.config, sizes))
+        record = {"too_large": self._too_large, "settings": _digest(self.job.config, self.ranks)}
+        with suppress(OSError):  # the next start of the run learns it again
+            write_atomically(self.folder / LOGS / _FILE, json.dumps(record) + "\n", durable=False)
+        return changes(sizes)
+
+    def _size_of_killed(self, end: End) -> Mapping[str, int]:
+        """Return the size of the micro-batches of ranks that the kernel has killed; empty if none had begun."""
+        attempts = read_attempts(self.folder)
+        if end.kind is not EndKind.KILLED or len(attempts) <= self._attempts:
+            return {}
+        size = attempts[-1].number("micro_size")
+        return {_MICRO_SIZE: int(size)} if size is not None else {}
+
+
+def changes(sizes: Mapping[str, int]) -> str:
+    """Return what changes after memory has run out with these sizes, as a sentence without its point."""
+    listed = " and ".join(f"{key} is {half(size)} instead of {size}" for key, size in sizes.items())
+    kept = ", and the global batch stays as it is" if _MICRO_SIZE in sizes else ""
+    return f"{listed} from here on{kept}"
+
+
+def with_smaller(config: Config, sizes: Mapping[str, int]) -> Config:
+    """Return the config with smaller micro-batches where they are as large as these, or larger."""
+    for key, size in sizes.items():
+        name, _, option = key.partition(".")
+        section = getattr(config, name)
+        current = getattr(section, option)
+        if current == "auto" or current >= size:
+            config = config.model_copy(update={name: section.model_copy(update={option: half(size)})})
+    return config
+
+
+def too_large(run: Path, config: Config, ranks: int) -> dict[str, int]:
+    """Return the sizes, by their keys, with which the run in a folder has run out of memory, under such settings."""
+    try:
+        record = json.loads(read_bounded(run / LOGS / _FILE, MAX_JSON_BYTES))
+        sizes = {key: size for key in _KEYS if (size := record["too_large"].get(key)) is not None}
+        is_same = record["settings"] == _digest(config, ranks)
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
+        return {}
+    are_sizes = all(type(size) is int and size > 1 for size in sizes.values())
+    return sizes if is_same and are_sizes else {}
+
+
+def notes_on_sizes(run: Path, config: Config, ranks: int) -> list[str]:
+    """Return notes on the sizes that are smaller because memory has run out in this run."""
+    notes = []
+    for key, size in too_large(run, config, ranks).items():
+        name, _, option = key.partition(".")
+        if (current := getattr(getattr(config, name), option)) == half(size):
+            file = f"{LOGS}/{_FILE}"
+            notes.append(
+                f"{key} is {current}: memory ran out with {size} (delete {file} in the run's folder to try again)"
+            )
+    return notes
+
+
+def _digest(config: Config, ranks: int) -> str:
+    plain = to_plain(config)
+    settings = [plain[name] for name in _SETTINGS]
+    further = plain["optim"]["name"], plain["batch"]["global_size"], plain["launch"]["device"]
+    text = json.dumps([settings, further, ranks], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

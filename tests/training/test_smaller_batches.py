@@ -1,0 +1,181 @@
+"""Memory that runs out makes micro-batches smaller, and the run stays the same run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from kit import small
+from kit.commands import Done, run_lockstep
+from safetensors.torch import load_file
+
+from lockstep.config.loading import validate
+from lockstep.config.schema import Config
+from lockstep.launch.ends import End, EndKind
+from lockstep.monitor.attempts import read_attempts
+from lockstep.resilience.faults import FAULTS, Fault, write_plan
+from lockstep.training.job import Job
+from lockstep.training.smaller_batches import SmallerBatches, notes_on_sizes, too_large
+
+MODELS = Path(__file__).with_name("out_of_memory_models.py")
+ZERO = {"strategy": "deepspeed", "deepspeed": {"zero_stage": 3}}
+drill = pytest.mark.drill
+
+
+def train(folder: Path, *words: object, fault: Fault | None = None, **sections: Any) -> Done:
+    config = small.config(
+        run={"steps": 8, "folder": str(folder)},
+        batch={"global_size": 16, "micro_size": 8},
+        launch={"ranks": 2, "device": "cpu"},
+        checkpoint={"every": "4 steps", "keep_last": 10},
+        recovery={},
+        monitor={"every": 1, "tensorboard": False, "progress": "none", "meter_seconds": 0},
+    )
+    file, plan = folder.with_suffix(".yaml"), folder.with_suffix(".json")
+    file.write_text(yaml.safe_dump({**config, **sections}))
+    if fault is not None:
+        write_plan(plan, [fault])
+    return run_lockstep("train", file, *words, **{FAULTS: str(plan)} if fault is not None else {})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert train(folder, parallel={"strategy": "ddp"}).returncode == 0
+    return folder
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def weights(folder: Path) -> Mapping[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "phase"),
+    [
+        ({"strategy": "ddp"}, "backward"),
+        ({"strategy": "fsdp"}, "forward"),
+        pytest.param({"strategy": "ddp"}, "optimizer", marks=drill),
+        pytest.param({"strategy": "fsdp"}, "backward", marks=drill),
+        pytest.param({"strategy": "deepspeed", "deepspeed": {"zero_stage": 2}}, "backward", marks=drill),
+        pytest.param(ZERO, "forward", marks=drill),
+        pytest.param(ZERO, "backward", marks=drill),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_the_run_that_ran_out_ends_as_the_undisturbed_one(
+    tmp_path: Path, undisturbed: Path, parallel: dict[str, Any], phase: str
+) -> None:
+    folder = tmp_path / "run"
+    done = train(folder, fault=Fault("oom", 1, 6, phase, above=2), parallel=parallel)
+    assert done.returncode == 0, done.stderr
+    assert "batch.micro_size is 4 instead of 8 from here on, and the global batch stays as it is" in done.stderr
+    assert "batch.micro_size is 2 instead of 4" in done.stderr
+    assert "batch.micro_size is 2: memory ran out with 4" in done.stdout
+    assert losses(folder) == pytest.approx(losses(undisturbed), rel=1e-5)
+    expected = weights(undisturbed)
+    for name, tensor in weights(folder).items():
+        assert torch.allclose(tensor, expected[name], rtol=1e-4, atol=1e-5), name
+
+
+def test_it_is_bitwise_the_run_that_was_resumed_with_that_size(tmp_path: Path, undisturbed: Path) -> None:
+    folder, resumed = tmp_path / "run", tmp_path / "resumed"
+    done = train(folder, fault=Fault("oom", 0, 5, "forward", above=4), parallel={"strategy": "ddp"})
+    assert done.returncode == 0, done.stderr
+    assert [attempt.number("micro_size") for attempt in read_attempts(folder)] == [8, 4]
+    shutil.copytree(undisturbed, resumed)
+    words = ("--from", 4, "--batch.micro_size=4", f"--run.folder={resumed}")
+    assert train(resumed, *words, parallel={"strategy": "ddp"}).returncode == 0
+    assert losses(folder) == losses(resumed)
+    assert all(torch.equal(tensor, weights(resumed)[name]) for name, tensor in weights(folder).items())
+
+
+def test_a_limit_of_the_system(tmp_path: Path) -> None:
+    """Under a real limit on the process's address space, where 8 samples don't fit."""
+    items = {"kind": "custom", "target": f"{MODELS}:Items"}
+    done = train(
+        tmp_path / "run",
+        model={"kind": "custom", "target": f"{MODELS}:Greedy", "arguments": {"where": "limit"}},
+        objective={"kind": "classification"},
+        data={"train": items},
+        launch={"ranks": 1, "device": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1.25 GiB were requested" in done.stderr
+    assert "batch.micro_size is 4 instead of 8" in done.stderr
+
+
+# --- what is remembered -----------------------------------------------------------------------------------------------
+
+
+def config_of(micro_size: object = 8, **sections: Any) -> Config:
+    return validate({**small.config(), "batch": {"global_size": 16, "micro_size": micro_size}, **sections}).config
+
+
+def sizes(folder: Path, config: Config) -> SmallerBatches:
+    (folder / "logs").mkdir(exist_ok=True)
+    return SmallerBatches(Job(config, "small"), folder, ranks=2)
+
+
+def ran_out(**too_large: int) -> End:
+    return End(
+        EndKind.MESSAGE, 1, "out of memory", 0.0, too_large={f"{key}.micro_size": n for key, n in too_large.items()}
+    )
+
+
+def test_what_did_not_fit_is_not_tried_again(tmp_path: Path) -> None:
+    first = sizes(tmp_path, config_of())
+    assert "batch.micro_size is 4 instead of 8" in first.after(ran_out(batch=8))
+    assert sizes(tmp_path, config_of()).job.config.batch.micro_size == 4
+    assert sizes(tmp_path, config_of("auto")).job.config.batch.micro_size == 4
+    assert sizes(tmp_path, config_of(6)).job.config.batch.micro_size == 6
+    assert sizes(tmp_path, config_of(2)).job.config.batch.micro_size == 2
+    assert notes_on_sizes(tmp_path, config_of(4), 2) == [
+        "batch.micro_size is 4: memory ran out with 8 (delete logs/out_of_memory.json in the run's folder to try again)"
+    ]
+    assert notes_on_sizes(tmp_path, config_of(2), 2) == []
+
+
+def test_other_settings_may_fit(tmp_path: Path) -> None:
+    sizes(tmp_path, config_of()).after(ran_out(batch=8))
+    other = config_of(memory={"activation_checkpointing": {"mode": "full"}})
+    assert too_large(tmp_path, config_of(optim={"lr": 1e-3}), 2) == {"batch.micro_size": 8}
+    assert too_large(tmp_path, other, 2) == {}
+    assert too_large(tmp_path, config_of(), 4) == {}
+
+
+def test_halves_until_one_sample(tmp_path: Path) -> None:
+    rounds = sizes(tmp_path, config_of(3))
+    for size in (3, 2):
+        assert rounds.after(ran_out(batch=size))
+    assert rounds.job.config.batch.micro_size == 1
+    assert rounds.after(ran_out()) == ""
+    assert rounds.halvings == 2
+
+
+def test_an_evaluation_has_a_size_of_its_own(tmp_path: Path) -> None:
+    rounds = sizes(tmp_path, config_of())
+    assert rounds.after(ran_out(evaluation=8)) == "evaluation.micro_size is 4 instead of 8 from here on"
+    assert rounds.job.config.evaluation.micro_size == 4
+    assert rounds.job.config.batch.micro_size == 8
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"too_large": {"batch.micro_size": "8"}, "settings": 1}', "{" * 5000]
+)
+def test_a_record_that_was_damaged_is_ignored(tmp_path: Path, text: str) -> None:
+    rounds = sizes(tmp_path, config_of())
+    (tmp_path / "logs/out_of_memory.json").write_text(text)
+    assert too_large(tmp_path, config_of(), 2) == {}
+    assert sizes(tmp_path, config_of()).job == rounds.job
