@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 2**20  # elements at a time, since they are widened to float64
 _LOCATIONS = ("run.folder", "checkpoint.folder")
-_HISTORY = ("seconds", "ledger")
+_HISTORY = ("seconds", "ledger", "left_out")
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,9 +173,16 @@ def audited(step: int, audit: Audit) -> Lines:
     return [
         *_table(rows, ">>>><"),
         *(f"from sample {position:,}: {what}" for position, what in audit.changes),
+        *(f"left out at {sample.position:,}: sample {sample.index}: {sample.reason}" for sample in audit.left_out),
         f"step {step:,}, {audit.samples:,} samples: "
-        + ("complete, each sample of the order once" if audit.complete else f"NOT complete: {incomplete(audit)}"),
+        + (f"complete, {_once(audit)}" if audit.complete else f"NOT complete: {incomplete(audit)}"),
     ]
+
+
+def _once(audit: Audit) -> str:
+    if not audit.left_out:
+        return "each sample of the order once"
+    return f"each sample of the order once, or listed as left out ({len(audit.left_out):,})"
 
 
 def incomplete(audit: Audit) -> str:
@@ -202,6 +209,7 @@ def audited_json(audit: Audit) -> Object:
         "repeats": lists(audit.repeats),
         "mismatches": lists(audit.mismatches),
         "changes": [{"at": position, "what": what} for position, what in audit.changes],
+        "left_out": [asdict(sample) for sample in audit.left_out],
         "segments": [{**asdict(segment), "expected": expected} for segment, expected in segments],
     }
 

@@ -125,6 +125,16 @@ class Loader(Section):
     """Page-locked memory, for faster copies to a GPU; auto: on a GPU."""
 
 
+class BadSamples(Section):
+    """Training samples that can't be read, or not be put into a batch."""
+
+    policy: Literal["fail", "skip"] = "fail"
+    """fail: the first one ends the run, saved; skip: it is left out of its update. Positions, global batches, rates
+    and all other samples stay the same."""
+    limit: Positive = 10
+    """skip: the run ends with a list of them once there are more. A sample that every epoch leaves out counts once."""
+
+
 class Data(Section):
     """The data for training and evaluation."""
 
@@ -136,4 +146,5 @@ class Data(Section):
     """Shuffle each epoch, as a function of seed, epoch and position alone."""
     drop_last: bool = False
     """Drop the last samples of an epoch that don't fill a global batch; false: the last update is smaller."""
+    bad_samples: BadSamples = BadSamples()
     loader: Loader = Loader()

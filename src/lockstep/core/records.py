@@ -13,6 +13,21 @@ Inputs = Mapping[str, Any] | tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOutSample:
+    """A sample that is left out of its update, because it can't be read or put into a batch.
+
+    Attributes:
+        index: In the dataset.
+        reason: The exception and the line that raised it.
+        position: In the order of the run, over all epochs; -1: not known yet.
+    """
+
+    index: int
+    reason: str
+    position: int = -1
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One micro-batch: the samples of one forward and backward.
 
@@ -23,12 +38,14 @@ class Batch:
         samples: Number of samples. 0 marks padding samples: they are computed so that all ranks call the same
             collectives, and their loss, count and metrics have no weight.
         tokens: Number of tokens without padding; for data without tokens, of samples.
+        left_out: Samples that belong to the micro-batch and are not in it.
     """
 
     inputs: Inputs
     targets: Any
     samples: int
     tokens: int
+    left_out: tuple[LeftOutSample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +54,13 @@ class GlobalBatch:
 
     Attributes:
         micro_batches: The same number on every rank.
-        samples: Number of samples over all ranks, without padding samples.
+        samples: Number of samples over all ranks, without padding samples, with those that are left out.
         count: Valid targets in this rank's share, by the objective; with class weights the sum of their weights.
         epoch: From 0.
         cursor: Samples consumed by the run after this update.
         step: Number of the update, from 0.
         digest: Identifies the samples of this rank's share (`data.order`).
+        left_out: Samples of this rank's share that are left out.
     """
 
     micro_batches: tuple[Batch, ...]
@@ -53,6 +71,7 @@ class GlobalBatch:
     cursor: int
     step: int
     digest: int = 0
+    left_out: tuple[LeftOutSample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +139,7 @@ class Request(Enum):
     SAVE_MEMORY = 4  # a rank is short of memory: recompute activations from now on
     FAIL = 5  # a rank has no data for the next update: all ranks save this one, and the run fails
     PROFILE = 6  # the first rank has announced a request for a trace
+    LEFT_OUT = 7  # a rank leaves samples out: all ranks exchange which
 
 
 class Tally(Enum):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data import noise
 from lockstep.data.order import Indices
-from lockstep.data.unreadable import read_or_explain
+from lockstep.data.unreadable import read_or_explain, reraise_out_of_memory
 from lockstep.data.windows import fingerprint
 
 Collate = Callable[[list[Any]], Any]
@@ -37,8 +38,8 @@ _TARGETS = ("labels", "label", "targets", "target")
 _FINGERPRINT_ITEMS = 16
 
 
-def open_custom(section: CustomData) -> Source:
-    """Return the source that the section names.
+def open_custom(section: CustomData, *, skips: bool = False) -> Source:
+    """Return the source that the section names; `skips` as of `adapt_dataset`.
 
     Raises:
         ConfigError: It can't be imported or called, or is neither a map-style Dataset nor a source.
@@ -47,15 +48,16 @@ def open_custom(section: CustomData) -> Source:
     collate = import_target(section.collate) if section.collate else None
     if collate is not None and not callable(collate):
         raise ConfigError(f"{section.collate} is a {type(collate).__name__}, not a function that collates items")
-    return adapt_dataset(dataset, collate)
+    return adapt_dataset(dataset, collate, skips=skips)
 
 
-def adapt_dataset(dataset: Any, collate: Collate | None = None) -> Source:
+def adapt_dataset(dataset: Any, collate: Collate | None = None, *, skips: bool = False) -> Source:
     """Return a source for a map-style Dataset: anything with `__len__` and `__getitem__`, such as a list.
 
     Args:
         dataset: Its `__getitems__` is used if its class defines it; a `Source` is returned as it is.
         collate: Makes a batch of items; None: torch's function.
+        skips: Whether items that can't be read are accepted, because they will be left out.
 
     Raises:
         ConfigError: The dataset has no length or can't be indexed.
@@ -67,7 +69,7 @@ def adapt_dataset(dataset: Any, collate: Collate | None = None) -> Source:
     _check_map_style(dataset)
     if type(dataset) is TensorDataset and collate is None:
         return TensorSource(dataset.tensors)
-    return ItemSource(dataset, collate)
+    return ItemSource(dataset, collate, skips=skips)
 
 
 def _check_map_style(dataset: Any) -> None:
@@ -130,7 +132,7 @@ class ItemSource:
 
     draws = True
 
-    def __init__(self, dataset: Any, collate: Collate | None) -> None:
+    def __init__(self, dataset: Any, collate: Collate | None, *, skips: bool = False) -> None:
         self.dataset = dataset
         self.collate = collate or collate_values
         # looked up on the class: torch's Subset inherits nothing from the dataset that it wraps
@@ -139,10 +141,16 @@ class ItemSource:
         sources = [_source_hash(part) for part in (dataset, collate) if part is not None]
         kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
         with noise.keyed_generators(0):  # random items are the same each time
+            read = partial(_contents_or_unreadable if skips else _contents_of, dataset)
             contents = read_or_explain(
-                lambda indices: [_contents(dataset[index]) for index in indices.tolist()], _spread(len(dataset))
+                lambda indices: [read(index) for index in indices.tolist()], _spread(len(dataset))
             )
         self.fingerprint = fingerprint(kind, len(dataset), sources, contents)
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if only items of equal shapes can be put into one batch."""
+        return self.collate is collate_values
 
     def fetch(self, indices: Indices) -> Batch:
         numbers = indices.tolist()
@@ -206,6 +214,18 @@ def _spread(samples: int) -> Indices:
 def _source_hash(part: Any) -> str:
     path = source_file(part)
     return fingerprint(path.read_bytes()) if path is not None and os.path.isfile(path) else ""
+
+
+def _contents_of(dataset: Any, index: int) -> Any:
+    return _contents(dataset[index])
+
+
+def _contents_or_unreadable(dataset: Any, index: int) -> Any:
+    try:
+        return _contents(dataset[index])
+    except Exception as error:
+        reraise_out_of_memory(error, np.array([index]))
+        return "unreadable"
 
 
 def _contents(item: Any) -> Any:

@@ -59,12 +59,14 @@ class FetchRequest(NamedTuple):
         is_padding: Whether the batch only pads the update and has no weight.
         epoch_key: Key of the samples' noise.
         generator_key: Seed of the process' generators; None for sources that don't draw.
+        position: Of the first sample in the order of the run, over all epochs.
     """
 
     indices: Indices
     is_padding: bool
     epoch_key: int
     generator_key: int | None
+    position: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def fetch(source: Source, request: FetchRequest) -> Batch:
     except Exception as error:
         read = lambda indices: _fetch(source, request._replace(indices=indices))  # noqa: E731
         raise explained(read, request.indices, error) from error
-    return replace(batch, samples=0, tokens=0) if request.is_padding else batch
+    return replace(batch, samples=0, tokens=0, left_out=()) if request.is_padding else batch
 
 
 def _fetch(source: Source, request: FetchRequest) -> Batch:
@@ -158,7 +160,8 @@ def _from_workers(source: Source, requests: Iterable[FetchRequest], workers: Wor
             if "failure" in answer:
                 raise answer["failure"] from InWorker(answer["traceback"])
             inputs = answer["inputs"] if isinstance(answer["inputs"], Mapping) else tuple(answer["inputs"])
-            yield Batch(inputs, answer["targets"], answer["samples"], answer["tokens"])  # pinning makes tuples lists
+            left_out = tuple(answer["left_out"])  # pinning makes tuples lists
+            yield Batch(inputs, answer["targets"], answer["samples"], answer["tokens"], left_out)
 
 
 class _WorkerDataset(Dataset[Any]):
@@ -179,7 +182,7 @@ class _WorkerDataset(Dataset[Any]):
             return {"failure": failure, "traceback": traceback.format_exc()}
         finally:
             self._busy[worker.id] = -1
-        return {"inputs": batch.inputs, "targets": batch.targets, "samples": batch.samples, "tokens": batch.tokens}
+        return {name: getattr(batch, name) for name in ("inputs", "targets", "samples", "tokens", "left_out")}
 
     def __getitem__(self, index: int) -> Any:
         raise AssertionError("a request is answered as a whole")

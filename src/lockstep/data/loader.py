@@ -31,7 +31,8 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.keys import key
 from lockstep.core.progress import Progress
 from lockstep.core.protocols import Source
-from lockstep.core.records import Batch, GlobalBatch
+from lockstep.core.records import Batch, GlobalBatch, LeftOutSample
+from lockstep.data.bad_samples import positioned, sum_of_digests
 from lockstep.data.fetching import FetchRequest, Workers, fetch_all
 from lockstep.data.order import SampleOrder, digests
 from lockstep.plan.batch import BatchPlan, micro_ranges
@@ -134,12 +135,16 @@ class TrainingLoader:
         for share in shares:
             micro_batches = tuple(next(batches) for _ in share.requests)
             count, tokens = 0.0, 0
-            for batch in micro_batches:
+            left_out: tuple[LeftOutSample, ...] = ()
+            for batch, request in zip(micro_batches, share.requests, strict=True):
                 if batch.samples:
                     count += self._count(batch)
                     tokens += batch.tokens
+                if batch.left_out:
+                    left_out += positioned(batch.left_out, request.indices, request.position)
+            used = share.digest - sum_of_digests(share.epoch, left_out) if left_out else share.digest
             yield GlobalBatch(
-                micro_batches, share.samples, count, tokens, share.epoch, share.cursor, share.step, share.digest
+                micro_batches, share.samples, count, tokens, share.epoch, share.cursor, share.step, used, left_out
             )
 
     def _shares(self, step: int, cursor: int, stop: int | None) -> Iterator[_Share]:
@@ -174,7 +179,8 @@ class TrainingLoader:
             for micro, padding in enumerate(is_padding):
                 draws = self._source.draws
                 seed = key(self._seed, "augmentation", step, owner, first + micro) if draws else None
-                requests.append(FetchRequest(row[places[micro] : places[micro + 1]], padding, epoch_key, seed))
+                start = cursor - size + ranges[micro][0]
+                requests.append(FetchRequest(row[places[micro] : places[micro + 1]], padding, epoch_key, seed, start))
             yield _Share(requests, size, epoch, cursor, step, digest)
             step += 1
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,13 +44,24 @@ def uniform(indices: Indices, draws: int) -> NDArray[np.float64]:
 @contextmanager
 def keyed_generators(key: int) -> Iterator[None]:
     """Seed the CPU generators of the process from `key` within the block; restore them afterwards."""
-    python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    states = generator_states()
     random.seed(key)
     np.random.seed([key & 0xFFFFFFFF, key >> 32])
     torch.default_generator.manual_seed(key)
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.random.set_rng_state(pytorch)
+        restore_generators(states)
+
+
+def generator_states() -> tuple[Any, Any, torch.Tensor]:
+    """Return the states of the CPU generators of the process."""
+    return random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+
+
+def restore_generators(states: tuple[Any, Any, torch.Tensor]) -> None:
+    """Restore what `generator_states` has returned."""
+    python, numpy, pytorch = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.random.set_rng_state(pytorch)

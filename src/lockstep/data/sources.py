@@ -17,6 +17,7 @@ from lockstep.config.schema import (
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch
+from lockstep.data.bad_samples import SkippingSource
 from lockstep.data.order import Indices
 
 LANGUAGE_MODEL = "language-model"
@@ -31,13 +32,14 @@ _TASKS = {
 """Tasks of transformers models, by the kinds of data that have batches for them."""
 
 
-def open_source(section: DataSource, *, task: str | None, tokenizer: str | None) -> Source:
+def open_source(section: DataSource, *, task: str | None, tokenizer: str | None, skips: bool = False) -> Source:
     """Return the data that `section` describes.
 
     Args:
         task: Task of a transformers model, whose inputs have other names (`input_ids`); `LANGUAGE_MODEL` for a
             language model of Lockstep; None for any other.
         tokenizer: The model's, for sections that name none.
+        skips: Whether samples that can't be read will be left out.
 
     Raises:
         ConfigError: The data isn't on this machine, or doesn't suit the task.
@@ -68,7 +70,7 @@ def open_source(section: DataSource, *, task: str | None, tokenizer: str | None)
         case CustomData():
             from lockstep.data.custom import open_custom
 
-            return open_custom(section)
+            return open_custom(section, skips=skips)
     raise AssertionError(f"{section.kind}: a dataset from the Python API is adapted, not opened")
 
 
@@ -100,6 +102,20 @@ class PreparedSource:
 
     def fetch(self, indices: Indices) -> Batch:
         return self.prepare(self.source.fetch(indices))
+
+
+def skipping(source: Source) -> Source:
+    """Return a source that leaves out samples that can't be used."""
+    from lockstep.data.custom import ItemSource
+
+    return SkippingSource(source, uniform=isinstance(source, ItemSource) and source.is_uniform)
+
+
+def skipping_part(source: Source) -> SkippingSource | None:
+    """Return what `skipping` has made of a source that may have been prepared since; None: nothing."""
+    while isinstance(source, PreparedSource):
+        source = source.source
+    return source if isinstance(source, SkippingSource) else None
 
 
 def renamed_inputs(names: Mapping[str, str | None], batch: Batch) -> Batch:

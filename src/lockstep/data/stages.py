@@ -17,6 +17,7 @@ from unittest.mock import patch
 from torch.utils.data import Subset
 
 from lockstep.core.protocols import Source
+from lockstep.data.bad_samples import SkippingSource
 from lockstep.data.custom import ItemSource
 from lockstep.data.huggingface import TextSource
 from lockstep.data.sources import PreparedSource
@@ -95,8 +96,9 @@ def stages_timed(source: Source, times: StageTimes) -> Iterator[None]:
             with suppress(AttributeError, TypeError):  # of a class with slots, or a property
                 stack.enter_context(patch.object(owner, name, timed))
 
-        while isinstance(source, PreparedSource):
-            watch(source, "prepare", "transform")
+        while isinstance(source, PreparedSource | SkippingSource):
+            if isinstance(source, PreparedSource):
+                watch(source, "prepare", "transform")
             source = source.source
         match source:
             case ItemSource():

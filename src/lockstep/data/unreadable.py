@@ -36,7 +36,7 @@ def explained(read: Callable[[Indices], object], indices: Indices, error: Except
     Raises:
         Exception: The error itself, marked with the samples, if memory ran out.
     """
-    _reraise_out_of_memory(error, indices)
+    reraise_out_of_memory(error, indices)
     for index in indices:
         sample_error = _error_of(read, indices[indices == index])
         if sample_error is not None:
@@ -71,12 +71,13 @@ def _error_of(read: Callable[[Indices], object], indices: Indices) -> Exception 
     except Failure:  # it has its own message, or stops the run
         raise
     except Exception as error:
-        _reraise_out_of_memory(error, indices)
+        reraise_out_of_memory(error, indices)
         return error
     return None
 
 
-def _reraise_out_of_memory(error: Exception, indices: Indices) -> None:
+def reraise_out_of_memory(error: Exception, indices: Indices) -> None:
+    """Raise the error, marked with the samples that were read, if memory ran out."""
     if out_of_memory_cause(error):
         note_location(error, "data", f"while samples {named(indices)} were read")
         raise error

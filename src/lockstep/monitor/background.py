@@ -20,7 +20,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from lockstep.core.errors import Failure
-from lockstep.core.records import EvaluationReport, Request, RestartReport, RunInfo, SaveReport, StepReport
+from lockstep.core.records import (
+    EvaluationReport,
+    LeftOutSample,
+    Request,
+    RestartReport,
+    RunInfo,
+    SaveReport,
+    StepReport,
+)
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, NextReport, ReportWriter, ThrottledMonitor
 from lockstep.monitor.rank_meters import MeterReport
@@ -213,6 +221,9 @@ class BackgroundMonitor(ThrottledMonitor):
     def measured(self, report: MeterReport) -> None:
         self._put(self._writer.measured, report, weight=1 + len(report.ranks))
 
+    def left_out(self, step: int, samples: Sequence[LeftOutSample]) -> None:
+        self._put(self._writer.left_out, step, samples, weight=0)  # never dropped
+
     def finish(self, error: BaseException | None) -> None:
         """Let the writer finish, and wait for it up to the limit."""
         self.begin_finish(error)
@@ -320,6 +331,9 @@ class BackgroundMonitors(ThrottledMonitor):
 
     def measured(self, report: MeterReport) -> None:
         self._put(lambda monitor: monitor.measured(report), hurry=False)
+
+    def left_out(self, step: int, samples: Sequence[LeftOutSample]) -> None:
+        self._put(lambda monitor: monitor.left_out(step, samples))
 
     def finish(self, error: BaseException | None) -> None:
         """Let the writers finish, and wait for each up to its limit, for all of them at once."""

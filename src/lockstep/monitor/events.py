@@ -12,6 +12,7 @@ events.jsonl has what happens between them:
     {"logged": {"accuracy": 0.5}, "step": 10}                                              what user code logged
     {"logged": {"attention": {"width": 64, "height": 64, "file": "media/attention-00000010.png"}}, "step": 10}
     {"saved": 10, "step": 10, "bytes": 3805184, "seconds": 0.2, "lost_seconds": 0.001}     each save; `failure` if none
+    {"left_out": 17, "step": 10, "reason": "OSError: ...", "position": 661}                each unusable sample
     {"resumed": 10, "step": 10, "ranks": 2}                                                each attempt but the first
 
 summary.json, which is also the last line of `--json`, marks a finished run. A full disk costs lines, not the training.
@@ -20,13 +21,13 @@ summary.json, which is also the last line of `--json`, marks a finished run. A f
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lockstep.core.progress import Progress
-from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport
+from lockstep.core.records import EvaluationReport, LeftOutSample, Request, RunInfo, SaveReport, StepReport
 from lockstep.monitor.jsonl import LineFile, finite, line
 from lockstep.monitor.media_folder import MEDIA, MediaFolder
 from lockstep.monitor.meters import Throughput
@@ -113,6 +114,13 @@ class EventLog(ReportWriter):
         media = self._media.write(step, logged.media)
         if own := {**logged.values, **histograms, **logged.texts, **media}:
             self._write(self._events, {"logged": own, "step": step})
+
+    def left_out(self, step: int, samples: Sequence[LeftOutSample]) -> None:
+        for sample in samples:
+            self._write(
+                self._events,
+                {"left_out": sample.index, "step": step, "reason": sample.reason, "position": sample.position},
+            )
 
     def measured(self, report: MeterReport) -> None:
         """Write nothing: ranks.jsonl has the meters."""

@@ -18,7 +18,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from lockstep.core.protocols import Monitor
-from lockstep.core.records import EvaluationReport, Request, RestartReport, RunInfo, SaveReport, StepReport, Verdict
+from lockstep.core.records import (
+    EvaluationReport,
+    LeftOutSample,
+    Request,
+    RestartReport,
+    RunInfo,
+    SaveReport,
+    StepReport,
+    Verdict,
+)
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.rank_meters import MeterReport
 
@@ -69,6 +78,10 @@ class ReportWriter(Monitor, Protocol):
 
     def measured(self, report: MeterReport) -> None:
         """Take the meters of all ranks over an interval."""
+
+    def left_out(self, step: int, samples: Sequence[LeftOutSample]) -> None:
+        """Take samples that are left out because they can't be used; known after update `step`."""
+        return
 
 
 class ThrottledMonitor(ReportWriter, Protocol):
@@ -133,6 +146,10 @@ class Monitors:
     def logged(self, step: int, logged: Logged) -> None:
         """Pass on what user code logged; only throttled monitors take it."""
         _for_each(self._throttled, lambda monitor: monitor.logged(step, logged))
+
+    def left_out(self, step: int, samples: Sequence[LeftOutSample]) -> None:
+        """Pass on samples that are left out; only throttled monitors take them."""
+        _for_each(self._throttled, lambda monitor: monitor.left_out(step, samples))
 
     def finish(self, error: BaseException | None) -> None:
         self._show_last()

@@ -116,14 +116,25 @@ def facts(run: RunData) -> list[tuple[str, str]]:
 
 
 def events(run: RunData) -> list[str]:
-    """Return sentences about restarts, saves and discarded updates."""
+    """Return sentences about restarts, saves, discarded updates and samples that are left out."""
     failed = [save for save in run.saves if save.failure is not None][:_MAX_LISTED]
     return [
         _restarts(run),
         _saves(run),
         *(f"Step {save.step:,}: not saved: {save.failure}" for save in failed),
         _discarded(run),
+        *left_out(run.left_out),
     ]
+
+
+def left_out(samples: Mapping[int, str], most: int = _MAX_LISTED) -> list[str]:
+    """Return a sentence about the samples that could not be used; none if there are none."""
+    if not samples:
+        return []
+    listed = "; ".join(f"{index}: {reason}" for index, reason in list(samples.items())[:most])
+    more = f"; and {len(samples) - most:,} more" if len(samples) > most else ""
+    number = "1 sample" if len(samples) == 1 else f"{len(samples):,} samples"
+    return [f"Left out {number} of the training data, which can't be used: {listed}{more}."]
 
 
 def _restarts(run: RunData) -> str:

@@ -81,6 +81,7 @@ class RunData:
         logged: numbers that user code logged, by name, then step.
         restarts: step that was resumed from, and ranks (0: unknown).
         rollbacks: first and last step of the updates that a restart discarded.
+        left_out: reason by index of each sample that could not be used.
         earlier: number of attempts whose files are in `earlier`.
         flaws: what could not be read, a sentence each.
         damaged: number of lines that can't be read, by file; a torn last line isn't counted.
@@ -101,6 +102,7 @@ class RunData:
     restarts: list[tuple[int, int]] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
+    left_out: dict[int, str] = field(default_factory=dict)
     earlier: int = 0
     flaws: list[str] = field(default_factory=list)
     damaged: dict[str, int] = field(default_factory=dict)
@@ -233,6 +235,8 @@ def _take_event(run: RunData, step: int, record: Json) -> None:
                 metrics.setdefault(name.removeprefix("metric."), {})[step] = _number(value)
     elif "resumed" in record:
         run.restarts.append((step, _step(record.get("ranks")) or 0))
+    elif (index := _step(record.get("left_out"))) is not None:
+        run.left_out[index] = _name(record.get("reason"))[:_LONGEST_TEXT]
     elif "saved" in record:
         numbers = (_number(record.get(name)) for name in ("bytes", "seconds", "lost_seconds"))
         size, seconds, lost = (number if number >= 0 and math.isfinite(number) else 0.0 for number in numbers)

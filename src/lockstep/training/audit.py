@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.errors import VerificationError
+from lockstep.core.records import LeftOutSample
 from lockstep.data.order import MODULUS, SampleOrder, digest
-from lockstep.training.ledger import OrderFacts, Segment, segments_in
+from lockstep.training.ledger import OrderFacts, Segment, left_out_in, segments_in
 
 MAX_SAMPLES = 2**36  # recomputing their digests takes about an hour
 _CHUNK = 2**14  # positions at a time: intermediate results stay in the CPU's cache
@@ -36,6 +37,7 @@ class Audit:
         segments: the segments of the ledger.
         expected: the digest that each segment must have.
         changes: (position, what changed there in how positions map to samples).
+        left_out: samples that were left out of their updates because they could not be used.
     """
 
     samples: int
@@ -45,10 +47,11 @@ class Audit:
     segments: tuple[Segment, ...]
     expected: tuple[int, ...]
     changes: tuple[tuple[int, str], ...]
+    left_out: tuple[LeftOutSample, ...] = ()
 
     @property
     def complete(self) -> bool:
-        """True if every position was consumed once, with the right sample."""
+        """True if every position was consumed once, with the right sample, or is known to be left out."""
         return not (self.gaps or self.repeats or self.mismatches)
 
 
@@ -61,8 +64,11 @@ def audit(state: Mapping[str, Any], samples: int) -> Audit:
     Raises:
         VerificationError: the state has no ledger, or its ledger is invalid.
     """
-    segments = _segments(state)
-    expected = tuple(expected_digest(segment.order, segment.first, segment.last) for segment in segments)
+    segments, left_out = _segments(state), _left_out(state, samples)
+    expected = tuple(
+        (expected_digest(segment.order, segment.first, segment.last) - _digest_of(left_out, segment)) % MODULUS
+        for segment in segments
+    )
     gaps, repeats = _coverage(segments, samples)
     shifted_gaps, shifted_repeats = _epoch_shifts(segments)
     return Audit(
@@ -77,6 +83,7 @@ def audit(state: Mapping[str, Any], samples: int) -> Audit:
         segments=tuple(segments),
         expected=expected,
         changes=tuple(_changes(segments)),
+        left_out=tuple(left_out),
     )
 
 
@@ -115,6 +122,24 @@ def _segments(state: Mapping[str, Any]) -> list[Segment]:
     if claimed > MAX_SAMPLES:
         raise VerificationError(f"its ledger has {claimed:,} samples, and an audit computes {MAX_SAMPLES:,} at most")
     return segments
+
+
+def _left_out(state: Mapping[str, Any], samples: int) -> list[LeftOutSample]:
+    """Return the samples that are left out of finished updates."""
+    try:
+        listed = left_out_in(state.get("left_out", ()))
+        return [sample for sample in listed if 0 <= sample.position < samples and sample.index >= 0]
+    except TypeError as error:
+        raise VerificationError(f"its list of samples that are left out can't be read: {error}") from None
+
+
+def _digest_of(left_out: Iterable[LeftOutSample], segment: Segment) -> int:
+    """Return the digest of the samples that are left out of a segment."""
+    epoch_samples, total = segment.order.epoch_samples, 0
+    for sample in left_out:
+        if segment.first <= sample.position < segment.last:
+            total += digest(sample.position // epoch_samples, np.array([sample.index], dtype=np.int64))
+    return total
 
 
 def _coverage(segments: Iterable[Segment], samples: int) -> tuple[list[Span], list[Span]]:

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lockstep.core.records import LeftOutSample
 from lockstep.data.order import MODULUS
+
+if TYPE_CHECKING:
+    from lockstep.training.components import Components
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,23 @@ class Ledger:
         self.attempt = 1 + max((segment.attempt for segment in self._closed), default=0)
         self._first = self._last = self._closed[-1].last if self._closed else 0
         self._digest = 0
+
+
+def left_out_in(state: Iterable[Mapping[str, Any]]) -> list[LeftOutSample]:
+    """Return the samples that a checkpoint lists as left out. Raises TypeError if the list isn't of that form."""
+    return [LeftOutSample(**sample) for sample in state]
+
+
+def order_of(components: Components) -> OrderFacts:
+    """Return the mapping of positions to samples of a session."""
+    config, source = components.config, components.source
+    return OrderFacts(
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        samples=source.facts.samples,
+        epoch_samples=components.plan.epoch_samples,
+        fingerprint=source.fingerprint,
+    )
 
 
 def segments_in(state: Iterable[Mapping[str, Any]]) -> list[Segment]:

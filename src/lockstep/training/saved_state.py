@@ -17,6 +17,7 @@ from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.storage import MANIFEST
 from lockstep.config.writing import to_public
 from lockstep.core.progress import Progress
+from lockstep.core.records import LeftOutSample
 from lockstep.monitor.jsonl import finite
 from lockstep.training.ledger import Segment, segments_in
 
@@ -68,6 +69,7 @@ class _State(BaseModel):
     best: float | None = None
     early_stopping: EarlyStoppingState | None = None
     evaluation_due: bool = False
+    left_out: list[LeftOutSample] = []
 
 
 def check_state(manifest: Manifest) -> None:

@@ -31,8 +31,10 @@ from lockstep.resilience.guard import DiscardLimit, is_finite, ranks_differ, ver
 from lockstep.sharding.buffers import BufferSnapshot
 from lockstep.sharding.single import unused_parameters
 from lockstep.training.components import Components, FailureState, VoteParticipant
-from lockstep.training.ledger import Ledger, OrderFacts
+from lockstep.training.ledger import Ledger, order_of
+from lockstep.training.left_out import LeftOutSamples
 from lockstep.training.readback import PendingReport, Reports, UpdateNumbers
+from lockstep.training.valid_targets import no_valid_target, nonzero_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,15 +56,8 @@ class Session:
         self._components = components
         self.progress = Progress()
         self._discard_limit = DiscardLimit()
-        config, source = components.config, components.source
-        order = OrderFacts(
-            seed=config.run.seed,
-            shuffle=config.data.shuffle,
-            samples=source.facts.samples,
-            epoch_samples=components.plan.epoch_samples,
-            fingerprint=source.fingerprint,
-        )
-        self._ledger = Ledger(components.world.size, order)
+        self._ledger = Ledger(components.world.size, order_of(components))
+        self._left_out = LeftOutSamples(components)
         self._saves = VoteParticipant()
         self._failure_state = FailureState(components.world.size == 1)
         self._failure: Exception | None = None
@@ -99,12 +94,10 @@ class Session:
             return
         self._batches = self._components.loader.updates(self.progress)
         self._batch = next(self._batches)
+        self.request(self._left_out.fetched(self._batch))
         count, tokens = self._components.consensus.announce(*self._counts(self._batch))
         if not float(count):
-            step = self.progress.steps + 1
-            print_once(
-                f"lockstep: update {step} has no valid target (all are -100), so nothing is learned; check labels"
-            )
+            print_once(no_valid_target(self.progress.steps + 1))
         self._count = nonzero_count(count)
         self._components.readback.start(int(tokens))
 
@@ -221,6 +214,7 @@ class Session:
             "patience": self._discard_limit.state(),
             "seconds": seconds_of(self),
             "ledger": self._ledger.state(),
+            "left_out": self._left_out.state(),
         }
         live = components.sharding.state.live_state()
         names = {name.removeprefix(_MODEL) for name in live.tensors if name.startswith(_MODEL)}
@@ -239,6 +233,7 @@ class Session:
         self._components.scaler.restore(values["loss_scale"])
         self._discard_limit.restore(values["patience"])
         self._ledger.restore(values["ledger"])
+        self._left_out.restore(values.get("left_out", ()), self.progress.samples)
         self._began = time.perf_counter() - values["seconds"]
         self._batch = self._upcoming = None
 
@@ -254,6 +249,7 @@ class Session:
             assert self._batches is not None, "batches() begins the session"
             with self._components.world.clock.phase(Phase.DATA):
                 self._upcoming = self._next_batch(self._batches)
+            self.request(self._left_out.fetched(self._upcoming))
         position = self._components.position
         tallies = (float(self._current.digest) if position.reports_counts else 0.0, *self._saves.status())
         loss_sum = loss_sum if position.reports_loss else loss_sum.new_zeros(())
@@ -277,6 +273,7 @@ class Session:
         if self._components.watch is not None:
             self._components.watch.update(report)
         self._discard_limit.refuse(report.step)
+        self._left_out.receive(report, self._failure_state)
 
     def _note_failure(self, report: StepReport) -> None:
         """Record that a rank's data failed; on a GPU the report is too old, and other ranks fail with their peer."""
@@ -372,6 +369,11 @@ def ledger_of(session: Session) -> Ledger:
     return session._ledger
 
 
+def left_out_of(session: Session) -> LeftOutSamples:
+    """Return the samples that the run leaves out."""
+    return session._left_out
+
+
 def seconds_of(session: Session) -> float:
     """Return the seconds since the run's first update began, in whatever process."""
     return time.perf_counter() - session._began
@@ -390,11 +392,3 @@ def attach(session: Session, saves: VoteParticipant) -> FailureState:
 def rescue(session: Session, error: BaseException) -> str | None:
     """Save the state of a run that `error` ends, if it has checkpoints; return what to report, None if nothing."""
     return session._saves.rescue(error)
-
-
-def nonzero_count(count: float | Tensor) -> float | Tensor:
-    """Return the divisor of a loss: 1 for an update without a valid target, whose loss is 0, not 0 / 0.
-
-    A count may be less than 1, since class weights count by their sum.
-    """
-    return (count or 1.0) if isinstance(count, float) else count.masked_fill(count == 0, 1.0)

@@ -20,7 +20,7 @@ from lockstep.core.protocols import EvaluatedObjective, Source
 from lockstep.core.records import DataFacts
 from lockstep.data.custom import adapt_dataset
 from lockstep.data.loader import evaluation_batches
-from lockstep.data.sources import LANGUAGE_MODEL, PreparedSource, open_source, renamed_inputs
+from lockstep.data.sources import LANGUAGE_MODEL, PreparedSource, open_source, renamed_inputs, skipping
 from lockstep.models.build import build_model, sketch_model
 from lockstep.models.building_objectives import adapt_objective, build_objective, objective_kind, repeats_inputs
 from lockstep.models.heads import Head, head_of, preparation
@@ -73,7 +73,9 @@ def open_sources(config: Config, given: UserObjects, model: nn.Module | None = N
         model: the user's, whose inputs' names the data needs; None: it is built if the data needs it.
     """
     task, tokenizer = task_of(config, model)
-    train = _open(config.data.train, given, given.train_dataset, "data.train", task, tokenizer)
+    skips = config.data.bad_samples.policy == "skip"
+    train = _open(config.data.train, given, given.train_dataset, "data.train", task, tokenizer, skips=skips)
+    train = skipping(train) if skips else train
     evaluation = {
         name: _open(section, given, given.eval_datasets.get(name), f"data.evaluation.{name}", task, tokenizer)
         for name, section in config.data.evaluation.items()
@@ -160,13 +162,20 @@ def task_of(config: Config, model: nn.Module | None) -> tuple[str | None, str | 
 
 
 def _open(
-    section: DataSource, given: UserObjects, dataset: Any, key: str, task: str | None, tokenizer: str | None
+    section: DataSource,
+    given: UserObjects,
+    dataset: Any,
+    key: str,
+    task: str | None,
+    tokenizer: str | None,
+    *,
+    skips: bool = False,
 ) -> Source:
     if section.kind != "given":
-        return open_source(section, task=task, tokenizer=tokenizer)
+        return open_source(section, task=task, tokenizer=tokenizer, skips=skips)
     if dataset is None:
         raise not_given(key, "a map-style Dataset", dataset)
-    return adapt_dataset(dataset, given.collate)
+    return adapt_dataset(dataset, given.collate, skips=skips)
 
 
 def _aligned(section: DataSource, source: Source, head: Head | None) -> bool:

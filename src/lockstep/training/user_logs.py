@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 from lockstep.core.records import Request
 from lockstep.monitor.metric_log import LogEntries, MetricLog, media_of, merge
 from lockstep.training.histograms import histograms_of
-from lockstep.training.session import components_of
+from lockstep.training.session import components_of, left_out_of
 
 if TYPE_CHECKING:
     from lockstep.core.media import LoggedImage, LoggedTable
@@ -28,6 +28,7 @@ class UserLogs:
     """Collects the entries of all ranks; free while nothing is logged."""
 
     def __init__(self, session: Session, monitors: Monitors, log: MetricLog) -> None:
+        self._session = session
         self._axis = components_of(session).world.axis
         self._every = components_of(session).config.monitor.every
         self._histograms = histograms_of(components_of(session))
@@ -50,6 +51,8 @@ class UserLogs:
         """Collect what was logged up to this update, if it is recorded and a rank has requested it."""
         if self._histograms is not None and (of_model := self._histograms.see(report)):
             self._monitors.logged(report.step, of_model)
+        if Request.LEFT_OUT in report.requests:
+            self._monitors.left_out(report.step, left_out_of(self._session).take_new())
         self._has_entries |= Request.SHOW_LOG in report.requests
         if report.step % self._every:
             return

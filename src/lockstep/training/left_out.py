@@ -1,0 +1,127 @@
+"""The samples that a run leaves out, because they can't be read or collated: the same list on all ranks.
+
+update      8                  9                              10
+rank 0      fetches 9's batch  fetches 10's, lacks sample 17
+rank 1      fetches 9's batch  fetches 10's
+vote                           LEFT_OUT --> all ranks exchange which --> more than the limit? --> the run ends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, cast
+
+from lockstep.core.errors import RunFailed
+from lockstep.core.records import LeftOutSample, Request
+from lockstep.data.sources import skipping_part
+from lockstep.distributed.user_collectives import print_once
+from lockstep.training.ledger import left_out_in
+
+if TYPE_CHECKING:
+    from lockstep.core.records import GlobalBatch, StepReport
+    from lockstep.training.components import Components, FailureState
+
+_MOST_LISTED = 20
+_Share = tuple[int, bool, list[LeftOutSample]]
+
+
+class LeftOutSamples:
+    """The samples that a run has left out so far; free while there are none."""
+
+    def __init__(self, components: Components) -> None:
+        self._axis = components.world.axis
+        self._limit = components.config.data.bad_samples.limit
+        self._source = skipping_part(components.source)
+        self._position = components.position
+        self._pending: list[LeftOutSample] = []
+        self._samples: list[LeftOutSample] = []
+        self._unseen: list[LeftOutSample] = []
+
+    def fetched(self, batch: GlobalBatch) -> tuple[Request, ...]:
+        """Return this rank's request for the next vote, after it has fetched a batch."""
+        if not batch.left_out:
+            return ()
+        self._pending += batch.left_out
+        return (Request.LEFT_OUT,)
+
+    def receive(self, report: StepReport, failure_state: FailureState) -> None:
+        """Exchange what ranks leave out, if one has requested it; all ranks together.
+
+        Raises:
+            RunFailed: There are more than `data.bad_samples.limit`, or ranks with the same samples disagree.
+        """
+        if Request.LEFT_OUT not in report.requests:
+            return
+        own, self._pending = self._pending, []
+        share = (self._position.share, self._position.reports_counts, own)
+        shares = cast("list[_Share]", self._axis.gather(share))
+        knew, failure_state.fails_together = failure_state.fails_together, True  # if it fails here
+        _refuse_different(shares)
+        before = self._indices()
+        new = sorted((sample for _, counts, part in shares if counts for sample in part), key=_by_position)
+        self._samples += new
+        self._unseen += new
+        self._leave_out()
+        for sample in new:
+            if sample.index not in before:
+                before.add(sample.index)
+                print_once(f"lockstep: {_line(sample)}; left out, {len(before)} of at most {self._limit}")
+        if len(before) > self._limit:
+            raise RunFailed(_over_limit(self._samples, self._limit))
+        failure_state.fails_together = knew
+
+    def take_new(self) -> list[LeftOutSample]:
+        """Return the samples that were exchanged since the last call."""
+        new, self._unseen = self._unseen, []
+        return new
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return the samples as plain JSON, with those of updates that are not finished."""
+        return [asdict(sample) for sample in self._samples]
+
+    def restore(self, state: Iterable[Mapping[str, Any]], consumed: int) -> None:
+        """Continue the list of a checkpoint after `consumed` samples; those that follow are found again."""
+        self._samples = [sample for sample in left_out_in(state) if sample.position < consumed]
+        self._pending = []
+        self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Have the source of this process read none of them again."""
+        if self._source is not None:
+            self._source.leave_out({sample.index: sample.reason for sample in self._samples})
+
+    def _indices(self) -> set[int]:
+        return {sample.index for sample in self._samples}
+
+
+def _by_position(sample: LeftOutSample) -> int:
+    return sample.position
+
+
+def _line(sample: LeftOutSample) -> str:
+    return f"sample {sample.index} of data.train can't be used: {sample.reason}"
+
+
+def _over_limit(samples: Sequence[LeftOutSample], limit: int) -> str:
+    by_index = {sample.index: sample for sample in samples}
+    lines = [f"  {_line(sample)}" for sample in list(by_index.values())[:_MOST_LISTED]]
+    more = [f"  and {len(by_index) - _MOST_LISTED} more"] if len(by_index) > _MOST_LISTED else []
+    head = (
+        f"{len(by_index)} samples of data.train can't be used, and data.bad_samples.limit is {limit}. Mend the data, "
+        "or set a higher limit, and start the run again to resume:"
+    )
+    return "\n".join([head, *lines, *more])
+
+
+def _refuse_different(shares: Sequence[_Share]) -> None:
+    """Raise RunFailed if ranks that have the same samples leave out different ones."""
+    known: dict[int, tuple[int, list[int]]] = {}
+    for rank, (share, _, part) in enumerate(shares):
+        indices = [sample.index for sample in part]
+        first, others = known.setdefault(share, (rank, indices))
+        if indices != others:
+            raise RunFailed(
+                f"ranks {first} and {rank} have the same samples, and one of them could not read all: {others} and "
+                f"{indices} can't be used. Their storage is unreliable: start the run again to resume"
+            )

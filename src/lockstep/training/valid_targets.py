@@ -1,0 +1,21 @@
+"""The number of an update's valid targets, by which its loss is divided."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def nonzero_count(count: float | Tensor) -> float | Tensor:
+    """Return the divisor of a loss: 1 for an update without a valid target, whose loss is 0, not 0 / 0.
+
+    A count may be less than 1, since class weights count by their sum.
+    """
+    return (count or 1.0) if isinstance(count, float) else count.masked_fill(count == 0, 1.0)
+
+
+def no_valid_target(step: int) -> str:
+    """Return the message for an update without a valid target."""
+    return f"lockstep: update {step} has no valid target (all are -100), so nothing is learned; check labels"

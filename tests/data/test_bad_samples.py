@@ -1,0 +1,167 @@
+"""A source without the samples that can't be used: which are left out doesn't depend on the others in their batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from index_sources import DrawingSource, IndexSource, make_loader
+
+from lockstep.core.errors import RunFailed, Stopped
+from lockstep.core.progress import Progress
+from lockstep.core.records import Batch
+from lockstep.data.bad_samples import SkippingSource
+from lockstep.data.custom import adapt_dataset
+from lockstep.data.order import MODULUS, digest
+from lockstep.data.sources import skipping
+
+
+class Bad(IndexSource):
+    """Sample 5 can't be read; samples 2 and 8 each can, but not together with a smaller one."""
+
+    together = frozenset({2, 8})
+
+    def __init__(self, samples: int = 12, error: Exception | None = None) -> None:
+        super().__init__(samples)
+        self.error = error or KeyError("no such image")
+
+    def fetch(self, indices: np.ndarray) -> Batch:
+        present = set(indices.tolist())
+        if 5 in present:
+            raise self.error
+        if present & self.together and not present <= self.together:
+            raise ValueError("sizes differ")
+        return super().fetch(indices)
+
+
+def fetched(source: Any, *indices: int) -> tuple[list[int], list[int], int]:
+    """Return the samples in the batch, those left out, and the batch's number of samples."""
+    batch = source.fetch(np.array(indices))
+    return batch.inputs[0].tolist(), [sample.index for sample in batch.left_out], batch.samples
+
+
+@pytest.mark.parametrize(
+    ("indices", "used", "left_out"),
+    [
+        pytest.param((4, 7), [4, 7], [], id="all are fine"),
+        pytest.param((4, 5, 7), [4, 7], [5], id="unreadable"),
+        pytest.param((8, 4, 2, 7), [4, 7], [8, 2], id="not with others"),
+        pytest.param((5, 2, 4), [4], [5, 2], id="both"),
+        pytest.param((3, 5, 1), [3, 1], [5], id="order stays"),
+    ],
+)
+def test_what_is_left_out(indices: tuple[int, ...], used: list[int], left_out: list[int]) -> None:
+    assert fetched(SkippingSource(Bad(), uniform=False), *indices) == (used, left_out, len(used))
+
+
+def test_a_batch_without_usable_samples_has_no_weight() -> None:
+    values, left_out, samples = fetched(SkippingSource(Bad(), uniform=False), 5)
+    assert (values, left_out, samples) == ([0], [5], 0)
+
+
+def test_reasons_have_the_exception_and_its_line() -> None:
+    batch = SkippingSource(Bad(), uniform=False).fetch(np.array([5, 4, 2]))
+    unreadable, uncollated = (sample.reason for sample in batch.left_out)
+    assert unreadable.startswith("KeyError: 'no such image' (")
+    assert "test_bad_samples.py:" in unreadable
+    assert uncollated.startswith("can't be put into one batch with sample 0: ValueError: sizes differ")
+
+
+def test_known_samples_are_not_read_again() -> None:
+    source = Bad()
+    skipping_source = SkippingSource(source, uniform=False)
+    skipping_source.leave_out({4: "was bad", 5: "was bad"})
+    source.error = AssertionError("was read again")
+    batch = skipping_source.fetch(np.array([3, 4, 5]))
+    assert [(sample.index, sample.reason) for sample in batch.left_out] == [(4, "was bad"), (5, "was bad")]
+
+
+def test_an_error_that_does_not_come_again_leaves_nothing_out() -> None:
+    source = Bad()
+    real, calls = source.fetch, iter([OSError("stale file handle")])
+
+    def once(indices: np.ndarray) -> Batch:
+        for error in calls:
+            raise error
+        return real(indices)
+
+    source.fetch = once  # type: ignore[method-assign]
+    assert fetched(SkippingSource(source, uniform=False), 3, 4) == ([3, 4], [], 2)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), Stopped("stopped by SIGTERM")])
+def test_errors_that_are_not_about_a_sample(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        SkippingSource(Bad(error=error), uniform=False).fetch(np.array([4, 5]))
+
+
+def test_nothing_can_be_read() -> None:
+    class Gone(IndexSource):
+        def fetch(self, indices: np.ndarray) -> Batch:
+            raise OSError("the disk is gone")
+
+    with pytest.raises(RunFailed, match=r"none of 12 samples can be read that were tried: sample 0: OSError: the disk"):
+        SkippingSource(Gone(12), uniform=False).fetch(np.array([3]))
+
+
+def test_draws_are_those_of_a_batch_without_the_sample() -> None:
+    class BadDraws(DrawingSource):
+        def fetch(self, indices: np.ndarray) -> Batch:
+            torch.rand(3)
+            if 5 in indices:
+                raise KeyError(5)
+            return super().fetch(indices)
+
+    torch.manual_seed(1)
+    left_out = SkippingSource(BadDraws(12), uniform=False).fetch(np.array([4, 5, 7])).inputs
+    torch.manual_seed(1)
+    expected = BadDraws(12).fetch(np.array([4, 7])).inputs
+    assert left_out["drawn"][2] == expected["drawn"][2]
+
+
+class Items:
+    """Item 3 is shorter, and item 0 lacks its label."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = {"points": torch.zeros(2 if index == 3 else 4), "label": index}
+        return item if index else {"points": item["points"]}
+
+
+@pytest.mark.parametrize("indices", [(3,), (3, 4), (0, 3), (7, 0, 3, 8)])
+def test_items_of_other_shapes_are_left_out_also_if_they_are_alone(indices: tuple[int, ...]) -> None:
+    batch = skipping(adapt_dataset(Items())).fetch(np.array(indices))
+    assert [sample.index for sample in batch.left_out] == [index for index in indices if index in (0, 3)]
+
+
+def test_items_without_a_common_shape_are_not_compared() -> None:
+    ragged = skipping(adapt_dataset([torch.zeros(length) for length in range(1, 20)]))
+    assert not ragged.fetch(np.array([3])).left_out
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_positions_and_digests_of_the_loader(workers: int) -> None:
+    whole = make_loader(IndexSource(12), global_size=6, micro_size=2)
+    source = Bad()
+    source.together = frozenset()
+    loader = make_loader(SkippingSource(source, uniform=False), global_size=6, micro_size=2, workers=workers)
+    expected, updates = whole.updates(Progress()), loader.updates(Progress())
+    positions = {}
+    for _ in range(4):
+        all_of_it, update = next(expected), next(updates)
+        assert (update.samples, update.cursor, update.step) == (all_of_it.samples, all_of_it.cursor, all_of_it.step)
+        assert len(update.micro_batches) == len(all_of_it.micro_batches)
+        indices = np.array([sample.index for sample in update.left_out], np.int64)
+        assert (update.digest + digest(update.epoch, indices)) % MODULUS == all_of_it.digest
+        positions |= {sample.position: sample.index for sample in update.left_out}
+    loader.close()
+    order = {
+        epoch * 12 + place: int(index)
+        for epoch in range(2)
+        for place, index in enumerate(loader._order.indices(epoch, np.arange(12)))
+    }
+    assert positions == {position: index for position, index in order.items() if index == 5}

@@ -1,0 +1,159 @@
+"""Samples that can't be used are left out: the run is the same under every strategy, and if it resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import small
+from kit.worlds import in_world
+
+import lockstep
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.reading import read_manifest
+from lockstep.core.errors import RunFailed
+from lockstep.training.audit import Audit, audit
+
+BAD = {5: OSError("broken image"), 17: KeyError("no label")}
+ODD = 9
+
+
+class Points:
+    """40 points; two can't be read, and one is shorter."""
+
+    def __init__(self) -> None:
+        self._points = small.points()
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def __getitem__(self, index: int) -> Any:
+        point, label = self._points[index]
+        if index in BAD:
+            raise BAD[index]
+        return (point[:3] if index == ODD else point), label
+
+
+def config(folder: Path, steps: int = 8, determinism: str = "invariant", **sections: Any) -> dict[str, Any]:
+    """Updates of 6, in micro-batches of 2: one of them has no sample that can be used."""
+    train = {"kind": "custom", "target": f"{__name__}:Points"}
+    data = {"train": train, "bad_samples": {"policy": "skip", "limit": 3}, **sections.pop("data", {})}
+    return small.config(
+        data=data,
+        batch={"global_size": 6, "micro_size": 2},
+        run={"steps": steps, "folder": str(folder), "determinism": determinism},
+        schedule={"kind": "constant"},
+        monitor={"every": 1, "tensorboard": False, "progress": "none"},
+        **sections,
+    )
+
+
+def trained(config: dict[str, Any]) -> float:
+    return float(lockstep.train(config).summary["loss"])
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def audited(folder: Path) -> Audit:
+    storage = LocalStorage(folder / "checkpoints")
+    manifest = read_manifest(storage, storage.names()[-1])
+    return audit(manifest.state, manifest.samples)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one rank."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    in_world(1, trained, config(folder))
+    return folder
+
+
+def test_the_ledger_lists_what_was_left_out(alone: Path) -> None:
+    found = audited(alone)
+    assert found.complete
+    assert {sample.index for sample in found.left_out} == {5, 9, 17}
+    assert next(sample.reason for sample in found.left_out if sample.index == 5).startswith("OSError: broken image (")
+    events = [json.loads(line) for line in (alone / "events.jsonl").read_text().splitlines()]
+    assert {event["left_out"] for event in events if "left_out" in event} == {5, 9, 17}
+
+
+def test_an_audit_notices_a_sample_that_is_not_listed(alone: Path) -> None:
+    storage = LocalStorage(alone / "checkpoints")
+    manifest = read_manifest(storage, storage.names()[-1])
+    state = {**manifest.state, "left_out": manifest.state["left_out"][1:]}
+    assert audit(state, manifest.samples).mismatches
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sections"),
+    [
+        pytest.param(2, {"parallel": {"strategy": "ddp"}}, id="ddp"),
+        pytest.param(1, {"data": {"loader": {"workers": 1}}}, id="worker"),
+    ],
+)
+def test_the_same_run_elsewhere(alone: Path, tmp_path: Path, ranks: int, sections: dict[str, Any]) -> None:
+    in_world(ranks, trained, config(tmp_path / "run", **sections))
+    assert losses(tmp_path / "run") == losses(alone)
+    assert audited(tmp_path / "run").left_out == audited(alone).left_out
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param({"strategy": "fsdp"}, id="fsdp"),
+        pytest.param({"strategy": "deepspeed", "deepspeed": {"zero_stage": 2}}, id="zero2", marks=pytest.mark.drill),
+    ],
+)
+def test_sharded_strategies_leave_out_the_same(alone: Path, tmp_path: Path, parallel: dict[str, Any]) -> None:
+    sharded = config(tmp_path / "run", determinism="default", parallel=parallel)
+    in_world(3, trained, sharded)
+    assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-5)
+    assert audited(tmp_path / "run").left_out == audited(alone).left_out
+
+
+def test_a_run_that_resumes_keeps_the_record_and_reads_none_again(alone: Path, tmp_path: Path) -> None:
+    in_world(2, trained, config(tmp_path / "run", steps=3))
+    before = audited(tmp_path / "run").left_out
+    in_world(1, trained, config(tmp_path / "run", data={"loader": {"workers": 1}}))
+    assert losses(tmp_path / "run") == losses(alone)
+    assert audited(tmp_path / "run").left_out[: len(before)] == before
+    assert audited(tmp_path / "run").complete
+
+
+def failure(config: dict[str, Any]) -> str:
+    try:
+        lockstep.train(config)
+    except RunFailed as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return ""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_limit_ends_the_run_with_the_list_and_a_higher_one_resumes_it(
+    alone: Path, tmp_path: Path, ranks: int
+) -> None:
+    limited = config(tmp_path / "run", data={"bad_samples": {"policy": "skip", "limit": 2}})
+    for message in in_world(ranks, failure, limited):
+        assert message.startswith("3 samples of data.train can't be used, and data.bad_samples.limit is 2.")
+        assert "sample 17 of data.train can't be used: KeyError: 'no label'" in message
+        assert "is saved in" in message
+    in_world(ranks, trained, config(tmp_path / "run"))
+    assert losses(tmp_path / "run") == losses(alone)
+    assert audited(tmp_path / "run").complete
+
+
+def test_by_default_the_first_one_ends_the_run(tmp_path: Path) -> None:
+    strict = config(tmp_path / "run", data={"bad_samples": {}})
+    [message] = in_world(1, failure, strict)
+    assert message.startswith(("sample 5 can't be read: OSError: broken image", "sample 17"))
+
+
+def test_weights_are_finite_where_a_whole_update_is_left_out(tmp_path: Path) -> None:
+    bad = {"bad_samples": {"policy": "skip", "limit": 3}}
+    tiny = config(tmp_path / "run", data=bad) | {"batch": {"global_size": 1, "micro_size": 1}}
+    assert torch.isfinite(torch.tensor(in_world(1, trained, tiny)[0]))
