@@ -139,7 +139,7 @@ class SkippingSource:
         if not shapes:
             return
         common, number = Counter(shapes.values()).most_common(1)[0]
-        index = next(index for index, found in shapes.items() if found == common)
+        index = next(index for index, shape in shapes.items() if shape == common)
         self._reference = np.array([index])
         if self._uniform and number >= _MOST * len(shapes):
             self._shapes = shapes[index]
