@@ -34,7 +34,7 @@ def chaos(folder: Path, *words: str, **sections: Any) -> Done:
 
 
 def test_each_kind_of_fault(tmp_path: Path) -> None:
-    done = chaos(tmp_path, "--rounds", "3", "--seed", "69", "--json")
+    done = chaos(tmp_path, "--rounds", "3", "--seed", "69", "--json", "--faults", "kill,exit,raise")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(done.stdout)
     assert {row["fault"] for row in rows} == {"kill", "exit", "raise"}

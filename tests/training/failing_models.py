@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ class Failing(small.Net):
     """Fails on the last rank in update `at`; with a file `once`, in the first round only.
 
     Args:
-        how: "kill", "exit" or "raise".
+        how: "kill", "exit", "stop", "hang" or "raise".
     """
 
     def __init__(self, how: str, at: int, once: str | None = None) -> None:
@@ -28,6 +29,10 @@ class Failing(small.Net):
         if int(self.updates) == self._at and os.environ.get("RANK") == "1" and self._is_first():
             if self._how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self._how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            while self._how == "hang":
+                time.sleep(0.1)
             if self._how == "exit":
                 sys.exit(3)
             raise KeyError("sample 17")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def train(folder: Path, restarts: int, arguments: dict[str, Any], *words: str) -
         run={"steps": 12, "folder": str(folder)},
         parallel={"strategy": "ddp"},
         launch={"ranks": 2},
-        recovery={"restarts": restarts},
+        recovery={"restarts": restarts, "watchdog": {"least": 0.5, "end_after": 1.0}},
         checkpoint={"every": "4 steps"},
         monitor={"every": 1, "tensorboard": False, "progress": "none", "meter_seconds": 0},
     )
@@ -53,7 +54,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines}
 
 
-@pytest.mark.parametrize("how", ["kill", "exit", "raise"])
+@pytest.mark.parametrize("how", ["kill", "exit", "raise", "stop"])
 def test_a_rank_that_fails_once(tmp_path: Path, undisturbed: Path, how: str) -> None:
     folder = tmp_path / "run"
     done = train(folder, 1, {"how": how, "at": 7, "once": str(tmp_path / "once")})
@@ -82,6 +83,17 @@ def test_without_restarts_the_first_failure_ends_the_run(tmp_path: Path) -> None
     done = train(tmp_path / "run", 0, {"how": "kill", "at": 7})
     assert done.returncode == 1
     assert "start again" not in done.stderr
+
+
+def test_a_rank_that_hangs_is_named_with_its_line_and_samples(tmp_path: Path) -> None:
+    done = train(tmp_path / "run", 0, {"how": "hang", "at": 7})
+    assert done.returncode == 124
+    assert re.search(
+        r"rank 1 hangs in its forward at .*failing_models\.py:\d+ in forward \(update 7, samples \d+, ", done.stderr
+    )
+    (ends,) = read_ends(tmp_path / "run" / "logs")
+    assert (ends.cause, ends.ranks[1].end, ends.code) == (1, "hung", 124)
+    assert "--- rank 0" in (tmp_path / "run" / "logs" / "hangs.txt").read_text()
 
 
 def test_a_run_that_gets_further_each_time_goes_on() -> None:

@@ -28,7 +28,7 @@ from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.local import import_ahead
 from lockstep.monitor.folder import METRICS
-from lockstep.resilience.faults import FAULTS, PHASES, Fault, events_of, write_plan
+from lockstep.resilience.faults import FAULTS, KINDS_OF_SEVERAL, PHASES, Fault, events_of, write_plan
 from lockstep.training.audit import audit
 from lockstep.training.job import Job, imports_ahead
 from lockstep.training.locations import choose, find
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _SAVES = 4  # checkpoints of a run
 _RESTARTS = 3
+_END_AFTER_S = 4.0  # a planted hang doesn't resolve itself
 _LAST_LINES = 5  # of a failed run's output, in a message
 
 
@@ -95,6 +96,7 @@ def run_rounds(
     number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
     import_ahead(imports_ahead(job.config))
     draws = random.Random(seed)
+    kinds = [kind for kind in kinds if number > 1 or kind not in KINDS_OF_SEVERAL]
     undisturbed = folder / "undisturbed"
     code, output = _trained(job, undisturbed, steps, number, None)
     if code:
@@ -154,7 +156,10 @@ def _trained(job: Job, run: Path, steps: int, ranks: int, plan: Path | None) -> 
 def _config_of_round(config: Config, run: Path, steps: int) -> Config:
     sections = {
         "run": {**dict.fromkeys(LENGTHS), "steps": steps, "folder": str(run)},
-        "recovery": {"restarts": max(_RESTARTS, config.recovery.restarts)},
+        "recovery": {
+            "restarts": max(_RESTARTS, config.recovery.restarts),
+            "watchdog": config.recovery.watchdog.model_copy(update={"enabled": True, "end_after": _END_AFTER_S}),
+        },
         "checkpoint": {"every": Every(max(1, steps // _SAVES), "steps")},
         "monitor": {"every": 1, "progress": "none"},
     }

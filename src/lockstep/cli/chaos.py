@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 _EPILOG = f"""{CONFIG_EPILOG}
 Trains a short run of the recipe, then the same run once a round with a fault at random: a rank is killed (SIGKILL),
-exits, or raises an exception, at a phase of an update. Each run must recover by itself (recovery.restarts), and end
+exits, raises an exception, is stopped (SIGSTOP), hangs, holds the interpreter's lock, or calls a collective that the
+others don't, at a phase of an update. Each run must recover by itself (recovery.restarts), and end
 as the undisturbed one: bitwise the same losses and state. Exit codes: 0 all rounds did, 3 one did not."""
-_COLUMNS = "{:>5}  {:<6} {:>4} {:>5}  {:<13} {:>9} {:>6}  {}"
+_COLUMNS = "{:>5}  {:<10} {:>4} {:>5}  {:<13} {:>9} {:>6}  {}"
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -287,7 +287,7 @@ class Budgets(Section):
     program: Annotated[int, Field(ge=0)] | None = None
     """An exception or an exit of the program."""
     hang: Annotated[int, Field(ge=0)] | None = None
-    """A collective that not all ranks reach."""
+    """A rank that doesn't move while others wait for it, or a collective that not all ranks reach."""
     host: Annotated[int, Field(ge=0)] | None = None
     """A host that can't be reached any more."""
     memory: Annotated[int, Field(ge=0)] | None = None
@@ -298,6 +298,23 @@ class Budgets(Section):
 _HALVINGS = 64  # more than any micro-batch allows
 
 
+class Watchdog(Section):
+    """When a rank that doesn't move, while the others wait for it, is named, and when it is killed as hung."""
+
+    enabled: bool = True
+    """Watch the ranks."""
+    least: Annotated[float, Field(gt=0)] = 2.0
+    """Seconds without any progress after which a rank that others wait for is named, at least."""
+    steps: Annotated[float, Field(ge=1)] = 5.0
+    """The same in median updates of the run; the larger of the two counts."""
+    end_after: Annotated[float, Field(ge=0)] | None = 60.0
+    """Seconds without any progress after which such a rank is killed, and all start again (`restarts`); twice the time
+    after which it is named, at least. A stopped process is killed when it is named. Null: never."""
+    other: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds instead of `least` and `steps` outside of updates: at the start, in a compilation, an evaluation, a save,
+    and at the end."""
+
+
 class Recovery(Section):
     """Further rounds of a run whose ranks have failed, or whose hosts are lost, under Lockstep's launcher."""
 
@@ -306,6 +323,7 @@ class Recovery(Section):
     the run getting further; 0: never. An exception of the program that comes again at the same step ends the run, as
     do errors of the config. Memory that runs out has a budget of its own."""
     budgets: Budgets = Budgets()
+    watchdog: Watchdog = Watchdog()
     host_wait: Annotated[float, Field(ge=0)] = 120.0
     """Several hosts: seconds that the others wait for one that is lost, until it is there again; 0: the run ends. With
     MIN:MAX `launch.nodes` they wait only while there are fewer than MIN."""

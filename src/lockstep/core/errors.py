@@ -5,6 +5,7 @@
 2    ConfigError         fix the config: no process was started, no work was lost
 3    VerificationError   what was verified is wrong
 75   Paused              stopped as requested, everything is saved: start it again
+124                      a rank hung, and wasn't started again
 130  Stopped             interrupted
 """
 

@@ -4,8 +4,9 @@
     main thread  |--------|------------|-----------|---------------|---------|-----------|-----------|
     device       the same marks as events of its stream, in one of several updates, read once they have happened
 
-Every moment belongs to one phase, so the phases of an update add up to its time. A mark costs 0.2 us. Phases on a
-device are those of its stream: time in which the host was ahead of it belongs to what the device did.
+Every moment belongs to one phase, so the phases of an update add up to its time. A mark costs 0.3 us, and is also the
+rank's heartbeat, by which its launcher sees that it moves (`core.heartbeat`). Phases on a device are those of its
+stream: time in which the host was ahead of it belongs to what the device did.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
 from typing import Any
+
+from lockstep.core import heartbeat
 
 
 class Phase(IntEnum):
@@ -40,6 +43,7 @@ Mark = tuple[float, Phase | None]
 """A time of the host's clock, and the phase that begins; None: an update has ended."""
 _COMMUNICATION, _EVALUATION = Phase.COMMUNICATION, Phase.EVALUATION
 _WHOLE = (Phase.SAVE, Phase.EVALUATION)  # whose collectives belong to them
+_TIME, _PHASE, _IN_WHOLE = heartbeat.TIME, heartbeat.PHASE, heartbeat.IN_WHOLE
 _NO_TIMES = (0.0,) * len(Phase)
 _RATIO = math.log(1.02)  # between the bins of durations: percentiles are exact to 1 %
 _SHORTEST = 1e-7  # seconds
@@ -178,6 +182,7 @@ class PhaseClock:
         self._events: list[tuple[Phase, Any]] | None = None  # phases and their beginnings, if this update is measured
         self._waiting: deque[list[tuple[Phase, Any]]] = deque()
         self._marks: list[Mark] | None = None  # if they are recorded
+        self._beat = heartbeat.own().numbers
 
     def record(self) -> None:
         """Keep the marks from now on, for a profile; the first one is the end of the latest update."""
@@ -193,6 +198,10 @@ class PhaseClock:
         now, before = self._now(), self._phase
         if phase is _COMMUNICATION and before in _WHOLE:
             phase = before
+            self._beat[_PHASE] = before + _IN_WHOLE
+        else:
+            self._beat[_PHASE] = phase
+        self._beat[_TIME] = now
         self._seconds[before] += now - self._since
         self._since, self._phase = now, phase
         if self._marks is not None:
@@ -218,6 +227,8 @@ class PhaseClock:
             self._marks[-1:] = [(self._ended, None), (self._ended, Phase.HOST)]
         seconds, self._seconds = self._seconds, list(_NO_TIMES)
         self._updates += 1
+        self._beat[heartbeat.SECONDS] = sum(seconds) - seconds[_EVALUATION] - seconds[Phase.SAVE]
+        self._beat[heartbeat.UPDATES], self._beat[heartbeat.MICRO] = self._updates, 0
         with self._lock:
             times = self._times
             if self._updates > 1:  # the first one includes what torch does once

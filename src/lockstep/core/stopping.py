@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SAVE_SIGNAL = signal.SIGUSR2
+STACKS_SIGNAL = signal.SIGRTMIN + 7 if sys.platform == "linux" else signal.SIGIO  # on it, a rank writes its stacks
 
 _INHERITED_IF_IGNORED = (signal.SIGINT, signal.SIGHUP)  # by a job in the background, and under nohup
 _EXIT_CODE = 130  # of `core.errors.Stopped`, which would have to be imported

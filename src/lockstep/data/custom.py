@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from lockstep.config.schema import CustomData
+from lockstep.core import heartbeat
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.extensions import construct, import_target, source_file
 from lockstep.core.protocols import Source
@@ -157,7 +158,12 @@ class ItemSource:
         if self._fetches_lists:
             items = self.dataset.__getitems__(numbers)
         else:
-            items = [self.dataset[index] for index in numbers]
+            items = []
+            slots, at = heartbeat.own().sample_slot()
+            for index in numbers:
+                slots[at] = index + 1
+                items.append(self.dataset[index])
+            slots[at] = 0
         return as_batch(self.collate(items), len(numbers))
 
 

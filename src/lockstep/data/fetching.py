@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from lockstep.core import heartbeat
 from lockstep.core.control_groups import Kills, kernel_kills, why_killed
 from lockstep.core.errors import Failure, RunFailed
 from lockstep.core.protocols import Source
@@ -176,12 +177,14 @@ class _WorkerDataset(Dataset[Any]):
         worker = get_worker_info()
         assert worker is not None
         self._busy[worker.id] = int(request.indices[0])
+        heartbeat.own().worker_fetches(int(request.indices[0]))
         try:
             batch = fetch(self._source, request)
         except Exception as failure:  # a `RunFailed`, or memory ran out
             return {"failure": failure, "traceback": traceback.format_exc()}
         finally:
             self._busy[worker.id] = -1
+            heartbeat.own().worker_fetches(-1)
         return {name: getattr(batch, name) for name in ("inputs", "targets", "samples", "tokens", "left_out")}
 
     def __getitem__(self, index: int) -> Any:
@@ -211,6 +214,7 @@ def _ignore_signals(rank: int, from_main_thread: bool, worker: int) -> None:
         die_with_parent(rank)
     else:  # the parent is a fork server, or a thread, whose end would count as the rank's
         exit_with_process(rank)
+    heartbeat.own().become_worker(worker)
     for number in _RANK_SIGNALS:
         # not SIG_IGN, which programs started by the dataset would inherit; interrupted system calls are resumed
         signal.signal(number, no_effect)

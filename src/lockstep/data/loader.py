@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.schema import Loader
+from lockstep.core import heartbeat
 from lockstep.core.errors import ConfigError
 from lockstep.core.keys import key
 from lockstep.core.progress import Progress
@@ -131,9 +132,14 @@ class TrainingLoader:
     def _fetched(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
         prefetched, shares = tee(shares)  # workers read requests ahead of the updates that are delivered
         requests = (request for share in prefetched for request in share.requests)
-        batches = fetch_all(self._source, requests, self._workers)
+        batches, beat = fetch_all(self._source, requests, self._workers), heartbeat.own()
         for share in shares:
-            micro_batches = tuple(next(batches) for _ in share.requests)
+            beat.begin_fetch(share.step, [request.indices for request in share.requests])
+            fetched = []
+            for micro in range(len(share.requests)):
+                beat.numbers[heartbeat.FETCHING] = micro
+                fetched.append(next(batches))
+            micro_batches = tuple(fetched)
             count, tokens = 0.0, 0
             left_out: tuple[LeftOutSample, ...] = ()
             for batch, request in zip(micro_batches, share.requests, strict=True):

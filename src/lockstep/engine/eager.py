@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep.core import heartbeat
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase as ClockPhase
@@ -76,12 +77,14 @@ class EagerEngine:
         micro_batches = batch.micro_batches
         step, objective = self._step, self._objective
         module, last, enter = step.module, len(micro_batches) - 1, self._clock.enter
+        beat = heartbeat.own().numbers
         total: Tensor | None = None
         index, phase = 0, _FORWARD
         try:
             for index, micro_batch in enumerate(micro_batches):
                 phase = _FORWARD
                 enter(ClockPhase.FORWARD)
+                beat[heartbeat.MICRO] = index
                 self._key_draws(batch, index, 0)
                 with step.sync_context(index == last), muted_padding(micro_batch, self._muted):
                     if self._prepare is not None:

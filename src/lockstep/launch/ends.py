@@ -54,6 +54,7 @@ class EndKind(Enum):
     INTERRUPTED = "was killed by a stop signal: nothing was trained"
     PAUSED = "was stopped, and all is saved"
     TIMED_OUT = "waited in a collective that not all ranks reached"
+    HUNG = "hung, and was killed by the launcher"
     PEER_FAILED = "failed with an error that a peer's failure explains"
     LOST = "was on a host that can't be reached any more"
     ENDED = "was stopped or killed by the launcher"
@@ -188,7 +189,7 @@ def describe(
             return f"{name} failed:\n{end.text}" if len(ends) > 1 else end.text
         case EndKind.KILLED if end.text.endswith("SIGKILL") and sigkill:
             return f"{name} {end.text}: {sigkill}"
-        case EndKind.LOST:
+        case EndKind.LOST | EndKind.HUNG:
             return end.text
         case EndKind.CODE | EndKind.EXITED | EndKind.KILLED | EndKind.INTERRUPTED | EndKind.PEER_FAILED:
             return f"{name} {end.text}"

@@ -7,7 +7,7 @@ message      Lockstep's own verdict on the run              never
 memory       out of memory, the kernel's OOM killer         with smaller micro-batches, while there are any
 program      KeyError in a dataset, sys.exit()              once at the same step: it may have been the host
 transient    SIGKILL, a connection or a disk that failed    up to the limit
-hang         a collective that not all ranks reached        up to the limit
+hang         a rank that doesn't move and others wait for   up to the limit
 host         a host that can't be reached any more          up to the limit
 """
 
@@ -41,6 +41,7 @@ _BY_END = {
     EndKind.PEER_FAILED: FailureKind.TRANSIENT,
     EndKind.STOPPED: FailureKind.TRANSIENT,  # by another process than the launcher
     EndKind.TIMED_OUT: FailureKind.HANG,
+    EndKind.HUNG: FailureKind.HANG,
     EndKind.LOST: FailureKind.HOST,
     EndKind.TRACEBACK: FailureKind.PROGRAM,
     EndKind.EXITED: FailureKind.PROGRAM,

@@ -7,7 +7,8 @@
                 |                      if one dies of SIGTERM: the others can't save without it
                 |- save requested      SIGUSR2
 
-Nothing polls: the launcher sleeps until a rank reports, a process ends, a signal arrives or a deadline passes.
+The launcher sleeps until a rank reports, a process ends, a signal arrives or a deadline passes; four times a second it
+looks whether all ranks move (`hang_watch`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS
 from lockstep.launch.ends import End, EndKind, end_of_process
 
 if TYPE_CHECKING:
+    from lockstep.launch.hang_watch import HangWatch
     from lockstep.launch.hosts import Hosts
 
 _SETTLE = 1.0  # seconds for the other ranks to report how they fail, once one has
@@ -39,7 +41,9 @@ _GRACE = 5.0  # seconds between SIGTERM and SIGKILL, if the run has failed anywa
 _GRACE_CUT_OFF = 1.0  # the same if ranks wait for a host that is silent, and start again: they have no error to report
 _HANGS = 20.0  # seconds after which a launcher hangs that hasn't ended its ranks, and should have
 _SAME_REQUEST = 0.5  # seconds: signals this close are one request (timeout(1) and shells signal process and group)
-_CAUSES = {EndKind.MESSAGE, EndKind.TRACEBACK, EndKind.CODE, EndKind.EXITED, EndKind.KILLED, EndKind.LOST}
+_CAUSES = {
+    EndKind.MESSAGE, EndKind.TRACEBACK, EndKind.CODE, EndKind.EXITED, EndKind.KILLED, EndKind.LOST, EndKind.HUNG,
+}  # fmt: skip
 
 
 class SignalRequests:
@@ -163,6 +167,12 @@ class RankProcess:
             self.release()  # announces the signal: the rank then reports how it was failing, if it was
         self._send(number)
 
+    def kill_hung(self, end: End) -> None:
+        """Kill a rank that hangs, and so handles no other signal; `end` states where."""
+        self.reported = self.reported or end
+        self._ended_by_launcher = True
+        self._send(signal.SIGKILL)
+
     def release(self) -> None:
         """Let the rank exit: no other rank needs it."""
         with contextlib.suppress(OSError):
@@ -196,7 +206,11 @@ class _Deadlines:
 
 
 def watch(
-    members: Sequence[RankProcess], requests: SignalRequests, patience: float, hosts: Hosts | None = None
+    members: Sequence[RankProcess],
+    requests: SignalRequests,
+    patience: float,
+    hosts: Hosts | None = None,
+    hangs: HangWatch | None = None,
 ) -> list[End]:
     """Wait until all ranks have ended, and end those of this host when they must; return how all ended, by rank."""
     deadlines = _Deadlines()
@@ -206,7 +220,7 @@ def watch(
             members[0].release()
         readable = [handle for member in living for handle in member.readable()]
         readable += hosts.readable() if hosts is not None else []
-        multiprocessing.connection.wait([*readable, requests.fileno()], deadlines.timeout())
+        multiprocessing.connection.wait([*readable, requests.fileno()], _timeout(deadlines, hangs))
         requests.drain()
         for member in living:
             member.update()
@@ -215,6 +229,8 @@ def watch(
             _publish(members, requests, hosts)
             if hosts.pause_is_due():
                 _stop(1, living, deadlines, patience)
+        if hangs is not None:
+            hangs.look(members)
         if requests.saves > saves:
             saves = requests.saves
             for member in living:
@@ -227,6 +243,13 @@ def watch(
         if hosts is not None:
             _give_up_others([member.ended for member in members], hosts, deadlines, patience, stops)
     return [end for _, end in sorted(_ends(members, hosts).items())]
+
+
+def _timeout(deadlines: _Deadlines, hangs: HangWatch | None) -> float | None:
+    seconds = deadlines.timeout()
+    if hangs is None or hangs.interval == math.inf:
+        return seconds
+    return hangs.interval if seconds is None else min(hangs.interval, seconds)
 
 
 def _others_have_ended(hosts: Hosts | None) -> bool:

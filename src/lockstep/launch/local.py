@@ -37,6 +37,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.config.schema import Launch
+from lockstep.config.training_sections import Watchdog
 from lockstep.core.closed_streams import open_closed_streams
 from lockstep.core.control_groups import kernel_kills, why_killed
 from lockstep.core.errors import ConfigError, Problem, Stopped
@@ -49,6 +50,7 @@ from lockstep.launch.ends import End, EndKind, describe, first_cause
 from lockstep.launch.ends_file import append_ends
 from lockstep.launch.forking import may_fork
 from lockstep.launch.group import RankProcess, SignalRequests, watch
+from lockstep.launch.hang_watch import HangWatch, hang_watch
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.other_launchers import (
     interface_variables,
@@ -81,6 +83,7 @@ class _Launch:
     logs: Path | None
     forks: bool
     hosts: Hosts | None
+    watchdog: Watchdog | None
 
     @property
     def first(self) -> int:
@@ -104,6 +107,7 @@ def launch(
     remedy: str = "",
     hosts: Hosts | None = None,
     supervisor: Rounds | None = None,
+    watchdog: Watchdog | None = None,
 ) -> LaunchResult:
     """Run `entry` on `ranks` ranks of this machine; `.show()` prints why it failed and returns the run's exit code.
 
@@ -122,6 +126,7 @@ def launch(
         hosts: The other hosts of the run, which have met; each starts its own ranks, and all return the same result.
         supervisor: Decides after a failure whether the ranks start again. A single rank that can't be forked runs in
             this process, and isn't started again.
+        watchdog: When a rank that hangs is named and killed; None: never.
 
     Raises:
         ConfigError: The ranks can't be started as configured; none has been started.
@@ -140,7 +145,7 @@ def launch(
     forks = not fresh and may_fork()
     if may_run_here and not forks:  # a notebook, whose objects no other process can have
         return _run_here(entry, launch, logs)
-    job = _Launch(entry, ranks, launch, logs, forks, hosts)
+    job = _Launch(entry, ranks, launch, logs, forks, hosts, watchdog)
     with (
         contextlib.closing(SignalRequests()) as requests,
         handled_signals(requests.stop, requests.save, last=not own_process),
@@ -207,15 +212,18 @@ def _run_ranks(job: _Launch, remedy: str, requests: SignalRequests) -> tuple[Lau
 
     if hosts is not None:
         hosts.why_killed, hosts.requests = why_sigkill, requests
+    hangs = hang_watch(job.watchdog, job.ranks, logs, job.first, alone=hosts is None)
     try:
         with blocked_signals(forks=job.forks), _store_listener(job) as listener:
             gc.freeze()  # forked ranks then never touch, and so never copy, the pages of existing objects
             try:
-                _start(job, listener, members)
+                _start(job, listener, members, hangs)
             finally:
                 gc.unfreeze()
-        ends = watch(members, requests, timeout, hosts)
+        ends = watch(members, requests, timeout, hosts, hangs)
     finally:
+        if hangs is not None:
+            hangs.close()
         for member in members:
             if member.ended is None:
                 member.end(signal.SIGKILL)
@@ -255,7 +263,7 @@ def result_of(
     return LaunchResult(end.code or 1, text, is_traceback, problems, advice=end.advice)
 
 
-def _start(job: _Launch, listener: socket.socket | None, members: list[RankProcess]) -> None:
+def _start(job: _Launch, listener: socket.socket | None, members: list[RankProcess], hangs: HangWatch | None) -> None:
     """Start the ranks and append them to `members`, so that the caller can end them if one can't be started."""
     context = multiprocessing.get_context("fork") if job.forks else multiprocessing.get_context("spawn")
     open_closed_streams()
@@ -268,7 +276,8 @@ def _start(job: _Launch, listener: socket.socket | None, members: list[RankProce
     for place in range(ranks):
         rank = job.first + place
         log = streams.log_path(job.logs, rank) if job.logs else None
-        task = RankTask(rank, os.getpid(), job.forks, log, listener if rank == 0 else None, stdin)
+        beats = None if hangs is None else hangs.heartbeats[place]
+        task = RankTask(rank, os.getpid(), job.forks, log, listener if rank == 0 else None, stdin, beats)
         channel, rank_channel = context.Pipe()
         process = context.Process(target=run_rank, args=(job.entry, task, rank_channel), name=f"rank-{rank}")
         identity = RankEnvironment(rank, job.size, place, ranks, _LOOPBACK, port).variables()

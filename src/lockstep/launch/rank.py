@@ -31,14 +31,17 @@ from pathlib import Path
 from socket import socket
 from typing import NoReturn
 
+from lockstep.core import heartbeat
 from lockstep.core.errors import Stopped
 from lockstep.core.failing import reports_failures
+from lockstep.core.heartbeat import READY, Heartbeat
 from lockstep.core.open_files import raise_open_file_limit
 from lockstep.core.ranks import STORE_FD
 from lockstep.core.safe_path import let_children_search
 from lockstep.core.secrets import masked, secrets_in
 from lockstep.core.stopping import (
     SAVE_SIGNAL,
+    STACKS_SIGNAL,
     STOP_SIGNALS,
     StartHandler,
     die_of,
@@ -61,6 +64,7 @@ class RankTask:
         log: The file for its output; None for the terminal only.
         listener: The socket on which the store will listen, for rank 0.
         stdin: A descriptor of the launcher's standard input, which a rank that is alone keeps, for a debugger.
+        heartbeat: What the launcher watches of the rank; None: it doesn't.
     """
 
     rank: int
@@ -69,6 +73,7 @@ class RankTask:
     log: Path | None
     listener: socket | None
     stdin: int | None = None
+    heartbeat: Heartbeat | None = None
 
 
 class _Signalled(Stopped):
@@ -85,6 +90,8 @@ def run_rank(entry: Callable[[], int], task: RankTask, channel: Connection) -> N
         os.dup2(task.stdin, 0)  # multiprocessing has put the null device there
         sys.stdin = os.fdopen(0, closefd=False)
     _handle_launcher_signals(channel)
+    if task.heartbeat is not None:
+        _beat(task.heartbeat)
     if task.log is not None and task.rank > 0:
         streams.redirect(task.log)
     log = streams.doubled(task.log) if task.rank == 0 else contextlib.nullcontext()
@@ -187,6 +194,13 @@ def _handle_launcher_signals(channel: Connection) -> None:
         signal.signal(number, StartHandler(stop))
     signal.signal(SAVE_SIGNAL, StartHandler(refuse_save))
     faulthandler.enable(file=2)  # prints the Python stack at a crash in C++
+
+
+def _beat(beats: Heartbeat) -> None:
+    """Let the launcher watch where this rank is, and request its stacks, also while it holds the interpreter's lock."""
+    faulthandler.register(STACKS_SIGNAL, file=beats.stacks)
+    heartbeat.use(beats)
+    beats.numbers[READY] = 1
 
 
 def append_end(log: Path, end: End) -> None:

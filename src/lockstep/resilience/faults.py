@@ -1,4 +1,4 @@
-"""Faults that are planted in ranks, for `lockstep chaos`: at a phase of an update a rank is killed, exits or raises.
+"""Faults that are planted in ranks, for `lockstep chaos`: at a phase of an update a rank fails or hangs.
 
     LOCKSTEP_FAULTS=plan.json   {"faults": [{"kind": "kill", "rank": 1, "step": 7, "phase": "backward"}, ...]}
     plan.jsonl                  what happened: a line for each fault as it fires, and for the first update of each round
@@ -8,6 +8,7 @@ A fault fires once, in whichever round its rank enters the phase of that update 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -33,6 +34,7 @@ PHASES = ("data", "forward", "backward", "communication", "optimizer", "host")
 OOM = "oom"
 _EXIT_CODE = 9
 _PATIENCE_S = 60.0
+_SLICE_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class _Trap:
         for number, fault in enumerate(self.faults):
             if fault.step == step and fault.phase == name and fault.kind != OOM and self._is_first(number):
                 self._note("fired", step)
-                _ACTIONS[fault.kind](fault)
+                _ACTIONS[fault.kind](fault, self._world)
 
     def runs_out(self, number: int, samples: Callable[[bool], int], training: bool) -> bool:
         """Return whether memory runs out, in a forward or backward of training (true) or of an evaluation."""
@@ -144,28 +146,53 @@ class _Trap:
             os.close(handle)
 
 
-def _kill(fault: Fault) -> None:
+def _kill(fault: Fault, world: World) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _kill_host(fault: Fault) -> None:
+def _kill_host(fault: Fault, world: World) -> None:
     os.kill(os.getppid(), signal.SIGKILL)  # the launcher, with which its ranks end
     time.sleep(_PATIENCE_S)
 
 
-def _exit(fault: Fault) -> None:
+def _exit(fault: Fault, world: World) -> None:
     sys.exit(_EXIT_CODE)
 
 
-def _raise(fault: Fault) -> None:
+def _raise(fault: Fault, world: World) -> None:
     raise PlantedFault(f"planted in {fault.phase} of update {fault.step}")
 
 
-_ACTIONS: Mapping[str, Callable[[Fault], None]] = {
+def _stop(fault: Fault, world: World) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _hang(fault: Fault, world: World) -> None:
+    while True:
+        time.sleep(_SLICE_S)
+
+
+def _hold_interpreter(fault: Fault, world: World) -> None:
+    library = ctypes.PyDLL(None)  # whose functions keep the interpreter's lock
+    while True:
+        library.sleep(int(_PATIENCE_S))
+
+
+def _call_alone(fault: Fault, world: World) -> None:
+    world.axis.gather(None)
+
+
+_ACTIONS: Mapping[str, Callable[[Fault, World], None]] = {
     "kill": _kill,
     "exit": _exit,
     "raise": _raise,
+    "stop": _stop,
+    "hang": _hang,
+    "gil": _hold_interpreter,
+    "collective": _call_alone,
     "host": _kill_host,
 }
 KINDS = tuple(kind for kind in _ACTIONS if kind != "host")
 """Kinds of faults of a run on one host."""
+KINDS_OF_SEVERAL = ("collective",)
+"""Those that need several ranks."""

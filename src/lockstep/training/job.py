@@ -19,6 +19,7 @@ from typing import Any, cast
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config
+from lockstep.core import heartbeat
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import Failure, OutOfMemory, RunFailed
 from lockstep.core.hub import needs_hub
@@ -114,6 +115,7 @@ def imports_ahead(config: Config) -> list[str]:
 
 def run_job(job: Job) -> Finished:
     """Train on this rank, and return when the run is finished."""
+    heartbeat.begin_stage(heartbeat.Stage.START)
     config, prompt = job.config, job.config.evaluation.prompt
     if prompt is not None:
         codec_of(config.model, config.data.train)  # refuses a model that makes no text, before training

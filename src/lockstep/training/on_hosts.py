@@ -111,7 +111,10 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
     ahead = imports_ahead(job.config)
     rounds = FollowerRounds(hosts, job.config.recovery.host_wait, _entries(job)) if hosts.recovers else None
     entry = _entries(job)(path, hosts.decision)
-    result = launch(entry, ranks, job.config.launch, logs, preload=ahead, remedy=remedy, hosts=hosts, supervisor=rounds)
+    result = launch(
+        entry, ranks, job.config.launch, logs, preload=ahead, remedy=remedy, hosts=hosts, supervisor=rounds,
+        watchdog=job.config.recovery.watchdog,
+    )  # fmt: skip
     if hosts.next is not None:
         hosts.fail(result.code, f"stopped on host {hosts.name}")
     if is_stored(config):

@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lockstep.core import heartbeat
 from lockstep.core.errors import Paused, RunFailed, Stopped, blames_a_peer
 from lockstep.core.phase_clock import Phase
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
@@ -78,8 +79,10 @@ def run(
         loop = _Loop(session, monitor, checkpoints, user_logs, profiler, evaluation, signals)
         with rescuing(session, SaveFailed, NothingLearned), loop.complete_history(), closing(profiler):
             profiler.start(session.progress.steps)
+            heartbeat.begin_stage(heartbeat.Stage.TRAINING, session.progress.steps)
             try:
                 stops = loop.train()
+                heartbeat.begin_stage(heartbeat.Stage.END)
                 if not stops:
                     loop.finish(at_end=components.config.evaluation.at_end)
             except EvaluationStopped:

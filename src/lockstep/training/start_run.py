@@ -262,7 +262,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
             remedy = advice(memory_factors(sizes.job.config, size), "forward")
             result = launch(
                 entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy, hosts=hosts,
-                supervisor=_rounds(job, sizes, hosts),
+                supervisor=_rounds(job, sizes, hosts), watchdog=job.config.recovery.watchdog,
             )  # fmt: skip
             if result.advice:
                 text = with_prediction(result.text, result.advice, sizes.job.config, size, job.given)

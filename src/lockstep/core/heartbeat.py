@@ -1,0 +1,170 @@
+"""The heartbeats of a host's ranks: shared memory that the ranks write and their launcher reads.
+
+    rank            clock.enter(FORWARD) --> a few stores: time, phase            no system call, no lock, no copy
+    data worker     the sample that it reads                                      in the same memory
+    launcher        reads when it likes                                           `launch.hang_watch`
+
+    a row           numbers (float64) | data workers (int64) | samples of the last updates (int64)
+
+A process that no launcher watches writes into memory of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+TIME, PHASE, UPDATES, SECONDS, MICRO, CALLS, OPERATION, STAGE, STEPS, READY, FETCHING, SAMPLE = range(12)
+"""The numbers of a row: time of the last mark (CLOCK_MONOTONIC) and its phase, `IN_WHOLE` added in a collective of a
+save or an evaluation; updates ended; seconds of the last one; micro-batch, from 0; collectives called, and which one
+runs (a number of `OPERATIONS`, 0: none); `Stage`; updates of the run before this process; whether the rank writes its
+stacks on request; the micro-batch that is fetched; the sample that is read, + 1."""
+IN_WHOLE = 100
+_NUMBERS = 16
+_MOST_WORKERS, _WORKER = 32, 3  # a worker: process, first sample of its request + 1, sample that it reads + 1
+_UPDATES = 4  # whose samples are noted: on an accelerator, two are fetched ahead
+_MOST_SAMPLES, _HEAD = 512, 4  # an update: its number, samples of its first micro-batch, samples noted, samples in all
+_WORKERS_AT = _NUMBERS
+_SAMPLES_AT = _WORKERS_AT + _MOST_WORKERS * _WORKER
+_ROW = _SAMPLES_AT + _UPDATES * (_HEAD + _MOST_SAMPLES)
+_BYTES = 8
+
+
+class Stage(IntEnum):
+    """The stages of a rank's run."""
+
+    UNKNOWN = 0  # a program that trains with a loop of its own, or does something else
+    START = 1
+    TRAINING = 2
+    END = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A data worker that fetches.
+
+    Attributes:
+        first: The first sample of its request.
+        sample: The one that it reads; None: it isn't known.
+    """
+
+    number: int
+    process: int
+    first: int
+    sample: int | None
+
+
+class Heartbeat:
+    """The heartbeat of a rank: its row of the shared memory, and a file for its stacks.
+
+    Attributes:
+        numbers: See `TIME` and the others.
+        stacks: A descriptor of the file.
+    """
+
+    def __init__(self, memory: Any, place: int, stacks: int) -> None:
+        self._memory, self._place, self.stacks = memory, place, stacks
+        row = memoryview(memory).cast("B")[place * _ROW * _BYTES : (place + 1) * _ROW * _BYTES]
+        self.numbers = row.cast("d")
+        self._integers = row.cast("l")
+        self._is_worker, self._sample_at = False, SAMPLE
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from multiprocessing.reduction import DupFd
+
+        return _received, (self._memory, self._place, DupFd(self.stacks))
+
+    # --- what a rank writes ---
+
+    def begin_fetch(self, step: int, requests: Sequence[Any]) -> None:
+        """Note the samples (arrays of int64, one a micro-batch) of an update, before they are fetched."""
+        integers, at = self._integers, _SAMPLES_AT + step % _UPDATES * (_HEAD + _MOST_SAMPLES)
+        first, end, total = at + _HEAD, at + _HEAD, 0
+        limit = first + _MOST_SAMPLES
+        for indices in requests:
+            number = len(indices)
+            total += number
+            if end + number <= limit and total == end - first + number:
+                integers[end : end + number] = memoryview(indices)
+                end += number
+        integers[at], integers[at + 1], integers[at + 2], integers[at + 3] = step, len(requests[0]), end - first, total
+
+    def become_worker(self, number: int) -> None:
+        """Write as a data worker from now on, in its process."""
+        if number < _MOST_WORKERS:
+            at = _WORKERS_AT + number * _WORKER
+            self._is_worker, self._sample_at = True, at + 2
+
+    def worker_fetches(self, sample: int) -> None:
+        """Note the first sample of the request that this data worker answers; -1: none."""
+        if self._is_worker:
+            at = self._sample_at - 2
+            self._integers[at], self._integers[at + 1], self._integers[at + 2] = os.getpid(), sample + 1, 0
+
+    def sample_slot(self) -> tuple[memoryview[Any], int]:
+        """Return where to write the sample that is read, + 1; 0 afterwards."""
+        return self._integers if self._is_worker else self.numbers, self._sample_at
+
+    # --- what the launcher reads ---
+
+    def samples(self, step: int, micro: int) -> tuple[list[int], int]:
+        """Return the samples of a micro-batch of an update (as far as they are noted), and how many there are."""
+        integers, at = self._integers, _SAMPLES_AT + step % _UPDATES * (_HEAD + _MOST_SAMPLES)
+        noted_step, width, noted, total = integers[at : at + _HEAD].tolist()
+        if noted_step != step or not width:
+            return [], 0
+        first = micro * width
+        return integers[at + _HEAD + first : at + _HEAD + min(noted, first + width)].tolist(), min(width, total - first)
+
+    def workers(self) -> list[Worker]:
+        """Return the data workers that fetch."""
+        found = []
+        for number in range(_MOST_WORKERS):
+            at = _WORKERS_AT + number * _WORKER
+            process, first, sample = self._integers[at : at + _WORKER].tolist()
+            if process and first:
+                found.append(Worker(number, process, first - 1, sample - 1 if sample else None))
+        return found
+
+
+def _received(memory: Any, place: int, stacks: Any) -> Heartbeat:
+    return Heartbeat(memory, place, stacks.detach())
+
+
+def heartbeats(ranks: int) -> list[Heartbeat]:
+    """Make the heartbeats of a host's ranks, which their processes inherit or receive."""
+    from multiprocessing import get_context
+
+    memory = get_context("spawn").RawArray("B", ranks * _ROW * _BYTES)  # a mapped file: forked processes share it, too
+    return [Heartbeat(memory, place, _stacks_file()) for place in range(ranks)]
+
+
+def _stacks_file() -> int:
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def begin_stage(stage: Stage, steps: int = 0) -> None:
+    """Note that this rank begins a stage of its run, which has made some updates."""
+    numbers = own().numbers
+    numbers[STAGE], numbers[TIME] = stage, time.perf_counter()
+    if stage is Stage.TRAINING:
+        numbers[STEPS] = steps - numbers[UPDATES]
+
+
+_own = [Heartbeat(bytearray(_ROW * _BYTES), 0, -1)]
+
+
+def own() -> Heartbeat:
+    """Return the heartbeat of this process."""
+    return _own[0]
+
+
+def use(heartbeat: Heartbeat) -> None:
+    """Write this one from now on; clocks that were made before don't."""
+    _own[0] = heartbeat

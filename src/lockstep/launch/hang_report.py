@@ -1,0 +1,200 @@
+"""The texts about a rank that hangs: a line for the terminal, and a report with all stacks for the run's folder.
+
+rank 1 hangs in its forward at model.py:33 in forward (update 12, samples 311, 8, 47); the others wait for it
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.core import heartbeat
+from lockstep.core.collective_names import NAMES
+from lockstep.core.errors import named_ranks
+from lockstep.core.files import append_to
+from lockstep.core.heartbeat import Heartbeat, Stage, Worker
+from lockstep.core.phase_clock import Phase
+from lockstep.core.secrets import masked, secrets_in
+from lockstep.launch.rank_stacks import line_of, main_frames, process_state, write_stacks
+
+REPORT = "hangs.txt"
+_MOST_SAMPLES = 8  # in a message
+_PLACES = {
+    Phase.HOST: "between two updates",
+    Phase.DATA: "fetching data",
+    Phase.FORWARD: "in its forward",
+    Phase.BACKWARD: "in its backward",
+    Phase.COMMUNICATION: "in a collective",
+    Phase.OPTIMIZER: "in its optimizer's step",
+    Phase.SAVE: "in a save",
+    Phase.EVALUATION: "in an evaluation",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """A rank at a moment.
+
+    Attributes:
+        mark: The time of its last mark.
+        age: Seconds since then that count.
+        waits: Whether it is in a collective.
+        state: The kernel's letter for its process.
+        updates, calls: Updates that it has made, and collectives that it has called, in this process.
+        limit: Seconds after which it is named.
+    """
+
+    rank: int
+    place: int
+    process: int
+    mark: float
+    age: float
+    phase: Phase
+    beat: Heartbeat
+    waits: bool
+    state: str
+    stage: Stage
+    updates: int
+    calls: int
+    limit: float = 0.0
+
+    @property
+    def step(self) -> int:
+        """The update of the run that it makes, from 1."""
+        return int(self.beat.numbers[heartbeat.STEPS]) + self.updates + 1
+
+    @property
+    def where(self) -> str:
+        """What it does, for a sentence."""
+        if self.stage in (Stage.START, Stage.END):
+            return "at the start of the run" if self.stage is Stage.START else "at the end of the run"
+        return _PLACES[self.phase]
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """Ranks that hang.
+
+    Attributes:
+        stacks: By process, of all ranks of this host.
+        is_stopped: Whether they are stopped (SIGSTOP).
+        collectives: Which collectives the ranks wait in, if all do.
+    """
+
+    culprits: tuple[Sight, ...]
+    stacks: Mapping[int, str]
+    is_stopped: bool = False
+    collectives: str = ""
+    workers: Mapping[int, tuple[Worker, str]] = field(default_factory=dict)
+
+
+def name_text(hang: Hang, ranks: int, ends_at: float | None, report: str) -> str:
+    """Return the line that names a rank that doesn't move."""
+    seconds = max(culprit.age for culprit in hang.culprits)
+    if ends_at is None:
+        follows = ""
+    elif ends_at == 0:
+        follows = "; it is killed, and all ranks end"
+    else:
+        follows = f"; the ranks are ended if that lasts {ends_at:.0f} s (recovery.watchdog)"
+    if hang.collectives:
+        return f"lockstep: no rank has moved for {seconds:.1f} s: {hang.collectives}{follows}{report}"
+    verb = "is stopped" if hang.is_stopped else f"hasn't moved for {seconds:.1f} s,"
+    return f"lockstep: {_described(hang, verb)}{_waiting(hang, ranks)}{follows}{report}"
+
+
+def hang_text(hang: Hang, ranks: int, report: str) -> str:
+    """Return the message about a rank that was killed because it hung."""
+    if hang.collectives:
+        return f"the ranks wait in collectives that don't match: {hang.collectives}{report}"
+    verb = "was stopped (SIGSTOP), and killed" if hang.is_stopped else "hangs"
+    return f"{_described(hang, verb)}{_waiting(hang, ranks)}{report}"
+
+
+def collectives_text(sights: Sequence[Sight], stacks: Mapping[int, str]) -> str:
+    """Return which collective each rank waits in, and the line that called it."""
+    texts: dict[str, list[int]] = {}
+    for sight in sights:
+        number = int(sight.beat.numbers[heartbeat.OPERATION])
+        name = NAMES[number - 1] if number else "a collective"
+        line = line_of(main_frames(stacks.get(sight.process, "")))
+        texts.setdefault(f"{name} at {line}" if line is not None else name, []).append(sight.rank)
+    return "; ".join(f"{named_ranks(ranks)} in {text}" for text, ranks in texts.items())
+
+
+def append_report(logs: Path | None, hang: Hang, sights: Sequence[Sight]) -> str:
+    """Append the stacks of all ranks to the run's report; return the end of a message that names it."""
+    if logs is None:
+        return ""
+    lines = [f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {hang_text(hang, len(sights), '')}", ""]
+    for sight in sights:
+        doing = f"{sight.where}, update {sight.step:,}, for {sight.age:.1f} s; {sight.calls} collectives called"
+        lines += [f"--- rank {sight.rank}, process {sight.process}, state {sight.state or '?'}: {doing}"]
+        lines += [
+            masked(hang.stacks.get(sight.process, "") or "no stack: it can't be interrupted", secrets_in(os.environ)),
+            "",
+        ]
+        for worker in sight.beat.workers():
+            state = process_state(worker.process)
+            stack = write_stacks({worker.process: sight.beat}).get(worker.process, "") if state not in ("", "T") else ""
+            lines += [
+                f"--- data worker {worker.number} of rank {sight.rank}, process {worker.process}: {_sample_of(worker)}"
+            ]
+            lines += [masked(stack, secrets_in(os.environ)), ""]
+    with suppress(OSError):
+        handle = append_to(logs / REPORT)
+        try:
+            os.write(handle, ("\n".join(lines) + "\n").encode(errors="replace"))
+        finally:
+            os.close(handle)
+        return f"; stacks: {logs / REPORT}"
+    return ""
+
+
+def _described(hang: Hang, verb: str) -> str:
+    culprit = hang.culprits[0]
+    line = line_of(main_frames(hang.stacks.get(culprit.process, "")))
+    at = f" at {line}" if line is not None else ""
+    update = f"update {culprit.step:,}" if culprit.stage in (Stage.TRAINING, Stage.UNKNOWN) else ""
+    details = ", ".join(part for part in (update, _samples(culprit)) if part)
+    names = named_ranks([each.rank for each in hang.culprits])
+    return f"{names} {verb} {culprit.where}{at}{f' ({details})' if details else ''}"
+
+
+def _samples(sight: Sight) -> str:
+    """Return the samples that the rank works on; of a data worker that fetches, its own."""
+    numbers, workers = sight.beat.numbers, sight.beat.workers()
+    if sight.phase is Phase.DATA and workers:
+        worker = _awaited(sight, workers)
+        return f"data worker {worker.number} reads {_sample_of(worker)}"
+    if sight.phase is Phase.DATA and (sample := int(numbers[heartbeat.SAMPLE])):
+        return f"sample {sample - 1}"
+    fetches = sight.phase is Phase.DATA
+    micro = int(numbers[heartbeat.FETCHING if fetches else heartbeat.MICRO])
+    samples, number = sight.beat.samples(sight.step if fetches else sight.step - 1, micro)
+    if sight.phase not in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION) or not samples:
+        return ""
+    more = f" and {number - _MOST_SAMPLES} more" if number > _MOST_SAMPLES else ""
+    shown = ", ".join(map(str, samples[:_MOST_SAMPLES]))
+    return f"sample{'s' * (number > 1)} {shown}{more}"
+
+
+def _awaited(sight: Sight, workers: Sequence[Worker]) -> Worker:
+    """Return the worker that fetches what the rank waits for."""
+    samples, _ = sight.beat.samples(sight.step, int(sight.beat.numbers[heartbeat.FETCHING]))
+    return next((worker for worker in workers if samples and worker.first == samples[0]), workers[0])
+
+
+def _sample_of(worker: Worker) -> str:
+    return f"sample {worker.sample}" if worker.sample is not None else f"samples from {worker.first}"
+
+
+def _waiting(hang: Hang, ranks: int) -> str:
+    others = ranks - len(hang.culprits)
+    if not others:
+        return ""
+    return "; the others wait for it" if others > 1 else "; the other rank waits for it"

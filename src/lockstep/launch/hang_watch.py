@@ -1,0 +1,302 @@
+"""Finds ranks that hang: each tick, the launcher reads the heartbeats of its ranks.
+
+    each rank's last mark: long ago?      --> longer than max(least, steps x median update)
+    all others wait in a collective?      --> their stacks agree?  --> the rank is named: line, samples
+    not moved until `end_after`           --> it is killed, and all ranks start again
+    it is stopped, and others aren't      --> at once
+
+A rank is named for what is certain: it doesn't move, and the others wait for it. Time doesn't count in which the
+launcher itself didn't run (the whole job was stopped, the host was suspended), or the rank was ready to run and had no
+processor.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.core import heartbeat
+from lockstep.core.heartbeat import Heartbeat, Stage
+from lockstep.core.phase_clock import Phase
+from lockstep.launch.ends import End, EndKind
+from lockstep.launch.hang_report import Hang, Sight, append_report, collectives_text, hang_text, name_text
+from lockstep.launch.outcome import print_on_stderr
+from lockstep.launch.rank_stacks import (
+    compiles,
+    is_debugged,
+    main_frames,
+    process_state,
+    seconds_without_processor,
+    stack_from_outside,
+    waits_in_collective,
+    write_stacks,
+)
+
+if TYPE_CHECKING:
+    from lockstep.config.training_sections import Watchdog
+    from lockstep.launch.group import RankProcess
+
+_TICK_S = 0.25
+_GAP_S = 1.0  # between two looks: this process didn't run
+_NOTED = 64  # updates
+_FIRST = 5  # updates of a process that may be slow
+_SLOWEST = 2.0  # times the slowest of the last updates
+_AGAIN = 2.0  # times the time after which a named rank has moved by itself
+_LOADED_S = 0.5  # after which waits for a processor are subtracted
+_CODE = 124  # of timeout(1)
+_OUTSIDE = (Phase.EVALUATION, Phase.SAVE)
+
+
+def hang_watch(options: Watchdog | None, ranks: int, logs: Path | None, first: int, *, alone: bool) -> HangWatch | None:
+    """Return the watch over the ranks of this host; None: they aren't watched.
+
+    Args:
+        first: The first of them among all.
+        alone: Whether there are no other hosts.
+    """
+    if options is None or not options.enabled:
+        return None
+    return HangWatch(options, heartbeat.heartbeats(ranks), logs, first, alone=alone)
+
+
+@dataclass
+class _Incident:
+    """A rank that doesn't move: which marks it had, and what was decided."""
+
+    marks: tuple[float, ...]
+    limit: float = 0.0
+    hang: Hang | None = None
+    ends_at: float | None = None
+
+
+@dataclass
+class HangWatch:
+    """Watches the ranks of this host.
+
+    Attributes:
+        heartbeats: By place.
+        interval: Seconds between two looks.
+    """
+
+    options: Watchdog
+    heartbeats: Sequence[Heartbeat]
+    logs: Path | None
+    first: int
+    alone: bool
+    interval: float = _TICK_S
+    _looked: float = field(default_factory=time.perf_counter, init=False)
+    _ignored_until: float = field(default=0.0, init=False)
+    _updates: dict[int, float] = field(default_factory=dict, init=False)
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NOTED), init=False)
+    _slowest_start: float = field(default=0.0, init=False)
+    _moved_after: dict[Phase, float] = field(default_factory=dict, init=False)
+    _waited: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)  # for a processor: mark, seconds
+    _incident: _Incident | None = field(default=None, init=False)
+
+    def close(self) -> None:
+        for beat in self.heartbeats:
+            os.close(beat.stacks)
+
+    def look(self, members: Sequence[RankProcess]) -> None:
+        """Check the ranks; name or kill one that hangs. A watch that fails ends, and the run doesn't."""
+        try:
+            self._look(members)
+        except Exception:
+            self.interval = math.inf
+            print_on_stderr(f"lockstep: the watch over ranks that hang has failed, and ends:\n{traceback.format_exc()}")
+
+    def _look(self, members: Sequence[RankProcess]) -> None:
+        now = time.perf_counter()
+        if now - self._looked < self.interval / 2:
+            return
+        if now - self._looked > _GAP_S:
+            self._ignored_until = now
+        self._looked = now
+        self._learn()
+        living = [place for place, member in enumerate(members) if member.ended is None and member.reported is None]
+        failed = any(
+            end.kind is not EndKind.DONE for member in members if (end := member.reported or member.ended) is not None
+        )
+        if failed or not living:
+            return
+        sights = [self._sight(place, members[place].process.pid or 0, now) for place in living]
+        suspects = self._suspects(sights)
+        if self._incident is not None and self._incident.marks != _marks(suspects):
+            self._end_incident(sights)
+        if suspects:
+            self._judge(suspects, sights, members)
+
+    # --- what is seen ---
+
+    def _learn(self) -> None:
+        """Note how long updates take."""
+        for place, beat in enumerate(self.heartbeats):
+            updates, seconds = beat.numbers[heartbeat.UPDATES], beat.numbers[heartbeat.SECONDS]
+            if updates == self._updates.get(place, 0.0):
+                continue
+            self._updates[place] = updates
+            if updates < _FIRST:
+                self._slowest_start = max(self._slowest_start, seconds)
+            else:
+                self._seconds.append(seconds)
+
+    def _sight(self, place: int, process: int, now: float) -> Sight:
+        beat = self.heartbeats[place]
+        numbers = beat.numbers
+        mark, phase = numbers[heartbeat.TIME], int(numbers[heartbeat.PHASE])
+        in_whole = phase >= heartbeat.IN_WHOLE
+        age = now - max(mark, self._ignored_until) if mark else 0.0
+        if age > _LOADED_S:
+            age -= self._without_processor(place, process, mark)
+        age = max(0.0, age)
+        name = Phase(phase - heartbeat.IN_WHOLE * in_whole)
+        sight = Sight(
+            self.first + place, place, process, mark, age, name, beat,
+            waits=in_whole or name is Phase.COMMUNICATION,
+            state=process_state(process) if age > self.interval else "",
+            stage=Stage(int(numbers[heartbeat.STAGE])),
+            updates=int(numbers[heartbeat.UPDATES]),
+            calls=int(numbers[heartbeat.CALLS]),
+        )  # fmt: skip
+        return replace(sight, waits=sight.waits and sight.state != "T", limit=self._limit(sight))
+
+    def _without_processor(self, place: int, process: int, mark: float) -> float:
+        seconds = seconds_without_processor(process)
+        then = self._waited.get(place)
+        if then is None or then[0] != mark:
+            self._waited[place] = mark, seconds
+            return 0.0
+        return seconds - then[1]
+
+    def _limit(self, sight: Sight) -> float:
+        """Return the seconds after which a rank that doesn't move is named."""
+        options = self.options
+        steps = max(options.least, options.steps * statistics.median(self._seconds) if self._seconds else 0.0)
+        if sight.state == "T":
+            return steps
+        is_between = sight.stage is Stage.UNKNOWN and sight.phase is Phase.HOST  # a user's loop, which may evaluate
+        is_in_updates = sight.stage in (Stage.UNKNOWN, Stage.TRAINING) and sight.updates
+        if not is_in_updates or is_between or sight.phase in _OUTSIDE:
+            limit = options.other
+        elif len(self._seconds) < _FIRST:
+            limit = max(steps, options.steps * self._slowest_start)
+        else:
+            limit = max(steps, _SLOWEST * max(self._seconds))
+        return max(limit, _AGAIN * self._moved_after.get(sight.phase, 0.0))
+
+    def _suspects(self, sights: Sequence[Sight]) -> list[Sight]:
+        """Return the ranks that don't move and that all others wait for; all of them, if all wait for each other."""
+        overdue = [sight for sight in sights if sight.age > sight.limit]
+        still = [sight for sight in overdue if not sight.waits]
+        if still:
+            return still if all(sight.waits or sight in still for sight in sights) else []
+        return overdue if self.alone and len(overdue) == len(sights) else []
+
+    # --- the verdict ---
+
+    def _judge(self, suspects: Sequence[Sight], sights: Sequence[Sight], members: Sequence[RankProcess]) -> None:
+        incident = self._incident
+        if incident is None:
+            self._incident = incident = _Incident(_marks(suspects))
+            self._name(incident, suspects, sights)
+        age = max(sight.age for sight in suspects)
+        if incident.hang is None:
+            if age > incident.limit:  # a compilation that takes too long, or a debugger: look again
+                incident.limit = 2 * age
+                self._name(incident, suspects, sights)
+        elif incident.ends_at is not None and age >= incident.ends_at:
+            self._kill(incident, suspects, sights, members)
+
+    def _name(self, incident: _Incident, suspects: Sequence[Sight], sights: Sequence[Sight]) -> None:
+        """Find out from the stacks which rank it is; name it, unless it compiles or is debugged."""
+        hang = _found(suspects, sights)
+        if hang is None:
+            incident.limit = max(self.options.other, 2 * max(sight.age for sight in suspects))
+            return
+        limit = max(sight.limit for sight in hang.culprits)
+        compiling = any(compiles(main_frames(hang.stacks.get(each.process, ""))) for each in hang.culprits)
+        if compiling and max(each.age for each in hang.culprits) < self.options.other:
+            incident.limit = self.options.other
+            return
+        incident.hang = hang
+        incident.ends_at = self._ends_at(hang, len(sights), limit)
+        report = append_report(self.logs, hang, sights)
+        print_on_stderr(name_text(hang, len(sights), incident.ends_at, report))
+        if hang.is_stopped and incident.ends_at is not None:
+            incident.ends_at = 0.0 if len(hang.culprits) < len(sights) else incident.ends_at
+
+    def _ends_at(self, hang: Hang, ranks: int, limit: float) -> float | None:
+        """Return after how many seconds without a move the rank is killed; None: never."""
+        in_updates = all(
+            each.stage is Stage.TRAINING or (each.stage is Stage.UNKNOWN and each.phase is not Phase.HOST)
+            for each in hang.culprits
+        )
+        if self.options.end_after is None or not (in_updates or hang.is_stopped):
+            return None
+        if hang.is_stopped and len(hang.culprits) < ranks:
+            return 0.0
+        return max(self.options.end_after, 2 * limit)
+
+    def _kill(
+        self, incident: _Incident, suspects: Sequence[Sight], sights: Sequence[Sight], members: Sequence[RankProcess]
+    ) -> None:
+        before = incident.hang
+        assert before is not None, "only a rank that was named is killed"
+        hang = before if before.is_stopped else _found(suspects, sights)
+        if hang is None:  # a debugger is attached by now
+            incident.hang, incident.ends_at, incident.limit = None, None, 2 * max(sight.age for sight in suspects)
+            return
+        report = append_report(self.logs, hang, sights)
+        text = hang_text(hang, len(sights), report)
+        for culprit in hang.culprits:
+            members[culprit.place].kill_hung(End(EndKind.HUNG, _CODE, text, time.monotonic()))
+
+    def _end_incident(self, sights: Sequence[Sight]) -> None:
+        incident, self._incident = self._incident, None
+        if incident is None or incident.hang is None:
+            return
+        for culprit in incident.hang.culprits:
+            seconds = time.perf_counter() - culprit.mark
+            self._moved_after[culprit.phase] = max(seconds, self._moved_after.get(culprit.phase, 0.0))
+            print_on_stderr(f"lockstep: rank {culprit.rank} moves again, after {seconds:.1f} s")
+
+
+def _marks(suspects: Sequence[Sight]) -> tuple[float, ...]:
+    return tuple(suspect.mark for suspect in suspects)
+
+
+def _found(suspects: Sequence[Sight], sights: Sequence[Sight]) -> Hang | None:
+    """Return which rank hangs, by the stacks of all; None if one is being debugged."""
+    if any(sight.state == "t" for sight in sights):  # a debugger holds it
+        return None
+    stacks = write_stacks({sight.process: sight.beat for sight in sights if sight.state != "T"})
+    stacks.update({sight.process: stack_from_outside(sight.process) for sight in sights if sight.state == "T"})
+    frames = {process: main_frames(text) for process, text in stacks.items()}
+    if any(is_debugged(each) for each in frames.values()):
+        return None
+    stopped = [sight for sight in suspects if sight.state == "T"]
+    if stopped:
+        return Hang(tuple(stopped), stacks, is_stopped=True)
+    idle = [sight for sight in sights if not waits_in_collective(frames.get(sight.process, []), marked=sight.waits)]
+    idle = [sight for sight in idle if sight in suspects] or idle
+    if not idle:
+        return Hang((_odd_one(suspects),), stacks, collectives=collectives_text(sights, stacks))
+    behind = min((sight.updates, sight.calls) for sight in idle)
+    culprits = [sight for sight in idle if (sight.updates, sight.calls) == behind]
+    return Hang(tuple(culprits), stacks)
+
+
+def _odd_one(sights: Sequence[Sight]) -> Sight:
+    """Return the rank to kill where all wait in collectives that don't match: that whose collective fewest are in."""
+    numbers = [sight.beat.numbers[heartbeat.OPERATION] for sight in sights]
+    return min(
+        sights, key=lambda sight: (numbers.count(sight.beat.numbers[heartbeat.OPERATION]), sight.calls, -sight.rank)
+    )

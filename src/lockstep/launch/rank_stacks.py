@@ -1,0 +1,159 @@
+"""The stacks of ranks that don't move, as they write them themselves on a signal.
+
+    launcher -- STACKS_SIGNAL --> faulthandler in the rank, in C, also while the interpreter's lock is held
+             <-- its file ------- File "model.py", line 33 in forward ...
+
+A stopped process writes none; nor does one that waits in the kernel for a disk that doesn't answer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from lockstep.core.heartbeat import READY, Heartbeat
+from lockstep.core.stopping import STACKS_SIGNAL
+
+_WAIT_S = 0.5
+_QUIET_S = 0.02
+_PY_SPY_S = 5.0
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
+_OWN = str(Path(__file__).parents[1]) + os.sep
+_ABOVE_OWN = str(Path(__file__).parents[2]) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_PACKAGES = re.compile(r"/(site|dist)-packages/")
+_ENTRY = "run_rank"  # below it are the launcher's frames, which the rank was forked with
+_WAITS = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/lockstep/distributed/", "/deepspeed/comm/")
+_COMPILES = re.compile(
+    r"/torch/_dynamo/(convert_frame|symbolic_convert|output_graph|variables/)|/torch/_inductor/(compile_fx|graph|scheduler"
+    r"|codegen/|async_compile|lowering|ir\.py|fx_passes/)|/triton/compiler/|/torch/utils/cpp_extension|importlib\._bootstrap"
+)
+_DEBUGS = re.compile(r"/(bdb|pdb)\.py$|/pydevd|/debugpy/|/IPython/terminal/")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame of a Python stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{_shown(self.file)}:{self.line} in {self.function}"
+
+
+def write_stacks(processes: Mapping[int, Heartbeat]) -> dict[int, str]:
+    """Let processes write their stacks; return what each has written, by process. A rank's workers share its file."""
+    began = {process: os.fstat(beat.stacks).st_size for process, beat in processes.items() if beat.numbers[READY]}
+    for process in began:
+        try:
+            os.kill(process, STACKS_SIGNAL)
+        except ProcessLookupError:
+            continue
+    sizes, until, changed = dict(began), time.monotonic() + _WAIT_S, time.monotonic()
+    while time.monotonic() < until:
+        time.sleep(_QUIET_S)
+        now = {process: os.fstat(processes[process].stacks).st_size for process in began}
+        if now != sizes:
+            sizes, changed = now, time.monotonic()
+        elif all(sizes[process] > began[process] for process in began) and time.monotonic() - changed > _QUIET_S:
+            break
+    return {
+        process: os.pread(processes[process].stacks, sizes[process] - start, start).decode(errors="replace").strip()
+        for process, start in began.items()
+    }
+
+
+def stack_from_outside(process: int) -> str:
+    """Return the stacks of a stopped process, if py-spy is installed and may read them."""
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run(
+            [program, "dump", "--nonblocking", "--pid", str(process)], capture_output=True, text=True, timeout=_PY_SPY_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def main_frames(text: str) -> list[Frame]:
+    """Return the frames of the main thread, the innermost first, without those below a rank's entry."""
+    starts = [match.start() for match in _THREAD.finditer(text)]
+    if not starts:
+        return []
+    threads = [text[start:end] for start, end in pairwise([*starts, len(text)])]
+    marked = [thread for thread in threads if f" in {_ENTRY}\n" in f"{thread}\n"]
+    current = [thread for thread in threads if thread.startswith("Current")]
+    chosen = (marked or current or threads)[0]
+    frames = [Frame(match["file"], int(match["line"]), match["function"]) for match in _FRAME.finditer(chosen)]
+    names = [frame.function for frame in frames]
+    return frames[: names.index(_ENTRY)] if _ENTRY in names else frames
+
+
+def line_of(frames: Sequence[Frame]) -> Frame | None:
+    """Return the innermost frame of a user's code; without one, of Lockstep's above its collectives; or of all."""
+    here = [frame for frame in frames if not _PACKAGES.search(frame.file) and not frame.file.startswith((_STDLIB, "<"))]
+    users = [frame for frame in here if not frame.file.startswith(_OWN)]
+    own = [frame for frame in here if "/lockstep/distributed/" not in frame.file]
+    return next(iter([*users, *own, *frames]), None)
+
+
+def waits_in_collective(frames: Sequence[Frame], *, marked: bool) -> bool:
+    """Return whether the rank waits for others, by its stack.
+
+    Args:
+        marked: Whether its clock is in a collective: that of a backward in C++ shows no other frame than torch's.
+    """
+    if not frames:
+        return marked
+    innermost = frames[0].file
+    return any(part in innermost for part in _WAITS) or (marked and "/torch/" in innermost)
+
+
+def compiles(frames: Sequence[Frame]) -> bool:
+    """Return whether the rank compiles or imports."""
+    return any(_COMPILES.search(frame.file) for frame in frames)
+
+
+def is_debugged(frames: Sequence[Frame]) -> bool:
+    """Return whether a debugger runs in the rank."""
+    return any(_DEBUGS.search(frame.file) for frame in frames)
+
+
+def process_state(process: int) -> str:
+    """Return the kernel's letter for the state of a process, such as T (stopped); empty if it isn't known."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def seconds_without_processor(process: int) -> float:
+    """Return for how long the process has waited for a processor until now, by the thread that has most."""
+    longest = 0
+    try:
+        for thread in os.listdir(f"/proc/{process}/task"):
+            longest = max(longest, int(Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split()[1]))
+    except (OSError, IndexError, ValueError):
+        pass
+    return longest / 1e9
+
+
+def _shown(file: str) -> str:
+    if file.startswith(_OWN):
+        return file.removeprefix(_ABOVE_OWN)
+    relative = os.path.relpath(file)
+    return file if relative.startswith("..") else relative

@@ -1,0 +1,275 @@
+"""The watch over ranks: who is named and killed, who isn't. Ranks are forked from the test, and beat as real ones."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lockstep.config.training_sections import Watchdog
+from lockstep.core import heartbeat
+from lockstep.core.heartbeat import READY, Stage
+from lockstep.core.phase_clock import Phase, PhaseClock
+from lockstep.core.stopping import STACKS_SIGNAL
+from lockstep.launch.ends import End, EndKind
+from lockstep.launch.failure_kinds import FailureKind, kind_of
+from lockstep.launch.hang_watch import HangWatch, hang_watch
+from lockstep.launch.rank_stacks import Frame, line_of, main_frames, waits_in_collective
+
+Act = Callable[[PhaseClock], None]
+QUICK = Watchdog(least=0.25, end_after=0.6)
+
+
+STACKS = """Thread 0x1 (most recent call first):
+  File "/b.py", line 1 in run
+
+Current thread 0x2 (most recent call first):
+  File "/x/site-packages/torch/nn/functional.py", line 5 in linear
+  File "/my/model.py", line 33 in forward
+  File "/y/rank.py", line 9 in run_rank
+  File "/my/start.py", line 1 in <module>"""
+
+
+class Member:
+    """What the watch sees and does of a rank's process."""
+
+    def __init__(self, process: int) -> None:
+        self.process = SimpleNamespace(pid=process)
+        self.ended = self.reported = None
+        self.end: End | None = None
+
+    def kill_hung(self, end: End) -> None:
+        self.end = self.reported = end  # type: ignore[assignment]
+
+
+def sleep_in(file: str, seconds: float = 60.0) -> None:
+    """Sleep in a function of another file."""
+    names: dict[str, Callable[[float], None]] = {}
+    exec(compile("import time\ndef call(seconds):\n    time.sleep(seconds)", file, "exec"), names)
+    names["call"](seconds)
+
+
+def updates(clock: PhaseClock, number: int = 8) -> None:
+    for step in range(number):
+        heartbeat.own().begin_fetch(step, [np.arange(4 * step, 4 * step + 4)])
+        clock.enter(Phase.FORWARD)
+        time.sleep(0.005)
+        clock.updated()
+    heartbeat.own().begin_fetch(number, [np.arange(4 * number, 4 * number + 4)])
+
+
+def waits(clock: PhaseClock) -> None:
+    updates(clock)
+    clock.enter(Phase.COMMUNICATION)
+    sleep_in("/x/torch/distributed/distributed_c10d.py")
+
+
+def hangs(clock: PhaseClock) -> None:
+    updates(clock)
+    clock.enter(Phase.FORWARD)
+    while True:
+        time.sleep(0.01)
+
+
+def hangs_as_collective(clock: PhaseClock) -> None:
+    updates(clock)
+    clock.enter(Phase.COMMUNICATION)
+    time.sleep(60)
+
+
+def holds_interpreter(clock: PhaseClock) -> None:
+    updates(clock)
+    clock.enter(Phase.DATA)
+    while True:
+        ctypes.PyDLL(None).sleep(60)
+
+
+def is_stopped(clock: PhaseClock) -> None:
+    updates(clock)
+    clock.enter(Phase.BACKWARD)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def compiles(clock: PhaseClock) -> None:
+    updates(clock)
+    clock.enter(Phase.FORWARD)
+    sleep_in("/x/torch/_inductor/compile_fx.py")
+
+
+def is_debugged(clock: PhaseClock) -> None:
+    updates(clock)
+    clock.enter(Phase.FORWARD)
+    sleep_in("/x/lib/python3/pdb.py")
+
+
+def evaluates(clock: PhaseClock) -> None:
+    updates(clock)
+    clock.enter(Phase.EVALUATION)
+    time.sleep(60)
+
+
+def begins(clock: PhaseClock) -> None:
+    heartbeat.begin_stage(Stage.START)
+    time.sleep(60)
+
+
+def makes_its_first_update(clock: PhaseClock) -> None:
+    clock.enter(Phase.FORWARD)
+    time.sleep(60)
+
+
+def pauses(clock: PhaseClock) -> None:
+    updates(clock)
+    clock.enter(Phase.FORWARD)
+    time.sleep(0.45)
+    clock.updated()
+    for _ in range(2000):
+        clock.enter(Phase.FORWARD)
+        time.sleep(0.01)
+        clock.updated()
+
+
+@contextmanager
+def watched(folder: Path, *acts: Act, options: Watchdog = QUICK) -> Iterator[tuple[HangWatch, list[Member]]]:
+    """Yield the watch over ranks that perform acts."""
+    watch = hang_watch(options, len(acts), folder, 0, alone=True)
+    assert watch is not None
+    watch.interval = 0.02
+    members = []
+    with closing(watch):
+        try:
+            for place, act in enumerate(acts):
+                process = os.fork()
+                if process == 0:
+                    run_rank(watch.heartbeats[place], act)
+                members.append(Member(process))
+            yield watch, members
+        finally:
+            for member in members:
+                with suppress(ProcessLookupError):
+                    os.kill(member.process.pid, signal.SIGKILL)
+                os.waitpid(member.process.pid, 0)
+
+
+def run_rank(beats: heartbeat.Heartbeat, act: Act) -> None:
+    try:
+        faulthandler.register(STACKS_SIGNAL, file=beats.stacks)
+        heartbeat.use(beats)
+        beats.numbers[READY] = 1
+        heartbeat.begin_stage(Stage.TRAINING)
+        act(PhaseClock())
+    finally:
+        os._exit(1)
+
+
+def look(watch: HangWatch, members: list[Member], seconds: float) -> float:
+    """Look until a rank is killed, for some seconds; return how long that took."""
+    began = time.monotonic()
+    while time.monotonic() - began < seconds and not any(member.end for member in members):
+        watch.look(members)  # type: ignore[arg-type]
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        (hangs, "rank 1 hangs in its forward at tests/launch/test_hang_watch.py"),
+        (hangs_as_collective, "rank 1 hangs in a collective at tests/launch/test_hang_watch.py"),
+        (holds_interpreter, "in holds_interpreter (update 9)"),
+        (is_stopped, "rank 1 was stopped (SIGSTOP), and killed in its backward (update 9, samples 32, 33, 34, 35)"),
+    ],
+)
+def test_the_rank_that_hangs_is_named_and_killed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], act: Act, text: str
+) -> None:
+    with watched(tmp_path, waits, act, waits) as (watch, members):
+        took = look(watch, members, 5.0)
+    assert [member.end is not None for member in members] == [False, True, False]
+    end = members[1].end
+    assert end is not None
+    assert text in end.text
+    assert "the others wait for it" in end.text
+    assert (end.kind, end.code, kind_of(end)) == (EndKind.HUNG, 124, FailureKind.HANG)
+    assert took < 3.0
+    assert "lockstep: rank 1 " in capfd.readouterr().err
+    report = (tmp_path / "hangs.txt").read_text()
+    assert "--- rank 0" in report
+    assert "distributed_c10d.py" in report
+
+
+@pytest.mark.parametrize("act", [compiles, is_debugged, evaluates, begins, makes_its_first_update])
+def test_what_may_take_long_is_neither_named_nor_killed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], act: Act
+) -> None:
+    with watched(tmp_path, waits, act) as (watch, members):
+        look(watch, members, 1.0)
+    assert not any(member.end for member in members)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_may_take_long_is_named_in_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with watched(tmp_path, waits, compiles, options=Watchdog(least=0.2, end_after=0.3, other=0.6)) as (watch, members):
+        look(watch, members, 2.5)
+    assert members[1].end is not None
+    assert "rank 1 hasn't moved for" in capfd.readouterr().err
+
+
+def test_a_rank_that_moves_again_is_not_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with watched(tmp_path, waits, pauses) as (watch, members):
+        look(watch, members, 1.2)
+        assert not any(member.end for member in members)
+    err = capfd.readouterr().err
+    assert "rank 1 hasn't moved for" in err
+    assert "rank 1 moves again, after" in err
+
+
+def test_ranks_that_wait_in_other_collectives(tmp_path: Path) -> None:
+    with watched(tmp_path, waits, waits) as (watch, members):
+        watch.heartbeats[0].numbers[heartbeat.OPERATION] = 1
+        watch.heartbeats[1].numbers[heartbeat.OPERATION] = 4
+        look(watch, members, 5.0)
+    ends = [member.end for member in members if member.end is not None]
+    assert len(ends) == 1
+    assert "collectives that don't match: rank 0 in all_reduce at" in ends[0].text
+
+
+def test_time_in_which_the_launcher_was_stopped_does_not_count(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.launch.hang_watch._GAP_S", 0.1)
+    with watched(tmp_path, waits, hangs) as (watch, members):
+        look(watch, members, 0.2)
+        time.sleep(0.5)
+        look(watch, members, 0.15)
+    assert watch.interval < 1.0
+    assert capfd.readouterr().err == ""
+
+
+def test_without_an_end_a_hang_is_only_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with watched(tmp_path, waits, is_stopped, options=Watchdog(least=0.2, end_after=None)) as (watch, members):
+        look(watch, members, 0.8)
+    assert not any(member.end for member in members)
+    assert "rank 1 is stopped" in capfd.readouterr().err
+
+
+def test_off() -> None:
+    assert hang_watch(Watchdog(enabled=False), 2, None, 0, alone=True) is None
+
+
+def test_the_line_of_a_stack() -> None:
+    frames = main_frames(STACKS)
+    assert [frame.function for frame in frames] == ["linear", "forward"]
+    assert line_of(frames) == Frame("/my/model.py", 33, "forward")
+    assert not waits_in_collective(frames, marked=False)
+    assert waits_in_collective(frames, marked=True)
+    assert line_of(main_frames("")) is None
