@@ -299,7 +299,7 @@ _HALVINGS = 64  # more than any micro-batch allows
 
 
 class Watchdog(Section):
-    """When a rank that doesn't move, while the others wait for it, is named, and when it is killed as hung."""
+    """Limits for a rank that doesn't move while the others wait for it: it is named, and later killed as hung."""
 
     enabled: bool = True
     """Watch the ranks."""

@@ -123,13 +123,13 @@ class Heartbeat:
 
     def workers(self) -> list[Worker]:
         """Return the data workers that fetch."""
-        found = []
+        busy = []
         for number in range(_MOST_WORKERS):
             at = _WORKERS_AT + number * _WORKER
             process, first, sample = self._integers[at : at + _WORKER].tolist()
             if process and first:
-                found.append(Worker(number, process, first - 1, sample - 1 if sample else None))
-        return found
+                busy.append(Worker(number, process, first - 1, sample - 1 if sample else None))
+        return busy
 
 
 def _received(memory: Any, place: int, stacks: Any) -> Heartbeat:

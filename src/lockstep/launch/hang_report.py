@@ -69,7 +69,7 @@ class Sight:
 
     @property
     def where(self) -> str:
-        """What it does, for a sentence."""
+        """The place in its run, as text."""
         if self.stage in (Stage.START, Stage.END):
             return "at the start of the run" if self.stage is Stage.START else "at the end of the run"
         return _PLACES[self.phase]

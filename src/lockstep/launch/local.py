@@ -132,8 +132,7 @@ def launch(
         ConfigError: The ranks can't be started as configured; none has been started.
     """
     refuse_unsettable(launch.environment)
-    note = check_ranks(ranks, launch)
-    if note:
+    if note := check_ranks(ranks, launch):
         print_on_stderr(f"note: {note}")
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)

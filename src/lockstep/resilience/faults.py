@@ -195,4 +195,4 @@ _ACTIONS: Mapping[str, Callable[[Fault, World], None]] = {
 KINDS = tuple(kind for kind in _ACTIONS if kind != "host")
 """Kinds of faults of a run on one host."""
 KINDS_OF_SEVERAL = ("collective",)
-"""Those that need several ranks."""
+"""Kinds of faults that need several ranks."""
