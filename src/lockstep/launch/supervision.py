@@ -86,7 +86,8 @@ class Supervisor:
         if result.code == 0 or self._last is None:
             return result
         times = "once" if before == 1 else f"{before} times"
-        again = f"its ranks had been started again {times}, after other failures" if before > 0 else ""
+        after = "with larger micro-batches" if self._last is FailureKind.MEMORY else "after other failures"
+        again = f"its ranks had been started again {times}, {after}" if before > 0 else ""
         advice = advice_after(self._last) if before > 0 else ""
         text = "\n".join(line for line in (result.text, again, advice) if line)
         return replace(result, text=text)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from lockstep.training.predictions import Question
 
 
+_MOST_NAMED = 3  # categories
+
+
 def answer(question: Question) -> Decision | Explanation | str:
     """Return the answer, or why there is none."""
     try:
@@ -32,9 +35,9 @@ def answer(question: Question) -> Decision | Explanation | str:
             return decide(estimator)
         config = _decided(question.config, estimator)
         peak = estimator.peak(config)
-        largest = max(peak.by_category.items(), key=lambda pair: pair[1])
+        largest = sorted(((name, size) for name, size in peak.by_category.items() if size), key=lambda pair: -pair[1])
         remedy = "" if peak.bytes <= question.memory else estimator.remedy(config)
-        return Explanation(peak.bytes, largest, remedy)
+        return Explanation(peak.bytes, tuple(largest[:_MOST_NAMED]), remedy)
     except (ConfigError, Unpredictable) as error:
         return (str(error).splitlines() or [type(error).__name__])[0]
 

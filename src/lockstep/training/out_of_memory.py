@@ -78,7 +78,8 @@ def explain(error: BaseException, factors: MemoryFactors, device: torch.device) 
     where = f" {place}" if place is not None else " while the model and its training state were set up"
     need = f"{size(requested)} were requested, and " if requested is not None else ""
     free = f"{size(limit.free)} of {size(limit.total)} were free ({limit.owner} limit)"
-    message = f"out of memory{where}: {need}{free}; this rank's peak was {size(peak_memory(device))}."
+    one = "; micro-batches have one sample already" if _has_one_sample(factors, phase) else ""
+    message = f"out of memory{where}: {need}{free}; this rank's peak was {size(peak_memory(device))}{one}."
     advised = advice(factors, phase, requested, limit)
     if advised.startswith(_TOO_LARGE):
         return OutOfMemory(f"{message} {advised}")
@@ -90,10 +91,17 @@ def explain(error: BaseException, factors: MemoryFactors, device: torch.device) 
 def _too_large(factors: MemoryFactors, phase: Phase | None) -> dict[str, int]:
     """Return the size of micro-batches with which memory ran out, if smaller ones may do."""
     key = "batch.micro_size" if phase == "update" else _MICRO_SIZE_KEYS.get(phase or "")
-    if key is None:
+    if key is None or _has_one_sample(factors, phase):
         return {}
-    size = factors.evaluation_size if phase == "evaluation" else factors.micro_size
-    return {key: size} if size > 1 else {}
+    return {key: _samples(factors, phase)}
+
+
+def _has_one_sample(factors: MemoryFactors, phase: Phase | None) -> bool:
+    return phase in _MICRO_SIZE_KEYS and _samples(factors, phase) == 1
+
+
+def _samples(factors: MemoryFactors, phase: Phase | None) -> int:
+    return factors.evaluation_size if phase == "evaluation" else factors.micro_size
 
 
 def with_prediction(message: str, advised: str, config: Config, ranks: int, given: UserObjects) -> str:
@@ -118,8 +126,9 @@ def with_prediction(message: str, advised: str, config: Config, ranks: int, give
     except NoAnswer as reason:
         return message.replace(advised, f"{advised} The peak can't be predicted: {reason}.")
     assert isinstance(answer, Explanation), "an explanation was asked for"
-    category, held = answer.largest
-    predicted = f"{size(answer.peak)} were predicted, most of it {category} ({size(held)})"
+    most, *others = (f"{category} ({size(held)})" for category, held in answer.largest)
+    then = f", then {' and '.join(others)}" if others else ""
+    predicted = f"{size(answer.peak)} were predicted, most of it {most}{then}"
     fits = f"{predicted}, which fits: something else holds memory. {advised}"
     return message.replace(advised, f"{predicted}: {answer.remedy}." if answer.remedy else fits)
 
@@ -135,7 +144,7 @@ def advice(
     """
     remedies = _REMEDIES.get(phase or "", _for_state)(factors)
     if phase in _MICRO_SIZE_KEYS:
-        micro_size = factors.evaluation_size if phase == "evaluation" else factors.micro_size
+        micro_size = _samples(factors, phase)
         smaller = micro_size // 2
         if requested and limit is not None:
             if requested // micro_size > limit.total:  # nothing else makes one sample smaller

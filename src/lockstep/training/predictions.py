@@ -57,12 +57,12 @@ class Explanation:
     """The predicted peak of the rank that needs most.
 
     Attributes:
-        largest: The category that holds most, and its bytes.
+        largest: The categories that hold most, the largest first, and their bytes.
         remedy: The smallest change with which the run fits; empty if it fits as it is.
     """
 
     peak: int
-    largest: tuple[str, int]
+    largest: tuple[tuple[str, int], ...]
     remedy: str
 
 
