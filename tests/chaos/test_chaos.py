@@ -45,6 +45,21 @@ def test_each_kind_of_fault(tmp_path: Path) -> None:
     assert "all 3 runs recovered by themselves" in done.stderr
 
 
+def test_memory_that_runs_out(tmp_path: Path) -> None:
+    done = chaos(tmp_path, "--rounds", "1", "--faults", "oom", "--json", "--batch.global_size", "16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(done.stdout)
+    assert row["passed"]
+    assert row["distance"] < 1e-5
+    assert "batch.micro_size is 4 instead of 8" in Path(row["output"]).read_text()
+
+
+def test_micro_batches_of_one_sample_are_not_halved(tmp_path: Path) -> None:
+    done = chaos(tmp_path, "--rounds", "1", "--faults", "oom", "--batch.micro_size", "1")
+    assert done.returncode == 1
+    assert "this run's have one sample" in done.stderr
+
+
 def test_a_run_that_ends_otherwise_is_found(tmp_path: Path) -> None:
     done = chaos(tmp_path, "--rounds", "1", model={"kind": "custom", "target": f"{HERE}:Undetermined"})
     assert done.returncode == 3

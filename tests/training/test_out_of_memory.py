@@ -62,7 +62,8 @@ def sentence(done: Done) -> str:
         pytest.param(
             ["--model.arguments.where=backward"],
             rf"in the backward pass of micro-batch 1 of 2, update 1: {FREE}\. [\d.]+ KiB were predicted, most of it "
-            r"\w+ \([\d.]+ KiB\), then .*, which fits: something else holds memory\. Set batch\.micro_size to 4 \(it is 8\)\. "
+            r"\w+ \([\d.]+ KiB\), then .*, which fits: something else holds memory\. Set "
+            r"batch\.micro_size to 4 \(it is 8\)\. "
             r"If that is not enough: set memory\.activation_checkpointing\.mode to full; or set parallel\.strategy .*",
             id="backward, in Python's words",
         ),
@@ -80,7 +81,8 @@ def sentence(done: Done) -> str:
         ),
         pytest.param(
             ["--data.train.arguments.bad=9", "--data.train.arguments.memory=true", "--data.loader.workers=1"],
-            rf"while samples .*\b9\b.* were read: {FREE}\. Set batch\.micro_size to 4 \(it is 8\)\. If that is not "
+            rf"while samples .*\b9\b.* were read: {FREE}\. Set batch\.micro_size to 4 \(it is 8\)\. "
+            r"If that is not "
             r"enough: set data\.loader\.workers below 1, .*",
             id="a data worker",
         ),

@@ -2,6 +2,7 @@
 
     undisturbed     --> last checkpoint, losses
     round 1, 2, ... --> a fault at random (rank, update, phase) --> fired? recovered? --> bitwise identical?
+                                                                    memory ran out? --> see `memory`
 
 Each run is a process forked from this one, which has imported torch and isn't a rank; its output is in a file.
 """
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.chaos import memory
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.config.every import Every
@@ -28,7 +30,7 @@ from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.local import import_ahead
 from lockstep.monitor.folder import METRICS
-from lockstep.resilience.faults import FAULTS, KINDS_OF_SEVERAL, PHASES, Fault, events_of, write_plan
+from lockstep.resilience.faults import FAULTS, KINDS_OF_SEVERAL, OOM, PHASES, Fault, events_of, write_plan
 from lockstep.training.audit import audit
 from lockstep.training.job import Job, imports_ahead
 from lockstep.training.locations import choose, find
@@ -54,7 +56,9 @@ class ChaosRow:
         code: Exit code of the run.
         recovery_seconds: From the fault to the end of the first update after it; None: there was none.
         steps_redone: Updates that had been made before the fault, and were made again.
-        equal: Whether the last checkpoint is bitwise identical to that of the undisturbed run, and so are the losses.
+        equal: Whether the last checkpoint is bitwise identical to that of the undisturbed run, and so are the losses;
+            after `oom`, to that of the run that is resumed with smaller micro-batches.
+        distance: By what part of it a loss differs from the undisturbed run's, at most.
         updates_unrecorded: Number of updates that metrics.jsonl lacks.
         ledger_complete: Whether the run was trained on every sample of its order once.
         output: The file with what the run printed.
@@ -72,6 +76,7 @@ class ChaosRow:
     updates_unrecorded: int
     ledger_complete: bool
     output: str
+    distance: float = 0.0
 
     @property
     def passed(self) -> bool:
@@ -98,7 +103,7 @@ def run_rounds(
     draws = random.Random(seed)
     kinds = [kind for kind in kinds if number > 1 or kind not in KINDS_OF_SEVERAL]
     undisturbed = folder / "undisturbed"
-    code, output = _trained(job, undisturbed, steps, number, None)
+    code, output = _trained(replace(job, config=_config_of_round(job.config, undisturbed, steps)), number)
     if code:
         last = "\n".join(output.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_LAST_LINES:])
         raise RunFailed(f"the undisturbed run ended with exit code {code}:\n{last}")
@@ -106,11 +111,17 @@ def run_rounds(
     for place in range(1, rounds + 1):
         phases = PHASES if number > 1 else [phase for phase in PHASES if phase != "communication"]
         fault = Fault(draws.choice(kinds), draws.randrange(number), draws.randint(2, steps), draws.choice(phases))
+        if fault.kind == OOM:
+            fault = memory.in_memory(fault, draws.choice(memory.PHASES), undisturbed)
         run = folder / f"round-{place}"
         plan = folder / f"round-{place}.faults.json"
         write_plan(plan, [fault])
-        code, output = _trained(job, run, steps, number, plan)
-        rows.append(_row(fault, plan, code, output, run, undisturbed))
+        code, output = _trained(replace(job, config=_config_of_round(job.config, run, steps)), number, plan)
+        expected = undisturbed
+        if fault.kind == OOM and not code:
+            of_reference = replace(job, config=_config_of_round(job.config, folder / f"reference-{place}", steps))
+            expected = memory.reference(of_reference, run, lambda job: _trained(job, number)[0])
+        rows.append(_row(fault, plan, code, output, run, undisturbed, expected))
         show(rows[-1])
     return rows
 
@@ -127,10 +138,9 @@ def free_folder(chosen: Path | None, recipe: str) -> Path:
     return folder.absolute()
 
 
-def _trained(job: Job, run: Path, steps: int, ranks: int, plan: Path | None) -> tuple[int, Path]:
+def _trained(job: Job, ranks: int, plan: Path | None = None) -> tuple[int, Path]:
     """Train in a process of its own; return its exit code, and the file with its output."""
-    output = run.with_suffix(".txt")
-    job = replace(job, config=_config_of_round(job.config, run, steps))
+    output = Path(job.config.run.folder or "").with_suffix(".txt")
     child = os.fork()
     if child == 0:
         code = 1
@@ -168,17 +178,19 @@ def _config_of_round(config: Config, run: Path, steps: int) -> Config:
     )
 
 
-def _row(fault: Fault, plan: Path, code: int, output: Path, run: Path, undisturbed: Path) -> ChaosRow:
+def _row(fault: Fault, plan: Path, code: int, output: Path, run: Path, undisturbed: Path, reference: Path) -> ChaosRow:
+    """Return the row of a round that is compared with the undisturbed run, or from where it resumed with another."""
     events = events_of(plan)
     fired = next((event for event in events if event["event"] == "fired"), None)
     after = [event for event in events if fired is not None and event["time"] > fired["time"]]
     again = next((event for event in after if event["event"] == "updated"), None)
     equal = ledger_complete = False
     losses: dict[int, Any] = {}
-    expected = _losses(undisturbed)
+    expected = usual = _losses(undisturbed)
     with suppress(Failure, OSError, ValueError, KeyError):
         losses = _losses(run)
-        equal = _have_equal_state(run, undisturbed) and all(expected[step] == loss for step, loss in losses.items())
+        expected = {**usual, **_losses(reference)}
+        equal = _have_equal_state(run, reference) and all(expected[step] == loss for step, loss in losses.items())
         ledger_complete = _is_complete(run)
     return ChaosRow(
         fault.kind,
@@ -193,6 +205,7 @@ def _row(fault: Fault, plan: Path, code: int, output: Path, run: Path, undisturb
         len(expected.keys() - losses.keys()),
         ledger_complete,
         str(output),
+        memory.distance(losses, usual),
     )
 
 

@@ -196,3 +196,5 @@ KINDS = tuple(kind for kind in _ACTIONS if kind != "host")
 """Kinds of faults of a run on one host."""
 KINDS_OF_SEVERAL = ("collective",)
 """Kinds of faults that need several ranks."""
+ON_REQUEST = (OOM,)
+"""Further kinds, after which a run isn't bitwise equal to the undisturbed one."""

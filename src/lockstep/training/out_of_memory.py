@@ -78,8 +78,8 @@ def explain(error: BaseException, factors: MemoryFactors, device: torch.device) 
     where = f" {place}" if place is not None else " while the model and its training state were set up"
     need = f"{size(requested)} were requested, and " if requested is not None else ""
     free = f"{size(limit.free)} of {size(limit.total)} were free ({limit.owner} limit)"
-    one = "; micro-batches have one sample already" if _has_one_sample(factors, phase) else ""
-    message = f"out of memory{where}: {need}{free}; this rank's peak was {size(peak_memory(device))}{one}."
+    smallest = "; micro-batches have one sample already" if _has_one_sample(factors, phase) else ""
+    message = f"out of memory{where}: {need}{free}; this rank's peak was {size(peak_memory(device))}{smallest}."
     advised = advice(factors, phase, requested, limit)
     if advised.startswith(_TOO_LARGE):
         return OutOfMemory(f"{message} {advised}")
