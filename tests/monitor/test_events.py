@@ -49,6 +49,7 @@ def test_a_line_every_n_steps_and_the_last(tmp_path: Path) -> None:
         "kept": True,
         "verdict": "kept",
         "discarded": 0,
+        "spike": None,
         "loss_scale": 1.0,
         "seconds": 2.0,
         "samples_per_second": pytest.approx(640),

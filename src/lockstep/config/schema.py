@@ -35,6 +35,7 @@ from lockstep.config.data_sections import (
 )
 from lockstep.config.devices import BackendName, DeviceName
 from lockstep.config.every import Every
+from lockstep.config.in_backward import refusal_in_backward
 from lockstep.config.model_sections import (
     CustomModel,
     GivenModel,
@@ -329,16 +330,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _in_backward_alone(self) -> Config:
-        if self.optim.in_backward and self.precision.compute == "fp16":
-            raise ValueError(
-                "optim.in_backward applies gradients before it is known whether they are finite, and fp16 discards "
-                "updates that overflow; write precision.compute: bf16, or in_backward: false"
-            )
-        if self.optim.in_backward and self.run.determinism == "invariant":
-            raise ValueError(
-                "optim.in_backward applies gradients before they are added over ranks, in the order that "
-                "run.determinism invariant is about; leave one out"
-            )
+        if (why := refusal_in_backward(self)) is not None:
+            raise ValueError(why)
         return self
 
     @model_validator(mode="after")
@@ -373,16 +366,6 @@ class Config(Section):
                     "monitor.early_stopping compares evaluations, and evaluation.every is null: there is only one, at "
                     "the end; set evaluation.every, for example to `100 steps`"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _histograms_are_possible(self) -> Config:
-        histograms = self.monitor.histograms
-        if histograms is not None and histograms.of != "weights" and self.optim.in_backward:
-            raise ValueError(
-                "optim.in_backward frees each gradient in the backward, before monitor.histograms can count it; write "
-                "monitor.histograms.of: weights"
-            )
         return self
 
     def _refuse_unknown_metric(self, key: str, name: str) -> None:

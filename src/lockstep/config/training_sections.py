@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from lockstep.config.numbers_sections import BadNumbers
 from lockstep.strategies.section import Auto, Fraction, PathText, Positive, Section
 
 
@@ -324,6 +325,7 @@ class Recovery(Section):
     do errors of the config. Memory that runs out has a budget of its own."""
     budgets: Budgets = Budgets()
     watchdog: Watchdog = Watchdog()
+    bad_numbers: BadNumbers = BadNumbers()
     host_wait: Annotated[float, Field(ge=0)] = 120.0
     """Several hosts: seconds that the others wait for one that is lost, until it is there again; 0: the run ends. With
     MIN:MAX `launch.nodes` they wait only while there are fewer than MIN."""

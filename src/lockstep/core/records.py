@@ -151,11 +151,12 @@ class Tally(Enum):
 
 
 class Verdict(Enum):
-    """The outcome of an update: kept, or the reason why it was discarded, by severity."""
+    """The outcome of an update: kept, or the reason why it was discarded."""
 
     KEPT = 0
     OVERFLOW = 1  # fp16 gradients overflowed the loss scale: expected occasionally; the scale is reduced
     NON_FINITE = 2  # a NaN or an infinity that no loss scale explains
+    SPIKE = 3  # a loss or a gradient norm far above those before (`recovery.bad_numbers`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,7 @@ class StepReport:
         seconds: Time since the run's first update began.
         update_samples, update_tokens: Consumed by this update.
         requests: Made by any rank since the previous update.
+        spike: Which number makes the update a spike, and the limit; empty if none does. It may have been kept.
     """
 
     step: int
@@ -193,6 +195,7 @@ class StepReport:
     update_samples: int
     update_tokens: int
     requests: frozenset[Request] = frozenset()
+    spike: str = ""
 
     @property
     def kept(self) -> bool:

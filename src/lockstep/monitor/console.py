@@ -40,7 +40,7 @@ _STRAGGLERS = 3
 _MOST_LINES = 1000  # that wait for a reader
 _BATCH_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _NOT_CI = ("", "0", "false")
-_REASONS = {Verdict.OVERFLOW: "fp16 overflow", Verdict.NON_FINITE: "gradient not finite"}
+_REASONS = {Verdict.OVERFLOW: "fp16 overflow", Verdict.NON_FINITE: "gradient not finite", Verdict.SPIKE: "spike"}
 
 
 class Console(ThrottledMonitor):
@@ -87,11 +87,9 @@ class Console(ThrottledMonitor):
     def see(self, report: StepReport) -> Iterable[Request]:
         self._last = report
         self._throughput.add(report)
-        if not report.kept and report.seconds >= self._next_discarded:
+        if (report.spike or not report.kept) and report.seconds >= self._next_discarded:
             self._next_discarded = report.seconds + _MIN_SECONDS
-            scale = f", loss scale {report.loss_scale:g}" if report.verdict is Verdict.OVERFLOW else ""
-            reason = f"update discarded ({_REASONS[report.verdict]}{scale})"
-            self._output.print(f"step {report.step:,}: {reason}; {report.discarded:,} so far")
+            self._output.print(f"step {report.step:,}: {_remark(report)}")
         if self._progress == "live" and report.seconds >= self._next_drawing:
             self._next_drawing = report.seconds + self._output.draw(self._status(report))
         elif self._progress == "plain" and self._wants_line(report):
@@ -221,6 +219,15 @@ class Console(ThrottledMonitor):
             _row("discarded", f"{last.discarded:,} of {last.step:,} updates" if last.discarded else "none"),
             _row("folder", _shortest_path(facts.folder)),
         ]
+
+
+def _remark(report: StepReport) -> str:
+    """Return the sentence about an update that was discarded, or is a spike."""
+    if report.kept:
+        return f"a spike ({report.spike}); the update was kept"
+    scale = f", loss scale {report.loss_scale:g}" if report.verdict is Verdict.OVERFLOW else ""
+    spike = f": {report.spike}" if report.spike else ""
+    return f"update discarded ({_REASONS[report.verdict]}{scale}{spike}); {report.discarded:,} so far"
 
 
 def time_shares(split: Mapping[str, float]) -> str:

@@ -3,7 +3,7 @@
 metrics.jsonl has updates, one JSON object a line, all with the same keys:
 
     {"step": 10, "samples": 640, ..., "loss": 3.21, "grad_norm": 0.8, "lr": 0.001, ...}   the first, every `every`-th,
-                                                            each discarded update, and the run's last
+                                                            each discarded update, each spike, and the last
 
 events.jsonl has what happens between them:
 
@@ -72,7 +72,7 @@ class EventLog(ReportWriter):
         if self._first:
             self._first = False
             self._throughput.add(report)
-        if report.step == 1 or report.step % self._every == 0 or not report.kept:
+        if report.step == 1 or report.step % self._every == 0 or not report.kept or report.spike:
             self._write_step(report)
         else:
             self._pending = report
@@ -140,6 +140,7 @@ class EventLog(ReportWriter):
             **{name: getattr(report, name) for name in _STEP},
             "verdict": report.verdict.name.lower(),
             "discarded": report.discarded,
+            "spike": report.spike or None,
             "loss_scale": report.loss_scale,
             "seconds": round(report.seconds, 6),
             "samples_per_second": rates.samples,

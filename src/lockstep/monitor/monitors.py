@@ -131,7 +131,8 @@ class Monitors:
             count = report.count
             epoch.loss += report.loss * count
             epoch.count += count
-            if report.step < self._next_step and report.seconds < self._next_seconds and report.samples < epoch.end:
+            early = report.step < self._next_step and report.seconds < self._next_seconds
+            if early and report.samples < epoch.end and not report.spike:
                 return requests
         return self._show(report).union(requests)
 
@@ -162,7 +163,7 @@ class Monitors:
         return requests
 
     def _show(self, report: StepReport) -> set[Request]:
-        requests = self._show_to(report, everyone=not report.kept)
+        requests = self._show_to(report, everyone=not report.kept or bool(report.spike))
         if self._meters:
             self._show_meters()
         if (ended := self._epoch.after(report)) is not None:

@@ -7,7 +7,7 @@ norm, loss --> finite? --> kept
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import Verdict
@@ -15,21 +15,13 @@ from lockstep.core.records import Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
-Number = TypeVar("Number", float, "Tensor")
 DISCARD_LIMIT = 100
 ADVICE = "a smaller learning rate, optim.clip_norm, or precision.compute bf16 or fp32 are what helps most often"
 
 
-def is_finite(number: Number) -> bool | Tensor:
+def is_finite(number: float | Tensor) -> bool | Tensor:
     """Return whether a number is neither NaN nor infinite, on its device; infinity minus itself is NaN."""
     return number - number == 0
-
-
-def verdict(keep: bool, *, scaled: bool) -> Verdict:
-    """Return the verdict on an update; with a loss scale (`scaled`), an overflow is expected now and then."""
-    if keep:
-        return Verdict.KEPT
-    return Verdict.OVERFLOW if scaled else Verdict.NON_FINITE
 
 
 def ranks_differ(step: int) -> str:
@@ -47,6 +39,7 @@ class DiscardLimit:
     def __init__(self, limit: int = DISCARD_LIMIT) -> None:
         self._limit = limit
         self._in_a_row = 0
+        self._last = Verdict.KEPT
         self.discarded = 0
 
     def state(self) -> dict[str, int]:
@@ -58,6 +51,7 @@ class DiscardLimit:
     def see(self, verdict: Verdict) -> None:
         """Count an update."""
         kept = verdict is Verdict.KEPT
+        self._last = verdict
         self.discarded += not kept
         self._in_a_row = 0 if kept else self._in_a_row + 1
 
@@ -69,7 +63,9 @@ class DiscardLimit:
         """
         if self._in_a_row < self._limit:
             return
+        spikes = "a spike of the loss or the gradient norm (recovery.bad_numbers)"
+        what = spikes if self._last is Verdict.SPIKE else "a loss or gradient that was not finite"
         raise RunFailed(
-            f"step {step}: {self._in_a_row} updates in a row had a loss or gradient that was not finite, so the model "
-            f"has not changed since step {step - self._in_a_row}; {ADVICE}"
+            f"step {step}: {self._in_a_row} updates in a row had {what}, so the model has not changed since step "
+            f"{step - self._in_a_row}; {ADVICE}"
         )

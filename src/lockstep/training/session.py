@@ -27,7 +27,8 @@ from lockstep.distributed.user_collectives import print_once
 from lockstep.optim.norms import clip_divisor
 from lockstep.plan.refusals import before_unused
 from lockstep.plan.schedule import fraction_done, is_finished
-from lockstep.resilience.guard import DiscardLimit, is_finite, ranks_differ, verdict
+from lockstep.resilience.guard import ranks_differ
+from lockstep.resilience.verdicts import Verdicts
 from lockstep.sharding.buffers import BufferSnapshot
 from lockstep.sharding.single import unused_parameters
 from lockstep.training.components import Components, FailureState, VoteParticipant
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.core.protocols import ObjectStore
+    from lockstep.resilience.spikes import Limits
     from lockstep.training.checkpoints import Checkpoints
 
 _MODEL = "model."  # before the names of the model's tensors in a saved state
@@ -55,7 +57,7 @@ class Session:
     def __init__(self, components: Components) -> None:
         self._components = components
         self.progress = Progress()
-        self._discard_limit = DiscardLimit()
+        self._verdicts = Verdicts(components.config.recovery.bad_numbers, scaled=components.scaler.enabled)
         self._ledger = Ledger(components.world.size, order_of(components))
         self._left_out = LeftOutSamples(components)
         self._saves = VoteParticipant()
@@ -140,7 +142,7 @@ class Session:
         outcome = components.consensus.close(step.squared_norm())
         clock.enter(Phase.SAVE)
         norm = outcome.squared_norm**0.5 / scale
-        keep = is_finite(norm + outcome.loss_sum)
+        decision = self._verdicts.decide(batch.step + 1, outcome.loss_sum, self._count, norm)
         rate = self._rate()
         for observe in components.gradient_observers:
             observe(batch.step + 1, scale)
@@ -148,16 +150,16 @@ class Session:
         self._saves.before_update()
         clock.enter(Phase.OPTIMIZER)
         try:
-            step.update(rate, clip_divisor(norm, components.config.optim.clip_norm, scale), keep)
+            step.update(rate, clip_divisor(norm, components.config.optim.clip_norm, scale), decision.keep)
         except Exception as error:
             note_location(error, "update", f"in the optimizer's step of update {batch.step + 1}")
             raise
-        components.scaler.update(keep)
+        components.scaler.update(decision.finite)
         clock.enter(Phase.HOST)
         tokens = components.readback.tokens()
         self.progress = self.progress.advance(batch.samples, tokens)
-        numbers = UpdateNumbers(outcome, norm, keep, scale, self._count)
-        pending = components.readback.push(numbers, self._reporter(batch, rate, tokens))
+        numbers = UpdateNumbers(outcome, norm, decision.keep, scale, self._count)
+        pending = components.readback.push(numbers, self._reporter(batch, rate, tokens, decision.limits))
         self._batch, self._count, self._upcoming = upcoming, nonzero_count(outcome.next_count), None
         self._failure_state.updated()
         if components.watch is not None:
@@ -211,7 +213,7 @@ class Session:
         own = {
             "progress": asdict(self.progress),
             "loss_scale": components.scaler.state(),
-            "patience": self._discard_limit.state(),
+            "patience": self._verdicts.state(),
             "seconds": seconds_of(self),
             "ledger": self._ledger.state(),
             "left_out": self._left_out.state(),
@@ -231,7 +233,7 @@ class Session:
         generators.restore(state.tensors, self._components.world.rank)
         self.progress = Progress(**values["progress"])
         self._components.scaler.restore(values["loss_scale"])
-        self._discard_limit.restore(values["patience"])
+        self._verdicts.restore(values["patience"])
         self._ledger.restore(values["ledger"])
         self._left_out.restore(values.get("left_out", ()), self.progress.samples)
         self._began = time.perf_counter() - values["seconds"]
@@ -268,11 +270,11 @@ class Session:
             return replace(self._current, count=0, tokens=0)
 
     def _receive(self, report: StepReport) -> None:
-        """Act on a report that has arrived. Raises RunFailed at the discard limit."""
+        """Act on a report that has arrived. Raises RunFailed for one that ends the run."""
         self._note_failure(report)
         if self._components.watch is not None:
             self._components.watch.update(report)
-        self._discard_limit.refuse(report.step)
+        self._verdicts.refuse(report)
         self._left_out.receive(report, self._failure_state)
 
     def _note_failure(self, report: StepReport) -> None:
@@ -293,15 +295,15 @@ class Session:
         return self._components.rate(done, self.progress.steps, plan.steps)
 
     def _reporter(
-        self, batch: GlobalBatch, rate: float, tokens: int
+        self, batch: GlobalBatch, rate: float, tokens: int, limits: Limits
     ) -> Callable[[list[float], float, bool, float, float], StepReport]:
         progress = self.progress
 
         def report(slots: list[float], norm: float, keep: bool, scale: float, count: float) -> StepReport:
             if not gradients_agree(slots, self._components.world.axis.size):
                 raise RunFailed(ranks_differ(progress.steps - 1))
-            result = verdict(keep, scaled=self._components.scaler.enabled)
-            self._discard_limit.see(result)
+            loss = slots[0] / count
+            result, spike = self._verdicts.see(progress.steps, loss, norm, limits, keep=keep)
             digest, settled, failed = tallies_in(slots)
             self._ledger.add(progress.samples - batch.samples, progress.samples, digest)
             self._saves.receive(settled, failed)
@@ -310,17 +312,18 @@ class Session:
                 samples=progress.samples,
                 tokens=progress.tokens,
                 epoch=batch.epoch,
-                loss=slots[0] / count,
+                loss=loss,
                 count=count,
                 grad_norm=norm,
                 lr=rate,
                 verdict=result,
                 loss_scale=scale,
-                discarded=self._discard_limit.discarded,
+                discarded=self._verdicts.discarded,
                 seconds=time.perf_counter() - self._began,
                 update_samples=batch.samples,
                 update_tokens=tokens,
                 requests=requests_in(slots),
+                spike=spike,
             )
 
         return report
