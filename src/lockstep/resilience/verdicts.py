@@ -24,7 +24,7 @@ _RECENT = "recent"
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class UpdateDecision:
     """The decision about an update, on the device of its numbers; the same on all ranks.
 
     Attributes:
@@ -55,7 +55,9 @@ class Verdicts:
         """Number of updates discarded so far."""
         return self._discards.discarded
 
-    def decide(self, step: int, loss_sum: float | Tensor, count: float | Tensor, norm: float | Tensor) -> Decision:
+    def decide(
+        self, step: int, loss_sum: float | Tensor, count: float | Tensor, norm: float | Tensor
+    ) -> UpdateDecision:
         """Return whether an update is kept; on an accelerator the host doesn't wait to know.
 
         Args:
@@ -65,8 +67,8 @@ class Verdicts:
         finite = is_finite(norm + loss_sum)
         limits = NO_LIMITS if self._spikes is None else self._spikes.limits(step)
         if self._keeps_spikes or limits == NO_LIMITS:
-            return Decision(finite, finite, limits)
-        return Decision(finite, finite & (loss_sum / count <= limits.loss) & (norm <= limits.norm), limits)
+            return UpdateDecision(finite, finite, limits)
+        return UpdateDecision(finite, finite & (loss_sum / count <= limits.loss) & (norm <= limits.norm), limits)
 
     def see(self, step: int, loss: float, norm: float, limits: Limits, *, keep: bool) -> tuple[Verdict, str]:
         """Receive an update's numbers, on the host; return its verdict, and what makes it a spike, if it is one."""
