@@ -15,13 +15,15 @@ from kit import small
 from kit.commands import Done, run_lockstep
 from safetensors.torch import load_file
 
+import lockstep
 from lockstep.config.loading import validate
 from lockstep.config.schema import Config
+from lockstep.core.errors import OutOfMemory
 from lockstep.launch.ends import End, EndKind
 from lockstep.monitor.attempts import read_attempts
 from lockstep.resilience.faults import FAULTS, Fault, write_plan
 from lockstep.training.job import Job
-from lockstep.training.smaller_batches import SmallerBatches, notes_on_sizes, too_large
+from lockstep.training.smaller_batches import SmallerBatches, recovery_notes, sentences_on_sizes, too_large
 
 MODELS = Path(__file__).with_name("out_of_memory_models.py")
 ZERO = {"strategy": "deepspeed", "deepspeed": {"zero_stage": 3}}
@@ -141,10 +143,21 @@ def test_what_did_not_fit_is_not_tried_again(tmp_path: Path) -> None:
     assert sizes(tmp_path, config_of("auto")).job.config.batch.micro_size == 4
     assert sizes(tmp_path, config_of(6)).job.config.batch.micro_size == 6
     assert sizes(tmp_path, config_of(2)).job.config.batch.micro_size == 2
-    assert notes_on_sizes(tmp_path, config_of(4), 2) == [
+    assert recovery_notes(tmp_path, config_of(4), 2) == [
         "batch.micro_size is 4: memory ran out with 8 (delete logs/out_of_memory.json in the run's folder to try again)"
     ]
-    assert notes_on_sizes(tmp_path, config_of(2), 2) == []
+    assert recovery_notes(tmp_path, config_of(2), 2) == []
+
+
+def test_without_a_launcher_the_next_start_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, folder = tmp_path / "plan.json", tmp_path / "run"
+    write_plan(plan, [Fault("oom", 0, 2, "evaluation", above=4)])
+    monkeypatch.setenv(FAULTS, str(plan))
+    config = {**small.config(run={"steps": 2, "folder": str(folder)}), "batch": {"global_size": 8}}
+    with pytest.raises(OutOfMemory):
+        lockstep.train(config)
+    lockstep.train(config)
+    assert sentences_on_sizes(folder) == ["Memory ran out with evaluation.micro_size 8, so that it is 4."]
 
 
 def test_other_settings_may_fit(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from lockstep.report.limits import Limit, limits
 from lockstep.report.rank_history import RankHistory, damage, read_rank_history
 from lockstep.report.roofline import DevicePeak, Roofline, communication, memory, sentences
 from lockstep.report.run_data import RunData, read_run
+from lockstep.training.smaller_batches import sentences_on_sizes
 
 _UNSTEADY = 3.0  # 95th percentile of an update to its mean
 _MOST = 10
@@ -107,6 +108,7 @@ def _sentences(evidence: _Evidence) -> list[str]:
     ]
     after = [
         *memory(evidence.attempts[-1] if evidence.attempts else None, ranks),
+        *sentences_on_sizes(run.folder),
         *_events(run),
         *_goodput(evidence.goodput, is_finished=run.summary is not None),
         *_next(evidence),

@@ -47,7 +47,7 @@ from lockstep.strategies.registry import uses_ranks
 from lockstep.training.assemble import assemble
 from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
-from lockstep.training.components import Components, Purpose
+from lockstep.training.components import Purpose
 from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
@@ -60,7 +60,7 @@ from lockstep.training.resuming import Resume
 from lockstep.training.run import Results, SaveFailed, run
 from lockstep.training.run_info import run_info
 from lockstep.training.session import Session, components_of, ledger_of
-from lockstep.training.smaller_batches import notes_on_sizes
+from lockstep.training.smaller_batches import recovery_notes, remember, with_known
 from lockstep.training.stored_run import StoredRun, in_bucket
 from lockstep.training.text import codec_of, sample
 from lockstep.training.user_logs import UserLogs
@@ -120,18 +120,20 @@ def run_job(job: Job) -> Finished:
     if prompt is not None:
         codec_of(config.model, config.data.train)  # refuses a model that makes no text, before training
     refuse_missing_packages(config)
-    with opened(config, job.given, _purpose(job)) as session, _logged_tracebacks(job, session) as folder:
+    with opened(config, job.given, _purpose(job), job) as session, _logged_tracebacks(job, session) as folder:
         continues = not job.resume.fresh and job.resume.origin is None
         earlier = EarlierAttempts.of(folder) if continues else NO_ATTEMPTS
         checkpoints, notes = _begin(job, session, folder)
         components = components_of(session)
         profiler = Profiler(config.profile, components.world, folder, components.sharding.state.model)
-        notes += [*profiler.notes, *_recovery_notes(config), *notes_on_sizes(folder, config, components.world.size)]
+        notes += [*profiler.notes, *recovery_notes(folder, components.config, components.world.size)]
         if late := profiler.begins_after(components.plan.steps):
             notes.append(late)
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         record_attempt(session, folder, earlier, facts)
-        plant(components.world, session.progress.steps, trained=_trained(components))
+        micro_sizes = components.evaluator.micro_size, components.plan.batch.micro_size  # by whether it is training
+        trained = Trained(components.sharding.state.model, components.sharding.step, micro_sizes.__getitem__)
+        plant(components.world, session.progress.steps, trained=trained)
         is_first = components.world.rank == 0
         meters = Meters(session, folder)
         monitors = make_monitors(job, folder, checkpoints, meters) if is_first else Monitors()
@@ -157,22 +159,6 @@ def run_job(job: Job) -> Finished:
     return Finished(summary, folder)
 
 
-def _trained(components: Components) -> Trained:
-    batch, evaluator = components.plan.batch, components.evaluator
-    sharding = components.sharding
-
-    def samples(training: bool) -> int:
-        return batch.micro_size if training else evaluator.micro_size
-
-    return Trained(sharding.state.model, sharding.step, samples)
-
-
-def _recovery_notes(config: Config) -> list[str]:
-    if not config.recovery.model_fields_set or not config.recovery.ever or started_by_lockstep(os.environ):
-        return []
-    return ["recovery.restarts has no effect here: it is lockstep's launcher that starts ranks again, not another one"]
-
-
 def _purpose(job: Job) -> Purpose:
     """Return whether a checkpoint is likely to follow; if none does after all, initial values are drawn then."""
     if job.resume.origin is not None:
@@ -190,12 +176,15 @@ def _purpose(job: Job) -> Purpose:
 
 
 @contextmanager
-def opened(config: Config, given: UserObjects, purpose: Purpose = Purpose.TRAIN) -> Iterator[Session]:
-    """Open a session on this rank, among the ranks that the environment names; `purpose` is that of `assemble`."""
+def opened(
+    config: Config, given: UserObjects, purpose: Purpose = Purpose.TRAIN, job: Job | None = None
+) -> Iterator[Session]:
+    """Open a session on this rank, of a job, if any, among the ranks that the environment names; see `assemble`."""
     grouped = names_a_rank(os.environ) or uses_ranks(config.parallel.strategy)
     with launch_environment(config.launch), joined(config.launch, grouped=grouped) as world:
         session: Session | None = None
         try:
+            config = with_known(config, job, world) if job is not None else config
             session = assemble(config, world, given, purpose)
             if world.exchange is not None:
                 world.exchange.listen()
@@ -303,6 +292,9 @@ def _logged_tracebacks(job: Job, session: Session) -> Iterator[Path]:
         except Exception as error:
             is_message = out_of_memory_cause(error) or (isinstance(error, Failure) and error.__cause__ is not None)
             is_held = lock_holder(folder) == holder  # it may have been deleted, or belong to another run now
+            if is_held and not started_by_lockstep(os.environ):
+                used = components_of(session).config
+                remember(error, _memory_factors(used, world.size, session), used, world.size, folder)
             if is_message and is_held and job.folder is None and names_a_rank(os.environ):
                 append(log_path(folder / LOGS, world.rank), "".join(traceback.format_exception(error)))
             raise

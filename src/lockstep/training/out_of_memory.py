@@ -84,12 +84,16 @@ def explain(error: BaseException, factors: MemoryFactors, device: torch.device) 
     if advised.startswith(_TOO_LARGE):
         return OutOfMemory(f"{message} {advised}")
     if phase not in _IN_UPDATE:
-        return OutOfMemory(f"{message} {advised}", too_large=_too_large(factors, phase))
-    return OutOfMemory(message, advised, _too_large(factors, phase))
+        return OutOfMemory(f"{message} {advised}", too_large=sizes_too_large(error, factors))
+    return OutOfMemory(message, advised, sizes_too_large(error, factors))
 
 
-def _too_large(factors: MemoryFactors, phase: Phase | None) -> dict[str, int]:
-    """Return the size of micro-batches with which memory ran out, if smaller ones may do."""
+def sizes_too_large(error: BaseException, factors: MemoryFactors) -> dict[str, int]:
+    """Return the size of micro-batches, by its key, with which memory ran out and smaller ones may do; or nothing."""
+    place = error_location(error)
+    phase = None if place is None else place.phase
+    if out_of_memory_cause(error) is None:
+        return {}
     key = "batch.micro_size" if phase == "update" else _MICRO_SIZE_KEYS.get(phase or "")
     if key is None or _has_one_sample(factors, phase):
         return {}

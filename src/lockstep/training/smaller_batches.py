@@ -11,22 +11,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lockstep.config.writing import to_plain
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
+from lockstep.core.ranks import started_by_lockstep
 from lockstep.launch.ends import EndKind
 from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.folder import LOGS
+from lockstep.training.launch_folder import kept_folder
+from lockstep.training.out_of_memory import sizes_too_large
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
+    from lockstep.distributed.process_group import World
     from lockstep.launch.ends import End
     from lockstep.training.job import Job
+    from lockstep.training.out_of_memory import MemoryFactors
 
 _FILE = "out_of_memory.json"
 _MICRO_SIZE = "batch.micro_size"
@@ -60,9 +66,10 @@ class SmallerBatches:
 
     def __post_init__(self) -> None:
         """Use what an earlier launch has learned, unless the run starts over."""
-        starts_over = self.job.resume.fresh
+        if self.job.resume.fresh:
+            (self.folder / LOGS / _FILE).unlink(missing_ok=True)
         self._attempts = len(read_attempts(self.folder))
-        self._too_large = {} if starts_over else too_large(self.folder, self.job.config, self.ranks)
+        self._too_large = too_large(self.folder, self.job.config, self.ranks)
         self.job = replace(self.job, config=with_smaller(self.job.config, self._too_large))
 
     def after(self, end: End) -> str:
@@ -73,9 +80,7 @@ class SmallerBatches:
         self._too_large |= sizes
         self.halvings += 1
         self.job = replace(self.job, config=with_smaller(self.job.config, sizes))
-        record = {"too_large": self._too_large, "settings": _digest(self.job.config, self.ranks)}
-        with suppress(OSError):  # the next start of the run learns it again
-            write_atomically(self.folder / LOGS / _FILE, json.dumps(record) + "\n", durable=False)
+        _record(self.folder, self._too_large, self.job.config, self.ranks)
         return changes(sizes)
 
     def _size_of_killed(self, end: End) -> Mapping[str, int]:
@@ -107,18 +112,65 @@ def with_smaller(config: Config, sizes: Mapping[str, int]) -> Config:
 
 def too_large(run: Path, config: Config, ranks: int) -> dict[str, int]:
     """Return the sizes, by their keys, with which the run in a folder has run out of memory, under such settings."""
+    sizes, settings = _recorded(run)
+    return sizes if settings == _digest(config, ranks) else {}
+
+
+def _recorded(run: Path) -> tuple[dict[str, int], object]:
+    """Return the sizes that a run's folder lists, and the digest of the settings under which they didn't fit."""
     try:
         record = json.loads(read_bounded(run / LOGS / _FILE, MAX_JSON_BYTES))
         sizes = {key: size for key in _KEYS if (size := record["too_large"].get(key)) is not None}
-        is_same = record["settings"] == _digest(config, ranks)
+        settings = record["settings"]
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
-        return {}
-    are_sizes = all(type(size) is int and size > 1 for size in sizes.values())
-    return sizes if is_same and are_sizes else {}
+        return {}, None
+    return (sizes, settings) if all(type(size) is int and size > 1 for size in sizes.values()) else ({}, None)
 
 
-def notes_on_sizes(run: Path, config: Config, ranks: int) -> list[str]:
-    """Return notes on the sizes that are smaller because memory has run out in this run."""
+def _record(run: Path, sizes: Mapping[str, int], config: Config, ranks: int) -> None:
+    text = json.dumps({"too_large": sizes, "settings": _digest(config, ranks)}) + "\n"
+    with suppress(OSError):  # the next start of the run learns it again
+        write_atomically(run / LOGS / _FILE, text, durable=False)
+
+
+# --- ranks that another launcher has started, or none ---------------------------------------------------------------
+
+
+def remember(error: BaseException, factors: MemoryFactors, config: Config, ranks: int, run: Path) -> None:
+    """Record the sizes with which this rank has run out of memory, for the next start of its run."""
+    if sizes := sizes_too_large(error, factors):
+        _record(run, {**too_large(run, config, ranks), **sizes}, config, ranks)
+
+
+def with_known(config: Config, job: Job, world: World) -> Config:
+    """Return the config with sizes that fit, as far as earlier starts of the run know; the same on all ranks."""
+    if started_by_lockstep(os.environ):  # the launcher has done so
+        return config
+    sizes: object = None
+    if world.rank == 0 and not job.resume.fresh:
+        folder = kept_folder(world) or job.folder or config.run.folder
+        sizes = too_large(Path(folder), config, world.size) if folder is not None else None
+    return with_smaller(config, cast("dict[str, int] | None", world.axis.broadcast(sizes)) or {})
+
+
+# --- what is shown --------------------------------------------------------------------------------------------------
+
+
+def sentences_on_sizes(run: Path) -> list[str]:
+    """Return a sentence for each size with which the run in a folder has run out of memory."""
+    return [f"Memory ran out with {key} {size}, so that it is {half(size)}." for key, size in _recorded(run)[0].items()]
+
+
+def recovery_notes(run: Path, config: Config, ranks: int) -> list[str]:
+    """Return notes on how the run recovers: sizes that are smaller because memory has run out, keys without effect."""
+    notes = _notes_on_sizes(run, config, ranks)
+    if config.recovery.model_fields_set and config.recovery.ever and not started_by_lockstep(os.environ):
+        why = "it is lockstep's launcher that starts ranks again, not another one"
+        notes.append(f"recovery.restarts has no effect here: {why}")
+    return notes
+
+
+def _notes_on_sizes(run: Path, config: Config, ranks: int) -> list[str]:
     notes = []
     for key, size in too_large(run, config, ranks).items():
         name, _, option = key.partition(".")
