@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import linecache
 import os
 import pkgutil
 import sys
@@ -16,8 +17,10 @@ from pathlib import Path
 import pytest
 
 import kit
+import lockstep.cli
 from kit import sharding_memory
 from kit.s3 import client
+from lockstep.core.errors import ConfigError
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when its library is imported
 _HUGE = 2 << 20
@@ -33,7 +36,9 @@ _MODULES = (
     "lockstep.engine.stages", "lockstep.engine.context_parallel",
     "lockstep.sharding.fsdp", "lockstep.sharding.deepspeed",
     "lockstep.sharding.replicas", "lockstep.transforms.tensor_parallel", "lockstep.transforms.tensor_plans",
-    "lockstep.checkpoint.saving", *(f"kit.{found.name}" for found in pkgutil.iter_modules(kit.__path__)),
+    "lockstep.checkpoint.saving", "lockstep.report.page",
+    *(f"lockstep.cli.{found.name}" for found in pkgutil.iter_modules(lockstep.cli.__path__)),
+    *(f"kit.{found.name}" for found in pkgutil.iter_modules(kit.__path__)),
 )  # fmt: skip
 
 
@@ -46,6 +51,24 @@ def _tests_with_ranks() -> list[str]:
 def _read_descriptions() -> None:
     """Of the services that ranks are clients of."""
     client("http://127.0.0.1:1")
+
+
+def _do_what_every_run_does() -> None:
+    """Build the schema, read a recipe, compile the templates of reports, load digits: a tenth of a second of a run."""
+    from lockstep.config.loading import load
+    from lockstep.config.recipes import resolve_recipe
+    from lockstep.data import digits
+    from lockstep.monitor import environment
+    from lockstep.report import html
+
+    load([resolve_recipe("digits").path], environ={"LOCKSTEP_CACHE": ""})
+    digits._load()
+    environment.short_description()
+    for template in html._HERE.glob("*.html"):
+        html._environment(html._HERE).get_template(template.name)
+    for name, module in tuple(sys.modules.items()):  # torch keeps the stack of each call that seeds it
+        if name.startswith(("lockstep.training.", "lockstep.launch.", "kit.", "multiprocessing.")):
+            linecache.getlines(module.__file__ or "")
 
 
 def _gather_in_huge_pages() -> None:
@@ -66,6 +89,8 @@ for _module in (*_MODULES, *_tests_with_ranks()):
         importlib.import_module(_module)
 with contextlib.suppress(ImportError):
     _read_descriptions()
+with contextlib.suppress(ImportError, ConfigError):
+    _do_what_every_run_does()
 sharding_memory.remember_results()
 gc.collect()
 gc.freeze()

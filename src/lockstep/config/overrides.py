@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 from lockstep.config import shape
 from lockstep.config.override import Override
 from lockstep.config.reading import Leaf, Node, Table, TableEntry, read_value
 from lockstep.core.errors import Problem
+from lockstep.strategies.registry import names
 
 PREFIX = "LOCKSTEP_"
 
@@ -38,13 +40,19 @@ def from_environment(environ: Mapping[str, str], beneath: Table) -> tuple[Table,
             path = _spelled(rest.split("__"), beneath)
             layer.append((Override(".".join(path), text, variable), path))
             continue
-        flat = {"_".join(path).upper(): path for path in shape.all_keys() if len(path) > 1 and "NAME" not in path}
+        flat = _flat_keys(names())
         for near in difflib.get_close_matches(rest, flat, n=1, cutoff=0.9):  # LOCKSTEP_OPTIM_LR
             meant = PREFIX + "__".join(flat[near]).upper()
             why = f"has no effect; two underscores separate the keys: write {meant}"
             problems.append(Problem(variable, "", why))
     tree, further = _layer(layer, beneath)
     return tree, problems + further
+
+
+@cache
+def _flat_keys(strategies: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
+    """Return the paths of all keys, by what their variables would be with one underscore."""
+    return {"_".join(path).upper(): path for path in shape.all_keys() if len(path) > 1 and "NAME" not in path}
 
 
 def _layer(overrides: Iterable[tuple[Override, tuple[str, ...]]], beneath: Table) -> tuple[Table, list[Problem]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -58,10 +59,16 @@ def _load() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         )
     file = Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     if file.exists():  # importing the package takes two seconds on each rank
-        rows = np.loadtxt(file, delimiter=",")
+        rows = _rows(file)
         pixels, digits = rows[:, :-1], rows[:, -1]
     else:
         from sklearn.datasets import load_digits
 
         pixels, digits = load_digits(return_X_y=True)
     return (pixels.reshape(-1, _SIDE, _SIDE) / 16.0).astype(np.float32), digits.astype(np.int64)
+
+
+@cache
+def _rows(file: Path) -> NDArray[np.float64]:
+    """Return the rows of a file, which training and evaluation share."""
+    return np.loadtxt(file, delimiter=",")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def describe() -> dict[str, Any]:
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
         "executable": sys.executable,
-        "packages": _versions(),
+        "packages": dict(_versions()),
         "platform": platform.platform(),
         "host": socket.gethostname(),
         "cpu": _cpu(),
@@ -55,7 +56,7 @@ def short_description() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "python": platform.python_version(),
-        "packages": _versions(),
+        "packages": dict(_versions()),
         "variables": relevant_variables(os.environ),
     }
 
@@ -105,7 +106,8 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _INSIDE = re.compile(r"""((?<=[{,\s"'])([\w.-]+)["']?\s*:\s*)([^\s,{}\[\]]+)""")
 
 
-def _versions() -> dict[str, str]:
+@cache
+def _versions() -> Mapping[str, str]:
     versions = {DISTRIBUTION: __version__}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
