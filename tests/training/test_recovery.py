@@ -54,7 +54,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines}
 
 
-@pytest.mark.parametrize("how", ["kill", "exit", "raise", "stop"])
+@pytest.mark.parametrize("how", ["kill", "exit", "raise", "hang"])
 def test_a_rank_that_fails_once(tmp_path: Path, undisturbed: Path, how: str) -> None:
     folder = tmp_path / "run"
     done = train(folder, 1, {"how": how, "at": 7, "once": str(tmp_path / "once")})
@@ -83,6 +83,14 @@ def test_without_restarts_the_first_failure_ends_the_run(tmp_path: Path) -> None
     done = train(tmp_path / "run", 0, {"how": "kill", "at": 7})
     assert done.returncode == 1
     assert "start again" not in done.stderr
+
+
+def test_a_stopped_rank_is_let_continue(tmp_path: Path, undisturbed: Path) -> None:
+    done = train(tmp_path / "run", 0, {"how": "stop", "at": 7})
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 is stopped in its forward (update 7, samples" in done.stderr
+    assert "it continues now (SIGCONT)" in done.stderr
+    assert losses(tmp_path / "run") == losses(undisturbed)
 
 
 def test_a_rank_that_hangs_is_named_with_its_line_and_samples(tmp_path: Path) -> None:

@@ -310,7 +310,8 @@ class Watchdog(Section):
     """The same in median updates of the run; the larger of the two counts."""
     end_after: Annotated[float, Field(ge=0)] | None = 60.0
     """Seconds without any progress after which such a rank is killed, and all start again (`restarts`); twice the time
-    after which it is named, at least. A stopped process is killed when it is named. Null: never."""
+    after which it is named, at least. A stopped process (SIGSTOP) is let continue when it is
+    named, and killed the second time. Null: neither."""
     other: Annotated[float, Field(gt=0)] = 600.0
     """Seconds instead of `least` and `steps` outside of updates: at the start, in a compilation, an evaluation, a save,
     and at the end."""

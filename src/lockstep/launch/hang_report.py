@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.core import heartbeat
@@ -19,9 +19,10 @@ from lockstep.core.files import append_to
 from lockstep.core.heartbeat import Heartbeat, Stage, Worker
 from lockstep.core.phase_clock import Phase
 from lockstep.core.secrets import masked, secrets_in
-from lockstep.launch.rank_stacks import line_of, main_frames, process_state, write_stacks
+from lockstep.launch.rank_stacks import line_of, main_first, main_frames, process_state, write_stacks
 
 REPORT = "hangs.txt"
+_NO_STACK = "no stack: it is stopped, or the kernel doesn't interrupt it"
 _MOST_SAMPLES = 8  # in a message
 _PLACES = {
     Phase.HOST: "between two updates",
@@ -82,20 +83,23 @@ class Hang:
     Attributes:
         stacks: By process, of all ranks of this host.
         is_stopped: Whether they are stopped (SIGSTOP).
+        continues: Whether the launcher lets them continue.
         collectives: Which collectives the ranks wait in, if all do.
     """
 
     culprits: tuple[Sight, ...]
     stacks: Mapping[int, str]
     is_stopped: bool = False
+    continues: bool = False
     collectives: str = ""
-    workers: Mapping[int, tuple[Worker, str]] = field(default_factory=dict)
 
 
 def name_text(hang: Hang, ranks: int, ends_at: float | None, report: str) -> str:
     """Return the line that names a rank that doesn't move."""
     seconds = max(culprit.age for culprit in hang.culprits)
-    if ends_at is None:
+    if hang.continues:
+        follows = "; it continues now (SIGCONT)"
+    elif ends_at is None:
         follows = ""
     elif ends_at == 0:
         follows = "; it is killed, and all ranks end"
@@ -135,16 +139,14 @@ def append_report(logs: Path | None, hang: Hang, sights: Sequence[Sight]) -> str
         doing = f"{sight.where}, update {sight.step:,}, for {sight.age:.1f} s; {sight.calls} collectives called"
         lines += [f"--- rank {sight.rank}, process {sight.process}, state {sight.state or '?'}: {doing}"]
         lines += [
-            masked(hang.stacks.get(sight.process, "") or "no stack: it can't be interrupted", secrets_in(os.environ)),
+            masked(main_first(hang.stacks.get(sight.process, "")) or _NO_STACK, secrets_in(os.environ)),
             "",
         ]
         for worker in sight.beat.workers():
-            state = process_state(worker.process)
-            stack = write_stacks({worker.process: sight.beat}).get(worker.process, "") if state not in ("", "T") else ""
             lines += [
                 f"--- data worker {worker.number} of rank {sight.rank}, process {worker.process}: {_sample_of(worker)}"
             ]
-            lines += [masked(stack, secrets_in(os.environ)), ""]
+            lines += [masked(main_first(_stack_of(worker, sight)), secrets_in(os.environ)), ""]
     with suppress(OSError):
         handle = append_to(logs / REPORT)
         try:
@@ -170,7 +172,8 @@ def _samples(sight: Sight) -> str:
     numbers, workers = sight.beat.numbers, sight.beat.workers()
     if sight.phase is Phase.DATA and workers:
         worker = _awaited(sight, workers)
-        return f"data worker {worker.number} reads {_sample_of(worker)}"
+        line = line_of(main_frames(_stack_of(worker, sight)))
+        return f"data worker {worker.number} reads {_sample_of(worker)}{f' at {line}' if line is not None else ''}"
     if sight.phase is Phase.DATA and (sample := int(numbers[heartbeat.SAMPLE])):
         return f"sample {sample - 1}"
     fetches = sight.phase is Phase.DATA
@@ -187,6 +190,12 @@ def _awaited(sight: Sight, workers: Sequence[Worker]) -> Worker:
     """Return the worker that fetches what the rank waits for."""
     samples, _ = sight.beat.samples(sight.step, int(sight.beat.numbers[heartbeat.FETCHING]))
     return next((worker for worker in workers if samples and worker.first == samples[0]), workers[0])
+
+
+def _stack_of(worker: Worker, sight: Sight) -> str:
+    if process_state(worker.process) in ("", "T", "Z"):
+        return ""
+    return write_stacks({worker.process: sight.beat}).get(worker.process, "")
 
 
 def _sample_of(worker: Worker) -> str:

@@ -3,7 +3,7 @@
     each rank's last mark: long ago?      --> longer than max(least, steps x median update)
     all others wait in a collective?      --> their stacks agree?  --> the rank is named: line, samples
     not moved until `end_after`           --> it is killed, and all ranks start again
-    it is stopped, and others aren't      --> at once
+    it is stopped, and others aren't      --> continued (SIGCONT); the second time, killed at once
 
 A rank is named for what is certain: it doesn't move, and the others wait for it. Time doesn't count in which the
 launcher itself didn't run (the whole job was stopped, the host was suspended), or the rank was ready to run and had no
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import statistics
 import time
 import traceback
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from lockstep.config.training_sections import Watchdog
     from lockstep.launch.group import RankProcess
 
-_TICK_S = 0.25
+_TICK_S = 0.1
 _GAP_S = 1.0  # between two looks: this process didn't run
 _NOTED = 64  # updates
 _FIRST = 5  # updates of a process that may be slow
@@ -99,6 +100,7 @@ class HangWatch:
     _slowest_start: float = field(default=0.0, init=False)
     _moved_after: dict[Phase, float] = field(default_factory=dict, init=False)
     _waited: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)  # for a processor: mark, seconds
+    _continued: set[int] = field(default_factory=set, init=False)  # places of ranks that were stopped once
     _incident: _Incident | None = field(default=None, init=False)
 
     def close(self) -> None:
@@ -194,7 +196,7 @@ class HangWatch:
 
     def _suspects(self, sights: Sequence[Sight]) -> list[Sight]:
         """Return the ranks that don't move and that all others wait for; all of them, if all wait for each other."""
-        overdue = [sight for sight in sights if sight.age > sight.limit]
+        overdue = [sight for sight in sights if sight.age > sight.limit - 2 * self.interval]  # named within the limit
         still = [sight for sight in overdue if not sight.waits]
         if still:
             return still if all(sight.waits or sight in still for sight in sights) else []
@@ -226,12 +228,16 @@ class HangWatch:
         if compiling and max(each.age for each in hang.culprits) < self.options.other:
             incident.limit = self.options.other
             return
+        if hang.is_stopped and self.options.end_after is not None and len(hang.culprits) < len(sights):
+            again = any(culprit.place in self._continued for culprit in hang.culprits)
+            hang = replace(hang, continues=not again)
         incident.hang = hang
         incident.ends_at = self._ends_at(hang, len(sights), limit)
         report = append_report(self.logs, hang, sights)
         print_on_stderr(name_text(hang, len(sights), incident.ends_at, report))
-        if hang.is_stopped and incident.ends_at is not None:
-            incident.ends_at = 0.0 if len(hang.culprits) < len(sights) else incident.ends_at
+        for culprit in hang.culprits if hang.continues else ():
+            self._continued.add(culprit.place)
+            os.kill(culprit.process, signal.SIGCONT)
 
     def _ends_at(self, hang: Hang, ranks: int, limit: float) -> float | None:
         """Return after how many seconds without a move the rank is killed; None: never."""
@@ -241,7 +247,7 @@ class HangWatch:
         )
         if self.options.end_after is None or not (in_updates or hang.is_stopped):
             return None
-        if hang.is_stopped and len(hang.culprits) < ranks:
+        if hang.is_stopped and not hang.continues and len(hang.culprits) < ranks:
             return 0.0
         return max(self.options.end_after, 2 * limit)
 

@@ -91,16 +91,17 @@ def stack_from_outside(process: int) -> str:
 
 def main_frames(text: str) -> list[Frame]:
     """Return the frames of the main thread, the innermost first, without those below a rank's entry."""
-    starts = [match.start() for match in _THREAD.finditer(text)]
-    if not starts:
-        return []
-    threads = [text[start:end] for start, end in pairwise([*starts, len(text)])]
-    marked = [thread for thread in threads if f" in {_ENTRY}\n" in f"{thread}\n"]
-    current = [thread for thread in threads if thread.startswith("Current")]
-    chosen = (marked or current or threads)[0]
-    frames = [Frame(match["file"], int(match["line"]), match["function"]) for match in _FRAME.finditer(chosen)]
+    threads = _threads(text)
+    frames = [
+        Frame(match["file"], int(match["line"]), match["function"]) for match in _FRAME.finditer("".join(threads[:1]))
+    ]
     names = [frame.function for frame in frames]
     return frames[: names.index(_ENTRY)] if _ENTRY in names else frames
+
+
+def main_first(text: str) -> str:
+    """Return the stacks with the main thread's first."""
+    return "\n".join(_threads(text)) or text
 
 
 def line_of(frames: Sequence[Frame]) -> Frame | None:
@@ -150,6 +151,13 @@ def seconds_without_processor(process: int) -> float:
     except (OSError, IndexError, ValueError):
         pass
     return longest / 1e9
+
+
+def _threads(text: str) -> list[str]:
+    """Return the stacks of the threads, the main one's first: a rank's has its entry, and receives the signal."""
+    starts = [match.start() for match in _THREAD.finditer(text)]
+    threads = [text[start:end].strip() + "\n" for start, end in pairwise([*starts, len(text)])] if starts else []
+    return sorted(threads, key=lambda thread: (f" in {_ENTRY}\n" not in thread, not thread.startswith("Current")))
 
 
 def _shown(file: str) -> str:
