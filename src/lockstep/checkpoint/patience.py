@@ -15,12 +15,13 @@ from typing import TypeVar
 _R = TypeVar("_R")
 _log = logging.getLogger("lockstep.checkpoint")
 _GONE = {
-    getattr(errno, name)
-    for name in (
+    number
+    for number, name in errno.errorcode.items()
+    if name
+    in (
         "EIO", "ESTALE", "ETIMEDOUT", "EREMOTEIO", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "ENOTCONN",
         "ECONNREFUSED", "ECONNRESET", "ECONNABORTED", "ESHUTDOWN", "ENODEV", "ENXIO", "EROFS", "ENOLINK", "EPROTO",
     )
-    if hasattr(errno, name)
 }  # fmt: skip
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 
