@@ -306,7 +306,7 @@ def test_a_later_save_of_the_same_tensors_describes_nothing_again(
 ) -> None:
     described: list[int] = []
     monkeypatch.setattr(
-        "lockstep.checkpoint.saving.inventory", lambda tensors: described.append(1) or inventory(tensors)
+        "lockstep.checkpoint.save_planner.inventory", lambda tensors: described.append(1) or inventory(tensors)
     )
     axis = Meeting(1).axis(0)
     saver = Saver(LocalStorage(tmp_path), axis, torch.device("cpu"), RunMetadata("run", {}, {}))

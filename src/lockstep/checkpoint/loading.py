@@ -31,7 +31,7 @@ from lockstep.distributed.shard_boxes import TensorInfo, box_view, dtype_name, l
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.checkpoint.storage import Storage
+    from lockstep.checkpoint.storage import ReadableStorage, Storage
     from lockstep.core.protocols import Axis
 
 
@@ -50,7 +50,7 @@ class LoadedCheckpoint:
 
 
 def load_newest(
-    storage: Storage,
+    storage: ReadableStorage,
     axis: Axis,
     live: TrainingState,
     step: int | None = None,
@@ -100,7 +100,7 @@ def _is_foreign(storage: Storage, name: str) -> bool:
     return False
 
 
-def _candidates(storage: Storage, step: int | None) -> list[str] | str:
+def _candidates(storage: ReadableStorage, step: int | None) -> list[str] | str:
     """Return the names to try, newest first, or why there are none."""
     try:
         names = names_by_step(storage.names())
@@ -115,7 +115,7 @@ def _candidates(storage: Storage, step: int | None) -> list[str] | str:
 
 
 def _load(
-    storage: Storage, axis: Axis, live: TrainingState, name: str, check: Callable[[Manifest], None]
+    storage: ReadableStorage, axis: Axis, live: TrainingState, name: str, check: Callable[[Manifest], None]
 ) -> tuple[Manifest, TrainingState] | str:
     """Return a checkpoint's contents, or what is wrong with it, the same on all ranks."""
     data = cast("bytes | str", axis.broadcast(_intact_manifest(storage, name) if axis.rank == 0 else None))
@@ -142,7 +142,7 @@ def _load(
     return manifest, loaded
 
 
-def _intact_manifest(storage: Storage, name: str) -> bytes | str:
+def _intact_manifest(storage: ReadableStorage, name: str) -> bytes | str:
     """Return the manifest as stored, or why it can't be used."""
     try:
         data = manifest_bytes(storage, name)
@@ -153,7 +153,7 @@ def _intact_manifest(storage: Storage, name: str) -> bytes | str:
 
 
 def _read(
-    storage: Storage,
+    storage: ReadableStorage,
     name: str,
     manifest: Manifest,
     live: TrainingState,

@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.checkpoint.earlier import PartEntry
-    from lockstep.checkpoint.storage import Storage, StoredFile
+    from lockstep.checkpoint.storage import ReadableStorage, StoredFile
 
 _THREADS = 4  # hashing and reading release the interpreter lock
 _MAX_RUN_BYTES = 2**22  # of small parts that are read with one call
 
 
-def read_manifest(storage: Storage, name: str) -> Manifest:
+def read_manifest(storage: ReadableStorage, name: str) -> Manifest:
     """Return a checkpoint's manifest. Raises CorruptCheckpoint, also if it is another run's or another step's."""
     return checked_manifest(storage, name, manifest_bytes(storage, name))
 
 
-def checked_manifest(storage: Storage, name: str, data: bytes) -> Manifest:
+def checked_manifest(storage: ReadableStorage, name: str, data: bytes) -> Manifest:
     """Return the manifest that `data` holds. Raises CorruptCheckpoint, as `read_manifest`."""
     manifest = manifests.from_bytes(data)
     refuse_foreign(manifest, storage.run)
@@ -48,7 +48,7 @@ def checked_manifest(storage: Storage, name: str, data: bytes) -> Manifest:
     return manifest
 
 
-def manifest_bytes(storage: Storage, name: str) -> bytes:
+def manifest_bytes(storage: ReadableStorage, name: str) -> bytes:
     """Return the manifest as stored, not yet checked. Raises CorruptCheckpoint if it can't be read."""
     try:
         return read_small(storage.open(name, MANIFEST), manifests.MAX_BYTES)
@@ -86,7 +86,7 @@ class Reader:
         keeps_tables: Whether to remember what each file holds, for many calls of `read`; each file is parsed once then.
     """
 
-    def __init__(self, storage: Storage, name: str, manifest: Manifest, *, keeps_tables: bool = False) -> None:
+    def __init__(self, storage: ReadableStorage, name: str, manifest: Manifest, *, keeps_tables: bool = False) -> None:
         self._storage = storage
         self._name = name
         self._manifest = manifest

@@ -14,29 +14,24 @@ import errno
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
-from lockstep.checkpoint import hashing, manifest
-from lockstep.checkpoint.file_layout import FileLayout, file_layout
 from lockstep.checkpoint.hashing import BlockHasher
-from lockstep.checkpoint.inventory import Inventory, gather_inventories, inventory
-from lockstep.checkpoint.manifest import ELEMENT_BYTES, FileEntry, GridEntry, Manifest, TensorEntry, shard_file
+from lockstep.checkpoint.rank_records import encoded, manifest_of, taken_record, write_rank_file, write_record
+from lockstep.checkpoint.save_planner import SavePlanner
 from lockstep.checkpoint.snapshot import Snapshot, snapshot_of
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
-from lockstep.checkpoint.write_plan import WritePlan
 from lockstep.core.collection import paused_collection
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import SaveReport
-from lockstep.distributed.shard_boxes import ShardLike
 
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.checkpoint.file_image import FileImage
+    from lockstep.checkpoint.manifest import FileEntry, Manifest
     from lockstep.checkpoint.storage import Draft, Storage
     from lockstep.core.protocols import Axis
     from lockstep.core.records import TrainingState
@@ -118,10 +113,7 @@ class Saver:
         self._published = published
         self._make_room = make_room
         self._flush_history = flush_history
-        self._seen: dict[str, weakref.ref[Any]] = {}
-        self._inventory: Inventory | None = None
-        self._plan: WritePlan | None = None
-        self._layout: FileLayout | None = None
+        self._planner = SavePlanner(axis)
         self._snapshot: Snapshot | None = None
         self._save: _Save | None = None
         self._started = 0
@@ -146,7 +138,7 @@ class Saver:
         self.finish()
         finished()
         with paused_collection():
-            layout = self._planned_layout(state)
+            layout = self._planner.layout(state.tensors)
             if self._snapshot is None or self._snapshot.layout != layout:
                 self._snapshot = None  # frees its memory before more is allocated
                 self._snapshot = snapshot_of(state.tensors, self._device, layout)
@@ -211,26 +203,6 @@ class Saver:
             reports.append(replace(report, lost=save.lost))  # training may have waited for its end
         return reports
 
-    def _planned_layout(self, state: TrainingState) -> FileLayout:
-        """Return what this rank writes: planned by all ranks once, and again when a tensor was added or removed."""
-        known = self._inventory if self._has_seen(state.tensors) else None
-        local = known or inventory(state.tensors)
-        unchanged = self._layout is not None and local == self._inventory
-        if not all(self._axis.gather(unchanged)) or self._layout is None:
-            self._plan = WritePlan(gather_inventories(local, self._axis), ELEMENT_BYTES)
-            rank = self._axis.rank
-            self._layout = file_layout(rank, self._plan.items(rank, state.tensors))
-            self._inventory = local
-        if known is None:
-            self._seen = {name: weakref.ref(_memory(tensor)) for name, tensor in state.tensors.items()}
-        return self._layout
-
-    def _has_seen(self, tensors: Mapping[str, Any]) -> bool:
-        """Return whether these are the objects of the save before, whose shapes and shards can't have changed."""
-        return tensors.keys() == self._seen.keys() and all(
-            seen() is _memory(tensor) for seen, tensor in zip(self._seen.values(), tensors.values(), strict=True)
-        )
-
     def _agree(self, save: _Save, failures: float) -> None:
         """End a save that all ranks have settled, given the number of failures on all ranks so far."""
         save.agreed = True
@@ -267,14 +239,11 @@ class Saver:
 
     def _write_file(self, save: _Save, draft: Draft) -> None:
         layout, image = save.snapshot.layout, save.snapshot.image
-        save.record = _complete_header(
-            layout, image, BlockHasher(self.run_metadata.run, save.metadata.step, layout.file)
+        save.record = write_rank_file(
+            draft, layout, image, BlockHasher(self.run_metadata.run, save.metadata.step, layout.file)
         )
-        draft.write(layout.file, *image.pieces())
         if self._axis.rank != 0:
-            text = save.record.model_dump_json().encode()
-            data = hashing.hash_bytes(text).encode() + b"\n" + text
-            draft.write(_record_file(self._axis.rank), memoryview(data))
+            write_record(draft, self._axis.rank, save.record)
 
     def _settle(self, save: _Save, *, failed: bool) -> None:
         """Publish the checkpoint, or remove what was written of it; on rank 0."""
@@ -308,38 +277,9 @@ class Saver:
         draft, metadata = save.draft, save.metadata
         assert draft is not None, "a rank that has settled without failing has a draft"
         assert save.record is not None, "and the record of its file"
-        assert self._plan is not None, "and a plan"
-        index_of, grids = self._plan.grids()
-        records = [save.record]
-        for rank in range(1, self._axis.size):
-            records.append(_parsed_record(draft.read(_record_file(rank)), _record_file(rank)))
-            draft.remove(_record_file(rank))
-        made = Manifest(
-            format_version=2,
-            run=self.run_metadata.run,
-            step=metadata.step,
-            samples=metadata.samples,
-            tokens=metadata.tokens,
-            ranks=self._axis.size,
-            written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            files={shard_file(rank): record for rank, record in enumerate(records)},
-            grids=tuple(GridEntry.model_construct(cuts=grid.cuts, ranks=grid.ranks) for grid in grids),
-            tensors={
-                name: TensorEntry.model_construct(dtype=info.dtype, shape=info.shape, grid=index_of[name])
-                for name, info in self._plan.infos.items()
-            },
-            state=dict(metadata.state),
-            metrics=dict(metadata.metrics),
-            config=dict(self.run_metadata.config),
-            environment={**self.run_metadata.environment, **metadata.environment},
-        )
-        data = manifest.to_bytes(made)
-        if len(data) > manifest.MAX_BYTES:
-            raise RunFailed(
-                f"its manifest would have {len(data):,} bytes, and none over {manifest.MAX_BYTES:,} can be read again"
-            )
-        manifest.from_bytes(data)  # a checkpoint that can't be read again must not be published
-        draft.publish(data)
+        records = [save.record, *(taken_record(draft, rank) for rank in range(1, self._axis.size))]
+        made = manifest_of(self.run_metadata, metadata, records, self._planner.plan)
+        draft.publish(encoded(made))
         return made
 
 
@@ -353,34 +293,3 @@ def failure_reason(error: Exception) -> str:
 def _is_disk_full(failure: str | None) -> bool:
     """Return whether a save failed because there was no space, on any rank."""
     return failure is not None and any(os.strerror(number) in failure for number in (errno.ENOSPC, errno.EDQUOT))
-
-
-# --- records of what each rank has written ------------------------------------------------------------------------
-
-
-def _complete_header(layout: FileLayout, image: FileImage, hasher: BlockHasher) -> FileEntry:
-    """Write the hashes of all blocks into the header; return the record of the file."""
-    hashes = "".join(
-        hasher.hash_block(item.name, at - start, *image.pieces(at, min(at + hashing.BLOCK_BYTES, end)))
-        for item, start, end in layout.spans()
-        for at in range(start, end, hashing.BLOCK_BYTES)
-    )
-    image.write(layout.hashes_at, hashes.encode())
-    header = len(layout.header)
-    return FileEntry(size=layout.size, header=header, header_hash=hasher.hash_block("", 0, *image.pieces(0, header)))
-
-
-def _memory(tensor: Any) -> Any:
-    """Return the object that is the same at each save: optimizer state has a new wrapper."""
-    return tensor.memory if isinstance(tensor, ShardLike) else tensor
-
-
-def _record_file(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
-
-
-def _parsed_record(data: bytes, file: str) -> FileEntry:
-    checksum, _, text = data.partition(b"\n")
-    if hashing.hash_bytes(text).encode() != checksum:
-        raise RunFailed(f"{file} is not what its rank has written: the storage corrupts data")
-    return FileEntry.model_validate_json(text)

@@ -52,15 +52,29 @@ class StoredFile(Protocol):
     def close(self) -> None: ...
 
 
-class Storage(Protocol):
-    """A place for the checkpoints of one run."""
+class ReadableStorage(Protocol):
+    """A place with the checkpoints of one run, for reading."""
 
     @property
     def place(self) -> str:
         """Path or address, for messages."""
 
+    @property
+    def run(self) -> str | None:
+        """Id of the run whose checkpoints these must be; None: unknown."""
+
     def names(self) -> list[str]:
         """Return the names of all published checkpoints, damaged ones included. Raises OSError."""
+
+    def open(self, name: str, file: str) -> StoredFile:
+        """Open a file of a published checkpoint. Raises OSError."""
+
+    def read_lock(self, name: str) -> AbstractContextManager[None]:
+        """Keep the checkpoint from being deleted while the block runs."""
+
+
+class Storage(ReadableStorage, Protocol):
+    """A place for the checkpoints of one run."""
 
     def moved_aside(self) -> Mapping[str, int]:
         """Return the bytes of each checkpoint that was moved aside, in order of names. Raises OSError."""
@@ -77,12 +91,6 @@ class Storage(Protocol):
         Meanwhile `has_marker(name)` is true.
         """
 
-    def open(self, name: str, file: str) -> StoredFile:
-        """Open a file of a published checkpoint. Raises OSError."""
-
-    def read_lock(self, name: str) -> AbstractContextManager[None]:
-        """Keep the checkpoint from being deleted while the block runs."""
-
     def delete(self, name: str) -> bool:
         """Delete a checkpoint; return False if it is being read, and stays. Raises OSError."""
 
@@ -97,10 +105,6 @@ class Storage(Protocol):
 
         Never raises: True if it can't be known. An object store is not asked each time.
         """
-
-    @property
-    def run(self) -> str | None:
-        """Id of the run whose checkpoints these must be; None: unknown."""
 
     def owner(self) -> Owner | None:
         """Return the run that this place belongs to, as far as recorded. Never raises."""

@@ -140,6 +140,7 @@ class Request(Enum):
     FAIL = 5  # a rank has no data for the next update: all ranks save this one, and the run fails
     PROFILE = 6  # the first rank has announced a request for a trace
     LEFT_OUT = 7  # a rank leaves samples out: all ranks exchange which
+    SNAPSHOT = 8  # it is time for a snapshot in memory
 
 
 class Tally(Enum):

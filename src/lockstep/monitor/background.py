@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from lockstep.core.errors import Failure
 from lockstep.core.records import (
@@ -33,6 +34,9 @@ from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, NextReport, ReportWriter, ThrottledMonitor
 from lockstep.monitor.rank_meters import MeterReport
 
+if TYPE_CHECKING:
+    from lockstep.monitor.report_buffer import ReportBuffer
+
 _log = logging.getLogger("lockstep.monitor")
 _MOST_WEIGHT = 10_000
 _HISTOGRAM_WEIGHT = 10
@@ -41,7 +45,7 @@ _CHARACTERS = 500  # of a text that weigh as much as a report
 END_S = 20.0  # how long the end of a run waits for a queue
 LINGER_S = 1.0
 """Seconds that an update's report may wait for the next ones, so that threads wake once a second and not at every
-update. A process that is killed takes these reports with it."""
+update. `report_buffer` keeps them if the process is killed meanwhile."""
 _Work = tuple[Callable[..., object], tuple[object, ...], int]
 
 
@@ -286,10 +290,12 @@ class BackgroundMonitors(ThrottledMonitor):
 
     Args:
         every: steps between the reports that they get.
+        buffer: keeps at once what they write up to a second later; None: nothing does.
     """
 
-    def __init__(self, monitors: Sequence[BackgroundMonitor], every: int) -> None:
+    def __init__(self, monitors: Sequence[BackgroundMonitor], every: int, buffer: ReportBuffer | None = None) -> None:
         self._monitors = monitors
+        self._buffer = buffer
         self._every = every
         self._queue = WorkQueue("lockstep-monitors", linger=LINGER_S)
         self._next_step = 0
@@ -307,6 +313,8 @@ class BackgroundMonitors(ThrottledMonitor):
 
     def see(self, report: StepReport) -> Iterable[Request]:
         self._next_step = report.step + self._every - report.step % self._every
+        if self._buffer is not None:
+            self._buffer.see(report)
         with self._lock:
             reports = self._reports
             if reports is not None:
@@ -317,6 +325,8 @@ class BackgroundMonitors(ThrottledMonitor):
         return ()
 
     def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
+        if self._buffer is not None:
+            self._buffer.evaluated(report)
         self._put(lambda monitor: monitor.evaluated(report))
         return ()
 
@@ -324,9 +334,13 @@ class BackgroundMonitors(ThrottledMonitor):
         self._put(lambda monitor: monitor.saved(report))
 
     def epoch(self, report: EpochReport) -> None:
+        if self._buffer is not None:
+            self._buffer.epoch(report)
         self._put(lambda monitor: monitor.epoch(report), hurry=False)
 
     def logged(self, step: int, logged: Logged) -> None:
+        if self._buffer is not None:
+            self._buffer.logged(step, logged)
         self._put(lambda monitor: monitor.logged(step, logged), hurry=False)
 
     def measured(self, report: MeterReport) -> None:

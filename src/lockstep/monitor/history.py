@@ -29,6 +29,7 @@ _log = logging.getLogger("lockstep.monitor")
 _LINE_FILES = ("metrics.jsonl", "events.jsonl", "ranks.jsonl")
 _TENSORBOARD = "tensorboard/"
 _EVENT_FILE = re.compile(r"tensorboard/events\.out\.tfevents\.[\w.-]+")
+_RESUMED = b'{"resumed":'
 _MAX_FAULTS = 8
 _FLUSH_S = 20.0  # a save's thread waits for the writers' threads
 _MARK_S = 1.0  # an update that begins a save does
@@ -139,7 +140,8 @@ def _faults(file: Path, name: str, mark: object) -> Iterator[str]:
         return
     entries = list(records(data)) if is_event_file else data.splitlines(keepends=True)
     distinct = len(set(entries))
-    if twice := len(entries) - distinct:
+    resumes = [entry for entry in entries if entry.startswith(_RESUMED)]  # two attempts may begin at the same step
+    if twice := len(entries) - distinct - (len(resumes) - len(set(resumes))):
         yield f"{name} has {twice:,} {what if twice > 1 else what[:-1]} twice"
     if not (isinstance(mark, list) and len(mark) == 3 and all(isinstance(number, int) for number in mark)):
         return

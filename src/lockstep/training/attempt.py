@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from lockstep.core.records import RunInfo
+from lockstep.launch.memory_folder import note_attempt
 from lockstep.monitor.attempts import (
     Attempt,
     Planned,
@@ -53,8 +54,14 @@ def _launched(run: Path, earlier: EarlierAttempts) -> float:
     return earlier.ended if is_again else start
 
 
-def record_attempt(session: Session, run: Path, earlier: EarlierAttempts, info: RunInfo) -> None:
-    """Record this attempt, on the first rank; all ranks call it. Raises RunFailed."""
+def record_attempt(
+    session: Session, run: Path, earlier: EarlierAttempts, info: RunInfo, memory: Path | None = None
+) -> None:
+    """Record this attempt, on the first rank; all ranks call it. Raises RunFailed.
+
+    Args:
+        memory: The launcher's folder in memory; None: there is none.
+    """
     components = components_of(session)
     hosts = cast("list[str]", components.world.axis.gather(socket.gethostname()))
     if components.world.rank != 0:
@@ -72,3 +79,5 @@ def record_attempt(session: Session, run: Path, earlier: EarlierAttempts, info: 
         Planned(held.parameters, held.gradients, held.optimizer, plan.sent, plan.bubble),
     )
     RunFolder.open(run).write_attempts(attempts_text((*earlier.attempts, attempt)))
+    if memory is not None:
+        note_attempt(memory, run)

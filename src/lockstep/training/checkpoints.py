@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint.loading import load_newest, move_newer_aside
-from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.retention import Retention, is_better
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.checkpoint.storage import checkpoint_name
 from lockstep.config.writing import to_public
 from lockstep.core.collection import paused_collection
-from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.core.errors import RunFailed
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase
 from lockstep.core.records import EvaluationReport, Request, SaveReport, TrainingState
@@ -29,13 +29,20 @@ from lockstep.monitor.folder import RunFolderTaken
 from lockstep.monitor.jsonl import finite
 from lockstep.training.components import FailureState, VoteParticipant
 from lockstep.training.early_stopping import EarlyStopping
-from lockstep.training.ownership import refusal_of_storage
+from lockstep.training.memory_snapshots import MemorySnapshots
+from lockstep.training.ownership import refuse_other_run
 from lockstep.training.requests import Trigger
 from lockstep.training.rescue import Rescue
-from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, refuse_unknown_metric, restore
+from lockstep.training.resuming import (
+    Resume,
+    lock_storage,
+    refuse_local_storage,
+    refuse_unknown_metric,
+    restore,
+)
 from lockstep.training.saved_state import check_state, data_identity
 from lockstep.training.session import Session, attach, components_of
-from lockstep.training.working_copy import owns, place_of
+from lockstep.training.working_copy import place_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
@@ -54,8 +61,10 @@ class Checkpoints(VoteParticipant):
     Args:
         home: the run's folder; None: a session without one.
         recipe: what the run is called.
+        memory: the launcher's folder for snapshots; None: there is none.
 
     Attributes:
+        snapshots: of the run, in memory.
         environment: of this attempt, on the first rank.
         run: id of the run, from `begin` on.
         look: on the first rank, restores the run's folder if it was deleted.
@@ -73,6 +82,7 @@ class Checkpoints(VoteParticipant):
         environment: Mapping[str, Any],
         home: Path | None = None,
         recipe: str = "session",
+        memory: Path | None = None,
     ) -> None:
         components = components_of(session)
         section, epoch_samples = components.config.checkpoint, components.plan.epoch_samples
@@ -96,6 +106,7 @@ class Checkpoints(VoteParticipant):
         self._wait_for_copies: Callable[[], None] | None = None
         self._failure_state = FailureState(fails_together=True)
         self.environment = environment
+        self.snapshots = MemorySnapshots(session, memory)
         self.look: Callable[[], None] = lambda: None
         self.history: HistoryFiles | None = None
         self.written: object = None
@@ -135,14 +146,15 @@ class Checkpoints(VoteParticipant):
                 refuse_unknown_metric(key, metric, components.objective, components.evaluator.sources)
         refuse_local_storage(self._storage, self._axis, components.config.launch.timeout)
         lock_storage(self._storage, self._axis)
-        self._refuse_other_run(resume)
+        refuse_other_run(self._session, self._storage, self._home, resume)
         notes: list[str] = []
         starts_over = resume.fresh or resume.origin is not None
         run = (None if starts_over else self._storage.run) or uuid.uuid4().hex
         if resume.fresh:
             self._set_back(-1, {}, notes)
         else:
-            origin = resume.origin or self._storage
+            storage = self._storage if resume.step is not None else self.snapshots.resumable(self._storage)
+            origin = resume.origin or storage
             restored = restore(self._session, origin, resume, self._data)
             if restored is not None:
                 loaded, notes = restored
@@ -153,23 +165,28 @@ class Checkpoints(VoteParticipant):
                     run = manifest.run
                     self._best = manifest.state.get("best")
                     notes += self.early_stopping.restore(manifest.state.get("early_stopping"))
-                    self._saved_at = self._newest = manifest.step
                     self.evaluation_due = manifest.state.get("evaluation_due", False)
+                    if self.snapshots.has(manifest.step):
+                        notes[0] += ", which was in memory"
+                    else:
+                        self._saved_at = self._newest = manifest.step
                     self._set_back(manifest.step, loaded.broken, notes)
             elif resume.step is not None or resume.origin is not None:
                 raise RunFailed(f"there is no checkpoint in {origin.place}")
         self.run = cast("str", self._axis.broadcast(run))
         self._write_owner()
+        metadata = RunMetadata(self.run, finite(to_public(components.config)), self.environment)
         self._begun_saver = Saver(
             self._storage,
             self._axis,
             components.world.device,
-            RunMetadata(self.run, finite(to_public(components.config)), self.environment),
+            metadata,
             self._published,
             self._retention.make_room,
             lambda: self.history.flush() if self.history is not None else None,
         )
         self._began_at = self._session.progress.steps
+        self.snapshots.begin(metadata, self._began_at, partial(self._metadata, marked=False))
         self._failure_state = attach(self._session, self)
         return notes
 
@@ -192,21 +209,6 @@ class Checkpoints(VoteParticipant):
         self._newest = manifest.step
         self._retention.on_published(manifest)
 
-    def _refuse_other_run(self, resume: Resume) -> None:
-        """Raise ConfigError if the storage has another run's checkpoints; a folder of a run was checked before."""
-        config = components_of(self._session).config
-        if self._home is not None and (isinstance(self._storage, LocalStorage) or owns(self._home, self.place)):
-            return
-        refusal: str | None = None
-        if self._axis.rank == 0:
-            refusal = refusal_of_storage(
-                config, self._storage, self._home, fresh=resume.fresh, accept_changes=resume.accept_changes
-            )
-        refusal = cast("str | None", self._axis.broadcast(refusal))
-        if refusal is not None:
-            key = "checkpoint.storage" if config.checkpoint.storage is not None else "checkpoint.folder"
-            raise ConfigError(Problem("", "" if self._home is None else key, refusal))
-
     # --- in each vote ---------------------------------------------------------------------------------------------
 
     def status(self) -> tuple[int, int]:
@@ -220,6 +222,7 @@ class Checkpoints(VoteParticipant):
         if self._wait_for_copies is not None:
             self._wait_for_copies()
             self._wait_for_copies = None
+        self.snapshots.before_update()
 
     # --- during the run -------------------------------------------------------------------------------------------
 
@@ -229,7 +232,8 @@ class Checkpoints(VoteParticipant):
         A save is lost if the disk was full, and now has space, or if its checkpoint was deleted.
         """
         saves_again, self._saves_again = self._saves_again, False
-        return (*self._trigger.requests(), Request.SAVE) if saves_again else self._trigger.requests()
+        requests = (*self._trigger.requests(), *self.snapshots.requests())
+        return (*requests, Request.SAVE) if saves_again else requests
 
     def outcomes(self) -> list[SaveReport]:
         """Return the saves that have ended since the last call, on the first rank."""
@@ -303,12 +307,15 @@ class Checkpoints(VoteParticipant):
             if not self._section.asynchronous:
                 saver.finish()
 
-    def _metadata(self, state: TrainingState, evaluations: Iterable[EvaluationReport] = ()) -> StepMetadata:
+    def _metadata(
+        self, state: TrainingState, evaluations: Iterable[EvaluationReport] = (), *, marked: bool = True
+    ) -> StepMetadata:
+        """Describe a state; `marked`: with how far the history has been written, for which its threads are awaited."""
         progress = self._session.progress
         values = {**state.values, "data": self._data, "best": self._best, **self.early_stopping.state()}
         if self.evaluation_due:
             values["evaluation_due"] = True
-        environment = {} if self.history is None else {HISTORY: self.history.marks()}
+        environment = {} if self.history is None or not marked else {HISTORY: self.history.marks()}
         metrics = finite(_metrics(evaluations))
         return StepMetadata(progress.steps, progress.samples, progress.tokens, values, metrics, environment)
 

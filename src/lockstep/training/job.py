@@ -33,7 +33,7 @@ from lockstep.launch.other_launchers import launch_environment
 from lockstep.launch.rank import append
 from lockstep.launch.streams import log_path
 from lockstep.models.blocks import repeated_blocks
-from lockstep.monitor import history, metric_log
+from lockstep.monitor import history, metric_log, report_buffer
 from lockstep.monitor.environment import describe
 from lockstep.monitor.events import summarize
 from lockstep.monitor.folder import LOGS, LockedRunFolder, RunFolder, lock_holder
@@ -79,6 +79,7 @@ class Job:
         folder: of the run; None: the first rank makes one.
         stored: the run in a bucket of which the folder is a working copy; None: the folder is the run's.
         given: objects that were passed in Python.
+        memory: the launcher's folder in memory; None: there is none.
     """
 
     config: Config
@@ -87,6 +88,7 @@ class Job:
     stored: StoredRun | None = None
     given: UserObjects = field(default_factory=UserObjects)
     resume: Resume = field(default_factory=Resume)
+    memory: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ def run_job(job: Job) -> Finished:
         if late := profiler.begins_after(components.plan.steps):
             notes.append(late)
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
-        record_attempt(session, folder, earlier, facts)
+        record_attempt(session, folder, earlier, facts, job.memory)
         micro_sizes = components.evaluator.micro_size, components.plan.batch.micro_size  # by whether it is training
         trained = Trained(components.sharding.state.model, components.sharding.step, micro_sizes.__getitem__)
         plant(components.world, session.progress.steps, trained=trained)
@@ -226,7 +228,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
         environment[TRANSFORMS] = transforms
     resume = resumed(job.resume, components.world)
     storage = storage_of(job.config.checkpoint, folder, job.given.storage)
-    checkpoints = Checkpoints(session, storage, environment, folder, job.recipe)
+    checkpoints = Checkpoints(session, storage, environment, folder, job.recipe, job.memory)
     notes = [f"transforms of the model: {', '.join(transforms)}"] if transforms else []
     notes += checkpoints.begin(resume)
     if checkpoints.resumed_from is None:
@@ -237,7 +239,9 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
             run_folder.archive_attempt()
         else:
             run_folder.rewind(checkpoints.resumed_from)
+            report_buffer.mend(folder, job.memory, checkpoints.resumed_from, job.config.monitor.every)
             notes += history.faults(folder, checkpoints.written)
+        report_buffer.clear(job.memory)
         run_folder.write_config(recorded(in_bucket(components.config, job.stored), checkpoints.run))
         run_folder.write_environment({**environment, "run": checkpoints.run})
         if job.stored is not None:

@@ -26,6 +26,7 @@ from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.nvidia import gpu_gauges
 from lockstep.monitor.prometheus import PrometheusEndpoint
 from lockstep.monitor.rank_meters import RankMeters
+from lockstep.monitor.report_buffer import ReportBuffer
 from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.monitor.trackers import TrackerMonitor
 from lockstep.training.session import components_of
@@ -100,7 +101,8 @@ def make_monitors(job: Job, folder: Path, checkpoints: Checkpoints, meters: Mete
         writers.append(TensorBoard(run_folder.tensorboard, options.every))
     endpoints = [PrometheusEndpoint(options.prometheus)] if options.prometheus is not None else []
     threads = [BackgroundMonitor(writer, options.every) for writer in (*writers, *endpoints)]
-    background = BackgroundMonitors(threads, options.every)
+    buffer = ReportBuffer(job.memory) if job.memory is not None else None
+    background = BackgroundMonitors(threads, options.every, buffer)
     console = Console(options.every, options.progress)
     publish = job.stored.publish if job.stored is not None else lambda: None
     files = [meters.files] if meters.files is not None else []

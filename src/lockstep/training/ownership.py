@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
@@ -35,6 +35,8 @@ from lockstep.training.launch_folder import folder_of_launch
 from lockstep.training.locations import checkpoint_folder, reachable, storage_of
 from lockstep.training.resuming import Resume
 from lockstep.training.saved_state import epoch_samples_in
+from lockstep.training.session import Session, components_of
+from lockstep.training.working_copy import owns
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
@@ -240,3 +242,21 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         return
     for name, part in value.items():
         yield from _flat(part, f"{key}.{name}" if key else name)
+
+
+def refuse_other_run(session: Session, storage: Storage, home: Path | None, resume: Resume) -> None:
+    """Raise ConfigError if the storage has another run's checkpoints; a folder of a run was checked before.
+
+    Args:
+        home: the run's folder; None: a session without one.
+    """
+    config, axis = components_of(session).config, components_of(session).world.axis
+    if home is not None and (isinstance(storage, LocalStorage) or owns(home, storage.place)):
+        return
+    refusal: str | None = None
+    if axis.rank == 0:
+        refusal = refusal_of_storage(config, storage, home, fresh=resume.fresh, accept_changes=resume.accept_changes)
+    refusal = cast("str | None", axis.broadcast(refusal))
+    if refusal is not None:
+        key = "checkpoint.storage" if config.checkpoint.storage is not None else "checkpoint.folder"
+        raise ConfigError(Problem("", "" if home is None else key, refusal))

@@ -22,7 +22,7 @@ from lockstep.training.session import Session, components_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
-    from lockstep.checkpoint.storage import Storage
+    from lockstep.checkpoint.storage import ReadableStorage, Storage
     from lockstep.core.protocols import Axis, EvaluatedObjective
 
 
@@ -112,7 +112,7 @@ def lock_storage(storage: Storage, axis: Axis) -> None:
 
 
 def restore(
-    session: Session, origin: Storage, resume: Resume, data: Mapping[str, Any]
+    session: Session, origin: ReadableStorage, resume: Resume, data: Mapping[str, Any]
 ) -> tuple[LoadedCheckpoint, list[str]] | None:
     """Restore the session from the newest checkpoint that is usable, or from that of `resume.step`.
 
@@ -160,7 +160,7 @@ def restore(
 
 
 def _load(
-    session: Session, origin: Storage, resume: Resume, check: Callable[[Manifest], None]
+    session: Session, origin: ReadableStorage, resume: Resume, check: Callable[[Manifest], None]
 ) -> LoadedCheckpoint | None:
     try:
         return load_newest(origin, components_of(session).world.axis, session.state(), resume.step, check)

@@ -142,7 +142,9 @@ class _Loop:
     def is_followed(self, before: Progress) -> bool:
         """Return whether something is scheduled after the update that began at `before`: its report is needed first."""
         now = self.session.progress
-        return self.session.finished or self.evaluation.follows(before, now) or self.checkpoints.is_due(before)
+        checkpoints = self.checkpoints
+        is_scheduled = self.evaluation.follows(before, now) or checkpoints.is_due(before)
+        return self.session.finished or is_scheduled or checkpoints.snapshots.is_due()
 
     def see_reports(self, before: Progress) -> set[Request]:
         """Show what has arrived since the update that began at `before`; return the requests of all ranks in it."""
@@ -164,7 +166,7 @@ class _Loop:
         """Evaluate and save, if that is scheduled or requested; return whether the run stops here, saved."""
         session, checkpoints, now = self.session, self.checkpoints, self.session.progress
         new: tuple[EvaluationReport, ...] = ()
-        if not requests.isdisjoint((Request.EVALUATE, Request.SAVE, Request.STOP)):
+        if not requests.isdisjoint((Request.EVALUATE, Request.SAVE, Request.STOP, Request.SNAPSHOT)):
             reports_of(session).flush()  # a request that came late: the last update's report belongs before
             requests |= self._show(reports_of(session))
         if self.evaluation.follows(before, now, requests):
@@ -175,6 +177,8 @@ class _Loop:
         stops = Request.STOP in requests
         if stops or (saves and not session.finished):  # at the end, the last evaluation is saved with the state
             checkpoints.save(new, self.report_saves)
+        if checkpoints.snapshots.is_due(requests) and not (stops or session.finished):
+            checkpoints.snapshots.take()
         return stops
 
     def finish(self, *, at_end: bool) -> None:

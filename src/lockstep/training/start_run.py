@@ -28,6 +28,7 @@ from lockstep.launch.ends_file import append_ends, last_step
 from lockstep.launch.host_rounds import LeaderRounds
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.local import launch
+from lockstep.launch.memory_folder import MemoryFolder
 from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Rounds, Supervisor
 from lockstep.monitor.folder import ATTEMPTS, CONFIG, METRICS, RunFolder, is_finished, recipe_of
@@ -37,6 +38,7 @@ from lockstep.training.ended_early import continues_after_early_end, finished_me
 from lockstep.training.finished_run import run_config
 from lockstep.training.job import Job, imports_ahead, run_job
 from lockstep.training.locations import CheckpointLocation, choose, storage_of
+from lockstep.training.memory_snapshots import after_last_round, snapshots_in
 from lockstep.training.out_of_memory import advice, memory_factors, with_prediction
 from lockstep.training.ownership import LENGTHS, other_settings, run_folder_for
 from lockstep.training.resuming import Resume
@@ -239,6 +241,8 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
     result = unstarted = LaunchResult(ConfigError.exit_code)  # stays if `launch` raises
 
     def leave() -> None:
+        if memory is not None:
+            memory.remove()
         folder.release()
         if not existed and result.code in _UNTRAINED_CODES:  # after other failures the ranks' logs are in it
             folder.remove_unstarted()
@@ -252,7 +256,9 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
     with ExitStack() as stack:
         with blocked_signals(forks=True):  # no stop comes between creating the folder and what would undo it
             folder = RunFolder.create(path, job.recipe, again=True)
+            memory = MemoryFolder.make(folder.path)
             stack.enter_context(undo_on_stop(stop))
+        job = replace(job, memory=memory.path if memory is not None else None)
         try:
             size = number if hosts is None else hosts.size
             sizes = SmallerBatches(job, folder.path, size)
@@ -264,6 +270,8 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
                 entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy, hosts=hosts,
                 supervisor=_rounds(job, sizes, hosts), watchdog=job.config.recovery.watchdog,
             )  # fmt: skip
+            if memory is not None:
+                result = after_last_round(job, folder.path, memory, result)
             if result.advice:
                 text = with_prediction(result.text, result.advice, sizes.job.config, size, job.given)
                 result = replace(result, text=text)
@@ -296,7 +304,11 @@ def _supervisor(sizes: SmallerBatches) -> Supervisor:
         resume = replace(job.resume, fresh=False, step=None, origin=None) if begun else job.resume
         return partial(train_as_rank, replace(sizes.job, resume=resume), folder)
 
-    return Supervisor(job.config.recovery, lambda: last_step(folder / METRICS), resumed, sizes.after)
+    def furthest() -> int | None:
+        steps = list(names_by_step(snapshots_in(job.memory, None).names())) if job.memory is not None else []
+        return max((*steps, last_step(folder / METRICS) or 0))
+
+    return Supervisor(job.config.recovery, furthest, resumed, sizes.after)
 
 
 def _content(file: Path) -> bytes:

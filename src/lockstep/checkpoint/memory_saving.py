@@ -1,0 +1,163 @@
+"""Saves snapshots of a run's state in memory that outlives its ranks: checkpoints like those on a disk.
+
+    main thread    start: plan, copy what changes | train on ...
+    background         copy the rest, hash, write, record; the last rank to have written publishes, and deletes old ones
+
+All ranks are on one host, and see the same folder in memory. So no vote is needed: whichever rank finds the records of
+all has everything that the manifest needs. A snapshot that a rank can't write is never published, and costs nothing
+else. The newest two stay.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from lockstep.checkpoint.hashing import BlockHasher
+from lockstep.checkpoint.rank_records import (
+    encoded,
+    manifest_of,
+    read_record,
+    taken_record,
+    write_rank_file,
+    write_record,
+)
+from lockstep.checkpoint.save_planner import SavePlanner
+from lockstep.checkpoint.saving import RunMetadata, StepMetadata, failure_reason
+from lockstep.checkpoint.snapshot import Snapshot, snapshot_of
+from lockstep.checkpoint.storage import checkpoint_name, names_by_step
+from lockstep.core.collection import paused_collection
+from lockstep.core.errors import RunFailed
+
+if TYPE_CHECKING:
+    import torch
+
+    from lockstep.checkpoint.local import LocalStorage
+    from lockstep.checkpoint.storage import Draft
+    from lockstep.core.protocols import Axis
+    from lockstep.core.records import TrainingState
+
+KEPT = 2
+_METADATA = "metadata.json"  # of rank 0: the environment that it alone has
+
+
+class MemorySaver:
+    """Saves snapshots of one run, on one rank. Every rank calls `start` after the same updates.
+
+    Attributes:
+        failure: Why the last snapshot could not be written by this rank; None: it was.
+    """
+
+    def __init__(self, storage: LocalStorage, axis: Axis, device: torch.device, run_metadata: RunMetadata) -> None:
+        self._storage = storage
+        self._axis = axis
+        self._is_on_host = device.type == "cpu"
+        self._device = device
+        self._run_metadata = run_metadata
+        self._planner = SavePlanner(axis)
+        self._snapshot: Snapshot | None = None
+        self._thread: threading.Thread | None = None
+        self._incomplete: Draft | None = None
+        self._lost = self._worked = 0.0
+        self.failure: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the last snapshot has cost: waits of the training, and on a CPU work in the background."""
+        return self._lost + self._worked
+
+    @property
+    def is_writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def size(self, state: TrainingState) -> int:
+        """Return the bytes of this rank's part of a snapshot; a collective."""
+        return self._planner.layout(state.tensors).size
+
+    def start(self, state: TrainingState, metadata: StepMetadata, began: float) -> Callable[[], None]:
+        """Start a snapshot of the state as it is now; return what must be called before the state changes.
+
+        Waits for a snapshot that this rank still writes.
+
+        Args:
+            began: When training was interrupted for it, as `time.perf_counter` returns it.
+        """
+        self.finish()
+        with paused_collection():
+            layout = self._planner.layout(state.tensors)
+            if self._snapshot is None or self._snapshot.layout != layout:
+                self._snapshot = None  # frees its memory before more is allocated
+                self._snapshot = snapshot_of(state.tensors, self._device, layout)
+            snapshot = self._snapshot
+            snapshot.begin(state.tensors, state.changes_in_forward)
+        self._thread = threading.Thread(target=self._write, args=(snapshot, metadata), name="snapshot", daemon=True)
+        self._thread.start()
+        self._lost = time.perf_counter() - began
+
+        def before_update() -> None:
+            waiting = time.perf_counter()
+            snapshot.before_update()
+            self._lost += time.perf_counter() - waiting
+
+        return before_update
+
+    def finish(self) -> None:
+        """Wait until this rank has written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    # --- in the background ----------------------------------------------------------------------------------------
+
+    def _write(self, snapshot: Snapshot, metadata: StepMetadata) -> None:
+        began, name = time.thread_time(), checkpoint_name(metadata.step)
+        draft: Draft | None = None
+        if self._incomplete is not None:
+            self._incomplete.discard()
+            self._incomplete = None
+        try:
+            snapshot.complete()
+            draft = self._storage.begin(name)
+            self._write_rank(draft, snapshot, metadata)
+            self._publish_if_complete(draft, name)
+            self.failure = None
+        except Exception as error:
+            self.failure = failure_reason(error)
+            self._incomplete = draft
+            if draft is not None:
+                draft.discard()
+        if self._is_on_host:
+            self._worked = time.thread_time() - began
+
+    def _write_rank(self, draft: Draft, snapshot: Snapshot, metadata: StepMetadata) -> None:
+        layout = snapshot.layout
+        hasher = BlockHasher(self._run_metadata.run, metadata.step, layout.file)
+        record = write_rank_file(draft, layout, snapshot.image, hasher)
+        if self._axis.rank == 0:
+            environment = {**self._run_metadata.environment, **metadata.environment}
+            text = json.dumps(asdict(replace(metadata, environment=environment)))
+            draft.write(_METADATA, memoryview(text.encode()))
+        write_record(draft, self._axis.rank, record)
+
+    def _publish_if_complete(self, draft: Draft, name: str) -> None:
+        ranks = range(self._axis.size)
+        try:
+            for rank in reversed(ranks):
+                read_record(draft, rank)
+        except (OSError, RunFailed):  # another rank has not yet written, and will publish; or it has published
+            return
+        with self._storage.try_lock(name) as is_first:
+            if not is_first or name in self._storage.names():
+                return
+            metadata = StepMetadata(**json.loads(draft.read(_METADATA)))
+            draft.remove(_METADATA)
+            records = [taken_record(draft, rank) for rank in ranks]
+            draft.publish(encoded(manifest_of(self._run_metadata, metadata, records, self._planner.plan)))
+        for old in [*names_by_step(self._storage.names()).values()][:-KEPT]:
+            with suppress(OSError):
+                self._storage.delete(old)

@@ -1,0 +1,58 @@
+"""Plans what each rank writes of a state: by all ranks once, and again when a tensor was added or removed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lockstep.checkpoint.file_layout import FileLayout, file_layout
+from lockstep.checkpoint.inventory import Inventory, gather_inventories, inventory
+from lockstep.checkpoint.manifest import ELEMENT_BYTES
+from lockstep.checkpoint.write_plan import WritePlan
+from lockstep.distributed.shard_boxes import ShardLike
+
+if TYPE_CHECKING:
+    from lockstep.core.protocols import Axis
+
+
+class SavePlanner:
+    """Plans the saves of one run, on one rank; every rank calls `layout` for the same saves."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._seen: dict[str, weakref.ref[Any]] = {}
+        self._inventory: Inventory | None = None
+        self._plan: WritePlan | None = None
+        self._layout: FileLayout | None = None
+
+    @property
+    def plan(self) -> WritePlan:
+        """The plan of the last save."""
+        assert self._plan is not None, "a save is planned first"
+        return self._plan
+
+    def layout(self, tensors: Mapping[str, Any]) -> FileLayout:
+        """Return what this rank writes of a state with these tensors; a collective."""
+        known = self._inventory if self._has_seen(tensors) else None
+        local = known or inventory(tensors)
+        unchanged = self._layout is not None and local == self._inventory
+        if not all(self._axis.gather(unchanged)) or self._layout is None:
+            self._plan = WritePlan(gather_inventories(local, self._axis), ELEMENT_BYTES)
+            rank = self._axis.rank
+            self._layout = file_layout(rank, self._plan.items(rank, tensors))
+            self._inventory = local
+        if known is None:
+            self._seen = {name: weakref.ref(_memory(tensor)) for name, tensor in tensors.items()}
+        return self._layout
+
+    def _has_seen(self, tensors: Mapping[str, Any]) -> bool:
+        """Return whether these are the objects of the save before, whose shapes and shards can't have changed."""
+        return tensors.keys() == self._seen.keys() and all(
+            seen() is _memory(tensor) for seen, tensor in zip(self._seen.values(), tensors.values(), strict=True)
+        )
+
+
+def _memory(tensor: Any) -> Any:
+    """Return the object that is the same at each save: optimizer state has a new wrapper."""
+    return tensor.memory if isinstance(tensor, ShardLike) else tensor

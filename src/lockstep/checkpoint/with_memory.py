@@ -1,0 +1,60 @@
+"""The checkpoints that a run may resume from: those of its storage, and the snapshots in memory.
+
+runs/digits/checkpoints    step-00000400               step-00000480
+memory                                  step-00000470                 step-00000490    resumes from this one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING
+
+from lockstep.checkpoint.storage import names_by_step
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.local import LocalStorage
+    from lockstep.checkpoint.storage import ReadableStorage, Storage, StoredFile
+
+
+class WithMemory:
+    """Reads checkpoints from memory, and those that aren't there from a storage.
+
+    Args:
+        memory: On the host of all ranks. A checkpoint that both have is deleted there by `names`, which rank 0 calls
+            before any rank opens one.
+    """
+
+    def __init__(self, storage: Storage, memory: LocalStorage) -> None:
+        self._storage = storage
+        self._memory = memory
+
+    @property
+    def place(self) -> str:
+        return self._storage.place
+
+    @property
+    def run(self) -> str | None:
+        return self._storage.run
+
+    def names(self) -> list[str]:
+        durable = self._storage.names()
+        drop(self._memory, lambda step, name: name in durable)
+        return [*durable, *self._memory.names()]
+
+    def open(self, name: str, file: str) -> StoredFile:
+        return self._with(name).open(name, file)
+
+    def read_lock(self, name: str) -> AbstractContextManager[None]:
+        return self._with(name).read_lock(name)
+
+    def _with(self, name: str) -> ReadableStorage:
+        return self._memory if name in self._memory.names() else self._storage
+
+
+def drop(memory: LocalStorage, is_dropped: Callable[[int, str], bool]) -> None:
+    """Delete the snapshots whose step and name `is_dropped` accepts."""
+    for step, name in names_by_step(memory.names()).items():
+        if is_dropped(step, name):
+            with suppress(OSError):
+                memory.delete(name)

@@ -1,0 +1,131 @@
+"""The folder in memory that a launcher keeps for its ranks: what is in it survives them, and ends with the launcher.
+
+    /dev/shm/lockstep-1000-3f0c.../       of the user 1000's run in a folder whose path has this hash; mode 0700
+    |- lock                               held by the launcher and its ranks
+    |- attempts                           the run's attempts.jsonl when it was last used
+    |- reports*.jsonl                     see `monitor.report_buffer`
+    '- checkpoints/step-00000470/         snapshots
+
+A launcher that is killed leaves its folder: the next start of the same run on this host resumes from it, and a start of
+any other run removes it after an hour.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from lockstep.core.files import read_bounded
+from lockstep.monitor.folder import ATTEMPTS
+
+_ROOT = Path("/dev/shm")
+_LOCK, _ATTEMPTS = "lock", "attempts"
+_ABANDONED_S = 3600.0
+_MOST_BYTES = 2**26
+
+
+class MemoryFolder:
+    """The folder of one launcher, locked until `remove` or `leave`."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock: int | None = lock
+
+    @classmethod
+    def make(cls, run: Path, root: Path = _ROOT) -> MemoryFolder | None:
+        """Return the folder for a run, which the caller has locked; None where there is no memory for files.
+
+        It is empty, unless a launcher of this run was killed and no other attempt has been made since.
+        """
+        try:
+            _remove_abandoned(root)
+            path = root / f"{_prefix()}{hashlib.sha256(os.fsencode(run.absolute())).hexdigest()[:24]}"
+            with suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+            if not _is_own(path):
+                return None
+            lock = _locked(path)
+            if lock is None:
+                return None
+            if _content(path / _ATTEMPTS) != _content(run / ATTEMPTS):
+                _empty(path)
+        except OSError:
+            return None
+        return cls(path, lock)
+
+    def remove(self) -> None:
+        """Remove the folder; nothing happens if that was done."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.leave()
+
+    def leave(self) -> None:
+        """Leave the folder as it is, for the next start of the run."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def note_attempt(folder: Path, run: Path) -> None:
+    """Record that what is in the folder belongs to the run's last attempt."""
+    with suppress(OSError):
+        (folder / _ATTEMPTS).write_bytes(_content(run / ATTEMPTS))
+
+
+def _prefix() -> str:
+    return f"lockstep-{os.getuid()}-"
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether it is a folder of this user, to which no other can write."""
+    status = path.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def _locked(path: Path) -> int | None:
+    """Return a handle that holds the folder's lock; None if another process has it."""
+    handle = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    os.utime(path / _LOCK)
+    return handle
+
+
+def _remove_abandoned(root: Path) -> None:
+    for path in root.glob(f"{_prefix()}*"):
+        with suppress(OSError):
+            if not _is_own(path) or time.time() - _last_use(path) < _ABANDONED_S:
+                continue
+            if (lock := _locked(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+
+
+def _last_use(path: Path) -> float:
+    return max(entry.stat().st_mtime for entry in (path, *path.iterdir(), *path.glob("checkpoints/*")))
+
+
+def _empty(path: Path) -> None:
+    for entry in path.iterdir():
+        if entry.name == _LOCK:
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return read_bounded(file, _MOST_BYTES)
+    except OSError:
+        return b""

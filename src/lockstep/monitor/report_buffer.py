@@ -1,0 +1,164 @@
+"""The buffer of the first rank's reports, in memory that outlives it: what its threads had not yet written.
+
+    update --> report --> queue of the thread that writes files, once a second --> metrics.jsonl, events.jsonl
+                  '-----> buffer, at once (10 us)        the rank is killed --> `mend` adds the lines that are missing
+
+Two files take turns, so that the newest megabyte of reports is always there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.records import EvaluationReport, Request, StepReport, Verdict
+from lockstep.monitor.events import EVENTS, EventLog
+from lockstep.monitor.jsonl import LineFile
+from lockstep.monitor.metric_log import Logged
+from lockstep.monitor.monitors import EpochReport
+
+_FILES = ("reports.jsonl", "reports-before.jsonl")
+_MOST_BYTES = 2**20  # of a file
+_METRICS = "metrics.jsonl"
+_STEP_FIELDS = tuple(field.name for field in fields(StepReport) if field.name not in ("verdict", "requests"))
+
+
+class ReportBuffer:
+    """Takes the reports that files are written of. One that can't be written any more is given up.
+
+    Args:
+        folder: In memory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._handle: int | None = None
+        self._size = 0
+        with suppress(OSError):
+            self._open()
+
+    def see(self, report: StepReport) -> None:
+        self._add({"see": [*(getattr(report, name) for name in _STEP_FIELDS), report.verdict.value]})
+
+    def evaluated(self, report: EvaluationReport) -> None:
+        self._add({"evaluated": asdict(report)})
+
+    def epoch(self, report: EpochReport) -> None:
+        self._add({"epoch": asdict(report)})
+
+    def logged(self, step: int, logged: Logged) -> None:
+        """Take values and texts; histograms and media are too large."""
+        self._add({"logged": [step, dict(logged.values), dict(logged.texts)]})
+
+    def close(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def _add(self, entry: Mapping[str, Any]) -> None:
+        if self._handle is None:
+            return
+        line = (json.dumps(entry) + "\n").encode()
+        try:
+            if self._size + len(line) > _MOST_BYTES:
+                self.close()
+                os.replace(self._folder / _FILES[0], self._folder / _FILES[1])
+                self._open()
+            self._size += os.write(self._handle, line)
+        except OSError:  # memory is full
+            self.close()
+
+    def _open(self) -> None:
+        self._handle = os.open(self._folder / _FILES[0], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._size = os.fstat(self._handle).st_size
+
+
+def clear(folder: Path | None) -> None:
+    """Empty a buffer: its run starts over."""
+    if folder is not None:
+        for name in _FILES:
+            (folder / name).unlink(missing_ok=True)
+
+
+def mend(run: Path, folder: Path | None, step: int, every: int) -> None:
+    """Add to metrics.jsonl and events.jsonl the lines up to `step` that a rank which was killed had not yet written.
+
+    Args:
+        run: The run's folder, rewound to `step`.
+        folder: Of the buffer; None: there is none.
+        every: Steps between the lines of metrics.jsonl.
+    """
+    entries = [entry for entry in _entries(folder) if _step_of(entry) <= step] if folder is not None else []
+    if folder is None or not entries:
+        return
+    replayed = folder / "replayed"
+    with suppress(OSError):
+        shutil.rmtree(replayed, ignore_errors=True)
+        replayed.mkdir()
+        _replay(entries, replayed / _METRICS, every)
+        last = max((int(json.loads(line)["step"]) for line in _lines(run / _METRICS)), default=0)
+        _append(run / _METRICS, [line for line in _lines(replayed / _METRICS) if json.loads(line)["step"] > last])
+        present = set(_lines(run / EVENTS))
+        _append(run / EVENTS, [line for line in _lines(replayed / EVENTS) if line not in present])
+    shutil.rmtree(replayed, ignore_errors=True)
+
+
+def _replay(entries: list[dict[str, Any]], metrics: Path, every: int) -> None:
+    log = EventLog(metrics, every)
+    seen = 0
+    for entry in entries:
+        match entry:
+            case {"see": [*values, verdict]}:
+                report = StepReport(
+                    **dict(zip(_STEP_FIELDS, values, strict=True)),
+                    verdict=Verdict(verdict),
+                    requests=frozenset[Request](),
+                )
+                if report.step > seen:
+                    log.see(report)
+                seen = max(seen, report.step)
+            case {"evaluated": values}:
+                log.evaluated(EvaluationReport(**values))
+            case {"epoch": values}:
+                log.epoch(EpochReport(**values))
+            case {"logged": [step, values, texts]}:
+                log.logged(step, Logged(values=values, texts=texts))
+    for file in log.files:
+        file.close()
+
+
+def _entries(folder: Path) -> list[dict[str, Any]]:
+    """Return what was taken, oldest first. A line that a kill has truncated is left out."""
+    entries = []
+    for name in reversed(_FILES):
+        for line in _lines(folder / name):
+            with suppress(ValueError):
+                entries.append(json.loads(line))
+    return entries
+
+
+def _step_of(entry: Mapping[str, Any]) -> float:
+    match entry:
+        case {"see": [step, *_]} | {"logged": [step, *_]} | {"evaluated": {"step": step}} | {"epoch": {"step": step}}:
+            return float(step)
+    return float("inf")
+
+
+def _lines(file: Path) -> list[bytes]:
+    try:
+        return file.read_bytes().splitlines(keepends=True)
+    except OSError:
+        return []
+
+
+def _append(file: Path, lines: list[bytes]) -> None:
+    if lines:
+        target = LineFile(file)
+        target.write(b"".join(lines))
+        target.close()

@@ -1,0 +1,71 @@
+"""The buffer of reports: lines that a killed rank had not yet written are added."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from kit.reports import report
+
+from lockstep.core.records import EvaluationReport
+from lockstep.monitor import report_buffer
+from lockstep.monitor.events import EventLog
+from lockstep.monitor.metric_log import Logged
+from lockstep.monitor.report_buffer import ReportBuffer
+
+
+def killed_at(tmp_path: Path, step: int, written: int, every: int = 1) -> tuple[Path, Path]:
+    """The folder of a run whose first rank has shown `step` reports and written some of them; and its buffer's."""
+    run, memory = tmp_path / "run", tmp_path / "memory"
+    memory.mkdir(parents=True)
+    log, kept = EventLog(run / "metrics.jsonl", every), ReportBuffer(memory)
+    for number in range(1, step + 1):
+        reports = [log, kept] if number <= written else [kept]
+        for target in reports:
+            target.see(report(number, loss=float("nan") if number == 4 else 1 / number))
+            target.evaluated(EvaluationReport("held-out", number, {"loss": 2.5}, 8, 0.125))
+            target.logged(number, Logged(values={"accuracy": 0.5}, texts={"sample": "ö"}))
+    return run, memory
+
+
+def lines(file: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("written", [0, 3, 6])
+def test_missing_lines_are_added_up_to_the_step(tmp_path: Path, written: int) -> None:
+    run, memory = killed_at(tmp_path / "killed", 8, written)
+    expected, _ = killed_at(tmp_path / "whole", 6, 6)
+    report_buffer.mend(run, memory, 6, 1)
+    report_buffer.mend(run, memory, 6, 1)
+    rates = ("samples_per_second", "tokens_per_second", "seconds")
+    for name in ("metrics.jsonl", "events.jsonl"):
+        rows, wanted = (
+            [{key: value for key, value in line.items() if key not in rates} for line in lines(folder / name)]
+            for folder in (run, expected)
+        )
+        assert rows == wanted
+
+
+def test_only_the_lines_that_are_due(tmp_path: Path) -> None:
+    run, memory = killed_at(tmp_path, 25, 0, every=10)
+    report_buffer.mend(run, memory, 25, 10)
+    assert [line["step"] for line in lines(run / "metrics.jsonl")] == [1, 10, 20]
+
+
+def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
+    run, memory = killed_at(tmp_path, 3, 0)
+    with (memory / "reports.jsonl").open("a") as file:
+        file.write('{"see": [4, 25')
+    report_buffer.mend(run, memory, 9, 1)
+    assert [line["step"] for line in lines(run / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_two_files_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_buffer, "_MOST_BYTES", 3000)
+    run, memory = killed_at(tmp_path, 40, 30)
+    report_buffer.mend(run, memory, 40, 1)
+    assert [line["step"] for line in lines(run / "metrics.jsonl")][-4:] == [37, 38, 39, 40]
+    report_buffer.clear(memory)
+    assert not any(memory.iterdir())

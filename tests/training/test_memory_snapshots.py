@@ -1,0 +1,94 @@
+"""Snapshots in the launcher's memory: ranks that are killed resume from them, and the last failure loses none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from kit import small
+from kit.commands import Done, run_lockstep
+from safetensors.torch import load_file
+
+from lockstep.checkpoint.inspection import verify_all
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.launch.memory_folder import MemoryFolder
+from lockstep.resilience.faults import FAULTS, Fault, write_plan
+
+STEPS = 12
+
+
+def train(folder: Path, fault: Fault | None = None, *words: str, **recovery: Any) -> Done:
+    config = small.config(
+        run={"steps": STEPS, "folder": str(folder)},
+        parallel={"strategy": "fsdp"},
+        launch={"ranks": 2},
+        recovery={"snapshot_every": 2, **recovery},
+        checkpoint={"every": None},
+        monitor={"every": 1, "tensorboard": False, "progress": "none", "meter_seconds": 0},
+    )
+    file = folder.parent / f"{folder.name}.yaml"
+    file.write_text(yaml.safe_dump(config))
+    plan = folder.parent / "faults.json"
+    if fault is not None:
+        write_plan(plan, [fault])
+    return run_lockstep("train", file, *words, **{FAULTS: str(plan) if plan.exists() else None})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert train(folder, snapshot_every=None).returncode == 0
+    return folder
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines]
+
+
+def assert_same(run: Path, other: Path) -> None:
+    assert losses(run) == losses(other)
+    weights, expected = (load_file(folder / "model" / "model.safetensors") for folder in (run, other))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
+
+
+def memory_of(run: Path) -> MemoryFolder:
+    memory = MemoryFolder.make(run)
+    assert memory is not None
+    return memory
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_costs_the_updates_since_the_last_snapshot(tmp_path: Path, undisturbed: Path, rank: int) -> None:
+    run = tmp_path / "run"
+    done = train(run, Fault("kill", rank, 10, "data"))
+    assert done.returncode == 0, done.stderr
+    assert any(f"resumes from step {step} " in done.stdout for step in (6, 8)), done.stdout
+    assert "which was in memory" in done.stdout
+    assert_same(run, undisturbed)
+    with_lock = memory_of(run)
+    assert [entry.name for entry in with_lock.path.iterdir()] == ["lock"]
+    with_lock.remove()
+
+
+def test_the_last_failure_saves_the_newest_snapshot(tmp_path: Path, undisturbed: Path) -> None:
+    run = tmp_path / "run"
+    done = train(run, Fault("kill", 1, 10, "data"), restarts=0)
+    assert done.returncode == 1
+    assert "was in memory, and is saved in" in done.stderr
+    assert [result.fault for result in verify_all(LocalStorage(run / "checkpoints"))] == [None]
+    assert train(run).returncode == 0
+    assert_same(run, undisturbed)
+
+
+def test_a_killed_launcher_leaves_its_memory_to_the_next_start(tmp_path: Path, undisturbed: Path) -> None:
+    run = tmp_path / "run"
+    assert train(run, Fault("host", 1, 10, "data")).returncode != 0
+    again = train(run)
+    assert again.returncode == 0, again.stderr
+    assert "which was in memory" in again.stdout
+    assert_same(run, undisturbed)
