@@ -60,6 +60,31 @@ def test_micro_batches_of_one_sample_are_not_halved(tmp_path: Path) -> None:
     assert "this run's have one sample" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "kinds", ["full,gone,flip", pytest.param("readonly,slow,sample", marks=pytest.mark.drill)], ids=str
+)
+def test_faults_of_the_disk_and_of_the_data(tmp_path: Path, kinds: str) -> None:
+    done = chaos(tmp_path, "--rounds", "3", "--seed", "12", "--faults", kinds, "--json", "--steps", "12")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)
+    assert {row["fault"] for row in rows} == set(kinds.split(","))
+    assert all(row["passed"] for row in rows)
+    for row in rows:
+        output = Path(row["output"])
+        texts = [file.read_text() for file in (output, *output.with_suffix("").glob("logs/*.log"))]
+        assert LINES[row["fault"]] in "".join(texts)
+
+
+LINES = {
+    "full": "No space left on device",
+    "gone": "Input/output error; it is tried again for 60 s",
+    "flip": "checkpoints/broken-step-",
+    "slow": "step 12: saved",
+    "readonly": "Read-only file system; it is tried again",
+    "sample": "failed once and succeeded when it was tried again",
+}
+
+
 def test_a_run_that_ends_otherwise_is_found(tmp_path: Path) -> None:
     done = chaos(tmp_path, "--rounds", "1", model={"kind": "custom", "target": f"{HERE}:Undetermined"})
     assert done.returncode == 3

@@ -137,7 +137,7 @@ _ROWS = [
 def test_a_disk_that_fails_costs_no_training(disk: Path, fault: Fault, when: str, ranks: int) -> None:
     run = disk / "run"
     monitor = {"every": 1, "tensorboard": True, "progress": "plain"}
-    section = {"every": "4 steps", "asynchronous": False}
+    section = {"every": "4 steps", "asynchronous": False, "retry_seconds": 0}
     config = small.config(run={"steps": STEPS, "folder": str(run)}, monitor=monitor, checkpoint=section)
     ended = in_world(ranks, _train, config, fault, when)
     message, _, warned = ended[0]

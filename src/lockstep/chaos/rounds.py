@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.chaos import memory
+from lockstep.chaos.drawing import draw_faults
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.config.every import Every
@@ -29,8 +30,8 @@ from lockstep.core.errors import ConfigError, Failure, RunFailed, VerificationEr
 from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.local import import_ahead
-from lockstep.monitor.folder import METRICS
-from lockstep.resilience.faults import FAULTS, KINDS_OF_SEVERAL, OOM, PHASES, Fault, events_of, write_plan
+from lockstep.monitor.folder import CHECKPOINTS, METRICS
+from lockstep.resilience.faults import FAULTS, KINDS_OF_SEVERAL, OOM, Fault, events_of, write_plan
 from lockstep.training.audit import audit
 from lockstep.training.job import Job, imports_ahead
 from lockstep.training.locations import choose, find
@@ -109,13 +110,13 @@ def run_rounds(
         raise RunFailed(f"the undisturbed run ended with exit code {code}:\n{last}")
     rows = []
     for place in range(1, rounds + 1):
-        phases = PHASES if number > 1 else [phase for phase in PHASES if phase != "communication"]
-        fault = Fault(draws.choice(kinds), draws.randrange(number), draws.randint(2, steps), draws.choice(phases))
-        if fault.kind == OOM:
-            fault = memory.in_memory(fault, draws.choice(memory.PHASES), undisturbed)
         run = folder / f"round-{place}"
         plan = folder / f"round-{place}.faults.json"
-        write_plan(plan, [fault])
+        checkpoints = Path(job.config.checkpoint.folder or run / CHECKPOINTS)
+        fault, *more = draw_faults(draws, kinds, number, steps, _every(steps), checkpoints)
+        if fault.kind == OOM:
+            fault = memory.in_memory(fault, draws.choice(memory.PHASES), undisturbed)
+        write_plan(plan, [fault, *more])
         code, output = _trained(replace(job, config=_config_of_round(job.config, run, steps)), number, plan)
         expected = undisturbed
         if fault.kind == OOM and not code:
@@ -163,6 +164,11 @@ def _trained(job: Job, ranks: int, plan: Path | None = None) -> tuple[int, Path]
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output
 
 
+def _every(steps: int) -> int:
+    """Return the updates between two saves."""
+    return max(1, steps // _SAVES)
+
+
 def _config_of_round(config: Config, run: Path, steps: int) -> Config:
     sections = {
         "run": {**dict.fromkeys(LENGTHS), "steps": steps, "folder": str(run)},
@@ -170,7 +176,7 @@ def _config_of_round(config: Config, run: Path, steps: int) -> Config:
             "restarts": max(_RESTARTS, config.recovery.restarts),
             "watchdog": config.recovery.watchdog.model_copy(update={"enabled": True, "end_after": _END_AFTER_S}),
         },
-        "checkpoint": {"every": Every(max(1, steps // _SAVES), "steps")},
+        "checkpoint": {"every": Every(_every(steps), "steps")},
         "monitor": {"every": 1, "progress": "none"},
     }
     return config.model_copy(

@@ -17,10 +17,12 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
+from lockstep.checkpoint.patience import repeated
 from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, read_small
 from lockstep.core.files import exists_anew, flush, is_missing, is_same_file
 
@@ -35,10 +37,14 @@ class LocalStorage:
     Args:
         run: Id of the run that is known to own it; None: the one that `owner.json` names.
         draft_prefix: Prefix of the names of drafts.
+        retry_seconds: For how long a save or a load is repeated while the file system is gone.
     """
 
-    def __init__(self, folder: Path, run: str | None = None, draft_prefix: str = _DRAFT) -> None:
+    def __init__(
+        self, folder: Path, run: str | None = None, draft_prefix: str = _DRAFT, *, retry_seconds: float = 0.0
+    ) -> None:
         self._folder = folder
+        self._retry_seconds = retry_seconds
         self._run = run
         self._draft_prefix = draft_prefix
         self._claimed: int | None = None
@@ -84,12 +90,16 @@ class LocalStorage:
 
     def begin(self, name: str) -> LocalDraft:
         draft = self._folder / f"{self._draft_prefix}{name}"
-        self._make()
-        draft.mkdir(exist_ok=True)
-        return LocalDraft(draft, self._folder / name)
+
+        def make() -> None:
+            self._make()
+            draft.mkdir(exist_ok=True)
+
+        repeated(make, self._retry_seconds, draft)
+        return LocalDraft(draft, self._folder / name, self._retry_seconds)
 
     def with_separate_drafts(self) -> LocalStorage:
-        return LocalStorage(self._folder, self._run, f"{_DRAFT}rescue-")
+        return LocalStorage(self._folder, self._run, f"{_DRAFT}rescue-", retry_seconds=self._retry_seconds)
 
     @contextlib.contextmanager
     def try_lock(self, name: str) -> Iterator[bool]:
@@ -105,7 +115,8 @@ class LocalStorage:
             _remove(lock)
 
     def open(self, name: str, file: str) -> LocalFile:
-        return LocalFile(self._folder / name / file)
+        path = self._folder / name / file
+        return repeated(lambda: LocalFile(path, self._retry_seconds), self._retry_seconds, path)
 
     @contextlib.contextmanager
     def read_lock(self, name: str) -> Iterator[None]:
@@ -196,20 +207,25 @@ class LocalStorage:
 class LocalDraft:
     """A folder beside the published ones, on the same file system, with a prefix to its name."""
 
-    def __init__(self, draft: Path, target: Path) -> None:
+    def __init__(self, draft: Path, target: Path, retry_seconds: float = 0.0) -> None:
         self._draft = draft
         self._target = target
+        self._retry_seconds = retry_seconds
 
     def write(self, file: str, *pieces: memoryview) -> None:
-        _write_durably(self._draft / file, *pieces)
+        path = self._draft / file
+        repeated(lambda: _write_durably(path, *pieces), self._retry_seconds, path)
 
     def read(self, file: str) -> bytes:
-        return (self._draft / file).read_bytes()
+        return repeated((self._draft / file).read_bytes, self._retry_seconds, self._draft / file)
 
     def remove(self, file: str) -> None:
         (self._draft / file).unlink()
 
     def publish(self, manifest: bytes) -> None:
+        repeated(lambda: self._publish(manifest), self._retry_seconds, self._target)
+
+    def _publish(self, manifest: bytes) -> None:
         _write_durably(self._draft / MANIFEST, memoryview(manifest))
         flush(self._draft)
         if self._target.exists():
@@ -228,14 +244,17 @@ class LocalDraft:
 class LocalFile:
     """A file open for reading."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, retry_seconds: float = 0.0) -> None:
+        self._path = path
+        self._retry_seconds = retry_seconds
         self._handle = _open_file(path)
         self.size = os.fstat(self._handle).st_size
 
     def read(self, offset: int, into: memoryview) -> None:
         filled = 0
         while filled < len(into):
-            num_bytes = os.preadv(self._handle, [into[filled:]], offset + filled)
+            part, at = into[filled:], offset + filled
+            num_bytes = repeated(partial(os.preadv, self._handle, [part], at), self._retry_seconds, self._path)
             if num_bytes == 0:
                 raise OSError(f"it ends at byte {offset + filled:,}, {len(into) - filled:,} bytes too early")
             filled += num_bytes

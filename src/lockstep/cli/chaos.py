@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 _EPILOG = f"""{CONFIG_EPILOG}
 Trains a short run of the recipe, then the same run once a round with a fault at random: a rank is killed (SIGKILL),
 exits, raises an exception, is stopped (SIGSTOP), hangs, holds the interpreter's lock, or calls a collective that the
-others don't, at a phase of an update. Each run must recover by itself (recovery.restarts), and end
-as the undisturbed one: bitwise the same losses and state. With --faults oom memory runs out instead: the run must end
-bitwise as the one that is resumed at that update with smaller micro-batches. Exit codes: 0 all rounds did, 3 one did
-not."""
+others don't, at a phase of an update; its disk is full, readonly, gone for a while, or slow in a save; a sample can't
+be read, once; a byte of the newest checkpoint is flipped, and all ranks are killed. Each run must recover by itself
+(recovery.restarts), and end as the undisturbed one: bitwise the same losses and state. With --faults oom memory runs
+out instead: the run must end bitwise as the one that is resumed at that update with smaller micro-batches. Exit codes:
+0 all rounds did, 3 one did not."""
 _COLUMNS = "{:>5}  {:<10} {:>4} {:>5}  {:<13} {:>9} {:>6}  {}"
 
 

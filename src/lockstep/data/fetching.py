@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from lockstep.core import heartbeat
 from lockstep.core.control_groups import Kills, kernel_kills, why_killed
 from lockstep.core.errors import Failure, RunFailed
+from lockstep.core.planted import raise_planted
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch
 from lockstep.core.safe_path import safe_interpreters
@@ -47,7 +48,7 @@ from lockstep.core.stopping import (
 )
 from lockstep.data import noise
 from lockstep.data.order import Indices
-from lockstep.data.unreadable import explained, named
+from lockstep.data.unreadable import named, read_again
 
 _SIGCHLD_WAIT_S = 1.0
 
@@ -106,11 +107,12 @@ def fetch(source: Source, request: FetchRequest) -> Batch:
         raise
     except Exception as error:
         read = lambda indices: _fetch(source, request._replace(indices=indices))  # noqa: E731
-        raise explained(read, request.indices, error) from error
+        batch = read_again(read, request.indices, error)
     return replace(batch, samples=0, tokens=0, left_out=()) if request.is_padding else batch
 
 
 def _fetch(source: Source, request: FetchRequest) -> Batch:
+    raise_planted()
     if request.generator_key is None:
         return source.fetch(request.indices)
     noise.use_epoch(request.epoch_key)

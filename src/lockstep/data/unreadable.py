@@ -3,12 +3,13 @@
 read([4, 7, 9]) raises --> read([4]), read([7]), read([9])
                            one raises            "sample 7 can't be read"
                            none, read([4, 7, 9]) raises again     "... but not put into one batch"
-                                                 works now        "reading samples 4, 7, 9 failed once"
+                                                 works now        used, with a warning
                        --> memory ran out: nothing is read again
 """
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,38 +19,53 @@ from lockstep.core.out_of_memory import note_location, out_of_memory_cause
 from lockstep.data.order import Indices
 
 T = TypeVar("T")
+_MOST_WARNINGS = 5  # of a process
+_log = logging.getLogger("lockstep.data")
+_warned = 0
 
 
 def read_or_explain(read: Callable[[Indices], T], indices: Indices) -> T:
-    """Return `read(indices)`; if it raises, raise a RunFailed that names the sample."""
+    """Return `read(indices)`; if it raises, and again, raise a RunFailed that names the sample."""
     try:
         return read(indices)
     except Failure:
         raise
     except Exception as error:
-        raise explained(read, indices, error) from error
+        return read_again(read, indices, error)
 
 
-def explained(read: Callable[[Indices], object], indices: Indices, error: Exception) -> RunFailed:
-    """Read the samples again to find the one for which `read(indices)` raised `error`; return the failure to raise.
+def read_again(read: Callable[[Indices], T], indices: Indices, error: Exception) -> T:
+    """Read the samples again, for which `read(indices)` raised `error`, and return them.
 
     Raises:
+        RunFailed: They can't be read, or not be put into one batch; it names the sample.
         Exception: The error itself, marked with the samples, if memory ran out.
     """
     reraise_out_of_memory(error, indices)
     for index in indices:
         sample_error = _error_of(read, indices[indices == index])
         if sample_error is not None:
-            return RunFailed(f"sample {index} can't be read: {describe(sample_error)}")
-    batch_error = _error_of(read, indices)
-    if batch_error is not None:
+            raise RunFailed(f"sample {index} can't be read: {describe(sample_error)}") from error
+    try:
+        values = read(indices)
+    except Failure:
+        raise
+    except Exception as batch_error:
+        reraise_out_of_memory(batch_error, indices)
         remedy = "; a custom collate function can pad them" if "equal size" in str(batch_error) else ""
         reason = f"{describe(batch_error)}{remedy}"
-        return RunFailed(f"samples {named(indices)} can each be read, but not put into one batch: {reason}")
-    return RunFailed(
-        f"reading samples {named(indices)} failed once and succeeded when it was tried again: {describe(error)}. If "
-        "their storage is unreliable (a network file system, a service), catch the error in the dataset and retry there"
-    )
+        message = f"samples {named(indices)} can each be read, but not put into one batch: {reason}"
+        raise RunFailed(message) from error
+    _warn(f"reading samples {named(indices)} failed once and succeeded when it was tried again: {describe(error)}")
+    return values
+
+
+def _warn(message: str) -> None:
+    global _warned
+    _warned += 1
+    if _warned <= _MOST_WARNINGS:
+        more = "; further ones aren't reported" if _warned == _MOST_WARNINGS else ""
+        _log.warning("%s%s", message, more)
 
 
 def describe(error: Exception) -> str:

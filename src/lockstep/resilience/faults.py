@@ -23,6 +23,15 @@ from typing import TYPE_CHECKING, Any
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import append_to
 from lockstep.core.phase_clock import Phase
+from lockstep.core.planted import plant_unreadable
+from lockstep.resilience.disk_faults import (
+    DISK_KINDS,
+    FLIP,
+    SAMPLE,
+    flip_byte,
+    newest_of_two,
+    plant_in_disk,
+)
 from lockstep.resilience.memory_faults import Trained, plant_in
 
 if TYPE_CHECKING:
@@ -46,6 +55,7 @@ class Fault:
         step: The update in which it fires, from 1.
         phase: At whose first beginning in that update.
         above: Of kind `oom`: the largest micro-batch that fits.
+        folder: Of kind `flip`: where the checkpoints are; it fires in the first update from `step` on that has two.
     """
 
     kind: str
@@ -53,6 +63,7 @@ class Fault:
     step: int
     phase: str
     above: int = 0
+    folder: str = ""
 
 
 class PlantedFault(Exception):
@@ -117,7 +128,11 @@ class _Trap:
             if self._world.rank == 0:
                 self._note("updated", step - 1)
         for number, fault in enumerate(self.faults):
-            if fault.step == step and fault.phase == name and fault.kind != OOM and self._is_first(number):
+            if fault.phase != name or fault.kind == OOM or not _is_due(fault, step) or not self._is_first(number):
+                continue
+            if fault.kind in DISK_KINDS:
+                plant_in_disk(fault.kind, partial(self._note, "fired", step))
+            else:
                 self._note("fired", step)
                 _ACTIONS[fault.kind](fault, self._world)
 
@@ -144,6 +159,19 @@ class _Trap:
             os.write(handle, (json.dumps(line) + "\n").encode())
         finally:
             os.close(handle)
+
+
+def _is_due(fault: Fault, step: int) -> bool:
+    if fault.kind == FLIP:
+        return step >= fault.step and newest_of_two(Path(fault.folder)) is not None
+    return step == fault.step
+
+
+def _flip(fault: Fault, world: World) -> None:
+    file = newest_of_two(Path(fault.folder))
+    if file is not None:
+        flip_byte(file)
+    _kill(fault, world)
 
 
 def _kill(fault: Fault, world: World) -> None:
@@ -191,8 +219,10 @@ _ACTIONS: Mapping[str, Callable[[Fault, World], None]] = {
     "gil": _hold_interpreter,
     "collective": _call_alone,
     "host": _kill_host,
+    SAMPLE: lambda fault, world: plant_unreadable(),
+    FLIP: _flip,
 }
-KINDS = tuple(kind for kind in _ACTIONS if kind != "host")
+KINDS = (*(kind for kind in _ACTIONS if kind != "host"), *DISK_KINDS)
 """Kinds of faults of a run on one host."""
 KINDS_OF_SEVERAL = ("collective",)
 """Kinds of faults that need several ranks."""

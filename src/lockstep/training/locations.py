@@ -105,7 +105,8 @@ def storage_of(checkpoint: Checkpoint, run: Path, given: ObjectStore | None = No
     if section is None and folder is not None and is_address(folder):
         return ObjectStorage(open_store(folder, checkpoint.retry_seconds), id_of_run(run))
     if section is None:
-        return LocalStorage(checkpoint_folder(checkpoint.folder, run), id_of_run(run))
+        folder_path = checkpoint_folder(checkpoint.folder, run)
+        return LocalStorage(folder_path, id_of_run(run), retry_seconds=checkpoint.retry_seconds)
     key = "checkpoint.storage.target"
     if section.target != GIVEN:
         store = instance("storage", section.target, section.arguments, ObjectStore, key=key)

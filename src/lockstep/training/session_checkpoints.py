@@ -37,7 +37,7 @@ def checkpoints_in(
     elif is_address(os.fspath(place)):
         storage = ObjectStorage(open_store(os.fspath(place), section.retry_seconds))
     else:
-        storage = LocalStorage(Path(place).absolute())
+        storage = LocalStorage(Path(place).absolute(), retry_seconds=section.retry_seconds)
     checkpoints = Checkpoints(session, storage, {})
     for note in checkpoints.begin(Resume(fresh=fresh, accept_changes=accept_changes)):
         print_once(f"lockstep: {note}")
