@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 PEBIBYTE = 1 << 50
 SAMPLE_BYTES = 160 << 20
+TOUCHED_BYTES = 512 << 20
 ROOM = 1 << 30
 
 
@@ -32,6 +33,8 @@ class Greedy(nn.Module):
             torch.empty(PEBIBYTE, dtype=torch.uint8)
         if self.where == "limit":
             self._use_memory(len(x))
+        if self.where == "group":
+            torch.ones(len(x), TOUCHED_BYTES, dtype=torch.uint8)
         if self.where == "hog":
             self.held: list[Tensor] = []
             while True:

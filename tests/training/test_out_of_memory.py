@@ -152,6 +152,18 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_named_so(tmp_path: Path) -> 
     assert expected in done.stderr
 
 
+@pytest.mark.drill
+def test_a_rank_that_the_kernel_kills_for_memory_starts_again_with_smaller_micro_batches(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**CONFIG, "recovery": {}}))
+    words = ["-m", "lockstep", "train", "run.yaml", "--model.arguments.where=group"]
+    with control_group(3 << 30) as group:
+        enter = f"echo $$ > {group}/cgroup.procs && exec {sys.executable} {' '.join(words)}"
+        done = subprocess.run(["sh", "-c", enter], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "was killed by SIGKILL: out of memory (the kernel's OOM killer, in this control group)" in done.stderr
+    assert "batch.micro_size is 4 instead of 8 from here on" in done.stderr
+
+
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 

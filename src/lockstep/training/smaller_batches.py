@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lockstep.config.writing import to_plain
+from lockstep.core.errors import ConfigError
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.launch.ends import EndKind
 from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.folder import LOGS
+from lockstep.plan.plan import check_on_ranks
 from lockstep.training.launch_folder import kept_folder
 from lockstep.training.out_of_memory import sizes_too_large
 
@@ -75,11 +77,12 @@ class SmallerBatches:
     def after(self, end: End) -> str:
         """Make the next round's micro-batches smaller after this end; return what changes, empty if nothing can."""
         sizes = {key: size for key, size in (end.too_large or self._size_of_killed(end)).items() if size > 1}
-        if not sizes:
+        smaller = with_smaller(self.job.config, sizes)
+        if not sizes or not _is_possible(smaller, self.ranks):
             return ""
         self._too_large |= sizes
         self.halvings += 1
-        self.job = replace(self.job, config=with_smaller(self.job.config, sizes))
+        self.job = replace(self.job, config=smaller)
         _record(self.folder, self._too_large, self.job.config, self.ranks)
         return changes(sizes)
 
@@ -90,6 +93,15 @@ class SmallerBatches:
             return {}
         size = attempts[-1].number("micro_size")
         return {_MICRO_SIZE: int(size)} if size is not None else {}
+
+
+def _is_possible(config: Config, ranks: int) -> bool:
+    """Return whether the run works with these sizes; some settings need a whole update in one micro-batch."""
+    try:
+        check_on_ranks(config, ranks)
+    except ConfigError:
+        return False
+    return True
 
 
 def changes(sizes: Mapping[str, int]) -> str:
@@ -185,6 +197,11 @@ def _notes_on_sizes(run: Path, config: Config, ranks: int) -> list[str]:
 def _digest(config: Config, ranks: int) -> str:
     plain = to_plain(config)
     settings = [plain[name] for name in _SETTINGS]
-    further = plain["optim"]["name"], plain["batch"]["global_size"], plain["launch"]["device"]
+    further = (
+        plain["optim"]["name"],
+        plain["optim"]["in_backward"],
+        plain["batch"]["global_size"],
+        plain["launch"]["device"],
+    )
     text = json.dumps([settings, further, ranks], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
