@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from lockstep.core.errors import OutOfMemory
 from lockstep.launch.ends import End, EndKind
 from lockstep.monitor.attempts import read_attempts
 from lockstep.resilience.faults import FAULTS, Fault, write_plan
+from lockstep.training.decisions import decided, decision_of
 from lockstep.training.job import Job
 from lockstep.training.smaller_batches import SmallerBatches, recovery_notes, sentences_on_sizes, too_large
+from lockstep.training.start_run import train_as_rank
 
 MODELS = Path(__file__).with_name("out_of_memory_models.py")
 ZERO = {"strategy": "deepspeed", "deepspeed": {"zero_stage": 3}}
@@ -175,6 +178,23 @@ def test_halves_until_one_sample(tmp_path: Path) -> None:
     assert rounds.job.config.batch.micro_size == 1
     assert rounds.after(ran_out()) == ""
     assert rounds.halvings == 2
+
+
+def test_other_hosts_get_the_size_from_the_leader(tmp_path: Path) -> None:
+    job = Job(config_of(recovery={"restarts": 3}), "small")
+    rounds = sizes(tmp_path, job.config)
+    rounds.after(ran_out(batch=8))
+    decision = json.loads(json.dumps(decision_of(job, partial(train_as_rank, rounds.job, tmp_path))))
+    assert decided(job, decision).config == rounds.job.config
+
+
+def test_auto_is_the_size_that_fits(tmp_path: Path) -> None:
+    """What the first update can't have isn't taken; the run is bitwise that with the size given."""
+    parallel, batch = {"strategy": "ddp"}, {"global_size": 16}
+    fault = Fault("oom", 1, 1, "backward", above=4)
+    assert train(tmp_path / "auto", fault=fault, parallel=parallel, batch=batch).returncode == 0
+    assert train(tmp_path / "given", parallel=parallel, batch={**batch, "micro_size": 4}).returncode == 0
+    assert losses(tmp_path / "auto") == losses(tmp_path / "given")
 
 
 def test_a_run_that_needs_whole_updates_is_not_changed(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ class BatchConfig(Section):
     global_size: Positive = 32
     """Samples per update, over all ranks."""
     micro_size: Positive | Auto = "auto"
-    """Samples per forward and backward of a rank, at most; auto: the rank's whole share at once."""
+    """Samples per forward and backward of a rank, at most; auto: the rank's whole share, or the largest part of it that
+    fits. Memory that runs out halves it."""
 
 
 class ParameterRule(Section):

@@ -7,6 +7,7 @@ Settings are those that the supervisor has changed since the start, by their key
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -42,7 +43,7 @@ def decided(job: Job, decision: Mapping[str, Any]) -> Job:
             for part in sections:
                 section = section[part]
             section[name] = value
-        config = Config.model_validate(plain)
+        config = Config.model_validate_json(json.dumps(plain))  # in Python's mode a list is no tuple
     return replace(job, config=config, resume=replace(job.resume, origin=origin, **fields))
 
 
