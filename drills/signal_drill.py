@@ -3,9 +3,9 @@
     command starts ---- 5 ms ---- 5 ms ---- 5 ms ---- ... ---- first update ---- ...
                           a signal at one of these moments, to the launcher or to its process group
 
-Each trial starts a run and sends one signal. The run must end by itself, with all of its processes, with exit code 130
-and one sentence (75 once there was an update to save), without a traceback. Signals that arrive before Python runs the
-first line of Lockstep are counted separately.
+Each trial starts a run and sends one signal. The run must end by itself, with all of its processes, with one sentence
+and exit code 75 (130 after SIGINT and SIGHUP, unless there was an update to save), without a traceback. Signals that
+arrive before Python runs the first line of Lockstep are counted separately.
 
 Prints a table, writes results/signal_drill.json, and fails (exit code 1) if a trial failed.
 """
@@ -33,6 +33,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from attempts import machine, processes_of_group
+
+from lockstep.core.stopping import stop_code
 
 RESULTS = Path(__file__).parent / "results"
 PATIENCE = 60.0  # seconds after the signal; a run that takes longer hangs
@@ -200,7 +202,7 @@ def outcome_of(trial: Trial, code: int, output: str) -> tuple[str, str]:
     if code == 75 and "and saved" in output:
         return "saved", ""
     sentences = re.findall(rf"^lockstep: stopped by {trial.name}$", output, re.MULTILINE)
-    if code != 130:
+    if code != stop_code(number):
         return "failed", f"exit code {code}: {output[-2000:]}"
     if len(sentences) != 1:
         return "failed", f"{len(sentences)} sentences: {output[-2000:]}"
@@ -227,7 +229,7 @@ def summary(outcomes: Sequence[Outcome], first: float) -> dict[str, Any]:
 
 def table(results: Mapping[str, Any]) -> str:
     lines = [
-        "| signal | ranks | sent to | trials | stopped, 130 | saved, 75 | before Lockstep ran | failed | longest, s |",
+        "| signal | ranks | sent to | trials | stopped | saved | before Lockstep ran | failed | longest, s |",
         "|---|--:|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in results["rows"]:

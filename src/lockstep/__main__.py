@@ -21,7 +21,7 @@ def command() -> NoReturn:
     from lockstep.core.stopping import stop_at_once
 
     open_closed_streams()
-    stop_at_once()
+    stop_at_once(trains=sys.argv[1:2] == ["train"])
     from lockstep.cli.main import command as verb
 
     verb()

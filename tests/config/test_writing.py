@@ -87,6 +87,7 @@ _COUPLED = {
     (schema.Optim, "in_backward"), (schema.Memory, "loss_chunk"), (schema.Launch, "nodes"),
     (schema.Checkpoint, "keep_every"), (schema.Checkpoint, "best"), (schema.Run, "end_with"),
     (schema.Run, "samples"), (schema.Run, "tokens"), (schema.Run, "epochs"), (schema.Run, "steps"),
+    (schema.Recovery, "notice"),
 }  # fmt: skip
 
 

@@ -203,7 +203,7 @@ def test_a_host_too_many_and_another_program_are_reported(fork_server: ForkServe
     code, _, err = fork_server.run("host_acts", script=script, ranks=1, section=section)
     assert (code, err) == (2, f"host {HOST} is one too many: all 2 hosts are there: {HOST}, {HOST}\n")
     os.kill(launched[0].pid, signal.SIGTERM)
-    assert ended(launched)[0] == [130, 130]
+    assert ended(launched)[0] == [75, 75]
 
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"

@@ -105,12 +105,13 @@ def test_a_stop_before_the_first_update_is_one_sentence(tmp_path: Path) -> None:
         running.send(sent, group=bool(number % 2))
         code = running.end()
         assert "Traceback" not in running.output
-        if code == 75:  # the first update was faster
-            assert _saves(place)
+        if _saves(place):  # the first update was faster
+            assert code == 75
             continue
         assert not begun
         announced = "lockstep: stops after this update, and saves; once more stops at once\n"  # one rank may be ahead
-        assert (code, running.output.removeprefix(announced)) == (130, f"lockstep: stopped by {sent.name}\n")
+        expected = 130 if sent is signal.SIGINT else 75  # a scheduler's: to be started again
+        assert (code, running.output.removeprefix(announced)) == (expected, f"lockstep: stopped by {sent.name}\n")
         assert not (place / "run").exists() or (place / "run" / "config.yaml").exists()
 
 
@@ -126,7 +127,7 @@ def test_signals_are_handled_before_anything_is_imported(module: bool, tmp_path:
     imported = "torch" in Path(f"/proc/{process.pid}/maps").read_text()
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=60)[1] == "lockstep: stopped by SIGTERM\n"
-    assert process.returncode == 130
+    assert process.returncode == 75
     assert not imported
     assert not list(tmp_path.iterdir())
 

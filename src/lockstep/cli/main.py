@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """End this process with the exit code of `main`; called by `lockstep.__main__`."""
-    stop_at_once()
+    stop_at_once(trains=sys.argv[1:2] == ["train"])
     code = main()
     if "torch" in sys.modules:
         from lockstep.launch.rank import leave

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.numbers_sections import BadNumbers
+from lockstep.core.closest import closest_match
 from lockstep.strategies.section import Auto, Fraction, PathText, Positive, Section
 
 
@@ -281,6 +282,10 @@ class ProfileConfig(Section):
         return self
 
 
+NOTICES = ("aws", "gcp", "azure")
+"""Clouds whose metadata services announce that a machine will be taken back."""
+
+
 class Budgets(Section):
     """Other numbers than `recovery.restarts`, by kind of failure."""
 
@@ -335,6 +340,21 @@ class Recovery(Section):
     host_wait: Annotated[float, Field(ge=0)] = 120.0
     """Several hosts: seconds that the others wait for one that is lost, until it is there again; 0: the run ends. With
     MIN:MAX `launch.nodes` they wait only while there are fewer than MIN."""
+
+    notice: str | None = None
+    """Where a machine announces that it will be taken back: `aws`, `gcp` or `azure` (spot instances), an http address
+    that answers 200, or the path of a file that then exists. The run stops, saved, as after a scheduler's warning."""
+
+    @field_validator("notice")
+    @classmethod
+    def _notice_is_a_place(cls, place: str | None) -> str | None:
+        if place is None or place in NOTICES or place.startswith(("http://", "https://")):
+            return place
+        if "://" in place or not ("/" in place or "." in place):
+            near = closest_match(place, NOTICES)
+            hint = f"did you mean {near}?" if near else f"a file has a slash in its path: ./{place}"
+            raise ValueError(f"{place} is none of {', '.join(NOTICES)}, no http address, and no path; {hint}")
+        return place
 
     @property
     def ever(self) -> bool:

@@ -1,8 +1,11 @@
-"""Signals before the first update, and processes that end together: one sentence, exit code 130, at once.
+"""Signals before the first update, and processes that end together: one sentence, and an exit code, at once.
 
     command starts ---- imports, checks, run folder, ranks ---- first update -------------------------- done
-    SIGTERM, ...        undo, one sentence, exit code 130       `resilience.signals`: stop and save     no effect
+    SIGTERM, SIGUSR1    undo, one sentence, exit code 75        `resilience.signals`: stop and save     no effect
+    SIGINT, SIGHUP      the same, exit code 130                 the same                                no effect
     SIGUSR2             no effect                               save and continue                       no effect
+
+SIGTERM and SIGUSR1 are what schedulers send: the run is to be started again (75), though it has saved nothing yet.
 
 An exception raised by a signal handler would be lost or change its meaning depending on where it arrives: an import
 turns it into another error, a destructor swallows it, C++ aborts. Until the first update a run has nothing that a
@@ -17,6 +20,7 @@ import os
 import signal
 import sys
 from contextlib import contextmanager, suppress
+from functools import partial
 
 TYPE_CHECKING = False  # importing `typing` takes longer than the rest of this module
 if TYPE_CHECKING:
@@ -30,10 +34,22 @@ SAVE_SIGNAL = signal.SIGUSR2
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if sys.platform == "linux" else signal.SIGIO  # on it, a rank writes its stacks
 
 _INHERITED_IF_IGNORED = (signal.SIGINT, signal.SIGHUP)  # by a job in the background, and under nohup
-_EXIT_CODE = 130  # of `core.errors.Stopped`, which would have to be imported
+_SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
+_CODE, _CODE_OF_SCHEDULERS = 130, 75  # of `core.errors.Stopped` and `Paused`, which would have to be imported
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _undo_steps: list[Callable[[], None]] = []
+_codes: list[int] = []
+
+
+def code_at_once() -> int:
+    """Return the exit code of this command, for an undo step of `undo_on_stop`."""
+    return _codes[-1] if _codes else _CODE
+
+
+def stop_code(number: int) -> int:
+    """Return the exit code of a run that a signal has stopped before it had anything to save."""
+    return _CODE_OF_SCHEDULERS if number in _SCHEDULERS else _CODE
 
 
 class StartHandler:
@@ -113,11 +129,16 @@ def blocked_signals(*, forks: bool) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def stop_at_once() -> None:
-    """Make stop signals end this command: call what `undo_on_stop` registered, print one sentence, exit with 130."""
+def stop_at_once(*, trains: bool = False) -> None:
+    """Make stop signals end this command: call what `undo_on_stop` registered, print one sentence, exit.
+
+    Args:
+        trains: Whether the command trains a run, which a scheduler that stops it is to start again.
+    """
     for number in STOP_SIGNALS:
         if _is_handled(number):
-            signal.signal(number, StartHandler(_stop))
+            code = stop_code(number) if trains else _CODE
+            signal.signal(number, StartHandler(partial(_stop, code)))
     signal.signal(SAVE_SIGNAL, StartHandler(lambda number: write_stderr("nothing to save yet")))
 
 
@@ -173,9 +194,10 @@ def _is_handled(number: int) -> bool:
     return number not in _INHERITED_IF_IGNORED or signal.getsignal(number) != signal.SIG_IGN
 
 
-def _stop(number: int) -> None:
+def _stop(code: int, number: int) -> None:
+    _codes.append(code)
     for step in (*reversed(_undo_steps), sys.stdout.flush):
         with suppress(Exception):  # what can't be undone stays
             step()
     write_stderr(f"stopped by {signal.Signals(number).name}")
-    os._exit(_EXIT_CODE)
+    os._exit(code)

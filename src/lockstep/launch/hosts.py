@@ -23,7 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.errors import Problem, RunFailed, Stopped, named_ranks
+from lockstep.core.errors import Paused, Problem, RunFailed, Stopped, named_ranks
+from lockstep.core.stopping import stop_code
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 
@@ -252,7 +253,7 @@ class Hosts:
                 raise RunFailed(f"the run's end isn't known: {_LOST_RELAY}")
             self._wait(requests)
             if requests.own_stops > stops and requests.last_stop is not None:
-                return LaunchResult(Stopped.exit_code, f"stopped by {requests.last_stop.name}")
+                return LaunchResult(stop_code(requests.last_stop), f"stopped by {requests.last_stop.name}")
         return self._result
 
     def finish(self, result: LaunchResult) -> None:
@@ -332,7 +333,7 @@ class Hosts:
                 requests.save_elsewhere()
             case "gone":  # it reports why, instead of starting its ranks
                 self.has_gone = True
-                stopped = message["code"] == Stopped.exit_code
+                stopped = message["code"] in (Stopped.exit_code, Paused.exit_code)
                 text = message["text"] if stopped else f"host {self.world[message['node']].name}: {message['text']}"
                 self._lose(message["node"], End(EndKind.LOST, message["code"], text, time.monotonic()))
             case "lost":

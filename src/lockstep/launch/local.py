@@ -43,7 +43,7 @@ from lockstep.core.control_groups import kernel_kills, why_killed
 from lockstep.core.errors import ConfigError, Problem, Stopped
 from lockstep.core.ranks import ADDRESS, LAUNCHER, NODES, RankEnvironment, started_by_lockstep
 from lockstep.core.safe_path import safe_interpreters
-from lockstep.core.stopping import blocked_signals, handled_signals
+from lockstep.core.stopping import blocked_signals, handled_signals, stop_code
 from lockstep.launch import streams
 from lockstep.launch.devices import check_ranks, threads_per_rank
 from lockstep.launch.ends import End, EndKind, describe, first_cause
@@ -255,7 +255,8 @@ def result_of(
     end = ends[cause]
     if requests is not None and requests.last_stop is not None and end.kind in _CAUSED_BY_STOP:
         at_once = "at once by a second signal, " if requests.stops > 1 else "by "
-        return LaunchResult(Stopped.exit_code, f"stopped {at_once}{requests.last_stop.name}")
+        code = Stopped.exit_code if requests.stops > 1 else stop_code(requests.last_stop)
+        return LaunchResult(code, f"stopped {at_once}{requests.last_stop.name}")
     text = describe(cause, ends, timeout, sigkill, hosts)
     is_traceback = end.kind in (EndKind.TRACEBACK, EndKind.PEER_FAILED) and "\n" in text
     problems = end.problems if text == end.text else ()

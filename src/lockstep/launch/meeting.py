@@ -19,7 +19,7 @@ from lockstep import __version__
 from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed, Stopped, message_of
 from lockstep.core.interfaces import is_loopback
 from lockstep.core.nodes import is_elastic, node_range
-from lockstep.core.stopping import blocked_signals, undo_on_stop
+from lockstep.core.stopping import blocked_signals, code_at_once, undo_on_stop
 from lockstep.launch.host_protocol import SHORT_SILENCE_S, SILENCE_S, job_key
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.outcome import print_on_stderr
@@ -75,7 +75,7 @@ def connected_hosts(
     channel, relay = _start_relay(listener)
     hosts = Hosts(channel, relay, name, leads=listener is not None, recovers=recovers)
     hosts.elastic = is_elastic(launch.nodes)
-    with contextlib.closing(hosts), undo_on_stop(lambda: hosts.fail(Stopped.exit_code, f"stopped on host {name}")):
+    with contextlib.closing(hosts), undo_on_stop(lambda: hosts.fail(code_at_once(), f"stopped on host {name}")):
         hosts.start({**order, "address": address, "name": host})
         if hosts.leads and not token:
             print_on_stderr(f"note: {TOKEN} isn't set: any host that knows the job's id can join this run")

@@ -32,7 +32,7 @@ from socket import socket
 from typing import NoReturn
 
 from lockstep.core import heartbeat
-from lockstep.core.errors import Stopped
+from lockstep.core.errors import Paused, Stopped
 from lockstep.core.failing import reports_failures
 from lockstep.core.heartbeat import READY, Heartbeat
 from lockstep.core.open_files import raise_open_file_limit
@@ -157,13 +157,13 @@ def _end_of_error(error: BaseException, now: float) -> End:
 
 @contextlib.contextmanager
 def signals_stop() -> Iterator[None]:
-    """Raise `Stopped` on SIGTERM and SIGUSR1 while the block runs, unless they are handled already."""
+    """Raise `Paused` on SIGTERM and SIGUSR1 while the block runs, unless they are handled already: nothing is lost."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int) -> None:
-        raise Stopped(f"stopped by {signal.Signals(number).name}")
+        raise Paused(f"stopped by {signal.Signals(number).name}")
 
     numbers = [n for n in (signal.SIGTERM, signal.SIGUSR1) if signal.getsignal(n) == signal.SIG_DFL]
     for number in numbers:

@@ -21,6 +21,7 @@ from lockstep.core.phase_clock import Phase
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.distributed.timeouts import is_timeout
 from lockstep.resilience.guard import ADVICE
+from lockstep.resilience.notices import watched_notice
 from lockstep.resilience.signals import RunSignals, run_signals
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.evaluate import EvaluationStopped
@@ -75,7 +76,8 @@ def run(
     """
     components = components_of(session)
     evaluation = Trigger(components.config.evaluation.every, Request.EVALUATE, components.plan.epoch_samples)
-    with run_signals(shown=components.world.rank == 0) as signals:
+    place = components.config.recovery.notice if components.world.local_rank == 0 else None
+    with run_signals(shown=components.world.rank == 0) as signals, watched_notice(place):
         loop = _Loop(session, monitor, checkpoints, user_logs, profiler, evaluation, signals)
         with rescuing(session, SaveFailed, NothingLearned), loop.complete_history(), closing(profiler):
             profiler.start(session.progress.steps)

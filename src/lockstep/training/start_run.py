@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from lockstep.checkpoint.manifest import CorruptCheckpoint
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
-from lockstep.core.errors import ConfigError, Failure, Problem, Stopped, message_of
+from lockstep.core.errors import ConfigError, Failure, Paused, Problem, Stopped, message_of
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.stopping import blocked_signals, undo_on_stop
@@ -54,7 +54,11 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config, Run
     from lockstep.core.protocols import ObjectStore
 
-_UNTRAINED_CODES = (ConfigError.exit_code, Stopped.exit_code)  # unless the folder holds the run's config
+_UNTRAINED_CODES = (
+    ConfigError.exit_code,
+    Stopped.exit_code,
+    Paused.exit_code,
+)  # unless the folder holds the run's config
 _MAX_DIFFERENCES = 5  # settings shown in a message
 
 
