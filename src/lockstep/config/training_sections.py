@@ -342,7 +342,7 @@ class Recovery(Section):
     MIN:MAX `launch.nodes` they wait only while there are fewer than MIN."""
 
     notice: str | None = None
-    """Where a machine announces that it will be taken back: `aws`, `gcp` or `azure` (spot instances), an http address
+    """Place of the notice that a machine will be taken back: `aws`, `gcp` or `azure` (spot instances), an http address
     that answers 200, or the path of a file that then exists. The run stops, saved, as after a scheduler's warning."""
 
     @field_validator("notice")
