@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.chaos import memory
+from lockstep.chaos import memory, numbers
 from lockstep.chaos.drawing import draw_faults
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
@@ -101,6 +101,7 @@ def run_rounds(
     ranks = job.config.launch.ranks
     number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
     import_ahead(imports_ahead(job.config))
+    job = replace(job, config=numbers.prepared(job.config, kinds, number))
     draws = random.Random(seed)
     kinds = [kind for kind in kinds if number > 1 or kind not in KINDS_OF_SEVERAL]
     undisturbed = folder / "undisturbed"

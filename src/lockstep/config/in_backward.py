@@ -28,6 +28,11 @@ def refusal_in_backward(config: Config) -> str | None:
             "optim.in_backward frees each gradient in the backward, before monitor.histograms can count it; write "
             "monitor.histograms.of: weights"
         )
+    if numbers.nonfinite == "retry":
+        return (
+            "optim.in_backward applies gradients before it is known whether they are finite, so that "
+            "recovery.bad_numbers.nonfinite: retry can't repeat an update; write skip, or in_backward: false"
+        )
     if numbers.spike not in ("ignore", "warn"):
         return (
             f"optim.in_backward applies gradients before their norm is known, and recovery.bad_numbers.spike: "

@@ -12,9 +12,10 @@ from lockstep.strategies.section import Section
 class BadNumbers(Section):
     """Updates whose loss or gradient norm is not finite, or far above those before: a spike."""
 
-    nonfinite: Literal["skip", "stop"] = "skip"
-    """skip: an update with a NaN or an infinity is discarded; stop: it also ends the run. An overflow of fp16 under a
-    loss scale is always skipped."""
+    nonfinite: Literal["skip", "retry", "stop"] = "skip"
+    """skip: an update with a NaN or an infinity is discarded; retry: it is repeated once from the same state, and
+    discarded if it isn't finite again (a GPU makes the host wait for each update); stop: it is discarded, and ends the
+    run. An overflow of fp16 under a loss scale is always skipped."""
     spike: Literal["ignore", "warn", "skip", "stop"] = "warn"
     """warn: an update with a spike is kept and reported; skip: it is discarded; stop: it is discarded, and ends the
     run."""

@@ -57,6 +57,10 @@ class CollectiveTimeout(RunFailed):
     """Other ranks did not reach a collective in time: the cause is there, and they may not report it."""
 
 
+class ReplicasDiffer(RunFailed):
+    """Ranks hold different copies of the same state: what was learned since its checkpoint is not to be trusted."""
+
+
 class PeerFailed(RunFailed):
     """Another rank failed and reports why; nothing is wrong with this one."""
 

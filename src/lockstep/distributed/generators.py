@@ -80,6 +80,13 @@ def restore(saved: Mapping[str, Tensor], rank: int) -> None:
         _restore_if_waiting(name)
 
 
+def put(states: Mapping[str, Tensor], rank: int) -> None:
+    """Set generators to what `states` returned."""
+    for name, generator in _registered.items():
+        if (state := states.get(f"{PREFIX}{rank}.{name}")) is not None:
+            _kind(generator).put(generator, state)
+
+
 @contextmanager
 def replayed_draws(device: torch.device) -> Iterator[Callable[[], bool]]:
     """Restore the state of all generators, the registered ones too, at the block's end.

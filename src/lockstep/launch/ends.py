@@ -30,6 +30,7 @@ from lockstep.core.errors import (
     Paused,
     PeerFailed,
     Problem,
+    ReplicasDiffer,
     RunFailed,
     Stopped,
     blames_a_peer,
@@ -56,6 +57,7 @@ class EndKind(Enum):
     TIMED_OUT = "waited in a collective that not all ranks reached"
     HUNG = "hung, and was killed by the launcher"
     PEER_FAILED = "failed with an error that a peer's failure explains"
+    DIVERGED = "holds another copy of the training state than other ranks"
     LOST = "was on a host that can't be reached any more"
     ENDED = "was stopped or killed by the launcher"
 
@@ -110,6 +112,8 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
             return End(EndKind.STOPPED, Stopped.exit_code, message_of(error).strip(), time)
         case CollectiveTimeout():
             return End(EndKind.TIMED_OUT, error.exit_code, message_of(error), time)
+        case ReplicasDiffer():
+            return End(EndKind.DIVERGED, error.exit_code, message_of(error), time)
         case PeerFailed():
             return End(EndKind.PEER_FAILED, error.exit_code, message_of(error), time)
         case Failure():
@@ -179,7 +183,7 @@ def describe(
     assert end is not None, "only a rank that has ended is a cause"
     name = f"rank {rank} on host {hosts[rank]}" if hosts else f"rank {rank}"
     match end.kind:
-        case EndKind.MESSAGE | EndKind.STOPPED | EndKind.PAUSED if all(
+        case EndKind.MESSAGE | EndKind.DIVERGED | EndKind.STOPPED | EndKind.PAUSED if all(
             other is not None and other.text == end.text for other in ends
         ):
             return end.text

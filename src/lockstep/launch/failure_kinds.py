@@ -39,6 +39,7 @@ NEVER_RETRIED = {FailureKind.CONFIG, FailureKind.REQUEST, FailureKind.MESSAGE}
 _BY_END = {
     EndKind.KILLED: FailureKind.TRANSIENT,
     EndKind.PEER_FAILED: FailureKind.TRANSIENT,
+    EndKind.DIVERGED: FailureKind.TRANSIENT,  # no such state is saved
     EndKind.STOPPED: FailureKind.TRANSIENT,  # by another process than the launcher
     EndKind.TIMED_OUT: FailureKind.HANG,
     EndKind.HUNG: FailureKind.HANG,

@@ -33,8 +33,11 @@ from lockstep.resilience.disk_faults import (
     plant_in_disk,
 )
 from lockstep.resilience.memory_faults import Trained, plant_in
+from lockstep.resilience.number_faults import NUMBER_FAULTS
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from lockstep.distributed.process_group import World
 
 FAULTS = "LOCKSTEP_FAULTS"
@@ -107,6 +110,8 @@ def plant(world: World, steps: int, environ: Mapping[str, str] = os.environ, tra
         return before
 
     clock.enter = entered  # type: ignore[method-assign]
+    if trained is not None:
+        trap.model = trained.model
     for number, fault in enumerate(trap.faults):
         if fault.kind == OOM and trained is not None:
             plant_in(trained, fault.phase, partial(trap.runs_out, number, trained.samples))
@@ -119,6 +124,7 @@ class _Trap:
         self._steps = steps
         self.faults = faults
         self._updated = False
+        self.model: nn.Module | None = None
 
     def entered(self, phase: Phase, updates: int) -> None:
         """See a phase begin, after some updates of this process."""
@@ -134,7 +140,10 @@ class _Trap:
                 plant_in_disk(fault.kind, partial(self._note, "fired", step))
             else:
                 self._note("fired", step)
-                _ACTIONS[fault.kind](fault, self._world)
+                if fault.kind not in NUMBER_FAULTS:
+                    _ACTIONS[fault.kind](fault, self._world)
+                elif self.model is not None:
+                    NUMBER_FAULTS[fault.kind](self.model)
 
     def runs_out(self, number: int, samples: Callable[[bool], int], training: bool) -> bool:
         """Return whether memory runs out, in a forward or backward of training (true) or of an evaluation."""
@@ -224,7 +233,7 @@ _ACTIONS: Mapping[str, Callable[[Fault, World], None]] = {
 }
 KINDS = (*(kind for kind in _ACTIONS if kind != "host"), *DISK_KINDS)
 """Kinds of faults of a run on one host."""
-KINDS_OF_SEVERAL = ("collective",)
+KINDS_OF_SEVERAL = ("collective", "diverge")
 """Kinds of faults that need several ranks."""
-ON_REQUEST = (OOM,)
-"""Further kinds, after which a run isn't bitwise equal to the undisturbed one."""
+ON_REQUEST = (OOM, *NUMBER_FAULTS)
+"""Further kinds, which change what a run computes or need a setting of `recovery`."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.core import heartbeat
-from lockstep.core.errors import Paused, RunFailed, Stopped, blames_a_peer
+from lockstep.core.errors import Paused, ReplicasDiffer, RunFailed, Stopped, blames_a_peer
 from lockstep.core.phase_clock import Phase
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.distributed.timeouts import is_timeout
@@ -25,6 +25,7 @@ from lockstep.resilience.notices import watched_notice
 from lockstep.resilience.signals import RunSignals, run_signals
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.evaluate import EvaluationStopped
+from lockstep.training.replica_check import ReplicaCheck
 from lockstep.training.requests import Trigger
 from lockstep.training.rescue import rescuing
 from lockstep.training.session import Session, components_of, reports_of, seconds_of, updates_of
@@ -77,9 +78,10 @@ def run(
     components = components_of(session)
     evaluation = Trigger(components.config.evaluation.every, Request.EVALUATE, components.plan.epoch_samples)
     place = components.config.recovery.notice if components.world.local_rank == 0 else None
+    replicas = ReplicaCheck(session, components.config.recovery.compare_every)
     with run_signals(shown=components.world.rank == 0) as signals, watched_notice(place):
-        loop = _Loop(session, monitor, checkpoints, user_logs, profiler, evaluation, signals)
-        with rescuing(session, SaveFailed, NothingLearned), loop.complete_history(), closing(profiler):
+        loop = _Loop(session, monitor, checkpoints, user_logs, profiler, evaluation, signals, replicas)
+        with rescuing(session, SaveFailed, NothingLearned, ReplicasDiffer), loop.complete_history(), closing(profiler):
             profiler.start(session.progress.steps)
             heartbeat.begin_stage(heartbeat.Stage.TRAINING, session.progress.steps)
             try:
@@ -89,6 +91,7 @@ def run(
                     loop.finish(at_end=components.config.evaluation.at_end)
             except EvaluationStopped:
                 stops = True
+                replicas.compare()
                 checkpoints.save((), loop.report_saves)
             _finish(checkpoints, loop.report_saves)
             if stops:
@@ -115,6 +118,7 @@ class _Loop:
     profiler: Profiler
     evaluation: Trigger
     signals: RunSignals
+    replicas: ReplicaCheck
     last: StepReport | None = None
     evaluations: tuple[EvaluationReport, ...] = ()
     evaluated_at: int = -1
@@ -133,6 +137,7 @@ class _Loop:
             own = (self.signals, self.evaluation, checkpoints, self.profiler)
             session.request(request for requester in own for request in requester.requests())
             self.report_saves(checkpoints.outcomes())
+            self.replicas.follow()
             if self.follow(before, requests):
                 return True
             self.profiler.updated(session.progress.steps)
@@ -178,8 +183,10 @@ class _Loop:
         saves = checkpoints.is_best(new) or checkpoints.is_due(before, requests)
         stops = Request.STOP in requests
         if stops or (saves and not session.finished):  # at the end, the last evaluation is saved with the state
+            self.replicas.compare()
             checkpoints.save(new, self.report_saves)
         if checkpoints.snapshots.is_due(requests) and not (stops or session.finished):
+            self.replicas.compare()
             checkpoints.snapshots.take()
         return stops
 
@@ -190,6 +197,7 @@ class _Loop:
             new = self._evaluate()
             self.checkpoints.evaluation_due = False
         self.checkpoints.is_best(new)
+        self.replicas.compare()
         self.checkpoints.save(new, self.report_saves)
 
     def report_saves(self, ended: Iterable[SaveReport]) -> None:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from lockstep.core.errors import PeerFailed, RunFailed, Stopped
-from lockstep.core.out_of_memory import note_location
+from lockstep.core.errors import PeerFailed, ReplicasDiffer, Stopped
+from lockstep.core.out_of_memory import located
 from lockstep.core.phase_clock import Phase
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
@@ -25,22 +25,23 @@ from lockstep.distributed import generators
 from lockstep.distributed.consensus import gradients_agree, requests_in, tallies_in
 from lockstep.distributed.user_collectives import print_once
 from lockstep.optim.norms import clip_divisor
-from lockstep.plan.refusals import before_unused
 from lockstep.plan.schedule import fraction_done, is_finished
 from lockstep.resilience.guard import ranks_differ
-from lockstep.resilience.verdicts import Verdicts
+from lockstep.resilience.verdicts import UpdateDecision, Verdicts
 from lockstep.sharding.buffers import BufferSnapshot
-from lockstep.sharding.single import unused_parameters
 from lockstep.training.components import Components, FailureState, VoteParticipant
 from lockstep.training.ledger import Ledger, order_of
 from lockstep.training.left_out import LeftOutSamples
 from lockstep.training.readback import PendingReport, Reports, UpdateNumbers
+from lockstep.training.repeating import UpdateRetry
+from lockstep.training.unused_parameters import refuse_unused
 from lockstep.training.valid_targets import no_valid_target, nonzero_count
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.core.protocols import ObjectStore
+    from lockstep.distributed.consensus import VoteResult
     from lockstep.resilience.spikes import Limits
     from lockstep.training.checkpoints import Checkpoints
 
@@ -62,6 +63,7 @@ class Session:
         self._left_out = LeftOutSamples(components)
         self._saves = VoteParticipant()
         self._failure_state = FailureState(components.world.size == 1)
+        self._retry = UpdateRetry(components, self._failure_state)
         self._failure: Exception | None = None
         self._batches: Iterator[GlobalBatch] | None = None
         self._batch: GlobalBatch | None = None
@@ -117,13 +119,14 @@ class Session:
         """Run forward and backward of this rank's micro-batches; the vote is opened in between."""
         components = self._components
         self._failure_state.begin_forward()
+        self._retry.begin()
         if components.sharding.updates_in_backward:
             self._failure_state.updating = True
             self._saves.before_update()
         components.sharding.step.begin_update(batch.samples, self._rate)
         components.engine.accumulate(batch, components.scaler.scale / self._count, self._open_vote)
         if batch.step == 0:
-            self._refuse_unused_parameters()
+            refuse_unused(components)
 
     def request(self, requests: Iterable[Request]) -> None:
         """Make requests, which all ranks receive with the next vote that is opened."""
@@ -139,21 +142,22 @@ class Session:
         assert upcoming is not None, "commit() comes after accumulate()"
         step, scale, clock = components.sharding.step, components.scaler.scale, components.world.clock
         clock.enter(Phase.OPTIMIZER)
-        outcome = components.consensus.close(step.squared_norm())
+        outcome, norm, decision = self._close_vote(batch)
+        if self._retry.helps(decision.finite):
+            with self._retry.undone(outcome, self._rate()) as requests:
+                self.request(requests)
+                self.accumulate(batch)
+            outcome, norm, decision = self._close_vote(batch)
+            self._retry.report(batch.step + 1, decision.finite)
         clock.enter(Phase.SAVE)
-        norm = outcome.squared_norm**0.5 / scale
-        decision = self._verdicts.decide(batch.step + 1, outcome.loss_sum, self._count, norm)
         rate = self._rate()
         for observe in components.gradient_observers:
             observe(batch.step + 1, scale)
         self._failure_state.updating = True
         self._saves.before_update()
         clock.enter(Phase.OPTIMIZER)
-        try:
+        with located("update", f"in the optimizer's step of update {batch.step + 1}"):
             step.update(rate, clip_divisor(norm, components.config.optim.clip_norm, scale), decision.keep)
-        except Exception as error:
-            note_location(error, "update", f"in the optimizer's step of update {batch.step + 1}")
-            raise
         components.scaler.update(decision.finite)
         clock.enter(Phase.HOST)
         tokens = components.readback.tokens()
@@ -258,6 +262,13 @@ class Session:
         self._components.consensus.open(loss_sum, *self._counts(self._upcoming), tallies, self._requests)
         self._requests.clear()
 
+    def _close_vote(self, batch: GlobalBatch) -> tuple[VoteResult, float | Tensor, UpdateDecision]:
+        """Return the result of the vote, the norm of the unscaled gradient, and whether the update is kept."""
+        components = self._components
+        outcome = components.consensus.close(components.sharding.step.squared_norm())
+        norm = outcome.squared_norm**0.5 / components.scaler.scale
+        return outcome, norm, self._verdicts.decide(batch.step + 1, outcome.loss_sum, self._count, norm)
+
     def _next_batch(self, batches: Iterator[GlobalBatch]) -> GlobalBatch:
         """Return the next update's batch. If its data fails, all ranks finish the current update and learn of it."""
         try:
@@ -301,7 +312,7 @@ class Session:
 
         def report(slots: list[float], norm: float, keep: bool, scale: float, count: float) -> StepReport:
             if not gradients_agree(slots, self._components.world.axis.size):
-                raise RunFailed(ranks_differ(progress.steps - 1))
+                raise ReplicasDiffer(ranks_differ(progress.steps - 1))
             loss = slots[0] / count
             result, spike = self._verdicts.see(progress.steps, loss, norm, limits, keep=keep)
             digest, settled, failed = tallies_in(slots)
@@ -327,14 +338,6 @@ class Session:
             )
 
         return report
-
-    def _refuse_unused_parameters(self) -> None:
-        """Raise for parameters without a gradient, which are a bug; under DDP they would stop the next step."""
-        if self._components.config.parallel.ddp.find_unused_parameters:
-            return
-        if unused := self._components.sharding.step.parameters_without_gradient():
-            plan = self._components.plan
-            raise unused_parameters(unused, remedy=before_unused(plan.strategy, plan.mesh))
 
 
 # --- what other parts of Lockstep need of a session, and users don't ----------------------------------------------

@@ -1,0 +1,93 @@
+"""Copies of the training state that differ between ranks are found, and the ranks are named."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kit import small
+from kit.commands import run_lockstep
+from kit.worlds import in_world
+
+import lockstep
+from lockstep.core.errors import ReplicasDiffer
+from lockstep.resilience.number_faults import flip_bit
+from lockstep.training.replica_check import ReplicaCheck
+from lockstep.training.session import components_of, updates_of
+
+_FLIPPED_AFTER = 3
+_CASES: dict[str, tuple[int, dict[str, Any], str]] = {
+    "two copies": (2, {"strategy": "ddp"}, r"ranks 0 and 1 hold different copies of .*, and no majority"),
+    "three copies": (3, {"strategy": "ddp"}, r"rank 1 holds another copy of .* than the other 2 ranks"),
+    "zero2": (2, {"strategy": "deepspeed", "deepspeed": {"zero_stage": 2}}, r"ranks 0 and 1 hold different copies"),
+    "pipeline": (4, {"strategy": "ddp", "pipeline": 2}, r"ranks 0 and 1 hold different copies"),
+    "hybrid": (
+        4,
+        {"strategy": "fsdp", "data": 2, "fsdp": {"sharding_strategy": "HYBRID_SHARD"}},
+        r"ranks 1 and 3 hold different copies",
+    ),
+}
+
+
+def _found(parallel: dict[str, Any]) -> list[str]:
+    """What a run without a flipped bit ends with, and one with it."""
+    asked = small.config(parallel=parallel, run={"steps": 5})
+    if "pipeline" in parallel:
+        asked |= {"model": {"kind": "custom", "target": "kit.chains:Chain"}}
+        asked |= {"batch": {"global_size": 13, "micro_size": 13}}
+    with small.in_group():
+        return [_outcome(asked, flips=flips and os.environ["RANK"] == "1") for flips in (False, True)]
+
+
+def _outcome(asked: dict[str, Any], *, flips: bool) -> str:
+    with lockstep.session(asked) as session:
+        check = ReplicaCheck(session, 1)
+        try:
+            for _ in updates_of(session, lambda before: False):
+                if flips and session.progress.steps == _FLIPPED_AFTER:
+                    flip_bit(components_of(session).sharding.state.model)
+                check.follow()
+        except ReplicasDiffer as failure:
+            return str(failure)
+    return "alike"
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_ranks_whose_copies_differ_are_named(case: str) -> None:
+    ranks, parallel, expected = _CASES[case]
+    import re
+
+    for usual, flipped in in_world(ranks, _found, parallel):
+        assert usual == "alike"
+        assert flipped.startswith(f"step {_FLIPPED_AFTER}: ")
+        assert re.search(expected, flipped), flipped
+
+
+def test_shards_without_a_copy_are_compared_with_nothing() -> None:
+    assert [found[1] for found in in_world(2, _found, {"strategy": "fsdp"})] == ["alike"] * 2
+
+
+def test_runs_recover_from_both_kinds_of_faults(tmp_path: Path) -> None:
+    """A NaN is computed again; a bit that has flipped is undone by the newest checkpoint."""
+    file = tmp_path / "small.yaml"
+    config = small.config(parallel={"strategy": "ddp"}, launch={"ranks": 2, "device": "cpu"})
+    file.write_text(yaml.safe_dump(config))
+    words = ("--folder", tmp_path / "runs", "--steps", "6", "--rounds", "3", "--seed", "4", "--json")
+    done = run_lockstep("chaos", file, "--faults", "nan,diverge", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)
+    assert {row["fault"] for row in rows} == {"nan", "diverge"}
+    for row in rows:
+        assert row["passed"]
+        shown = "ranks 0 and 1 hold different copies" if row["fault"] == "diverge" else "it was repeated"
+        assert shown in Path(row["output"]).read_text()
+
+
+def test_one_rank_has_no_copies(tmp_path: Path) -> None:
+    done = run_lockstep("chaos", "digits", "--ranks", "1", "--faults", "diverge", "--folder", tmp_path / "runs")
+    assert done.returncode == 2
+    assert "start 2 ranks at least" in done.stderr
