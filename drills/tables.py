@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import attack_drill
 import aws_drill
 import doctor_drill
 import elastic_drill
@@ -31,6 +32,7 @@ TABLES = {
     "s3_drill_runs": s3_drill.table,
     "doctor_drill": doctor_drill.table,
     "aws_drill": aws_drill.table,
+    "attack_drill": attack_drill.table,
 }
 
 

@@ -12,9 +12,10 @@ from kit import small
 from kit.worlds import in_world
 
 import lockstep
+from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.training.audit import Audit, audit
 
 BAD = {5: OSError("broken image"), 17: KeyError("no label")}
@@ -22,16 +23,18 @@ ODD = 9
 
 
 class Points:
-    """40 points; two can't be read, and one is shorter."""
+    """40 points; two can't be read, and one is shorter; `mended`: all are fine."""
 
-    def __init__(self) -> None:
-        self._points = small.points()
+    def __init__(self, mended: bool = False) -> None:
+        self._points, self._mended = small.points(), mended
 
     def __len__(self) -> int:
         return len(self._points)
 
     def __getitem__(self, index: int) -> Any:
         point, label = self._points[index]
+        if self._mended:
+            return point, label
         if index in BAD:
             raise BAD[index]
         return (point[:3] if index == ODD else point), label
@@ -157,3 +160,39 @@ def test_weights_are_finite_where_a_whole_update_is_left_out(tmp_path: Path) -> 
     bad = {"bad_samples": {"policy": "skip", "limit": 3}}
     tiny = config(tmp_path / "run", data=bad) | {"batch": {"global_size": 1, "micro_size": 1}}
     assert torch.isfinite(torch.tensor(in_world(1, trained, tiny)[0]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_leaves_out_the_same_by_its_config_is_equal(alone: Path, tmp_path: Path, ranks: int) -> None:
+    told = config(tmp_path / "run", data={"bad_samples": {}, "leave_out": [5, 9, "17-17"]})
+    told["data"]["train"]["arguments"] = {"mended": True}
+    in_world(ranks, trained, told)
+    assert losses(tmp_path / "run") == losses(alone)
+    first, second = (LocalStorage(folder / "checkpoints") for folder in (alone, tmp_path / "run"))
+    with OpenCheckpoint(first, first.names()[-1]) as one, OpenCheckpoint(second, second.names()[-1]) as other:
+        compared = compare(one, other)
+    assert not compared.values
+    assert compared.same > 0
+    found = audited(tmp_path / "run")
+    assert found.complete
+    assert {(sample.index, sample.reason) for sample in found.left_out} == {(i, "data.leave_out") for i in (5, 9, 17)}
+
+
+@pytest.mark.parametrize(
+    ("leave_out", "message"),
+    [
+        ([40], "the last of the 40 samples of data.train is 39"),
+        (["7-3"], "write 3-7"),
+        (["x"], "write 17, or 100-163"),
+        ([-1], "write 17, or 100-163"),
+    ],
+)
+def test_ranges_that_are_refused(leave_out: list[Any], message: str) -> None:
+    with (
+        pytest.raises(ConfigError, match=message),
+        lockstep.session(small.config(data=DATA | {"leave_out": leave_out})),
+    ):
+        pass
+
+
+DATA = {"train": {"kind": "custom", "target": f"{__name__}:Points", "arguments": {"mended": True}}}

@@ -30,19 +30,23 @@ def run(arguments: Sequence[str]) -> int:
     add_json(parser)
     args = parser.parse_args(arguments)
 
-    from lockstep.core.errors import ConfigError
+    from lockstep.core.errors import ConfigError, RunFailed
     from lockstep.looking.states import status_of
-    from lockstep.monitor.folder import is_run
+    from lockstep.monitor.folder import is_run, refuse_escaping_links
     from lockstep.report.explanation import explain
 
     if not is_run(args.run):
         raise ConfigError(f"{args.run} is not the folder of a run: it has neither config.yaml nor run.lock")
+    refuse_escaping_links(args.run)
     peak = None
     if args.measure:
         from lockstep.measuring.device_peak import peak_of_run
 
         peak = peak_of_run(args.run)
-    explanation = explain(args.run, _profiled(args.run), peak, status_of(args.run).sentence)
+    try:
+        explanation = explain(args.run, _profiled(args.run), peak, status_of(args.run).sentence)
+    except OSError as error:
+        raise RunFailed(f"can't read {error.filename or args.run}: {error.strerror or error}") from error
     if args.json:
         emit({"run": str(args.run), **_as_json(explanation)})
         return 0

@@ -1,4 +1,4 @@
-"""Refuses URLs where a path of a file system is needed.
+"""Refuses URLs where a path of a file system is needed, and links that lead nowhere.
 
 `Path("s3://bucket/run")` would create a local folder `s3:`. Where an address of an object store may stand instead, see
 `lockstep.stores.addresses`.
@@ -43,3 +43,11 @@ def local_path(text: str | os.PathLike[str]) -> Path:
         return Path(checked_path_text(os.fspath(text)))
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def target_of(link: Path) -> Path:
+    """Return where a link leads. Raises ConfigError if it leads to itself."""
+    try:
+        return link.resolve()
+    except (OSError, RuntimeError):
+        raise ConfigError(f"{link} is a link that leads to itself: remove it") from None

@@ -1,4 +1,4 @@
-"""A source that leaves out samples that can't be read, or not be put into a batch with others.
+"""A source that leaves out samples that can't be read, or not be put into a batch with others, or shall be left out.
 
 fetch [4, 7, 9] raises --> [4], [7], [9] are read one by one: [7] raises      --> [4, 9], and 7 is left out
                            none raises; with a sample that is fine, 9 raises  --> [4, 7], and 9 is left out
@@ -28,6 +28,8 @@ from lockstep.data.unreadable import describe, named, reraise_out_of_memory
 if TYPE_CHECKING:
     from lockstep.core.protocols import Source
 
+CONFIGURED = "data.leave_out"
+"""The reason of samples that the config leaves out."""
 _LOOKED_AT = 16
 _MOST = 0.75  # of the samples that are looked at have the shapes that all must have
 
@@ -41,14 +43,19 @@ class SkippingSource:
 
     Args:
         uniform: Whether the source puts only samples of equal shapes into one batch.
+        skips: Whether other samples than `known` may be left out.
+        known: Reasons of samples to leave out, by index.
     """
 
-    def __init__(self, source: Source, *, uniform: bool) -> None:
+    def __init__(
+        self, source: Source, *, uniform: bool, skips: bool = True, known: Mapping[int, str] | None = None
+    ) -> None:
         self.source = source
         self.facts = source.facts
         self.fingerprint = source.fingerprint
         self.draws = source.draws
-        self._known: dict[int, str] = {}
+        self._known = dict(known or {})
+        self._skips = skips
         self._uniform = uniform
         self._shapes: str | None = None
         self._reference: Indices | None = None
@@ -76,6 +83,8 @@ class SkippingSource:
             try:
                 batch = self._read(usable)
             except Exception as error:
+                if not self._skips:
+                    raise
                 faults = self._faults(usable, error)
                 if not faults and tried_again:
                     raise
@@ -132,6 +141,8 @@ class SkippingSource:
         shapes: dict[int, str] = {}
         with noise.keyed_generators(0):
             for index in self._candidates():
+                if int(index) in self._known:
+                    continue
                 try:
                     shapes[int(index)] = _shapes_of(self.source.fetch(np.array([index])))
                 except Exception as error:

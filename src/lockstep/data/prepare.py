@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from lockstep.data.tokens import FORMAT, Header, write_header
 
 _ROWS = {".csv", ".parquet", ".json"}  # files of rows, read by the datasets library
 _BATCH = 1000  # documents tokenized at a time
+_MOST_SHOWN = 200  # characters of a reason
 _BYTE_END = 256  # the end token of `bytes`
 Ids = NDArray[np.uint32]
 
@@ -122,14 +123,23 @@ def _file_documents(path: Path, column: str) -> Iterator[str]:
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} isn't text in UTF-8: {error}") from error
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                yield json.loads(line)[column]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{path}:{number} isn't a JSON object with a column {column} ({error!r})") from error
+            if line.strip():
+                yield _document(line, f"{path}:{number}", column)
+
+
+def _document(line: bytes, where: str, column: str) -> str:
+    """Return the text of a line. Raises ConfigError."""
+    try:
+        text = json.loads(line.decode("utf-8"))[column]
+        text.encode("utf-8")  # no half of a surrogate pair
+    except UnicodeError as error:
+        raise ConfigError(f"{where} isn't text in UTF-8: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {str(error)[:_MOST_SHOWN]}"
+        raise ConfigError(f"{where} isn't a JSON object with a text in the column {column} ({reason})") from error
+    return cast("str", text)
 
 
 def _rows(name: str, configuration: str | None, split: str, column: str) -> Iterator[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from lockstep.config.data_sections import range_of
 from lockstep.config.schema import (
     CustomData,
     DataSource,
@@ -17,11 +18,12 @@ from lockstep.config.schema import (
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch
-from lockstep.data.bad_samples import SkippingSource
+from lockstep.data.bad_samples import CONFIGURED, SkippingSource
 from lockstep.data.order import Indices
 
 LANGUAGE_MODEL = "language-model"
 """The task of Lockstep's language models."""
+_MOST_LEFT_OUT = 10_000  # each is listed in every checkpoint
 _TASKS = {
     "stdlib-text": ("causal-lm",),
     "stdlib-functions": ("sequence-classification",),
@@ -104,11 +106,33 @@ class PreparedSource:
         return self.prepare(self.source.fetch(indices))
 
 
-def skipping(source: Source) -> Source:
-    """Return a source that leaves out samples that can't be used."""
+def skipping(source: Source, *, skips: bool = True, ranges: Sequence[int | str] = ()) -> Source:
+    """Return a source that leaves out samples that can't be used (`skips`), and those of `data.leave_out` (`ranges`).
+
+    Raises:
+        ConfigError: There are no such samples, or too many.
+    """
     from lockstep.data.custom import ItemSource
 
-    return SkippingSource(source, uniform=isinstance(source, ItemSource) and source.is_uniform)
+    if not skips and not ranges:
+        return source
+    left_out = _indices_of(ranges, source.facts.samples)
+    uniform = skips and isinstance(source, ItemSource) and source.is_uniform
+    return SkippingSource(source, uniform=uniform, skips=skips, known=dict.fromkeys(left_out, CONFIGURED))
+
+
+def _indices_of(ranges: Sequence[int | str], samples: int) -> list[int]:
+    indices: set[int] = set()
+    for entry in ranges:
+        first, last = range_of(entry)
+        if last >= samples:
+            why = f"{entry}, but the last of the {samples:,} samples of data.train is {samples - 1}"
+            raise ConfigError(Problem("", "data.leave_out", why))
+        if last - first >= _MOST_LEFT_OUT or len(indices) > _MOST_LEFT_OUT:
+            why = f"more than {_MOST_LEFT_OUT:,} samples; take them out of the dataset, which is then another one"
+            raise ConfigError(Problem("", "data.leave_out", why))
+        indices.update(range(first, last + 1))
+    return sorted(indices)
 
 
 def skipping_part(source: Source) -> SkippingSource | None:

@@ -47,7 +47,7 @@ from typing import Any
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, is_missing, is_same_file, read_bounded, write_atomically
 from lockstep.core.jobs import JOB_FILES
-from lockstep.core.local_paths import local_path
+from lockstep.core.local_paths import local_path, target_of
 from lockstep.monitor import history
 from lockstep.monitor.media_folder import MEDIA
 
@@ -328,9 +328,10 @@ def refuse_escaping_links(run: Path) -> None:
     """
     root = run.resolve()
     for path, mode in _entries(run):
-        if stat.S_ISLNK(mode) and not path.resolve().is_relative_to(root):
+        target = target_of(path) if stat.S_ISLNK(mode) else root
+        if not target.is_relative_to(root):
             raise ConfigError(
-                f"{path} is a link to {path.resolve()}, outside of the run's folder; replace the link by its target, "
+                f"{path} is a link to {target}, outside of the run's folder; replace the link by its target, "
                 "and keep checkpoints elsewhere with checkpoint.folder"
             )
         if not (stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):

@@ -134,7 +134,7 @@ def left_out(samples: Mapping[int, str], most: int = _MAX_LISTED) -> list[str]:
     listed = "; ".join(f"{index}: {reason}" for index, reason in list(samples.items())[:most])
     more = f"; and {len(samples) - most:,} more" if len(samples) > most else ""
     number = "1 sample" if len(samples) == 1 else f"{len(samples):,} samples"
-    return [f"Left out {number} of the training data, which can't be used: {listed}{more}."]
+    return [f"Left out {number} of the training data: {listed}{more}."]
 
 
 def _restarts(run: RunData) -> str:

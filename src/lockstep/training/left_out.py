@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import LeftOutSample, Request
+from lockstep.data.bad_samples import CONFIGURED
 from lockstep.data.sources import skipping_part
 from lockstep.distributed.user_collectives import print_once
 from lockstep.training.ledger import left_out_in
@@ -58,17 +59,17 @@ class LeftOutSamples:
         shares = cast("list[_Share]", self._axis.gather(share))
         knew, failure_state.fails_together = failure_state.fails_together, True  # if it fails here
         _refuse_different(shares)
-        before = self._indices()
+        before = {sample.index for sample in _bad(self._samples)}
         new = sorted((sample for _, counts, part in shares if counts for sample in part), key=_by_position)
         self._samples += new
         self._unseen += new
         self._leave_out()
-        for sample in new:
+        for sample in _bad(new):
             if sample.index not in before:
                 before.add(sample.index)
                 print_once(f"lockstep: {_line(sample)}; left out, {len(before)} of at most {self._limit}")
         if len(before) > self._limit:
-            raise RunFailed(_over_limit(self._samples, self._limit))
+            raise RunFailed(_over_limit(_bad(self._samples), self._limit))
         failure_state.fails_together = knew
 
     def take_new(self) -> list[LeftOutSample]:
@@ -89,10 +90,12 @@ class LeftOutSamples:
     def _leave_out(self) -> None:
         """Have the source of this process read none of them again."""
         if self._source is not None:
-            self._source.leave_out({sample.index: sample.reason for sample in self._samples})
+            self._source.leave_out({sample.index: sample.reason for sample in _bad(self._samples)})
 
-    def _indices(self) -> set[int]:
-        return {sample.index for sample in self._samples}
+
+def _bad(samples: Iterable[LeftOutSample]) -> list[LeftOutSample]:
+    """Return the samples that the config doesn't leave out."""
+    return [sample for sample in samples if sample.reason != CONFIGURED]
 
 
 def _by_position(sample: LeftOutSample) -> int:

@@ -75,7 +75,7 @@ def open_sources(config: Config, given: UserObjects, model: nn.Module | None = N
     task, tokenizer = task_of(config, model)
     skips = config.data.bad_samples.policy == "skip"
     train = _open(config.data.train, given, given.train_dataset, "data.train", task, tokenizer, skips=skips)
-    train = skipping(train) if skips else train
+    train = skipping(train, skips=skips, ranges=config.data.leave_out)
     evaluation = {
         name: _open(section, given, given.eval_datasets.get(name), f"data.evaluation.{name}", task, tokenizer)
         for name, section in config.data.evaluation.items()
