@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from lockstep.strategies.section import Auto, Fraction, PathText, PlaceText, Positive, Section
 
-_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+SampleIndex = Annotated[int, Field(ge=0, lt=2**62)]
 
 
 class StdlibText(Section):
@@ -150,25 +149,7 @@ class Data(Section):
     drop_last: bool = False
     """Drop the last samples of an epoch that don't fill a global batch; false: the last update is smaller."""
     bad_samples: BadSamples = BadSamples()
-    leave_out: tuple[int | str, ...] = ()
-    """Samples of `train` that every epoch leaves out of their updates, by index, or as ranges whose last is included:
-    `[17, 100-163]`. Positions, global batches, rates and all other samples stay the same."""
+    leave_out: tuple[tuple[SampleIndex, SampleIndex], ...] = ()
+    """Samples of `train` that every epoch leaves out of their updates, as ranges [first, last] of indices:
+    `[[17, 17], [100, 163]]`. Positions, global batches, rates and all other samples stay the same."""
     loader: Loader = Loader()
-
-    @field_validator("leave_out")
-    @classmethod
-    def _are_ranges(cls, entries: tuple[int | str, ...]) -> tuple[int | str, ...]:
-        for entry in entries:
-            first, last = range_of(entry)
-            if first > last:
-                raise ValueError(f"{entry} ends before it begins; write {last}-{first}")
-        return entries
-
-
-def range_of(entry: int | str) -> tuple[int, int]:
-    """Return first and last sample of an entry of `data.leave_out`. Raises ValueError if it isn't one."""
-    match = _RANGE.fullmatch(str(entry))
-    if match is None:
-        raise ValueError(f"{entry!r} is neither an index of a sample nor a range; write 17, or 100-163")
-    first, last = match.groups()
-    return int(first), int(last or first)

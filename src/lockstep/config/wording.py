@@ -28,7 +28,7 @@ def expectation(at: ValueShape) -> str:
     if at.interval:
         valid.append("an interval such as 100 steps or 1 epoch")
     if at.items:
-        inner = "mappings" if at.items.sections() else "numbers" if at.items.real else "text"
+        inner = _plural(at.items)
         valid.append(f"a list of {at.length} {inner}" if at.length else f"a list of {inner}")
     elif at.values or at.sections():
         valid.append("a mapping of names to values" if at.values else "a mapping")
@@ -37,6 +37,15 @@ def expectation(at: ValueShape) -> str:
     if at.nullable:
         valid.append("null")
     return ", or ".join(valid) or "a value"
+
+
+def _plural(item: ValueShape) -> str:
+    """Return what the items of a list are."""
+    if item.items:
+        return f"lists of {item.length or ''} {_plural(item.items)}".replace("  ", " ")
+    if item.whole:
+        return f"whole numbers{_bounds(item.whole)}"
+    return "mappings" if item.sections() else "numbers" if item.real else "text"
 
 
 def _bounds(bounds: Range) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from lockstep.config.data_sections import range_of
 from lockstep.config.schema import (
     CustomData,
     DataSource,
@@ -106,7 +105,7 @@ class PreparedSource:
         return self.prepare(self.source.fetch(indices))
 
 
-def skipping(source: Source, *, skips: bool = True, ranges: Sequence[int | str] = ()) -> Source:
+def skipping(source: Source, *, skips: bool = True, ranges: Sequence[tuple[int, int]] = ()) -> Source:
     """Return a source that leaves out samples that can't be used (`skips`), and those of `data.leave_out` (`ranges`).
 
     Raises:
@@ -121,12 +120,11 @@ def skipping(source: Source, *, skips: bool = True, ranges: Sequence[int | str] 
     return SkippingSource(source, uniform=uniform, skips=skips, known=dict.fromkeys(left_out, CONFIGURED))
 
 
-def _indices_of(ranges: Sequence[int | str], samples: int) -> list[int]:
+def _indices_of(ranges: Sequence[tuple[int, int]], samples: int) -> list[int]:
     indices: set[int] = set()
-    for entry in ranges:
-        first, last = range_of(entry)
+    for first, last in map(sorted, ranges):
         if last >= samples:
-            why = f"{entry}, but the last of the {samples:,} samples of data.train is {samples - 1}"
+            why = f"[{first}, {last}], but the last of the {samples:,} samples of data.train is {samples - 1}"
             raise ConfigError(Problem("", "data.leave_out", why))
         if last - first >= _MOST_LEFT_OUT or len(indices) > _MOST_LEFT_OUT:
             why = f"more than {_MOST_LEFT_OUT:,} samples; take them out of the dataset, which is then another one"
