@@ -303,9 +303,10 @@ def test_second_ctrl_c_ends_at_once(fork_server: ForkServer, tmp_path: Path) -> 
     assert not any(_alive(pid) for pid in ranks)
 
 
-def test_an_orderly_stop_has_a_time_limit(fork_server: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("section", [{"timeout": 0.5}, {"grace": 0.5}], ids=["timeout", "grace"])
+def test_an_orderly_stop_has_a_time_limit(fork_server: ForkServer, tmp_path: Path, section: dict[str, float]) -> None:
     script = [f"deaf,pid:{tmp_path},sleep:60"] * 2
-    launched = fork_server.start("acts", script=script, section={"timeout": 0.5})
+    launched = fork_server.start("acts", script=script, section=section)
     _ranks(tmp_path, 2)
     _send(launched, signal.SIGTERM, group=False)
     assert launched.wait() == 75

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,18 @@ import pytest
 import torch
 import yaml
 from kit import small
-from kit.commands import Done, run_lockstep
+from kit.commands import Done, run_lockstep, start_lockstep
 from safetensors.torch import load_file
 
 from lockstep.checkpoint.inspection import verify_all
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.launch.memory_folder import MemoryFolder
-from lockstep.resilience.faults import FAULTS, Fault, write_plan
+from lockstep.resilience.faults import FAULTS, Fault, events_of, write_plan
 
 STEPS = 12
 
 
-def train(folder: Path, fault: Fault | None = None, *words: str, **recovery: Any) -> Done:
+def write_config(folder: Path, **recovery: Any) -> Path:
     config = small.config(
         run={"steps": STEPS, "folder": str(folder)},
         parallel={"strategy": "fsdp"},
@@ -32,6 +33,11 @@ def train(folder: Path, fault: Fault | None = None, *words: str, **recovery: Any
     )
     file = folder.parent / f"{folder.name}.yaml"
     file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def train(folder: Path, fault: Fault | None = None, *words: str, **recovery: Any) -> Done:
+    file = write_config(folder, **recovery)
     plan = folder.parent / "faults.json"
     if fault is not None:
         write_plan(plan, [fault])
@@ -91,4 +97,21 @@ def test_a_killed_launcher_leaves_its_memory_to_the_next_start(tmp_path: Path, u
     again = train(run)
     assert again.returncode == 0, again.stderr
     assert "which was in memory" in again.stdout
+    assert_same(run, undisturbed)
+
+
+def test_a_stop_in_an_update_that_outlasts_the_grace_saves_the_newest_snapshot(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    run, plan = tmp_path / "run", tmp_path / "faults.json"
+    write_plan(plan, [Fault("hang", 1, 10, "data")])
+    variables = json.dumps({FAULTS: str(plan)})
+    running = start_lockstep(
+        "train", write_config(run), "--launch.grace", 1, "--launch.environment", variables, cwd=tmp_path
+    )
+    running.wait_for(lambda: any(event["event"] == "fired" for event in events_of(plan)))
+    running.send(signal.SIGTERM)
+    assert running.end() == 75, running.output
+    assert "was in memory, and is saved in" in running.output
+    assert train(run).returncode == 0
     assert_same(run, undisturbed)

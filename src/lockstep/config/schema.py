@@ -129,6 +129,10 @@ class Launch(Section):
     with `torch.distributed`."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that a collective may take before the run fails. Ranks wait for data and disks without a limit."""
+    grace: Annotated[float, Field(gt=0)] | None = None
+    """Seconds that a scheduler leaves between its signal and the end of all processes. Ranks that haven't saved and
+    stopped after four fifths of it, because an update or a save takes longer, are ended, and their newest snapshot in
+    memory is saved."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the rendezvous store; 0: any free one."""
     environment: dict[str, str] = {}

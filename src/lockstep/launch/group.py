@@ -56,9 +56,11 @@ class SignalRequests:
         own_stops: Number of requests to stop the run that were made here.
         own_saves: Number of requests to save and continue that were made here.
         last_stop: The last signal that requested a stop.
+        patience: Seconds that the ranks have to stop after the first request.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = math.inf) -> None:
+        self.patience = patience
         self.own_stops = self.own_saves = self._other_stops = self._other_saves = 0
         self.last_stop: signal.Signals | None = None
         self._stopped_at = -math.inf
@@ -238,7 +240,7 @@ def watch(
                 member.forward(SAVE_SIGNAL)
         if requests.stops > stops:
             stops = requests.stops
-            _stop(stops, living, deadlines, patience)
+            _stop(stops, living, deadlines, min(patience, requests.patience))
         _set_deadlines(_ends(members, hosts), deadlines, patience, hosts.size if hosts is not None else len(members))
         _enforce(living, deadlines, _GRACE_CUT_OFF if hosts is not None and hosts.is_cut_off else _GRACE)
         if hosts is not None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -70,6 +71,7 @@ _GUARD = (
     'under `if __name__ == "__main__":`'
 )
 _MAX_REASON_LENGTH = 300  # characters
+_SHARE_OF_GRACE = 0.8
 _CAUSED_BY_STOP = (EndKind.INTERRUPTED, EndKind.PEER_FAILED, EndKind.ENDED)  # ranks that stop break their connections
 
 
@@ -146,7 +148,7 @@ def launch(
         return _run_here(entry, launch, logs)
     job = _Launch(entry, ranks, launch, logs, forks, hosts, watchdog)
     with (
-        contextlib.closing(SignalRequests()) as requests,
+        contextlib.closing(SignalRequests(_patience(launch.grace))) as requests,
         handled_signals(requests.stop, requests.save, last=not own_process),
     ):
         result, ends = _run_ranks(job, remedy, requests)
@@ -197,6 +199,11 @@ def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> La
             append_end(log, end)
             append_ends(logs, 0, [end], [socket.gethostname()], result, old_sizes)
         return result
+
+
+def _patience(grace: float | None) -> float:
+    """Return how long ranks may take to stop, so that time is left in which a snapshot is saved instead."""
+    return math.inf if grace is None else _SHARE_OF_GRACE * grace
 
 
 def _run_ranks(job: _Launch, remedy: str, requests: SignalRequests) -> tuple[LaunchResult, list[End]]:

@@ -20,6 +20,7 @@ from lockstep.core.errors import Paused, ReplicasDiffer, RunFailed, Stopped, bla
 from lockstep.core.phase_clock import Phase
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.distributed.timeouts import is_timeout
+from lockstep.distributed.user_collectives import print_once
 from lockstep.resilience.guard import ADVICE
 from lockstep.resilience.notices import watched_notice
 from lockstep.resilience.signals import RunSignals, run_signals
@@ -122,6 +123,7 @@ class _Loop:
     last: StepReport | None = None
     evaluations: tuple[EvaluationReport, ...] = ()
     evaluated_at: int = -1
+    warned_of_grace: bool = False
 
     def train(self) -> bool:
         """Train to the run's end, or until it stops early or as requested; return whether a request stopped it, saved.
@@ -201,8 +203,15 @@ class _Loop:
         self.checkpoints.save(new, self.report_saves)
 
     def report_saves(self, ended: Iterable[SaveReport]) -> None:
+        grace = components_of(self.session).config.launch.grace
         for report in ended:
             self.monitor.saved(report)
+            if grace is not None and report.seconds > grace and not self.warned_of_grace:
+                self.warned_of_grace = True
+                print_once(
+                    f"lockstep: the save of step {report.step:,} took {report.seconds:.0f} s, and launch.grace leaves "
+                    f"{grace:g} s: a stop would keep the newest checkpoint or snapshot instead"
+                )
 
     @contextmanager
     def complete_history(self) -> Iterator[None]:
