@@ -10,6 +10,7 @@ import attack_drill
 import aws_drill
 import doctor_drill
 import elastic_drill
+import hang_drill
 import hosts_drill
 import kill_drill
 import partition_drill
@@ -26,6 +27,8 @@ TABLES = {
     "elastic_drill": elastic_drill.table,
     "hosts_drill": hosts_drill.table,
     "partition_drill": partition_drill.table,
+    "hang_drill_table": hang_drill.table,
+    "hang_drill_long": hang_drill.table,
     "versions": versions_drill.table,
     "peers_drill": peers_drill.table,
     "s3_drill": s3_drill.table,

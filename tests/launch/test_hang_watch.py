@@ -118,6 +118,12 @@ def evaluates(clock: PhaseClock) -> None:
     time.sleep(60)
 
 
+def waits_in_save(clock: PhaseClock) -> None:
+    updates(clock)
+    clock.enter(Phase.SAVE)
+    sleep_in("/x/lockstep/distributed/store_exchange.py")
+
+
 def begins(clock: PhaseClock) -> None:
     heartbeat.begin_stage(Stage.START)
     time.sleep(60)
@@ -208,10 +214,20 @@ def test_the_rank_that_hangs_is_named_and_killed(
     assert "distributed_c10d.py" in report
 
 
+def test_a_rank_in_a_collective_and_one_that_waits_in_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.launch.hang_watch._DEADLOCK_S", 0.3)
+    with watched(tmp_path, waits, waits_in_save) as (watch, members):
+        look(watch, members, 3.0)
+    (end,) = [member.end for member in members if member.end is not None]
+    assert "collectives that don't match: rank 0 in a collective at" in end.text
+    assert "rank 1 in a wait for the others at" in end.text
+
+
 @pytest.mark.parametrize("act", [compiles, is_debugged, evaluates, begins, makes_its_first_update])
 def test_what_may_take_long_is_neither_named_nor_killed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], act: Act
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, act: Act
 ) -> None:
+    monkeypatch.setattr("lockstep.launch.hang_watch._DEADLOCK_S", 0.3)
     with watched(tmp_path, waits, act) as (watch, members):
         look(watch, members, 1.0)
     assert not any(member.end for member in members)

@@ -125,6 +125,8 @@ def collectives_text(sights: Sequence[Sight], stacks: Mapping[int, str]) -> str:
     for sight in sights:
         number = int(sight.beat.numbers[heartbeat.OPERATION])
         name = NAMES[number - 1] if number else "a collective"
+        if sight.phase in (Phase.SAVE, Phase.EVALUATION) and not sight.waits:
+            name = "a wait for the others"
         line = line_of(main_frames(stacks.get(sight.process, "")))
         texts.setdefault(f"{name} at {line}" if line is not None else name, []).append(sight.rank)
     return "; ".join(f"{named_ranks(ranks)} in {text}" for text, ranks in texts.items())

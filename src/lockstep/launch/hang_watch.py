@@ -46,11 +46,13 @@ if TYPE_CHECKING:
     from lockstep.launch.group import RankProcess
 
 _TICK_S = 0.1
+_EARLIER = 3  # looks before its limit, so that a rank is named within it, with its stack
 _GAP_S = 1.0  # between two looks: this process didn't run
 _NOTED = 64  # updates
 _FIRST = 5  # updates of a process that may be slow
 _SLOWEST = 2.0  # times the slowest of the last updates
 _AGAIN = 2.0  # times the time after which a named rank has moved by itself
+_DEADLOCK_S = 5.0  # after which the stacks of ranks are looked at that may wait without a mark
 _LOADED_S = 0.5  # after which waits for a processor are subtracted
 _CODE = 124  # of timeout(1)
 _OUTSIDE = (Phase.EVALUATION, Phase.SAVE)
@@ -131,6 +133,8 @@ class HangWatch:
             return
         sights = [self._sight(place, members[place].process.pid or 0, now) for place in living]
         suspects = self._suspects(sights)
+        if not suspects and self._perhaps_deadlocked(sights):
+            suspects = sights
         if self._incident is not None and self._incident.marks != _marks(suspects):
             self._end_incident(sights)
         if suspects:
@@ -196,11 +200,17 @@ class HangWatch:
 
     def _suspects(self, sights: Sequence[Sight]) -> list[Sight]:
         """Return the ranks that don't move and that all others wait for; all of them, if all wait for each other."""
-        overdue = [sight for sight in sights if sight.age > sight.limit - 2 * self.interval]  # named within the limit
+        overdue = [sight for sight in sights if sight.age > sight.limit - _EARLIER * self.interval]
         still = [sight for sight in overdue if not sight.waits]
         if still:
             return still if all(sight.waits or sight in still for sight in sights) else []
         return overdue if self.alone and len(overdue) == len(sights) else []
+
+    def _perhaps_deadlocked(self, sights: Sequence[Sight]) -> bool:
+        """Return whether a rank waits in a collective, and the others may wait for it elsewhere, such as in a save."""
+        is_overdue = any(sight.waits and sight.age > sight.limit for sight in sights)
+        stages = {sight.stage for sight in sights}
+        return self.alone and is_overdue and stages == {Stage.TRAINING} and all(s.age > _DEADLOCK_S for s in sights)
 
     # --- the verdict ---
 
@@ -220,10 +230,12 @@ class HangWatch:
     def _name(self, incident: _Incident, suspects: Sequence[Sight], sights: Sequence[Sight]) -> None:
         """Find out from the stacks which rank it is; name it, unless it compiles or is debugged."""
         hang = _found(suspects, sights)
-        if hang is None:
-            incident.limit = max(self.options.other, 2 * max(sight.age for sight in suspects))
+        if hang is None or not all(
+            each.age > each.limit - _EARLIER * self.interval or hang.collectives for each in hang.culprits
+        ):
+            incident.limit = 2 * max(sight.age for sight in suspects)
             return
-        limit = max(sight.limit for sight in hang.culprits)
+        limit = min(each.limit for each in sights) if hang.collectives else max(each.limit for each in hang.culprits)
         compiling = any(compiles(main_frames(hang.stacks.get(each.process, ""))) for each in hang.culprits)
         if compiling and max(each.age for each in hang.culprits) < self.options.other:
             incident.limit = self.options.other
