@@ -202,6 +202,12 @@ def test_other_errors_are_left_alone(error: Exception) -> None:
     assert out_of_memory_cause(error) is None
 
 
+def test_a_chain_of_causes_may_have_a_cycle() -> None:
+    first, second = RuntimeError("a"), RuntimeError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert out_of_memory_cause(first) is None
+
+
 def test_the_innermost_place_counts() -> None:
     inner, outer = MemoryError(), RuntimeError("a stage failed")
     outer.__cause__ = inner

@@ -23,6 +23,7 @@ from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Supervisor
 from lockstep.monitor.attempts import read_attempts
 
+WORKER = "a data worker died: DataLoader worker (pid 7) is killed by signal: Killed. Reason: "
 MODEL = f"{Path(__file__).parent / 'failing_models.py'}:Failing"
 
 
@@ -120,6 +121,13 @@ def test_another_exception_or_another_step_is_tried_once_more() -> None:
     assert rounds_of([(traceback, 10), (traceback, 20), (traceback, 20)], restarts=9) == 3
 
 
+def test_a_rank_that_is_killed_for_memory_may_have_a_greedy_neighbor() -> None:
+    supervisor = Supervisor(Recovery(restarts=1), lambda: 7, lambda: lambda: 0)
+    killed = [End(EndKind.KILLED, 1, "was killed by SIGKILL: out of memory (the kernel's OOM killer was", 0.0)]
+    assert supervisor.next_entry(killed, LaunchResult(1, "")) is not None
+    assert supervisor.next_entry(killed, LaunchResult(1, "")) is None
+
+
 def rounds_of(failures: Sequence[tuple[EndKind, int]], restarts: int | Recovery) -> int:
     """The number of rounds if these fail in turn, and one after them is done."""
     recovery = restarts if isinstance(restarts, Recovery) else Recovery(restarts=restarts)
@@ -145,6 +153,8 @@ def rounds_of(failures: Sequence[tuple[EndKind, int]], restarts: int | Recovery)
         (End(EndKind.LOST, 1, "", 0.0), "host"),
         (End(EndKind.MESSAGE, 2, "wrong key", 0.0), "config"),
         (End(EndKind.MESSAGE, 1, "out of memory", 0.0, advice="set batch.micro_size"), "memory"),
+        (End(EndKind.MESSAGE, 1, f"{WORKER}by a person or a scheduler", 0.0), "transient"),
+        (End(EndKind.MESSAGE, 1, f"{WORKER}out of memory (the kernel's OOM killer, in", 0.0), "memory"),
         (End(EndKind.MESSAGE, 1, "out of memory", 0.0, too_large={"evaluation.micro_size": 8}), "memory"),
         (End(EndKind.KILLED, 1, "was killed by SIGKILL: out of memory (the kernel's OOM killer, in", 0.0), "memory"),
         (End(EndKind.PAUSED, 75, "", 0.0), "request"),

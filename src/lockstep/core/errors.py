@@ -158,7 +158,9 @@ def blames_a_peer(error: BaseException | None) -> bool:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error and those it was raised from, the last first."""
-    while error is not None:
+    """Yield the error and those it was raised from, the last first; each once, also of a chain that has a cycle."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__

@@ -153,7 +153,8 @@ def _from_workers(source: Source, requests: Iterable[FetchRequest], workers: Wor
             try:
                 answer = next(answers, None)
             except RuntimeError as error:  # torch raises it when a worker has died
-                raise _death(error, [worker_set]) from error
+                death = _death(error, [worker_set])
+                raise death from death.__cause__ or error  # a chain of causes has no cycle
             except (OSError, EOFError) as error:  # the worker's end of a pipe is closed
                 time.sleep(_SIGCHLD_WAIT_S)  # SIGCHLD comes later, and its error is more specific
                 raise _death(error, [worker_set]) from error

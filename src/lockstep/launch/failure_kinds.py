@@ -37,7 +37,6 @@ class FailureKind(Enum):
 NEVER_RETRIED = {FailureKind.CONFIG, FailureKind.REQUEST, FailureKind.MESSAGE}
 """Failures that a start of the same run would meet again, and requests."""
 _BY_END = {
-    EndKind.KILLED: FailureKind.TRANSIENT,
     EndKind.PEER_FAILED: FailureKind.TRANSIENT,
     EndKind.DIVERGED: FailureKind.TRANSIENT,  # no such state is saved
     EndKind.STOPPED: FailureKind.TRANSIENT,  # by another process than the launcher
@@ -50,6 +49,7 @@ _BY_END = {
     EndKind.MESSAGE: FailureKind.MESSAGE,
 }
 _CONFIG_CODE = 2
+_KILLED_WORKER = re.compile("^a data worker died.*killed by signal: Killed")
 # Exceptions of connections, disks and drivers. A wrong path or a missing permission is the program's.
 _TRANSIENT = re.compile(
     r"^(OSError|IOError|ConnectionError|Connection\w+Error|TimeoutError|BrokenPipeError|InterruptedError|socket\.\w+"
@@ -66,12 +66,19 @@ def kind_of(end: End, text: str = "") -> FailureKind:
     """
     if end.kind is EndKind.MESSAGE and end.code == _CONFIG_CODE:
         return FailureKind.CONFIG
-    if end.advice or end.too_large or (end.kind is EndKind.KILLED and OOM_KILLER in f"{end.text}{text}"):
+    if end.advice or end.too_large or (was_killed(end) and OOM_KILLER in f"{end.text}{text}"):
         return FailureKind.MEMORY
+    if was_killed(end):
+        return FailureKind.TRANSIENT
     kind = _BY_END.get(end.kind, FailureKind.REQUEST)
     if kind is FailureKind.PROGRAM and end.kind is EndKind.TRACEBACK and _TRANSIENT.search(gist(end.text)):
         return FailureKind.TRANSIENT
     return kind
+
+
+def was_killed(end: End) -> bool:
+    """Return whether a signal killed the rank, or SIGKILL one of its data workers."""
+    return end.kind is EndKind.KILLED or (end.kind is EndKind.MESSAGE and _KILLED_WORKER.search(end.text) is not None)
 
 
 def advice_after(kind: FailureKind) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from lockstep.launch.ends import End, first_cause
 from lockstep.launch.ends_file import gist
-from lockstep.launch.failure_kinds import NEVER_RETRIED, FailureKind, advice_after, kind_of
+from lockstep.launch.failure_kinds import NEVER_RETRIED, FailureKind, advice_after, kind_of, was_killed
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 
 if TYPE_CHECKING:
@@ -62,14 +62,18 @@ class Supervisor:
         if cause is None or result.code == 0:
             return None
         step = self.last_step() or 0
-        self._last = kind = kind_of(ends[cause], result.text)
+        kind, change = kind_of(ends[cause], result.text), ""
         if step > self._furthest:
             self._furthest = step
             self._in_vain.clear()
-        if self._in_vain[kind] >= self.config.budget(kind.value) or not self._may_help(kind, ends[cause], step):
+        if kind is FailureKind.MEMORY and self._in_vain[kind] < self.config.budget(kind.value):
+            change = self.smaller(ends[cause])
+            if not change and was_killed(ends[cause]):  # perhaps for the memory that another process takes
+                kind = FailureKind.TRANSIENT
+        self._last = kind
+        if self._in_vain[kind] >= self.config.budget(kind.value):
             return None
-        change = self.smaller(ends[cause]) if kind is FailureKind.MEMORY else ""
-        if kind is FailureKind.MEMORY and not change:
+        if not (change or self._may_help(kind, ends[cause], step)):
             return None
         self._in_vain[kind] += 1
         text = result.text.replace(result.advice, "").rstrip() if result.advice else result.text
@@ -94,7 +98,7 @@ class Supervisor:
 
     def _may_help(self, kind: FailureKind, end: End, step: int) -> bool:
         """Return whether a failure may not come again; an exception of the program gets a second chance at a step."""
-        if kind in NEVER_RETRIED:
+        if kind in NEVER_RETRIED or kind is FailureKind.MEMORY:
             return False
         if kind is not FailureKind.PROGRAM:
             return True

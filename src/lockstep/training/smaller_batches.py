@@ -22,7 +22,7 @@ from lockstep.config.writing import to_plain
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
 from lockstep.core.ranks import started_by_lockstep
-from lockstep.launch.ends import EndKind
+from lockstep.launch.failure_kinds import was_killed
 from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.folder import LOGS
 from lockstep.plan.plan import check_on_ranks
@@ -89,7 +89,7 @@ class SmallerBatches:
     def _size_of_killed(self, end: End) -> Mapping[str, int]:
         """Return the size of the micro-batches of ranks that the kernel has killed; empty if none had begun."""
         attempts = read_attempts(self.folder)
-        if end.kind is not EndKind.KILLED or len(attempts) <= self._attempts:
+        if not was_killed(end) or len(attempts) <= self._attempts:
             return {}
         size = attempts[-1].number("micro_size")
         return {_MICRO_SIZE: int(size)} if size is not None else {}
