@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from kit.commands import Done, processes_of_group, run_lockstep, start_lockstep
+from kit.waiting import UNHURRIED
 
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
 OWN_PARTS = Path(__file__).with_name("own_parts.py")
@@ -201,7 +202,7 @@ def test_an_inserted_local_rank(own: Path) -> None:
 
 
 def test_sigterm_stops_all_ranks(own: Path) -> None:
-    words = ["train", "own.json", "--ranks", "2", "--run.steps", "100000000", "--run.folder", "stopped"]
+    words = ["train", "own.json", "--ranks", "2", UNHURRIED, "--run.steps", "100000000", "--run.folder", "stopped"]
     command = start_lockstep(*words, cwd=own)
     command.wait_for((own / "stopped" / "metrics.jsonl").exists)
     ranks = command.ranks
@@ -253,7 +254,7 @@ def test_a_run_whose_standard_streams_are_closed_is_trained(own: Path) -> None:
 
 
 def test_no_orphans_when_the_launcher_is_killed(own: Path) -> None:
-    words = ["train", "own.json", "--ranks", "2", "--run.steps", "100000000", "--run.folder", "killed"]
+    words = ["train", "own.json", "--ranks", "2", UNHURRIED, "--run.steps", "100000000", "--run.folder", "killed"]
     command = start_lockstep(*words, cwd=own)
     command.wait_for((own / "killed" / "metrics.jsonl").exists)
     ranks = command.ranks

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import io
 import re
 import shlex
-import subprocess
-import sys
+from contextlib import redirect_stdout
 from functools import cache, partial
 from pathlib import Path
 
@@ -58,8 +58,9 @@ def verb_lines(page: Path) -> list[list[str]]:
 
 @cache
 def help_of(verb: str, *more: str) -> str:
-    command = [sys.executable, "-m", "lockstep", verb, *more, "--help"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main([verb, *more, "--help"]) == 0
+    return printed.getvalue()
 
 
 # --- commands -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from kit.hosts import Network, needs_hosts, network
+from kit.waiting import UNHURRIED
 
 RUN = ("train", "digits", "run.steps=8", "launch.device=cpu", "run.folder=run", "--ranks", 1, "optim.lr=0.01")
 TOKEN = {"LOCKSTEP_JOB_TOKEN": "a token that only the hosts know"}
@@ -90,7 +91,7 @@ def test_a_host_of_another_job_is_refused_and_the_first_waits_on(net: Network, t
 
 
 def test_a_host_too_many_is_refused_and_the_others_train_on(net: Network, tmp_path: Path) -> None:
-    words = (*RUN, "run.steps=100000", "monitor.every=1", "recovery.restarts=0")
+    words = (*RUN, "run.steps=100000", UNHURRIED, "monitor.every=1", "recovery.restarts=0")
     common = (*words, "--nodes", 2, "--rendezvous", f"{net.address(0)}:29500")
     launched = [net.start(host, *common, cwd=tmp_path, **TOKEN) for host in (0, 1)]
     metrics = tmp_path / "run" / "metrics.jsonl"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from kit.commands import Running, run_lockstep, start_lockstep
 from kit.hosts import folder_of, needs_hosts, network
+from kit.waiting import UNHURRIED
 from kit.worlds import free_port
 
 from lockstep.config.schema import Launch
@@ -92,7 +93,8 @@ def test_a_host_that_is_cut_off_is_named_by_both_and_the_run_resumes(tmp_path: P
     """The second time, Ctrl-C at one host saves and stops both."""
     run = tmp_path / "run"
     with network(2, tmp_path) as net:
-        common = (*RUN, "run.steps=100000", "--ranks", 1, "--nodes", 2, "--rendezvous", f"{net.address(0)}:29500")
+        words = (*RUN, "run.steps=100000", UNHURRIED)
+        common = (*words, "--ranks", 1, "--nodes", 2, "--rendezvous", f"{net.address(0)}:29500")
         launched = [net.start(host, *common, cwd=tmp_path, **TOKEN) for host in (1, 0)]
         launched[0].wait_for(lambda: len(list(run.glob("checkpoints/*/manifest.json"))) > 1)
         net.cut(1)

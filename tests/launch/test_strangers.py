@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from kit.commands import Running
 from kit.hosts import needs_hosts, network
+from kit.waiting import UNHURRIED
 from kit.worlds import served
 
 from lockstep.launch.host_protocol import _proof, job_key, store_of
@@ -25,7 +26,7 @@ from lockstep.launch.splicing import StoreEnd, taken_over
 
 RUN = (
     "train", "digits", "run.steps=100000", "launch.device=cpu", "monitor.every=1", "run.folder=run",
-    "checkpoint.every=5", "evaluation.at_end=false", "--ranks", 1,
+    "checkpoint.every=5", "evaluation.at_end=false", "--ranks", 1, UNHURRIED,
 )  # fmt: skip
 GREETING = 48  # bytes
 STORE = store_of(1)

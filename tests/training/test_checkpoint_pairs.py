@@ -98,12 +98,12 @@ def sources_of(target: str, strategies: list[str]) -> list[str]:
 
 
 def resume_all(sources: list[str], target: str, folder: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """Under the target, from each source's checkpoint; and on from those of the single process and of the target
-    itself: what all others restore is bitwise the same state."""
-    followed = [source for source in sources if source in ("single", target)]
+    """Under the target, from each source's checkpoint; and on from that of the single process, in the drill from the
+    target's own, too: what all others restore is bitwise the same state."""
+    followed = ["single", target] if len(sources) > len(FEWER) else ["single"]
     found: dict[tuple[str, str], dict[str, Any]] = {}
     with _grouped():
-        for source in followed:
+        for source in dict.fromkeys(followed):
             with lockstep.session(asked(target)) as session:
                 state = _restored(session, source, target, folder)
                 losses = [report.loss for report in session]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -242,11 +242,15 @@ def test_what_is_not_tested_says_so(standing: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "names"),
-    [(2, ("ddp", "fsdp")), *(pytest.param(ranks, VARIANTS, marks=pytest.mark.drill) for ranks in (1, 2, 4))],
+    ("ranks", "names", "backend"),
+    [
+        (2, ("ddp", "fsdp"), "aot_eager"),
+        *(pytest.param(ranks, VARIANTS, "inductor", marks=pytest.mark.drill) for ranks in (1, 2, 4)),
+    ],
     ids=["2 of a kind", "1", "2", "4"],
 )
-def test_a_compiled_model_is_the_single_process(ranks: int, names: Sequence[str]) -> None:
+def test_a_compiled_model_is_the_single_process(ranks: int, names: Sequence[str], backend: str) -> None:
+    """In the drill with the default backend, which calls a C++ compiler for 20 seconds."""
     names = [
         name
         for name in names
@@ -254,13 +258,13 @@ def test_a_compiled_model_is_the_single_process(ranks: int, names: Sequence[str]
     ]
     compiled = {"kind": "custom", "target": "kit.small:Net", "compile": True}
     configs = [{**small.config(parallel=asking_for(name, ranks)), "model": compiled} for name in names]
-    for runs, traced in in_world(ranks, _compiled, configs):
+    for runs, traced in in_world(ranks, _compiled, configs, backend):
         assert not traced, "messages between ranks are part of a compiled model"
         for name, run in zip(names, runs, strict=True):
             assert differences(run, recorded(small.config(), updates=2)) == [], name
 
 
-def _compiled(configs: list[dict[str, Any]]) -> tuple[list[Trajectory], bool]:
+def _compiled(configs: list[dict[str, Any]], backend: str) -> tuple[list[Trajectory], bool]:
     """Return the runs, and whether the compiler has seen the communication of fsdp's ranks."""
     from lockstep.sharding.collective_order import NumberExchange
 
@@ -272,6 +276,7 @@ def _compiled(configs: list[dict[str, Any]]) -> tuple[list[Trajectory], bool]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NumberExchange, "exchange", exchange)
+        patch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=backend))
         return record_all(configs, updates=2), any(seen)
 
 

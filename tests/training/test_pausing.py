@@ -52,7 +52,11 @@ def _stopped(config: dict[str, Any], delays: list[float | None]) -> str:
 )
 def test_ranks_agree_on_where_to_stop(delays: list[float | None], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    config = small.config(run={"folder": str(run), "steps": 10**8}, monitor={"progress": "none", "tensorboard": False})
+    config = small.config(
+        run={"folder": str(run), "steps": 10**8},
+        monitor={"progress": "none", "tensorboard": False},
+        monitors=[{"target": "kit.waiting:Unhurried"}],
+    )
     said = in_world(3, _stopped, config, delays)
     steps = {message.split()[3] for message in said}
     assert len(steps) == 1, said

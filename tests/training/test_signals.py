@@ -22,6 +22,7 @@ def _config(folder: Path, **sections: object) -> Path:
     run = {"folder": str(folder / "run"), "steps": 10**8}
     monitor = {"progress": "none", "tensorboard": False, "every": 1}
     sections = {"run": run, "monitor": monitor, "checkpoint": {"every": None}, **sections}
+    sections["monitors"] = [{"target": "kit.waiting:Unhurried"}]
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(small.config(**sections)))
     return file
