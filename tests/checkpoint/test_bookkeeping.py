@@ -213,8 +213,8 @@ def spied_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     reads: list[int] = []
     read, init = LocalFile.read, LocalFile.__init__
 
-    def opened(file: LocalFile, path: Path) -> None:
-        init(file, path)
+    def opened(file: LocalFile, path: Path, *others: Any) -> None:
+        init(file, path, *others)
         file.is_shard = path.suffix == ".safetensors"  # type: ignore[attr-defined]
 
     def spied(file: LocalFile, offset: int, into: memoryview) -> None:

@@ -106,7 +106,7 @@ def test_rows_of_json_lines_are_documents(tmp_path):
     headers = prepare([str(tmp_path / "rows.jsonl")], tmp_path / "out", tokenizer="bytes", column="body")
     assert np.fromfile(tmp_path / "out/train.tokens", np.uint16).tolist() == [97, 98, END, 99, END]
     assert (headers["train"].documents, headers["train"].tokens) == (2, 5)
-    with pytest.raises(ConfigError, match=r"rows.jsonl:1 isn't a JSON object with a column text"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1 isn't a JSON object with a text in the column text"):
         prepare([str(tmp_path / "rows.jsonl")], tmp_path / "out", tokenizer="bytes")
 
 

