@@ -53,6 +53,28 @@ class Greedy(nn.Module):
         torch.empty(samples, SAMPLE_BYTES, dtype=torch.uint8)
 
 
+class Crowded(Greedy):
+    """Memory of rank 0 runs out with more than two samples, from forward `begins` on, as often as a file has it.
+
+    Args:
+        neighbor: A file with the number of times that are left; another process has the memory while it exists.
+    """
+
+    def __init__(self, neighbor: str, begins: int) -> None:
+        super().__init__()
+        self.neighbor = Path(neighbor)
+        self.left = begins - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_first = os.environ.get("RANK", "0") == "0"
+        self.left -= 1
+        if is_first and self.left < 0 and len(x) > 2 and self.neighbor.exists():
+            times = int(self.neighbor.read_text()) - 1
+            self.neighbor.write_text(str(times)) if times else self.neighbor.unlink()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return super().forward(x)
+
+
 class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

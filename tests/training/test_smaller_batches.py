@@ -121,6 +121,42 @@ def test_a_limit_of_the_system(tmp_path: Path) -> None:
     assert "batch.micro_size is 4 instead of 8" in done.stderr
 
 
+def test_micro_batches_grow_again(tmp_path: Path) -> None:
+    """8 samples don't fit from update 3 on, nor 4 two updates later; then there are two with 2 and two with 4."""
+    folder, undisturbed, neighbor = tmp_path / "run", tmp_path / "undisturbed", tmp_path / "neighbor"
+    sections: dict[str, Any] = {
+        "model": {
+            "kind": "custom",
+            "target": f"{MODELS}:Crowded",
+            "arguments": {"neighbor": str(neighbor), "begins": 3},
+        },
+        "objective": {"kind": "classification"},
+        "data": {"train": {"kind": "custom", "target": f"{MODELS}:Items"}},
+        "parallel": {"strategy": "ddp"},
+    }
+    assert train(undisturbed, "--run.steps=14", **sections).returncode == 0
+    neighbor.write_text("2")
+    done = train(folder, "--run.steps=14", "--recovery.grow_after=2", **sections)
+    assert done.returncode == 0, done.stderr
+    assert "batch.micro_size grows from 2 to 4 at most (recovery.grow_after)" in done.stderr
+    assert [attempt.number("micro_size") for attempt in read_attempts(folder)] == [8, 4, 2, 4, 8]
+    assert losses(folder) == pytest.approx(losses(undisturbed), rel=1e-5)
+    assert not (folder / "logs/out_of_memory.json").exists()
+
+
+def test_memory_that_runs_out_again_postpones_the_next_growth(tmp_path: Path) -> None:
+    rounds = sizes(tmp_path, config_of(recovery={"grow_after": 10}))
+    assert rounds.job.grow_after is None
+    rounds.after(ran_out(batch=8))
+    assert (rounds.job.config.batch.micro_size, rounds.job.grow_after) == (4, 10)
+    assert rounds.grow() == "batch.micro_size grows from 4 to 8 at most (recovery.grow_after)"
+    assert (rounds.job.config.batch.micro_size, rounds.job.grow_after) == (8, None)
+    rounds.after(ran_out(batch=8))
+    assert (rounds.job.config.batch.micro_size, rounds.job.grow_after) == (4, 20)
+    never = sizes(tmp_path, config_of(recovery={"grow_after": 10, "restarts": 0, "budgets": {"memory": 0}}))
+    assert never.job.grow_after is None, "nothing starts its ranks again"
+
+
 # --- what is remembered -----------------------------------------------------------------------------------------------
 
 

@@ -337,6 +337,9 @@ class Recovery(Section):
     """Steps between snapshots of the state in the host's memory (/dev/shm), from which ranks that start again resume if
     they are newer than the newest checkpoint; auto: as often as costs 1 % of the time, every 0.2 s at most; null: none.
     They need four times the memory of the saved state, and all ranks on one host."""
+    grow_after: Positive | None = None
+    """Updates with smaller micro-batches, after memory has run out, after which twice the size is tried again; twice as
+    many after each time that memory runs out again. Null: larger ones aren't tried until a start with `--fresh`."""
     compare_every: Positive | None = None
     """Updates between two comparisons of the copies of the training state that ranks hold; also before each save. Ranks
     whose copies differ start again from the newest checkpoint. Null: copies are not compared."""

@@ -141,6 +141,7 @@ class Request(Enum):
     PROFILE = 6  # the first rank has announced a request for a trace
     LEFT_OUT = 7  # a rank leaves samples out: all ranks exchange which
     SNAPSHOT = 8  # it is time for a snapshot in memory
+    GROW = 9  # smaller micro-batches have been used for long enough: larger ones are tried again
 
 
 class Tally(Enum):

@@ -26,6 +26,7 @@ from lockstep.core.errors import (
     CollectiveTimeout,
     ConfigError,
     Failure,
+    GrowsBatches,
     OutOfMemory,
     Paused,
     PeerFailed,
@@ -54,6 +55,7 @@ class EndKind(Enum):
     STOPPED = "was stopped by another process than the launcher"
     INTERRUPTED = "was killed by a stop signal: nothing was trained"
     PAUSED = "was stopped, and all is saved"
+    GROWS = "was saved, to start again with larger micro-batches"
     TIMED_OUT = "waited in a collective that not all ranks reached"
     HUNG = "hung, and was killed by the launcher"
     PEER_FAILED = "failed with an error that a peer's failure explains"
@@ -62,7 +64,7 @@ class EndKind(Enum):
     ENDED = "was stopped or killed by the launcher"
 
 
-_WEIGHT = {EndKind.PAUSED: 1, EndKind.TIMED_OUT: 2, EndKind.PEER_FAILED: 3, EndKind.ENDED: 4}
+_WEIGHT = {EndKind.PAUSED: 1, EndKind.GROWS: 1, EndKind.TIMED_OUT: 2, EndKind.PEER_FAILED: 3, EndKind.ENDED: 4}
 """An end is explained by any end of a lower weight; all other kinds have 0."""
 
 _LATE = 2.0  # seconds after the first timeout: a rank that then finds the group broken was not waiting
@@ -107,7 +109,8 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
     """Return the end of an entry that raised. `frames` are those to show."""
     match error:
         case Paused():
-            return End(EndKind.PAUSED, Paused.exit_code, str(error), time)
+            kind = EndKind.GROWS if isinstance(error, GrowsBatches) else EndKind.PAUSED
+            return End(kind, Paused.exit_code, str(error), time)
         case Stopped() | KeyboardInterrupt():
             return End(EndKind.STOPPED, Stopped.exit_code, message_of(error).strip(), time)
         case CollectiveTimeout():
@@ -183,7 +186,7 @@ def describe(
     assert end is not None, "only a rank that has ended is a cause"
     name = f"rank {rank} on host {hosts[rank]}" if hosts else f"rank {rank}"
     match end.kind:
-        case EndKind.MESSAGE | EndKind.DIVERGED | EndKind.STOPPED | EndKind.PAUSED if all(
+        case EndKind.MESSAGE | EndKind.DIVERGED | EndKind.STOPPED | EndKind.PAUSED | EndKind.GROWS if all(
             other is not None and other.text == end.text for other in ends
         ):
             return end.text

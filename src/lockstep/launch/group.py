@@ -45,6 +45,7 @@ _CAUSES = {
     EndKind.MESSAGE, EndKind.TRACEBACK, EndKind.CODE, EndKind.EXITED, EndKind.KILLED, EndKind.LOST, EndKind.HUNG,
     EndKind.DIVERGED,
 }  # fmt: skip
+_ORDERLY = {EndKind.STOPPED, EndKind.PAUSED, EndKind.GROWS}
 
 
 class SignalRequests:
@@ -300,7 +301,7 @@ def _settle_time(kinds: Sequence[EndKind], ranks: int, patience: float) -> float
         return max(_SETTLE_PEER, _SETTLE_TIMEOUT * patience)
     if EndKind.TIMED_OUT in kinds or EndKind.PEER_FAILED in kinds:
         return _SETTLE_PEER
-    if EndKind.STOPPED in kinds or EndKind.PAUSED in kinds:  # an orderly stop; some have more to write than others
+    if not _ORDERLY.isdisjoint(kinds):  # some have more to write than others
         return patience
     return math.inf
 

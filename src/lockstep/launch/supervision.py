@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from lockstep.launch.ends import End, first_cause
+from lockstep.launch.ends import End, EndKind, first_cause
 from lockstep.launch.ends_file import gist
 from lockstep.launch.failure_kinds import NEVER_RETRIED, FailureKind, advice_after, kind_of, was_killed
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
@@ -42,6 +42,7 @@ class Supervisor:
         last_step: Returns the last update that the run has recorded or saved.
         resumed: Returns the entry of a rank that resumes from what the rounds before have saved.
         smaller: Makes micro-batches smaller after memory has run out; returns what changes, empty if nothing can.
+        larger: Makes them larger again, and returns what changes.
         rounds: Number of rounds that have ended.
     """
 
@@ -49,6 +50,7 @@ class Supervisor:
     last_step: Callable[[], int | None]
     resumed: Callable[[], Callable[[], int]]
     smaller: Callable[[End], str] = lambda end: ""
+    larger: Callable[[], str] = lambda: ""
     rounds: int = field(default=0, init=False)
     _furthest: int = field(default=0, init=False)
     _in_vain: Counter[FailureKind] = field(default_factory=Counter, init=False)
@@ -61,6 +63,9 @@ class Supervisor:
         cause = first_cause(ends)
         if cause is None or result.code == 0:
             return None
+        if ends[cause].kind is EndKind.GROWS:
+            print_on_stderr(f"lockstep: {ends[cause].text}: {self.larger()}")
+            return self.resumed()
         step = self.last_step() or 0
         kind, change = kind_of(ends[cause], result.text), ""
         if step > self._furthest:

@@ -80,6 +80,7 @@ class Job:
         stored: the run in a bucket of which the folder is a working copy; None: the folder is the run's.
         given: objects that were passed in Python.
         memory: the launcher's folder in memory; None: there is none.
+        grow_after: updates after which larger micro-batches are to be tried again; None: never.
     """
 
     config: Config
@@ -89,6 +90,7 @@ class Job:
     given: UserObjects = field(default_factory=UserObjects)
     resume: Resume = field(default_factory=Resume)
     memory: Path | None = None
+    grow_after: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,9 @@ def run_job(job: Job) -> Finished:
                     monitors.restarted(RestartReport(attempt, step, samples))
                 user_logs = UserLogs(session, monitors, log)
                 try:
-                    results = run(session, monitors, checkpoints, user_logs, profiler)
+                    results = run(
+                        session, monitors, checkpoints, user_logs, profiler, job.grow_after if is_first else None
+                    )
                 except SaveFailed as failure:
                     rescued = _save_elsewhere(session, checkpoints, folder, checked_folder)
                     raise RunFailed(f"{failure}; {rescued}") from failure

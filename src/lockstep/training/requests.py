@@ -1,6 +1,7 @@
 """The requests of a rank in votes: an evaluation or a save by the clock, activation checkpointing.
 
 steps, samples, tokens, epochs    no request: they follow from the progress, which all ranks share
+smaller micro-batches             the first rank counts updates, and all ranks stop after the same one, to grow them
 minutes                           the first rank to reach them requests, and all ranks act after the same update
 memory                            0.83 of a rank's memory > 0.8: all ranks switch checkpointing on after the vote
 """
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep.config.every import Every
     from lockstep.core.progress import Progress
     from lockstep.core.records import StepReport
+    from lockstep.training.session import Session
     from lockstep.transforms.recomputing import Switch
 
 _log = logging.getLogger("lockstep")
@@ -60,6 +62,22 @@ class Trigger:
             return True
         every = self._every
         return every is not None and every.unit != "minutes" and is_due(every, before, now, self._epoch_samples)
+
+
+class Growth:
+    """Decides when micro-batches that are smaller because memory has run out are to grow again.
+
+    Args:
+        after: Updates of this process until then; None: never.
+    """
+
+    def __init__(self, session: Session, after: int | None) -> None:
+        self._session = session
+        self._at = None if after is None else session.progress.steps + after
+
+    def requests(self) -> tuple[Request, ...]:
+        """Return this rank's request for the next vote."""
+        return () if self._at is None or self._session.progress.steps < self._at else (Request.GROW,)
 
 
 @dataclass(frozen=True, slots=True)

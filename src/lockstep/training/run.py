@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.core import heartbeat
-from lockstep.core.errors import Paused, ReplicasDiffer, RunFailed, Stopped, blames_a_peer
+from lockstep.core.errors import GrowsBatches, Paused, ReplicasDiffer, RunFailed, Stopped, blames_a_peer
 from lockstep.core.phase_clock import Phase
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.distributed.timeouts import is_timeout
@@ -27,7 +27,7 @@ from lockstep.resilience.signals import RunSignals, run_signals
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.evaluate import EvaluationStopped
 from lockstep.training.replica_check import ReplicaCheck
-from lockstep.training.requests import Trigger
+from lockstep.training.requests import Growth, Trigger
 from lockstep.training.rescue import rescuing
 from lockstep.training.session import Session, components_of, reports_of, seconds_of, updates_of
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from lockstep.training.user_logs import UserLogs
 
 _LAST_REPORT_S = 30.0
+_FOLLOWED = (Request.EVALUATE, Request.SAVE, Request.STOP, Request.SNAPSHOT, Request.GROW)
+"""Requests for something that follows the update in which all ranks receive them."""
 
 
 class SaveFailed(RunFailed):
@@ -67,11 +69,20 @@ class Results:
 
 
 def run(
-    session: Session, monitor: Monitor, checkpoints: Checkpoints, user_logs: UserLogs, profiler: Profiler
+    session: Session,
+    monitor: Monitor,
+    checkpoints: Checkpoints,
+    user_logs: UserLogs,
+    profiler: Profiler,
+    grow_after: int | None = None,
 ) -> Results:
     """Train, evaluate and save as configured, from the session's progress to the end.
 
+    Args:
+        grow_after: Updates after which the first rank asks for larger micro-batches; None: it doesn't.
+
     Raises:
+        GrowsBatches: all ranks have stopped for that, and the state is saved.
         Paused: a rank was asked to stop; all ranks have stopped after the same update, and its state is saved.
         SaveFailed: the last save failed.
         NothingLearned: no update was kept.
@@ -81,7 +92,8 @@ def run(
     place = components.config.recovery.notice if components.world.local_rank == 0 else None
     replicas = ReplicaCheck(session, components.config.recovery.compare_every)
     with run_signals(shown=components.world.rank == 0) as signals, watched_notice(place):
-        loop = _Loop(session, monitor, checkpoints, user_logs, profiler, evaluation, signals, replicas)
+        growth = Growth(session, grow_after)
+        loop = _Loop(session, monitor, checkpoints, user_logs, profiler, evaluation, signals, replicas, growth)
         with rescuing(session, SaveFailed, NothingLearned, ReplicasDiffer), loop.complete_history(), closing(profiler):
             profiler.start(session.progress.steps)
             heartbeat.begin_stage(heartbeat.Stage.TRAINING, session.progress.steps)
@@ -95,6 +107,8 @@ def run(
                 replicas.compare()
                 checkpoints.save((), loop.report_saves)
             _finish(checkpoints, loop.report_saves)
+            if loop.grows:
+                raise GrowsBatches(f"saved at step {session.progress.steps:,}, to try larger micro-batches again")
             if stops:
                 raise Paused(
                     f"stopped at step {session.progress.steps:,}, as requested, and saved; start it again to resume"
@@ -110,6 +124,7 @@ class _Loop:
     Attributes:
         last: the last report that was seen.
         evaluations: the last reports of the evaluation sets.
+        grows: whether the run stops to start again with larger micro-batches.
     """
 
     session: Session
@@ -120,10 +135,12 @@ class _Loop:
     evaluation: Trigger
     signals: RunSignals
     replicas: ReplicaCheck
+    growth: Growth
     last: StepReport | None = None
     evaluations: tuple[EvaluationReport, ...] = ()
     evaluated_at: int = -1
     warned_of_grace: bool = False
+    grows: bool = False
 
     def train(self) -> bool:
         """Train to the run's end, or until it stops early or as requested; return whether a request stopped it, saved.
@@ -136,7 +153,7 @@ class _Loop:
             checkpoints.save_evaluated(self._evaluate(), self.report_saves)
         for before in updates_of(session, self.is_followed) if checkpoints.early_stopping.reason is None else ():
             requests = self.see_reports(before)
-            own = (self.signals, self.evaluation, checkpoints, self.profiler)
+            own = (self.signals, self.evaluation, checkpoints, self.profiler, self.growth)
             session.request(request for requester in own for request in requester.requests())
             self.report_saves(checkpoints.outcomes())
             self.replicas.follow()
@@ -175,7 +192,7 @@ class _Loop:
         """Evaluate and save, if that is scheduled or requested; return whether the run stops here, saved."""
         session, checkpoints, now = self.session, self.checkpoints, self.session.progress
         new: tuple[EvaluationReport, ...] = ()
-        if not requests.isdisjoint((Request.EVALUATE, Request.SAVE, Request.STOP, Request.SNAPSHOT)):
+        if not requests.isdisjoint(_FOLLOWED):
             reports_of(session).flush()  # a request that came late: the last update's report belongs before
             requests |= self._show(reports_of(session))
         if self.evaluation.follows(before, now, requests):
@@ -183,7 +200,8 @@ class _Loop:
             self.evaluation.restart()
             checkpoints.see_evaluation(new)
         saves = checkpoints.is_best(new) or checkpoints.is_due(before, requests)
-        stops = Request.STOP in requests
+        self.grows = Request.GROW in requests and Request.STOP not in requests and not session.finished
+        stops = Request.STOP in requests or self.grows
         if stops or (saves and not session.finished):  # at the end, the last evaluation is saved with the state
             self.replicas.compare()
             checkpoints.save(new, self.report_saves)

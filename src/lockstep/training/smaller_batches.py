@@ -2,6 +2,7 @@
 
     round 1   batch.micro_size 8, accumulation 2    out of memory in update 13
     round 2   batch.micro_size 4, accumulation 4    update 13 again: the same samples, in the same order
+    round 3   batch.micro_size 8, accumulation 2    after recovery.grow_after updates; if memory runs out again, later
 
 RUN/logs/out_of_memory.json lists the sizes with which memory has run out. They count as long as nothing changes that
 determines how much memory a rank needs: model, strategy, number of ranks, ways to save memory.
@@ -57,22 +58,28 @@ class SmallerBatches:
         folder: Of the run.
         ranks: On all hosts.
         halvings: How many times a size was halved in this launch.
+        growths: How many times since then it was doubled again.
     """
 
     job: Job
     folder: Path
     ranks: int
     halvings: int = field(default=0, init=False)
+    growths: int = field(default=0, init=False)
     _attempts: int = field(init=False)
     _too_large: dict[str, int] = field(init=False)
+    _config: Config = field(init=False)
+    _pause: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         """Use what an earlier launch has learned, unless the run starts over."""
         if self.job.resume.fresh:
             (self.folder / LOGS / _FILE).unlink(missing_ok=True)
         self._attempts = len(read_attempts(self.folder))
-        self._too_large = too_large(self.folder, self.job.config, self.ranks)
-        self.job = replace(self.job, config=with_smaller(self.job.config, self._too_large))
+        self._config = self.job.config
+        recovery = self._config.recovery
+        self._pause = recovery.grow_after if recovery.ever else None
+        self._use(too_large(self.folder, self._config, self.ranks))
 
     def after(self, end: End) -> str:
         """Make the next round's micro-batches smaller after this end; return what changes, empty if nothing can."""
@@ -80,11 +87,33 @@ class SmallerBatches:
         smaller = with_smaller(self.job.config, sizes)
         if not sizes or not _is_possible(smaller, self.ranks):
             return ""
-        self._too_large |= sizes
-        self.halvings += 1
-        self.job = replace(self.job, config=smaller)
+        if self.growths and self._pause is not None:
+            self._pause *= 2
+        self.halvings, self.growths = self.halvings + 1, 0
+        self._use({**self._too_large, **sizes})
         _record(self.folder, self._too_large, self.job.config, self.ranks)
         return changes(sizes)
+
+    def grow(self) -> str:
+        """Make the next round's micro-batches twice as large; return what changes."""
+        before = {key: half(size) for key, size in self._too_large.items()}
+        self.growths += 1
+        self._use({key: 2 * size for key, size in self._too_large.items() if size < self._largest(key)})
+        _record(self.folder, self._too_large, self.job.config, self.ranks)
+        listed = " and ".join(f"{key} grows from {size} to {2 * size} at most" for key, size in before.items())
+        return f"{listed} (recovery.grow_after)"
+
+    def _use(self, sizes: dict[str, int]) -> None:
+        """Let the next round's micro-batches be smaller than these, and grow later if the config asks for it."""
+        self._too_large = sizes
+        config = with_smaller(self._config, sizes)
+        self.job = replace(self.job, config=config, grow_after=self._pause if config != self._config else None)
+
+    def _largest(self, key: str) -> int:
+        """Return the size that the config asks for."""
+        name, _, option = key.partition(".")
+        size = getattr(getattr(self._config, name), option)
+        return -(-self._config.batch.global_size // self.ranks) if size == "auto" else int(size)
 
     def _size_of_killed(self, end: End) -> Mapping[str, int]:
         """Return the size of the micro-batches of ranks that the kernel has killed; empty if none had begun."""
@@ -140,6 +169,9 @@ def _recorded(run: Path) -> tuple[dict[str, int], object]:
 
 
 def _record(run: Path, sizes: Mapping[str, int], config: Config, ranks: int) -> None:
+    if not sizes:
+        (run / LOGS / _FILE).unlink(missing_ok=True)
+        return
     text = json.dumps({"too_large": sizes, "settings": _digest(config, ranks)}) + "\n"
     with suppress(OSError):  # the next start of the run learns it again
         write_atomically(run / LOGS / _FILE, text, durable=False)

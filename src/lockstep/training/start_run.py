@@ -312,7 +312,7 @@ def _supervisor(sizes: SmallerBatches) -> Supervisor:
         steps = list(names_by_step(snapshots_in(job.memory, None).names())) if job.memory is not None else []
         return max((*steps, last_step(folder / METRICS) or 0))
 
-    return Supervisor(job.config.recovery, furthest, resumed, sizes.after)
+    return Supervisor(job.config.recovery, furthest, resumed, sizes.after, sizes.grow)
 
 
 def _content(file: Path) -> bytes:
