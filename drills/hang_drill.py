@@ -55,7 +55,7 @@ ROWS = (
     "ddp 2 collective 0 backward", "ddp 2 collective 1 host",
     "fsdp 2 hang 0 data", "fsdp 2 hang 1 forward", "fsdp 2 hang 0 backward", "fsdp 2 stop 1 backward",
     "fsdp 2 gil 1 forward",
-    "fsdp 3 hang 2 forward", "ddp 3 stop 1 backward", "fsdp 3 gil 1 backward",
+    "ddp 3 hang 2 forward", "ddp 3 stop 1 backward", "ddp 3 gil 1 backward", "fsdp 3 gil 2 forward",
     "single 1 hang 0 forward", "single 1 gil 0 data",
 )  # fmt: skip
 _NAMED = re.compile(r"^lockstep: (?:ranks? ([\d, and]+) (?:hasn't moved|is stopped)|(no rank has moved))")

@@ -98,6 +98,19 @@ def test_cut_runs_end_as_uncut_ones(
         _assert_same(found)
 
 
+OF_DDP = ({}, {"bucket_mb": 1e-4}, {"static_graph": True}, {"find_unused_parameters": True})
+
+
+@pytest.mark.parametrize("options", OF_DDP)
+def test_three_ranks_sum_in_one_order_from_the_first_update_on(tmp_path: Path, options: dict[str, Any]) -> None:
+    """The sum of three numbers depends on their order, which depends on the place of a gradient in its bucket."""
+    for micro_size in ("auto", 2):
+        batch = {"global_size": 13, "micro_size": micro_size}
+        config = small.config(batch=batch, run={"steps": STEPS}, parallel={"strategy": "ddp", "ddp": options})
+        for found in in_world(3, _cut_and_uncut, config, str(tmp_path / str(micro_size))):
+            _assert_same(found)
+
+
 OPTIMIZERS = {
     "adam": {"name": "adam"},
     "sgd": {"name": "sgd", "momentum": 0.0},

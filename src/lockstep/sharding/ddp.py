@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
-"""Part of torch's message; indices into the trained parameters in their order."""
+"""Part of torch's message; indices into the trained parameters in the reducer's order."""
 
 
 class DDPStep(GradientStep):
@@ -64,8 +64,6 @@ class DDPStep(GradientStep):
         self._clock, self._reduced = world.clock, world.reduced
         self._optimizer = optimizer
         self._parameters = trainable_parameters(model)
-        is_seen = options.compression != "none"  # it is by hooks in Python, whose collectives are counted
-        self._reduced_bytes = 0 if is_seen else sum(each.numel() * each.element_size() for each in self._parameters)
         self._squared_norm = squared_norm
         self._in_buckets = _InBuckets(self._parameters) if accumulates and options.gradient_as_bucket_view else None
         arguments = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -73,7 +71,7 @@ class DDPStep(GradientStep):
             "forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers"
         )  # until torch 2.12
         make = partial(
-            DistributedDataParallel,
+            _InOrder,
             model,
             device_ids=None if world.device.type == "cpu" else [world.device.index],
             find_unused_parameters=options.find_unused_parameters,
@@ -84,18 +82,21 @@ class DDPStep(GradientStep):
         )
         self._ddp = make() if self._in_buckets is None else self._in_buckets.renew(make)
         self.module = self._ddp
-        self._after_discard = _compress(self._ddp, options, world.backend)
         self._learns_graph = options.static_graph
+        self._hook, self._after_discard = _hook(options, world.backend, accumulates)
+        if self._hook is not None:
+            self._hook.register(self._ddp)
+        is_seen = self._hook is not None  # hooks are in Python, where collectives are counted
+        self._reduced_bytes = 0 if is_seen else sum(each.numel() * each.element_size() for each in self._parameters)
         self._unused_remedy = "leave parallel.ddp.static_graph out and " if options.static_graph else ""
         self._reduces = True
-        self._orders_buckets = options.static_graph or not options.find_unused_parameters
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
         self._reduces = last
-        # A static graph is learned in the first backward, which must reduce (torch 2.13 asserts it). Gradients that are
-        # reduced already are the same on all ranks, so their mean in the last backward changes nothing.
         sync, self._learns_graph = last or self._learns_graph, False
-        if sync:
+        if self._hook is not None:
+            self._hook.active = last
+        if last:
             self._reduced.size += self._reduced_bytes
         if self._in_buckets is not None:
             self._in_buckets.active = not sync
@@ -129,7 +130,8 @@ class DDPStep(GradientStep):
         except RuntimeError as error:
             trained = [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
             if indices := _WITHOUT_GRADIENT.search(str(error)):
-                names = [trained[int(index)] for index in indices[1].split()]
+                numbered = self._ddp.in_order(trained)
+                names = self._ddp.in_order([numbered[int(index)] for index in indices[1].split()])
             else:
                 names = self.parameters_without_gradient()
             where = f"in the last micro-batch of an update on rank {dist.get_rank()}, and others may wait for it"
@@ -144,9 +146,6 @@ class DDPStep(GradientStep):
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
         self._optimizer.update(rate, divisor / self._ranks, keep)
-        if self._in_buckets is not None and self._orders_buckets:
-            self._in_buckets.renew(self._ddp.reducer._rebuild_buckets)  # now, or DDP does it in the next forward
-            self._orders_buckets = False
         if self._after_discard is not None and not keep:
             self._after_discard()
 
@@ -154,7 +153,34 @@ class DDPStep(GradientStep):
         if self._in_buckets is not None:
             self._in_buckets.close()
         # A DDP module that outlives its group keeps the group: see `RankGroup.close`
-        self._ddp = self.module = cast("DistributedDataParallel", None)
+        self._ddp = self.module = cast("_InOrder", None)
+
+
+class _InOrder(DistributedDataParallel):
+    """DDP whose buckets are the same in every update: parameters in the reverse of their order in the model.
+
+        torch's    first update: one bucket       later ones: buckets in the order of the first backward
+        this one   buckets in a fixed order
+
+    An all-reduce adds the ranks' numbers in an order that depends on their place in the bucket. So with torch's, the
+    first update of a process that resumes would have other bits than in a run that was never stopped.
+    """
+
+    def _ddp_init_helper(
+        self, parameters: list[Tensor], expect_sparse: list[bool], names: dict[int, str], static_graph: bool
+    ) -> None:
+        """Make the reducer; torch's constructor calls this."""
+        self._has_fixed_buckets = self.find_unused_parameters and not static_graph  # torch's are, in the same order
+        names = dict(enumerate(self.in_order(list(names.values())))) if names else names
+        super()._ddp_init_helper(  # type: ignore[no-untyped-call]
+            self.in_order(parameters), self.in_order(expect_sparse), names, static_graph
+        )
+        self.reducer._push_all_rebuilt_params()  # as if the first backward had reached them in this order
+        self.reducer._rebuild_buckets()
+
+    def in_order(self, parameters: list[T]) -> list[T]:
+        """Return what belongs to trained parameters in the order in which the reducer numbers them."""
+        return parameters if self._has_fixed_buckets else parameters[::-1]
 
 
 class _InBuckets:
@@ -218,26 +244,53 @@ def build(context: ShardingContext) -> Sharding:
 BUILDER = Builder(build)
 
 
-def _compress(module: DistributedDataParallel, options: DDP, backend: str) -> Callable[[], None] | None:
-    """Register the requested compression; return a function to call when an update is discarded, if one is needed."""
-    if options.compression == "none":
-        return None
+class _Hook:
+    """How DDP reduces a bucket, in the last micro-batch of an update.
+
+    DDP learns a static graph in the first backward that it synchronizes, which must be the first one of all (torch 2.13
+    asserts it). If that isn't the last micro-batch of its update, gradients stay as they are.
+
+    Attributes:
+        active: Whether the next backward reduces.
+    """
+
+    def __init__(self, reduce: Callable[[Any, Any], Any], state: object = None) -> None:
+        self.active = True
+        self._reduce, self._state = reduce, state
+
+    def register(self, module: DistributedDataParallel) -> None:
+        # a function without annotations: torch compares them with types, and here they are text
+        module.register_comm_hook(self._state, lambda state, bucket: self._reduced(state, bucket))
+
+    def _reduced(self, state: Any, bucket: Any) -> Any:
+        if self.active:
+            return self._reduce(state, bucket)
+        unchanged: torch.futures.Future[Tensor] = torch.futures.Future()
+        unchanged.set_result(bucket.buffer())
+        return unchanged
+
+
+def _hook(options: DDP, backend: str, accumulates: bool) -> tuple[_Hook | None, Callable[[], None] | None]:
+    """Return the hook that DDP needs, and a function to call when an update is discarded, if they are needed."""
+    if options.compression == "none" and not (options.static_graph and accumulates):
+        return None, None
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if options.compression == "bf16" and backend == "gloo":
         message = "gloo has no bf16 all-reduce; fp16 and powersgd run on it, bf16 on nccl"
         raise ConfigError(Problem("", "parallel.ddp.compression", message))
     if options.compression != "powersgd":
-        is_fp16 = options.compression == "fp16"
-        hook = default_hooks.fp16_compress_hook if is_fp16 else default_hooks.bf16_compress_hook
-        module.register_comm_hook(None, hook)
-        return None
+        hooks = {
+            "none": default_hooks.allreduce_hook,
+            "fp16": default_hooks.fp16_compress_hook,
+            "bf16": default_hooks.bf16_compress_hook,
+        }
+        return _Hook(hooks[options.compression]), None
     state = powerSGD_hook.PowerSGDState(
         process_group=None,
         matrix_approximation_rank=options.powersgd.rank,
         start_powerSGD_iter=options.powersgd.start_step,
     )
-    module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def reset() -> None:
         """Clear PowerSGD's memory, in which a gradient that was not finite would corrupt all later ones."""
@@ -245,4 +298,4 @@ def _compress(module: DistributedDataParallel, options: DDP, backend: str) -> Ca
         state.p_memory_dict.clear()
         state.q_memory_dict.clear()
 
-    return reset
+    return _Hook(powerSGD_hook.powerSGD_hook, state), reset
