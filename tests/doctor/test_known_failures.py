@@ -233,6 +233,7 @@ RECORDED = {
     "GPU broken": [
         "RuntimeError: CUDA error: uncorrectable ECC error encountered",
         "NVRM: Xid (PCI:0000:4e:00): 79, pid=4410, GPU has fallen off the bus.",
+        "the GPU of rank 3 on node2 reports Xid error 95 (an uncontained memory error)",
     ],
     "crash in native code": ["Fatal Python error: Segmentation fault", "rank 2 was killed by SIGSEGV"],
     "loss not finite": ["lockstep: 25 updates in a row had a loss or gradient that was not finite; lower optim.lr"],

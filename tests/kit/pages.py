@@ -78,7 +78,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attributes)))
-        if tag not in ("meta", "img"):
+        if tag not in ("meta", "img", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:

@@ -88,6 +88,7 @@ def test_utilization_is_of_all_ranks_peaks() -> None:
         ("Tesla T4", "fp16", 65),
         ("Tesla T4", "tf32", 8.1),
         ("NVIDIA B200", "tf32", 1100),
+        ("NVIDIA GB200", "bf16", 2500),
         ("AMD Instinct MI250X", "bf16", 191.5),
         ("AMD Instinct MI300X", "tf32", 653.7),
         ("NVIDIA GeForce RTX 4090", "bf16", 165.2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from collections import Counter
 from pathlib import Path
 
@@ -54,6 +55,22 @@ def test_a_rank_that_has_made_no_update_can_post() -> None:
     assert interval.updates == 0
     assert math.isnan(interval.seconds)
     assert MeterReport(0, 1.0, (interval,)).stragglers() == []
+
+
+def test_what_befell_a_gpu_as_its_rank_ended_is_in_the_ranks_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Its last notice may reach nobody: the rank that collects them ends, too."""
+
+    class Ended(NoticeBoard):
+        def post(self, data: bytes) -> None:
+            raise RuntimeError("the store has ended")
+
+    readings = iter([{"gpu_xid_errors": 1.0, "gpu_last_xid": 13.0}, {"gpu_xid_errors": 2.0, "gpu_last_xid": 79.0}])
+    thread = MeterThread(RankMeters(PhaseClock(), Ended(None, 0, 1), 3, lambda: 9, [lambda: next(readings)]), None)
+    thread.start()
+    thread.finish()
+    host = socket.gethostname()
+    text = f"the GPU of rank 3 on {host} reports Xid error 79 (the GPU has fallen off the bus)"
+    assert [record.getMessage() for record in caplog.records] == [text]
 
 
 def test_a_gauge_that_fails_is_left_out_and_the_others_stay(caplog: pytest.LogCaptureFixture) -> None:

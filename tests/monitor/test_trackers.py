@@ -24,13 +24,12 @@ from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.extensions import import_target
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.core.records import EvaluationReport, RestartReport, SaveReport
-from lockstep.core.tracking import TrackedRun, Tracker
+from lockstep.core.tracking import TrackedRun, Tracker, refuse_unknown
 from lockstep.monitor.background import BackgroundMonitor
 from lockstep.monitor.histogram import Histogram
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.trackers import TrackerMonitor
-from lockstep.monitor.wandb_tracker import refuse_unknown
 
 MEDIA = ("picture", "errors", "weights", "sample")
 PIXELS = bytes(range(2 * 3 * 3))
@@ -103,9 +102,10 @@ def test_a_resumed_run_continues_the_record_and_marks_what_is_repeated(tmp_path:
 def test_an_argument_that_a_tracker_does_not_have_is_refused_with_the_nearest() -> None:
     def init(project: str = "", entity: str = "") -> None: ...
 
-    refuse_unknown({"project": "a", "entity": "b"}, init)
+    refuse_unknown("wandb.init", ["project", "entity"], init)
+    refuse_unknown("trackio.init", ["anything"], lambda **options: None)
     with pytest.raises(ConfigError, match=r"wandb.init has no argument entry; did you mean entity\?"):
-        refuse_unknown({"project": "a", "entry": "b"}, init)
+        refuse_unknown("wandb.init", ["project", "entry"], init)
 
 
 def test_a_tracker_that_hangs_or_fails_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,6 +22,10 @@ from kit.reports import report
 from lockstep.cli import report as verb
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import Verdict
+from lockstep.launch.ends import End, EndKind
+from lockstep.launch.ends_file import append_ends
+from lockstep.launch.outcome import LaunchResult
+from lockstep.monitor.folder import RunFolder
 from lockstep.monitor.metric_log import Logged
 from lockstep.report import write_report
 
@@ -179,6 +184,36 @@ def test_an_unfinished_run_names_the_command_that_resumes_it(tmp_path: Path) -> 
     assert expected in text
     assert "Steps 17 Samples 1,088" in text
     assert "No evaluation is recorded." in text
+
+
+def test_how_a_run_ended_is_stated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, steps=17, finished=False)
+    attempt = {"launched": 1.0, "began": 2.0, "step": 0, "seconds": 0.0, "ranks": 2}
+    (run / "attempts.jsonl").write_text(json.dumps({**attempt, "strategy": "ddp", "backend": "gloo"}) + "\n")
+    text = "rank 0 was killed"
+    end = End(EndKind.KILLED, 1, text, time=time.monotonic())
+    append_ends(run / "logs", 0, [end], ["a"], LaunchResult(1, text), {0: 0})
+    assert verb.run([str(run)]) == 0
+    text = Page((run / "report.html").read_text()).text
+    assert "Not finished" in text
+    assert "It failed: rank 0 was killed." in text
+    assert "Strategy ddp over gloo" in text, "what its attempt resolved, not what was configured"
+    summary = {"steps": 17, "ranks": 1, "stopped_early": "held-out.loss has not improved"}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert "It ended early: held-out.loss has not improved." in page_of(run).text
+    assert verb.run([str(run)]) == 0
+    assert Page((run / "report.html").read_text()).text.count("It ended early") == 1
+
+
+def test_a_run_that_trains_is_not_to_be_resumed(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=17, finished=False, happenings={10: [saved(10)]})
+    held = RunFolder.create(run, again=True)
+    try:
+        text = page_of(run).text
+    finally:
+        held.release()
+    assert "Running" in text
+    assert "This run was training when the report was made: step 17 of 30 is the last recorded. No eval" in text
 
 
 @pytest.mark.parametrize("content", [None, b"", b'{"step": 10, "lo'])

@@ -17,10 +17,11 @@ def run(arguments: Sequence[str]) -> int:
     add_json(parser)
     args = parser.parse_args(arguments)
 
+    from lockstep.looking.states import status_of
     from lockstep.monitor.folder import is_finished
     from lockstep.report import write_report
 
-    written = write_report(args.run, args.output)
+    written = write_report(args.run, args.output, status_of(args.run).sentence)
     echo(written)
     if args.json:
         emit({"run": str(args.run), "report": str(written), "finished": is_finished(args.run)})

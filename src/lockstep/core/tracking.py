@@ -7,11 +7,14 @@ All methods are called in one thread, one after the other, and may take their ti
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from lockstep.core.closest import did_you_mean
+from lockstep.core.errors import ConfigError
 from lockstep.core.media import LoggedImage, LoggedTable
 
 TRACKERS = ("mlflow", "trackio", "wandb")
@@ -19,6 +22,14 @@ TRACKERS = ("mlflow", "trackio", "wandb")
 
 Bins = Sequence[tuple[float, float, int]]
 """A histogram as (low, high, count) of the bins that are not empty, in order."""
+
+
+def refuse_unknown(name: str, arguments: Iterable[str], function: Callable[..., Any]) -> None:
+    """Raise ConfigError for an argument that a tracker's own function doesn't have, with the nearest that it has."""
+    known = inspect.signature(function).parameters
+    unknown = [argument for argument in arguments if argument not in known]
+    if unknown and all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in known.values()):
+        raise ConfigError(f"{name} has no argument {unknown[0]}; {did_you_mean(unknown[0], known)}")
 
 
 def edges_and_counts(bins: Bins) -> tuple[list[float], list[int]]:

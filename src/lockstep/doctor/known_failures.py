@@ -74,13 +74,13 @@ _PROGRAM = (
     ),
     row(
         "illegal memory access",
-        r"illegal memory access|misaligned address|unspecified launch failure|Xid \(.*\): (13|31)\b",
+        r"illegal memory access|misaligned address|unspecified launch failure|Xid (?:\(.*\):|error) (13|31)\b",
         "A kernel, often a custom one, reads outside of its tensor.",
         "Start with CUDA_LAUNCH_BLOCKING=1 to see the line; leave custom kernels and torch.compile out in turn.",
     ),
     row(
         "GPU broken",
-        r"uncorrectable ECC error|fallen off the bus|Xid \(.*\): (48|63|64|74|79|92|94|95|119|120)\b",
+        r"uncorrectable ECC error|fallen off the bus|Xid (?:\(.*\):|error) (48|63|64|74|79|92|94|95|119|120)\b",
         "The GPU, its memory or its slot has a fault.",
         "Take the host out, read dmesg (Xid) and nvidia-smi -q, and reset or replace the GPU.",
     ),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lockstep.monitor.nvidia import THROTTLE_REASONS
 
 if TYPE_CHECKING:
-    from lockstep.monitor.rank_meters import MeterReport
+    from lockstep.monitor.rank_meters import MeterReport, RankNotice
 
 _MOST_RANKS = 4  # that a line names
 _XIDS = {
@@ -53,15 +53,10 @@ class GpuHealth:
 
     def _facts(self, rank: int, gauges: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         """Yield a key and a text for everything that is wrong now."""
-        if gauges.get("gpu_lost"):
-            yield "lost", "no longer answers its driver; check it with nvidia-smi and restart its host"
+        yield from _errors(gauges)
         for name, reason in THROTTLE_REASONS.values():
             if gauges.get(f"gpu_throttled_{name}"):
                 yield f"throttled {name}", f"is throttled by {reason}"
-        if xids := gauges.get("gpu_xid_errors"):
-            number = int(gauges.get("gpu_last_xid", 0))
-            meaning = f" ({_XIDS[number]})" if number in _XIDS else ""
-            yield f"xid {xids}", f"reports Xid error {number}{meaning}"
         for name, kind in (("gpu_ecc_uncorrected", "uncorrected"), ("gpu_ecc_corrected", "corrected")):
             # Totals since the driver was loaded. Uncorrected ones from before the run matter, too.
             first = self._first_errors.setdefault((rank, name), gauges[name]) if name in gauges else 0.0
@@ -69,6 +64,21 @@ class GpuHealth:
                 yield name, f"has {first:.0f} uncorrected ECC errors of its memory from before the run; check it"
             if (new := gauges.get(name, 0.0) - first) > 0:
                 yield f"{name} new", f"has {new:.0f} new {kind} ECC error{'s' if new > 1 else ''} of its memory"
+
+
+def last_words(before: RankNotice, last: RankNotice) -> list[str]:
+    """Return the errors that a rank's GPU had between two notices, of those that end ranks."""
+    known, who = {key for key, _ in _errors(before.gauges)}, _gpus([(last.rank, last.host)])
+    return [f"{who} {text}" for key, text in _errors(last.gauges) if key not in known]
+
+
+def _errors(gauges: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    if gauges.get("gpu_lost"):
+        yield "lost", "no longer answers its driver; check it with nvidia-smi and restart its host"
+    if xids := gauges.get("gpu_xid_errors"):
+        number = int(gauges.get("gpu_last_xid", 0))
+        meaning = f" ({_XIDS[number]})" if number in _XIDS else ""
+        yield f"xid {xids}", f"reports Xid error {number}{meaning}"
 
 
 def _gpus(ranks: list[tuple[int, str]]) -> str:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core.files import write_atomically
 from lockstep.monitor.folder import lock_holder
+from lockstep.monitor.gpu_health import last_words
 from lockstep.monitor.jsonl import LineFile, finite, line
 from lockstep.monitor.rank_meters import POST_S, MeterReport, RankInterval, RankMeters, RankNotice
 
@@ -154,14 +155,19 @@ class MeterThread:
 
     def _run(self) -> None:
         try:
-            self._meters.post()
-            while not self._ended.wait(self._seconds):
-                self._meters.post()
-                if self._files is not None:
-                    self._files.look()
-            self._meters.post()
-        except RuntimeError:  # the ranks' store has ended
-            return
+            notice = self._meters.notice()
+            with suppress(RuntimeError):  # the ranks' store has ended
+                self._meters.post(notice)
+                while not self._ended.wait(self._seconds):
+                    notice = self._meters.notice()
+                    self._meters.post(notice)
+                    if self._files is not None:
+                        self._files.look()
+            last = self._meters.notice()
+            for text in last_words(notice, last):  # which may be why this rank ends: in its own log, whoever else does
+                _log.error("%s", text)
+            with suppress(RuntimeError):
+                self._meters.post(last)
         except Exception:
             _log.warning("the meters of this rank have failed; the run continues without them", exc_info=True)
 

@@ -168,6 +168,7 @@ _PEAKS = (
     _Peak(r"H200 NVL", 60.0, 417.5, 835.5, 835.5, 4.8, "H200 data sheet"),
     _Peak(r"H200", 67.0, 494.5, 989.5, 989.5, 4.8, "H200 data sheet"),
     _Peak(r"B200", 75.0, 1100.0, 2250.0, 2250.0, 7.7, "HGX B200 data sheet"),
+    _Peak(r"GB200", 80.0, 1250.0, 2500.0, 2500.0, 8.0, "GB200 NVL72 data sheet"),
     _Peak(r"RTX 3090", 35.6, 35.6, 71.0, 71.0, 0.936, "GA102 white paper, appendix A"),
     _Peak(r"RTX 4080", 48.7, 48.7, 97.5, 97.5, 0.717, "Ada white paper, appendix A"),
     _Peak(r"RTX 4090", 82.6, 82.6, 165.2, 165.2, 1.008, "Ada white paper, appendix A"),

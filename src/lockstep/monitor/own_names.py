@@ -1,9 +1,13 @@
 """Refuses names for what user code logs that the run's own curves have: two values of a step would be one curve.
 
-train/loss   the run's own: refused      train/accuracy, loss   user code's
+train/loss, gpu_power/max   the run's own: refused      train/accuracy, loss, gpu_power   user code's
 """
 
 from __future__ import annotations
+
+import re
+
+from lockstep.core.collective_names import OPERATIONS
 
 _OWN = frozenset(
     {
@@ -18,6 +22,12 @@ _OWN = frozenset(
     }
 )
 _OWN_GROUPS = ("evaluation", "time")
+_COLLECTIVES = "|".join(sorted({name for name, _ in OPERATIONS.values()}))
+_GAUGE = re.compile(
+    r"(memory_(resident|allocated|reserved)(_peak)?|(host_)?cpu_percent|core_wait_percent|host_(memory_used|memory_free|"
+    r"swap_used)|disk_(free|read_rate|write_rate)|network_(sent|received)_rate|gpu_\w+|"
+    rf"({_COLLECTIVES})_(bytes|bus_bytes_per_second))/(min|mean|max)"
+)
 
 
 def refuse_own_name(kind: str, name: str) -> None:
@@ -25,6 +35,6 @@ def refuse_own_name(kind: str, name: str) -> None:
     group, _, rest = name.partition("/")
     if not name.strip():
         raise ValueError(f"log.{kind}({name!r}): the name is empty; give it one, such as 'accuracy'")
-    if name in _OWN or (rest and group in _OWN_GROUPS):
+    if name in _OWN or (rest and group in _OWN_GROUPS) or _GAUGE.fullmatch(name):
         other = f"own_{name}" if not rest else f"{group}/own_{rest}" if group not in _OWN_GROUPS else f"own_{name}"
         raise ValueError(f"log.{kind}({name!r}): the run itself writes {name}; give it another name, such as {other!r}")

@@ -283,6 +283,6 @@ class RankMeters:
             values,
         )
 
-    def post(self) -> None:
+    def post(self, notice: RankNotice) -> None:
         """Post a notice. Raises RuntimeError if the ranks' store has ended."""
-        self._board.post(self.notice().encode())
+        self._board.post(notice.encode())

@@ -17,7 +17,7 @@ from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.core.slow_imports import import_beside
-from lockstep.core.tracking import Bins, TrackedRun, Tracker, edges_and_counts
+from lockstep.core.tracking import Bins, TrackedRun, Tracker, edges_and_counts, refuse_unknown
 from lockstep.monitor.media_folder import file_name
 
 _log = logging.getLogger("lockstep.monitor")
@@ -38,9 +38,11 @@ class TrackioTracker(Tracker):
         self._arguments: dict[str, Any] = {"project": project, **arguments}
         self._run: Any = None
         self._attempt = 1
+        self._last_step = 0
 
     def start(self, run: TrackedRun) -> str:
         self._trackio = trackio = import_beside("trackio")
+        refuse_unknown("trackio.init", self._arguments, trackio.init)
         for name in ("trackio", "trackio.run", "trackio.utils"):  # standard output is the run's, and may be JSON
             vars(import_beside(name))["print"] = _quiet
         identifier = run.tracker_id or f"{run.name}-{run.id[:8]}"

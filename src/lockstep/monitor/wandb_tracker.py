@@ -9,18 +9,16 @@ drawn over, and `run/attempt` distinguishes the repeated points: of two points o
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from lockstep.core.closest import did_you_mean
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.core.slow_imports import import_beside
-from lockstep.core.tracking import Bins, TrackedRun, Tracker, edges_and_counts
+from lockstep.core.tracking import Bins, TrackedRun, Tracker, edges_and_counts, refuse_unknown
 
 _log = logging.getLogger("lockstep.monitor")
 _INIT_S = 10.0  # for a server that does not answer; less than the end of a run waits
@@ -47,7 +45,7 @@ class WandbTracker(Tracker):
 
     def start(self, run: TrackedRun) -> str:
         self._wandb = import_beside("wandb")
-        refuse_unknown(self._arguments, self._wandb.init)
+        refuse_unknown("wandb.init", self._arguments, self._wandb.init)
         identifier = run.tracker_id or run.id[:32]
         options = {
             "id": identifier,
@@ -129,14 +127,6 @@ def _silence_own_log() -> None:
     """Let W&B's own log lose lines that the disk has no space for: logging would print a traceback for each."""
     for handler in logging.getLogger("wandb").handlers:
         handler.handleError = lambda record: None  # type: ignore[method-assign]
-
-
-def refuse_unknown(arguments: Mapping[str, Any], function: Callable[..., Any]) -> None:
-    """Raise ConfigError for an argument that wandb.init doesn't have; wandb is imported in the tracker's thread."""
-    known = inspect.signature(function).parameters
-    unknown = [name for name in arguments if name not in known]
-    if unknown:
-        raise ConfigError(f"wandb.init has no argument {unknown[0]}; {did_you_mean(unknown[0], known)}")
 
 
 def _settings(wandb: Any) -> Any:

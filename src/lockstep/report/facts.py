@@ -16,7 +16,8 @@ import numpy as np
 from lockstep.core import formatting
 from lockstep.core.command_lines import command_line
 from lockstep.core.secrets import hidden_variable
-from lockstep.monitor.folder import EARLIER
+from lockstep.monitor.attempts import read_attempts
+from lockstep.monitor.folder import EARLIER, held_by
 from lockstep.monitor.goodput import saved_steps
 from lockstep.report.curves import capitalized, throughput, unit_of
 from lockstep.report.run_data import RunData
@@ -30,19 +31,36 @@ _ENVIRONMENT = ("command_line", "created", "host", "platform", "cpu", "cpus", "m
 _LABELS = {"cpu": "CPU", "cpus": "CPU cores", "gpus": "GPUs"}
 
 
-def flaws(run: RunData) -> list[str]:
-    """Return what a reader must know before trusting the rest."""
+def state(run: RunData) -> str:
+    """Return the state of a run in a word or two."""
+    if run.summary is not None:
+        return "Finished"
+    return "Running" if held_by(run.folder) is not None else "Not finished"
+
+
+def flaws(run: RunData, ended: str = "") -> list[str]:
+    """Return what a reader must know before trusting the rest.
+
+    Args:
+        ended: How the run ended, as a sentence, if that is known.
+    """
     unfinished = []
+    early = as_text((run.summary or {}).get("stopped_early"))
+    if early and not ended:
+        ended = f"It ended early: {early}."
     if run.summary is None:
         steps, configured = run.columns["loss"].steps, run.configured("run", "steps")
         of = f" of {count_text(configured)}" if configured else ""
         last = f": step {steps[-1]:,.0f}{of} is the last recorded" if len(steps) else ""
         saved = list(saved_steps(run.folder))  # that of a rank that failed is no event
         command = command_line("lockstep", "train", run.folder)
-        rest = f"{command} resumes it from the save of step {max(saved):,}." if saved else "No save is recorded."
-        unfinished = [f"This run was not finished when the report was made{last}. {rest}"]
+        rest = f" {command} resumes it from the save of step {max(saved):,}." if saved else " No save is recorded."
+        is_running = held_by(run.folder) is not None
+        was = "was training" if is_running else "was not finished"
+        unfinished = [f"This run {was} when the report was made{last}.{'' if is_running else rest}"]
     return [
         *unfinished,
+        *([ended] if ended else []),
         *(["No update is recorded: metrics.jsonl is missing or has no whole line."] if not run.last else []),
         *(["No evaluation is recorded."] if not run.evaluations else []),
         *run.flaws,
@@ -97,7 +115,7 @@ def facts(run: RunData) -> list[tuple[str, str]]:
     batch, ranks = _resolved(run, "global_size", "batch"), _resolved(run, "ranks", "launch")
     if run.summary is None and run.restarts and run.restarts[-1][1]:
         ranks = f"{run.restarts[-1][1]:,}"  # of the last attempt
-    backend = as_text(summary.get("backend")) if summary.get("ranks") != 1 else ""
+    backend = _resolved(run, "backend", "launch") if ranks != "1" else ""
     entries = [
         ("Steps", count_text(_at_end(run, "steps"))),
         ("Samples", count_text(samples)),
@@ -192,9 +210,11 @@ def environment(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _resolved(run: RunData, name: str, section: str, key: str = "") -> str:
-    """Return what the run resolved; while it isn't finished, what was configured."""
-    if run.summary and name in run.summary:
-        return as_text(run.summary[name])
+    """Return what the run resolved, by its summary or else its last attempt; else what was configured."""
+    attempts = read_attempts(run.folder) if not run.summary else ()
+    resolved = run.summary or (attempts[-1].facts if attempts else {})
+    if resolved.get(name) is not None:
+        return as_text(resolved[name])
     configured = run.configured(section, key or name)
     return "auto (as configured)" if configured == "auto" else as_text(configured)
 

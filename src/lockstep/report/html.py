@@ -33,7 +33,7 @@ def render(template: str, folder: Path = _HERE, **values: object) -> str:
 @cache
 def _environment(folder: Path) -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
+    from markupsafe import Markup, escape
 
     environment = Environment(
         loader=FileSystemLoader([folder, _HERE]),
@@ -44,5 +44,8 @@ def _environment(folder: Path) -> Environment:
     )
     style, script = (Markup((_HERE / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment.filters["breakable"] = lambda text: escape(text).replace(
+        ".", Markup(".<wbr>")
+    )  # of a key of the config
     environment.globals.update(style=style, script=script, script_hash=allowed)
     return environment

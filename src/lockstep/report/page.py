@@ -35,8 +35,11 @@ _LONGEST_CONFIG = 100_000
 _NEAR_RUNS = 3
 
 
-def write_report(run: Path, output: Path | None = None) -> Path:
+def write_report(run: Path, output: Path | None = None, ended: str = "") -> Path:
     """Write RUN/report.html, or `output`, and return its path. The page lists what is damaged in the run.
+
+    Args:
+        ended: How the run ended, as a sentence; empty if that isn't known, or not unusual.
 
     Raises:
         RunFailed: `run` is not a run's folder, or the system refuses to read or write a file.
@@ -45,7 +48,7 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     target = Path(os.path.abspath(output or folder / REPORT))
     check_run(folder)
     try:
-        text = compose(read_run(folder))
+        text = compose(read_run(folder), ended)
     except OSError as error:
         raise RunFailed(f"can't read {error.filename or folder}: {error.strerror or error}") from error
     try:
@@ -55,8 +58,8 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     return target
 
 
-def compose(run: RunData) -> str:
-    """Return the page."""
+def compose(run: RunData, ended: str = "") -> str:
+    """Return the page. Arguments as of `write_report`."""
     drawn, images = charts(run), thumbnails(run)
     ranks = read_rank_history(run.folder)
     span = (drawn[0].first, drawn[0].last, drawn[0].marks) if drawn else (0, 1, Marks())
@@ -69,9 +72,9 @@ def compose(run: RunData) -> str:
         kicker="Training report",
         heading=run.folder.name,
         standfirst=facts.as_text(run.config.get("description")),
-        state="Not finished" if run.summary is None else "Finished",
+        state=facts.state(run),
         byline=f" · {'last started' if run.restarts else 'started'} {created}" if created else "",
-        flaws=[*facts.flaws(run), *_flaws_of_ranks(ranks)],
+        flaws=[*facts.flaws(run, ended), *_flaws_of_ranks(ranks)],
         figures=facts.large_figures(run),
         facts=facts.facts(run),
         charts=drawn,
