@@ -58,7 +58,7 @@ def test_a_rank_that_has_made_no_update_can_post() -> None:
 
 
 def test_what_befell_a_gpu_as_its_rank_ended_is_in_the_ranks_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Its last notice may reach nobody: the rank that collects them ends, too."""
+    """Its last notice may not be read: the rank that collects them ends, too."""
 
     class Ended(NoticeBoard):
         def post(self, data: bytes) -> None:

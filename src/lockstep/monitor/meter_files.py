@@ -164,7 +164,7 @@ class MeterThread:
                     if self._files is not None:
                         self._files.look()
             last = self._meters.notice()
-            for text in last_words(notice, last):  # which may be why this rank ends: in its own log, whoever else does
+            for text in last_words(notice, last):  # which may be why this rank ends
                 _log.error("%s", text)
             with suppress(RuntimeError):
                 self._meters.post(last)
