@@ -55,18 +55,20 @@ def load_newest(
     live: TrainingState,
     step: int | None = None,
     check: Callable[[Manifest], None] = lambda manifest: None,
+    until: int | None = None,
 ) -> LoadedCheckpoint | None:
     """Load the newest checkpoint that verifies, or that of `step`; return None if there is none. All ranks together.
 
     Args:
         check: Called with a manifest before its tensors are read; raises, alike on all ranks, if it must not be loaded,
             and CorruptCheckpoint if its state is invalid.
+        until: Checkpoints of later steps are left out; None: none are.
 
     Raises:
         RunFailed: There are checkpoints, and none can be read; or that of `step` can't; or it is of another model.
     """
     broken: dict[str, str] = {}
-    names = cast("list[str] | str", axis.broadcast(_candidates(storage, step) if axis.rank == 0 else None))
+    names = cast("list[str] | str", axis.broadcast(_candidates(storage, step, until) if axis.rank == 0 else None))
     if isinstance(names, str):
         raise RunFailed(names)
     for name in names:
@@ -100,14 +102,14 @@ def _is_foreign(storage: Storage, name: str) -> bool:
     return False
 
 
-def _candidates(storage: ReadableStorage, step: int | None) -> list[str] | str:
+def _candidates(storage: ReadableStorage, step: int | None, until: int | None) -> list[str] | str:
     """Return the names to try, newest first, or why there are none."""
     try:
         names = names_by_step(storage.names())
     except OSError as error:
         return f"can't list {storage.place}: {error.strerror or error}"
     if step is None:
-        return [names[known] for known in sorted(names, reverse=True)]
+        return [names[known] for known in sorted(names, reverse=True) if until is None or known <= until]
     if step not in names:
         available = ", ".join(map(str, names)) or "none"
         return f"{storage.place} has no checkpoint of step {step}; it has those of {available}"

@@ -28,10 +28,16 @@ def refusal_in_backward(config: Config) -> str | None:
             "optim.in_backward frees each gradient in the backward, before monitor.histograms can count it; write "
             "monitor.histograms.of: weights"
         )
-    if numbers.nonfinite == "retry":
+    if numbers.nonfinite in ("retry", "rollback"):
         return (
             "optim.in_backward applies gradients before it is known whether they are finite, so that "
-            "recovery.bad_numbers.nonfinite: retry can't repeat an update; write skip, or in_backward: false"
+            f"recovery.bad_numbers.nonfinite: {numbers.nonfinite} can't discard an update; write skip, or in_backward: "
+            "false"
+        )
+    if numbers.bisect:
+        return (
+            "optim.in_backward applies gradients as soon as they are there, so that recovery.bad_numbers.bisect can't "
+            "compute an update again; write false, or in_backward: false"
         )
     if numbers.spike not in ("ignore", "warn"):
         return (

@@ -297,6 +297,9 @@ class Budgets(Section):
     """A rank that doesn't move while others wait for it, or a collective that not all ranks reach."""
     host: Annotated[int, Field(ge=0)] | None = None
     """A host that can't be reached any more."""
+    rollback: Annotated[int, Field(ge=0)] | None = None
+    """Bad numbers under `bad_numbers` rollback: how many times in a row the run goes back, without getting further than
+    `rollback_steps` updates beyond the one before."""
     memory: Annotated[int, Field(ge=0)] | None = None
     """Memory that runs out: each time the micro-batches are halved. Null: until they have one sample, if `restarts`
     isn't 0."""

@@ -5,6 +5,7 @@
 2    ConfigError         fix the config: no process was started, no work was lost
 3    VerificationError   what was verified is wrong
 75   Paused              stopped as requested, everything is saved: start it again
+75   RolledBack          it goes back to an earlier state when it is started again
 124                      a rank hung, and wasn't started again
 130  Stopped             interrupted
 """
@@ -59,6 +60,12 @@ class CollectiveTimeout(RunFailed):
 
 class ReplicasDiffer(RunFailed):
     """Ranks hold different copies of the same state: what was learned since its checkpoint is not to be trusted."""
+
+
+class RolledBack(RunFailed):
+    """The run goes back to an earlier state, and leaves samples out: it is to be started again."""
+
+    exit_code = 75  # as of Paused
 
 
 class PeerFailed(RunFailed):

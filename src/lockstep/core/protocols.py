@@ -145,6 +145,10 @@ class GradientStep(Protocol):
 class Engine(Protocol):
     """Turns a batch into a gradient."""
 
+    @property
+    def losses(self) -> list[Tensor]:
+        """The sums of losses of the last update's micro-batches, unscaled, 0-dim, where this rank knows them."""
+
     def accumulate(self, batch: GlobalBatch, seed_scale: float | Tensor, announce: Callable[[Tensor], None]) -> None:
         """Accumulate the gradient of `seed_scale` x the sum of losses.
 

@@ -222,6 +222,27 @@ class EvaluationReport:
 
 
 @dataclass(frozen=True, slots=True)
+class NumbersReport:
+    """The facts about an update whose numbers are bad, and what was done about it.
+
+    Attributes:
+        step: The update after which it is recorded.
+        update: The bad one.
+        what: Its loss and gradient norm, or what makes it a spike.
+        action: What was done: `kept`, `discarded`, `repeated`, `left out`, `rolled back` or `stopped`.
+        samples: Those that are suspected: of the whole update, of a micro-batch, or single ones that were found.
+        where: The micro-batch that has them, or how they were found; empty: they are those of the whole update.
+    """
+
+    step: int
+    update: int
+    what: str
+    action: str
+    samples: tuple[int, ...] = ()
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RestartReport:
     """The position from which a run resumes.
 

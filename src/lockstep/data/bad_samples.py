@@ -12,7 +12,8 @@ Items that torch's own function collates must therefore have the shapes that mos
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 CONFIGURED = "data.leave_out"
 """The reason of samples that the config leaves out."""
+BAD_NUMBERS = "bad numbers: "
+"""The beginning of the reason of samples that are left out because of the numbers of their update."""
 _LOOKED_AT = 16
 _MOST = 0.75  # of the samples that are looked at have the shapes that all must have
 
@@ -69,6 +72,26 @@ class SkippingSource:
             samples: Reasons by index.
         """
         self._known.update(samples)
+        if self._reference is not None and int(self._reference[0]) in samples:
+            self._reference = None
+
+    def leaves_out(self, sample: int) -> bool:
+        """Return whether a sample is known to be left out."""
+        return sample in self._known
+
+    @contextmanager
+    def without(self, samples: Mapping[int, str]) -> Iterator[None]:
+        """Leave samples out while the block runs.
+
+        Args:
+            samples: Reasons by index.
+        """
+        known, reference = dict(self._known), self._reference
+        self.leave_out(samples)
+        try:
+            yield
+        finally:
+            self._known, self._reference = known, reference
 
     def fetch(self, indices: Indices) -> Batch:
         left_out = (

@@ -34,7 +34,7 @@ from lockstep.core.progress import Progress
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, GlobalBatch, LeftOutSample
 from lockstep.data.bad_samples import positioned, sum_of_digests
-from lockstep.data.fetching import FetchRequest, Workers, fetch_all
+from lockstep.data.fetching import FetchRequest, Workers, fetch, fetch_all
 from lockstep.data.order import SampleOrder, digests
 from lockstep.plan.batch import BatchPlan, micro_ranges
 
@@ -111,6 +111,42 @@ class TrainingLoader:
         """Yield the micro-batches after `progress` one by one, on the CPU, without end; raises as `updates` does."""
         return fetch_all(self._source, self.requests(progress), self._workers)
 
+    # --- the samples of an update, once more ----------------------------------------------------------------------
+
+    def again(self, progress: Progress) -> GlobalBatch:
+        """Return the update after `progress`, fetched in this process, without the samples that are left out by now."""
+        share = self._share_after(progress)
+        update = self._update(share, tuple(fetch(self._source, request) for request in share.requests))
+        return next(to_device(iter((update,)), self._device, self._workers.pin))
+
+    def own_samples(self, progress: Progress) -> list[list[int]]:
+        """Return this rank's samples of the update after `progress`, by micro-batch; none of padding."""
+        requests = self._share_after(progress).requests
+        return [[] if request.is_padding else request.indices.tolist() for request in requests]
+
+    def samples_between(self, first: int, last: int) -> list[int]:
+        """Return the samples of all ranks at the positions `first` to `last`, exclusive."""
+        samples: list[int] = []
+        while first < last:
+            epoch, start = divmod(first, self.epoch_samples)
+            stop = min(start + last - first, self.epoch_samples)
+            samples += self._order.indices(epoch, np.arange(start, stop)).tolist()
+            first += stop - start
+        return samples
+
+    def position_before(self, position: int, updates: int) -> int:
+        """Return the position at which the last `updates` updates before `position` began, at this global batch."""
+        size = self._batch.global_size
+        for _ in range(updates):
+            if position <= 0:
+                break
+            epoch_start = (position - 1) // self.epoch_samples * self.epoch_samples
+            position = epoch_start + (position - epoch_start - 1) // size * size
+        return max(0, position)
+
+    def _share_after(self, progress: Progress) -> _Share:
+        return next(self._shares(progress.steps, progress.samples, None))
+
     def close(self) -> None:
         """Stop the workers."""
         if self._running is not None:
@@ -139,19 +175,21 @@ class TrainingLoader:
             for micro in range(len(share.requests)):
                 beat.numbers[heartbeat.FETCHING] = micro
                 fetched.append(next(batches))
-            micro_batches = tuple(fetched)
-            count, tokens = 0.0, 0
-            left_out: tuple[LeftOutSample, ...] = ()
-            for batch, request in zip(micro_batches, share.requests, strict=True):
-                if batch.samples:
-                    count += self._count(batch)
-                    tokens += batch.tokens
-                if batch.left_out:
-                    left_out += positioned(batch.left_out, request.indices, request.position)
-            used = share.digest - sum_of_digests(share.epoch, left_out) if left_out else share.digest
-            yield GlobalBatch(
-                micro_batches, share.samples, count, tokens, share.epoch, share.cursor, share.step, used, left_out
-            )
+            yield self._update(share, tuple(fetched))
+
+    def _update(self, share: _Share, micro_batches: tuple[Batch, ...]) -> GlobalBatch:
+        count, tokens = 0.0, 0
+        left_out: tuple[LeftOutSample, ...] = ()
+        for batch, request in zip(micro_batches, share.requests, strict=True):
+            if batch.samples:
+                count += self._count(batch)
+                tokens += batch.tokens
+            if batch.left_out:
+                left_out += positioned(batch.left_out, request.indices, request.position)
+        used = share.digest - sum_of_digests(share.epoch, left_out) if left_out else share.digest
+        return GlobalBatch(
+            micro_batches, share.samples, count, tokens, share.epoch, share.cursor, share.step, used, left_out
+        )
 
     def _shares(self, step: int, cursor: int, stop: int | None) -> Iterator[_Share]:
         """Yield the shares from `cursor` to `stop`, in blocks of equal updates."""

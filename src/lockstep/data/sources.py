@@ -105,15 +105,20 @@ class PreparedSource:
         return self.prepare(self.source.fetch(indices))
 
 
-def skipping(source: Source, *, skips: bool = True, ranges: Sequence[tuple[int, int]] = ()) -> Source:
+def skipping(
+    source: Source, *, skips: bool = True, ranges: Sequence[tuple[int, int]] = (), later: bool = False
+) -> Source:
     """Return a source that leaves out samples that can't be used (`skips`), and those of `data.leave_out` (`ranges`).
+
+    Args:
+        later: Whether samples may have to be left out for other reasons.
 
     Raises:
         ConfigError: There are no such samples, or too many.
     """
     from lockstep.data.custom import ItemSource
 
-    if not skips and not ranges:
+    if not (skips or ranges or later):
         return source
     left_out = _indices_of(ranges, source.facts.samples)
     uniform = skips and isinstance(source, ItemSource) and source.is_uniform

@@ -162,6 +162,13 @@ def requests_in(slots: Sequence[float]) -> frozenset[Request]:
     return frozenset(request for request in Request if slots[FIRST_REQUEST + request.value] > 0)
 
 
+def with_requests(outcome: VoteResult, requests: Iterable[Request]) -> VoteResult:
+    """Return the result of a vote as if these requests had been made in it; the same on all ranks."""
+    for request in requests:
+        outcome.slots[FIRST_REQUEST + request.value] = 1.0
+    return outcome
+
+
 def tallies_in(slots: Sequence[float]) -> tuple[float, ...]:
     """Return the sums over ranks of the tallies."""
     return tuple(slots[FIRST_TALLY:FIRST_REQUEST])

@@ -231,6 +231,10 @@ class ContextEngine:
         self._attention = divider.attention
         self.outputs: Callable[[Inputs], object] = engine.outputs  # of whole sequences, on each rank
 
+    @property
+    def losses(self) -> list[Tensor]:
+        return self._engine.losses
+
     def check(self, batch: Batch, axis: Axis) -> None:
         """Compare the model's forward under context parallelism with that on whole sequences. All ranks together.
 

@@ -72,6 +72,7 @@ class EagerEngine:
         self._muted = muted
         self._prepare = prepare
         self._clock = clock or PhaseClock()
+        self.losses: list[Tensor] = []
 
     def accumulate(self, batch: GlobalBatch, seed_scale: float | Tensor, announce: Callable[[Tensor], None]) -> None:
         micro_batches = batch.micro_batches
@@ -79,6 +80,7 @@ class EagerEngine:
         module, last, enter = step.module, len(micro_batches) - 1, self._clock.enter
         beat = heartbeat.own().numbers
         total: Tensor | None = None
+        self.losses = losses = []
         index, phase = 0, _FORWARD
         try:
             for index, micro_batch in enumerate(micro_batches):
@@ -95,6 +97,7 @@ class EagerEngine:
                     if not isinstance(loss, torch.Tensor):
                         raise _no_loss(loss)
                     counted = loss.detach() if micro_batch.samples else torch.zeros_like(loss)
+                    losses.append(counted)
                     total = counted if total is None else total + counted
                     if index == last:
                         announce(total)

@@ -72,6 +72,11 @@ class PipelineEngine:
         self._scale: float | Tensor = 1.0
         self._total = torch.zeros((), device=device)
         self._backwards = 0
+        self._losses: dict[int, Tensor] = {}
+
+    @property
+    def losses(self) -> list[Tensor]:
+        return [self._losses[number] for number in sorted(self._losses)]
 
     @property
     def _has_last(self) -> bool:
@@ -83,7 +88,7 @@ class PipelineEngine:
         with self._autocast():
             specs = [self._stages.activation_specs(micro_batch.inputs) for micro_batch in micro_batches]
         runner = self._runner(len(micro_batches), specs[0])
-        self._batch, self._scale = batch, seed_scale
+        self._batch, self._scale, self._losses = batch, seed_scale, {}
         self._total = torch.zeros((), device=self._device)
         self._backwards = len(micro_batches) * len(self._stages.own)
         try:
@@ -129,7 +134,9 @@ class PipelineEngine:
                     return output
                 loss = self._objective.loss_sum(output, micro_batch)
                 if not micro_batch.samples:
+                    self._losses[number] = loss.detach() * 0.0
                     return loss * 0.0
+                self._losses[number] = loss.detach()
                 self._total = self._total + loss.detach()
                 return loss * self._scale  # the backward starts from it
         except Exception as error:

@@ -32,6 +32,7 @@ from lockstep.core.errors import (
     PeerFailed,
     Problem,
     ReplicasDiffer,
+    RolledBack,
     RunFailed,
     Stopped,
     blames_a_peer,
@@ -60,6 +61,7 @@ class EndKind(Enum):
     HUNG = "hung, and was killed by the launcher"
     PEER_FAILED = "failed with an error that a peer's failure explains"
     DIVERGED = "holds another copy of the training state than other ranks"
+    ROLLED_BACK = "goes back to an earlier state, because of bad numbers"
     LOST = "was on a host that can't be reached any more"
     ENDED = "was stopped or killed by the launcher"
 
@@ -117,6 +119,8 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
             return End(EndKind.TIMED_OUT, error.exit_code, message_of(error), time)
         case ReplicasDiffer():
             return End(EndKind.DIVERGED, error.exit_code, message_of(error), time)
+        case RolledBack():
+            return End(EndKind.ROLLED_BACK, error.exit_code, message_of(error), time)
         case PeerFailed():
             return End(EndKind.PEER_FAILED, error.exit_code, message_of(error), time)
         case Failure():
@@ -186,6 +190,8 @@ def describe(
     assert end is not None, "only a rank that has ended is a cause"
     name = f"rank {rank} on host {hosts[rank]}" if hosts else f"rank {rank}"
     match end.kind:
+        case EndKind.ROLLED_BACK:
+            return end.text
         case EndKind.MESSAGE | EndKind.DIVERGED | EndKind.STOPPED | EndKind.PAUSED | EndKind.GROWS if all(
             other is not None and other.text == end.text for other in ends
         ):

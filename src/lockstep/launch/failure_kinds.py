@@ -9,6 +9,7 @@ program      KeyError in a dataset, sys.exit()              once at the same ste
 transient    SIGKILL, a connection or a disk that failed    up to the limit
 hang         a rank that doesn't move and others wait for   up to the limit
 host         a host that can't be reached any more          up to the limit
+rollback     bad numbers, before which the run goes back    always: the ranks count against the limit
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class FailureKind(Enum):
     TRANSIENT = "transient"
     HANG = "hang"
     HOST = "host"
+    ROLLBACK = "rollback"
 
 
 NEVER_RETRIED = {FailureKind.CONFIG, FailureKind.REQUEST, FailureKind.MESSAGE}
@@ -43,6 +45,7 @@ _BY_END = {
     EndKind.TIMED_OUT: FailureKind.HANG,
     EndKind.HUNG: FailureKind.HANG,
     EndKind.LOST: FailureKind.HOST,
+    EndKind.ROLLED_BACK: FailureKind.ROLLBACK,
     EndKind.TRACEBACK: FailureKind.PROGRAM,
     EndKind.EXITED: FailureKind.PROGRAM,
     EndKind.CODE: FailureKind.PROGRAM,

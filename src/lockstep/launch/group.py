@@ -43,7 +43,7 @@ _HANGS = 20.0  # seconds after which a launcher hangs that hasn't ended its rank
 _SAME_REQUEST = 0.5  # seconds: signals this close are one request (timeout(1) and shells signal process and group)
 _CAUSES = {
     EndKind.MESSAGE, EndKind.TRACEBACK, EndKind.CODE, EndKind.EXITED, EndKind.KILLED, EndKind.LOST, EndKind.HUNG,
-    EndKind.DIVERGED,
+    EndKind.DIVERGED, EndKind.ROLLED_BACK,
 }  # fmt: skip
 _ORDERLY = {EndKind.STOPPED, EndKind.PAUSED, EndKind.GROWS}
 

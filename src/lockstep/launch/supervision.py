@@ -76,6 +76,9 @@ class Supervisor:
             if not change and was_killed(ends[cause]):  # perhaps for the memory that another process takes
                 kind = FailureKind.TRANSIENT
         self._last = kind
+        if kind is FailureKind.ROLLBACK:
+            print_on_stderr(f"lockstep: {gist(result.text)}\nlockstep: its ranks start again")
+            return self.resumed()
         if self._in_vain[kind] >= self.config.budget(kind.value):
             return None
         if not (change or self._may_help(kind, ends[cause], step)):

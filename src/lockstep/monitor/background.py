@@ -24,6 +24,7 @@ from lockstep.core.errors import Failure
 from lockstep.core.records import (
     EvaluationReport,
     LeftOutSample,
+    NumbersReport,
     Request,
     RestartReport,
     RunInfo,
@@ -228,6 +229,9 @@ class BackgroundMonitor(ThrottledMonitor):
     def left_out(self, step: int, samples: Sequence[LeftOutSample]) -> None:
         self._put(self._writer.left_out, step, samples, weight=0)  # never dropped
 
+    def bad_numbers(self, report: NumbersReport) -> None:
+        self._put(self._writer.bad_numbers, report, weight=0)
+
     def finish(self, error: BaseException | None) -> None:
         """Let the writer finish, and wait for it up to the limit."""
         self.begin_finish(error)
@@ -348,6 +352,9 @@ class BackgroundMonitors(ThrottledMonitor):
 
     def left_out(self, step: int, samples: Sequence[LeftOutSample]) -> None:
         self._put(lambda monitor: monitor.left_out(step, samples))
+
+    def bad_numbers(self, report: NumbersReport) -> None:
+        self._put(lambda monitor: monitor.bad_numbers(report))
 
     def finish(self, error: BaseException | None) -> None:
         """Let the writers finish, and wait for each up to its limit, for all of them at once."""

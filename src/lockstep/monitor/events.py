@@ -13,6 +13,7 @@ events.jsonl has what happens between them:
     {"logged": {"attention": {"width": 64, "height": 64, "file": "media/attention-00000010.png"}}, "step": 10}
     {"saved": 10, "step": 10, "bytes": 3805184, "seconds": 0.2, "lost_seconds": 0.001}     each save; `failure` if none
     {"left_out": 17, "step": 10, "reason": "OSError: ...", "position": 661}                each unusable sample
+    {"bad_numbers": "rolled back", "step": 8, "update": 12, "what": "loss nan, ...", "samples": [17, ...], ...}
     {"resumed": 10, "step": 10, "ranks": 2}                                                each attempt but the first
 
 summary.json, which is also the last line of `--json`, marks a finished run. A full disk costs lines, not the training.
@@ -27,7 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.progress import Progress
-from lockstep.core.records import EvaluationReport, LeftOutSample, Request, RunInfo, SaveReport, StepReport
+from lockstep.core.records import (
+    EvaluationReport,
+    LeftOutSample,
+    NumbersReport,
+    Request,
+    RunInfo,
+    SaveReport,
+    StepReport,
+)
 from lockstep.monitor.jsonl import LineFile, finite, line
 from lockstep.monitor.media_folder import MEDIA, MediaFolder
 from lockstep.monitor.meters import Throughput
@@ -121,6 +130,10 @@ class EventLog(ReportWriter):
                 self._events,
                 {"left_out": sample.index, "step": step, "reason": sample.reason, "position": sample.position},
             )
+
+    def bad_numbers(self, report: NumbersReport) -> None:
+        record = asdict(report)
+        self._write(self._events, {"bad_numbers": record.pop("action"), **record})
 
     def measured(self, report: MeterReport) -> None:
         """Write nothing: ranks.jsonl has the meters."""

@@ -21,6 +21,7 @@ from lockstep.core.protocols import Monitor
 from lockstep.core.records import (
     EvaluationReport,
     LeftOutSample,
+    NumbersReport,
     Request,
     RestartReport,
     RunInfo,
@@ -81,6 +82,10 @@ class ReportWriter(Monitor, Protocol):
 
     def left_out(self, step: int, samples: Sequence[LeftOutSample]) -> None:
         """Take samples that are left out because they can't be used; known after update `step`."""
+        return
+
+    def bad_numbers(self, report: NumbersReport) -> None:
+        """Take what is known of an update whose numbers are bad."""
         return
 
 
@@ -151,6 +156,10 @@ class Monitors:
     def left_out(self, step: int, samples: Sequence[LeftOutSample]) -> None:
         """Pass on samples that are left out; only throttled monitors take them."""
         _for_each(self._throttled, lambda monitor: monitor.left_out(step, samples))
+
+    def bad_numbers(self, report: NumbersReport) -> None:
+        """Pass on what is known of a bad update; only throttled monitors take it."""
+        _for_each(self._throttled, lambda monitor: monitor.bad_numbers(report))
 
     def finish(self, error: BaseException | None) -> None:
         self._show_last()

@@ -19,7 +19,7 @@ from lockstep.monitor.attempts import Attempt, read_attempts
 from lockstep.monitor.folder import held_by
 from lockstep.monitor.goodput import Goodput, goodput, saved_steps
 from lockstep.report.curves import throughput
-from lockstep.report.facts import left_out
+from lockstep.report.facts import bad_numbers, left_out
 from lockstep.report.limits import Limit, limits
 from lockstep.report.rank_history import RankHistory, damage, read_rank_history
 from lockstep.report.roofline import DevicePeak, Roofline, communication, memory, sentences
@@ -175,6 +175,7 @@ def _events(run: RunData) -> Iterator[str]:
         parts.append(f"saved {_times(len(saved))} ({size}; training waited {lost})")
     if failed := [save for save in run.saves if save.failure is not None]:
         parts.append(f"{len(failed)} of {len(run.saves)} saves failed ({failed[-1].failure})")
+    yield from bad_numbers(run, most=3)
     yield from left_out(run.left_out, most=3)
     if parts:
         text = "; ".join(parts)

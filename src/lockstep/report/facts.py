@@ -141,6 +141,7 @@ def events(run: RunData) -> list[str]:
         _saves(run),
         *(f"Step {save.step:,}: not saved: {save.failure}" for save in failed),
         _discarded(run),
+        *bad_numbers(run),
         *left_out(run.left_out),
     ]
 
@@ -153,6 +154,15 @@ def left_out(samples: Mapping[int, str], most: int = _MAX_LISTED) -> list[str]:
     more = f"; and {len(samples) - most:,} more" if len(samples) > most else ""
     number = "1 sample" if len(samples) == 1 else f"{len(samples):,} samples"
     return [f"Left out {number} of the training data: {listed}{more}."]
+
+
+def bad_numbers(run: RunData, most: int = _MAX_LISTED) -> list[str]:
+    """Return a sentence about updates whose numbers were bad, with the suspected samples; none if there were none."""
+    if not run.bad_numbers:
+        return []
+    listed = "; ".join(f"update {update:,}: {clause}" for update, clause in run.bad_numbers[:most])
+    more = f"; and {len(run.bad_numbers) - most:,} more" if len(run.bad_numbers) > most else ""
+    return [f"Bad numbers: {listed}{more}."]
 
 
 def _restarts(run: RunData) -> str:

@@ -21,6 +21,7 @@ import numpy as np
 
 from lockstep.config.reading import MOST_BYTES, read_yaml, to_python
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
+from lockstep.core.formatting import listed
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import CONFIG, EARLIER, ENVIRONMENT, METRICS, SUMMARY
 from lockstep.report.series import Series
@@ -30,6 +31,7 @@ Json: TypeAlias = Mapping[str, Any]
 COLUMNS = ("loss", "grad_norm", "lr", "loss_scale", "samples_per_second", "tokens_per_second")
 _NOT_METRICS = ("evaluation", "step", "samples", "seconds", "not_finite")
 _LARGEST_STEP = 2**53  # beyond, floats skip whole numbers
+_MOST_SAMPLES = 12  # of a bad update
 _LONGEST_TEXT = 4000
 _LONGEST_LINE = 2**20  # characters; of a longer line each part counts as damaged
 _decode = json.JSONDecoder().raw_decode
@@ -82,6 +84,7 @@ class RunData:
         restarts: step that was resumed from, and ranks (0: unknown).
         rollbacks: first and last step of the updates that a restart discarded.
         left_out: reason by index of each sample that could not be used.
+        bad_numbers: (update, a clause about it) of each update whose numbers were bad, and that is known more of.
         earlier: number of attempts whose files are in `earlier`.
         flaws: what could not be read, a sentence each.
         damaged: number of lines that can't be read, by file; a torn last line isn't counted.
@@ -103,6 +106,7 @@ class RunData:
     saves: list[Save] = field(default_factory=list)
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
     left_out: dict[int, str] = field(default_factory=dict)
+    bad_numbers: list[tuple[int, str]] = field(default_factory=list)
     earlier: int = 0
     flaws: list[str] = field(default_factory=list)
     damaged: dict[str, int] = field(default_factory=dict)
@@ -235,6 +239,8 @@ def _take_event(run: RunData, step: int, record: Json) -> None:
                 metrics.setdefault(name.removeprefix("metric."), {})[step] = _number(value)
     elif "resumed" in record:
         run.restarts.append((step, _step(record.get("ranks")) or 0))
+    elif "bad_numbers" in record:
+        run.bad_numbers.append((_step(record.get("update")) or step, _bad_numbers(record)))
     elif (index := _step(record.get("left_out"))) is not None:
         run.left_out[index] = _name(record.get("reason"))[:_LONGEST_TEXT]
     elif "saved" in record:
@@ -252,6 +258,15 @@ def _take_event(run: RunData, step: int, record: Json) -> None:
                     run.images.append(LoggedFile(step, name, file))
             elif _is_number(value):
                 run.logged.setdefault(name, {})[step] = _number(value)
+
+
+def _bad_numbers(record: Json) -> str:
+    samples = record.get("samples")
+    shown = [str(sample) for sample in samples if _step(sample) is not None] if isinstance(samples, list) else []
+    named = f"samples {listed(shown, _MOST_SAMPLES)}" if shown else ""
+    parts = (_name(record.get("what")), _name(record.get("where")), named)
+    what = "; ".join(part for part in parts if part)[:_LONGEST_TEXT]
+    return f"{what}: {_name(record['bad_numbers'])}"
 
 
 def _step(value: object) -> int | None:

@@ -76,7 +76,7 @@ class Verdicts:
         spike = limits.reason(loss, norm) if finite else ""
         verdict = Verdict.KEPT if keep else Verdict.SPIKE if finite else self._not_finite
         self._discards.see(verdict)
-        if keep and self._spikes is not None:
+        if keep and self._spikes is not None and (loss or norm):  # else all its samples are left out
             self._spikes.see(step, loss, norm)
         return verdict, spike
 
@@ -84,17 +84,22 @@ class Verdicts:
     def _not_finite(self) -> Verdict:
         return Verdict.OVERFLOW if self._scaled else Verdict.NON_FINITE
 
-    def refuse(self, report: StepReport) -> None:
-        """Raise RunFailed at the discard limit, or for an update that the config doesn't tolerate."""
-        if report.spike and self._section.spike == "stop":
+    def answer(self, report: StepReport) -> str:
+        """Return what the config asks for after a bad update; empty for others, and an overflow under a loss scale."""
+        if report.spike:
+            return self._section.spike
+        return self._section.nonfinite if report.verdict is Verdict.NON_FINITE else ""
+
+    def refuse(self, report: StepReport, named: str = "") -> None:
+        """Raise RunFailed at the discard limit, or for an update that the config doesn't tolerate.
+
+        Args:
+            named: Its numbers, and the samples that are suspected.
+        """
+        if self.answer(report) == "stop":
+            key, kind = ("spike", "a spike: ") if report.spike else ("nonfinite", "not finite: ")
             raise RunFailed(
-                f"step {report.step:,}: a spike: {report.spike} (recovery.bad_numbers.spike: stop); its update was "
-                "discarded"
-            )
-        if report.verdict is Verdict.NON_FINITE and self._section.nonfinite == "stop":
-            raise RunFailed(
-                f"step {report.step:,}: the loss ({report.loss:g}) or the gradient norm ({report.grad_norm:g}) is not "
-                "finite (recovery.bad_numbers.nonfinite: stop); its update was discarded"
+                f"step {report.step:,}: {kind}{named} (recovery.bad_numbers.{key}: stop); its update was discarded"
             )
         self._discards.refuse(report.step)
 

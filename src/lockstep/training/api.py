@@ -97,6 +97,9 @@ def session(config: ConfigLike, *, trust_run: bool = False, **objects: Unpack[Ob
     if checked.monitor.early_stopping is not None:
         text = "a session leaves the loop to you, and can't end it; leave this out, or use lockstep.train"
         raise ConfigError(Problem("", "monitor.early_stopping", text))
+    if checked.recovery.bad_numbers.rolls_back:
+        text = "rollback starts a run again, and a session leaves the loop to you; write skip, or use lockstep.train"
+        raise ConfigError(Problem("", "recovery.bad_numbers", text))
     with opened(checked, given) as opened_session, rescuing(opened_session):
         yield opened_session
 

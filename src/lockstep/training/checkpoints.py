@@ -33,13 +33,7 @@ from lockstep.training.memory_snapshots import MemorySnapshots
 from lockstep.training.ownership import refuse_other_run
 from lockstep.training.requests import Trigger
 from lockstep.training.rescue import Rescue
-from lockstep.training.resuming import (
-    Resume,
-    lock_storage,
-    refuse_local_storage,
-    refuse_unknown_metric,
-    restore,
-)
+from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, refuse_unknown_metric, restore
 from lockstep.training.saved_state import check_state, data_identity
 from lockstep.training.session import Session, attach, components_of
 from lockstep.training.working_copy import place_of
@@ -64,6 +58,7 @@ class Checkpoints(VoteParticipant):
         memory: the launcher's folder for snapshots; None: there is none.
 
     Attributes:
+        storage, home: those above.
         snapshots: of the run, in memory.
         environment: of this attempt, on the first rank.
         run: id of the run, from `begin` on.
@@ -88,10 +83,10 @@ class Checkpoints(VoteParticipant):
         section, epoch_samples = components.config.checkpoint, components.plan.epoch_samples
         self._session = session
         self._data = data_identity(components.source, epoch_samples)
-        self._storage = storage
+        self.storage = storage
         self._axis = components.world.axis
         self._section = section
-        self._home = home
+        self.home = home
         self._recipe = recipe
         self._retention = Retention(storage, section, epoch_samples)
         self._trigger = Trigger(section.every, Request.SAVE, epoch_samples)
@@ -117,7 +112,7 @@ class Checkpoints(VoteParticipant):
     @property
     def place(self) -> str:
         """Path or address of the checkpoints."""
-        return self._storage.place
+        return self.storage.place
 
     @property
     def _saver(self) -> Saver:
@@ -144,16 +139,16 @@ class Checkpoints(VoteParticipant):
         for key, metric in (("checkpoint.best", self._section.best), *self.early_stopping.metrics):
             if metric is not None:
                 refuse_unknown_metric(key, metric, components.objective, components.evaluator.sources)
-        refuse_local_storage(self._storage, self._axis, components.config.launch.timeout)
-        lock_storage(self._storage, self._axis)
-        refuse_other_run(self._session, self._storage, self._home, resume)
+        refuse_local_storage(self.storage, self._axis, components.config.launch.timeout)
+        lock_storage(self.storage, self._axis)
+        refuse_other_run(self._session, self.storage, self.home, resume)
         notes: list[str] = []
         starts_over = resume.fresh or resume.origin is not None
-        run = (None if starts_over else self._storage.run) or uuid.uuid4().hex
+        run = (None if starts_over else self.storage.run) or uuid.uuid4().hex
         if resume.fresh:
             self._set_back(-1, {}, notes)
         else:
-            storage = self._storage if resume.step is not None else self.snapshots.resumable(self._storage)
+            storage = self.storage if resume.step is not None else self.snapshots.resumable(self.storage)
             origin = resume.origin or storage
             restored = restore(self._session, origin, resume, self._data)
             if restored is not None:
@@ -171,13 +166,15 @@ class Checkpoints(VoteParticipant):
                     else:
                         self._saved_at = self._newest = manifest.step
                     self._set_back(manifest.step, loaded.broken, notes)
+            elif resume.until is not None:
+                self._set_back(-1, {}, notes)
             elif resume.step is not None or resume.origin is not None:
                 raise RunFailed(f"there is no checkpoint in {origin.place}")
         self.run = cast("str", self._axis.broadcast(run))
         self._write_owner()
         metadata = RunMetadata(self.run, finite(to_public(components.config)), self.environment)
         self._begun_saver = Saver(
-            self._storage,
+            self.storage,
             self._axis,
             components.world.device,
             metadata,
@@ -192,18 +189,18 @@ class Checkpoints(VoteParticipant):
 
     def _set_back(self, step: int, broken: Mapping[str, str], notes: list[str]) -> None:
         if self._axis.rank == 0:
-            notes += [f"renamed to {path}" for path in move_newer_aside(self._storage, step, broken)]
+            notes += [f"renamed to {path}" for path in move_newer_aside(self.storage, step, broken)]
         self._axis.barrier()  # an object store copies them
 
     def _write_owner(self) -> None:
         """Record whose folder this is; a session without a folder keeps what a run has recorded there."""
         if self._axis.rank != 0:
             return
-        owner = self._storage.owner()
-        if self._home is None and owner is not None and owner.run == self.run:
+        owner = self.storage.owner()
+        if self.home is None and owner is not None and owner.run == self.run:
             return
-        self._owner = Owner(self.run, place_of(self._home) if self._home is not None else None, self._recipe)
-        self._storage.set_owner(self._owner)
+        self._owner = Owner(self.run, place_of(self.home) if self.home is not None else None, self._recipe)
+        self.storage.set_owner(self._owner)
 
     def _published(self, manifest: Manifest) -> None:
         self._newest = manifest.step
@@ -260,7 +257,7 @@ class Checkpoints(VoteParticipant):
         self.see_evaluation(evaluations)
         if self.is_best(evaluations):
             if self._axis.rank == 0 and self._saved_at is not None:
-                self._storage.delete(checkpoint_name(self._saved_at))
+                self.storage.delete(checkpoint_name(self._saved_at))
                 self._retention.invalidate()
             self._axis.barrier()
             self._saved_at = None
@@ -330,7 +327,7 @@ class Checkpoints(VoteParticipant):
         """Save what a run that `error` ends has learned since its last save; return what to report."""
         if self._begun_saver is None or self._session.progress.steps == self._began_at:
             return None
-        rescue = Rescue(self._session, self._storage, self._saver, self._failure_state, self._metadata)
+        rescue = Rescue(self._session, self.storage, self._saver, self._failure_state, self._metadata)
         return rescue.save(error)
 
     def save_in(self, storage: Storage) -> str | None:
@@ -348,7 +345,7 @@ class Checkpoints(VoteParticipant):
 
         On the first rank, in any thread. True, too, if the disk can't be read.
         """
-        return self._storage.is_held(checkpoint_name(self._newest) if self._newest is not None else None)
+        return self.storage.is_held(checkpoint_name(self._newest) if self._newest is not None else None)
 
     def reclaim(self) -> None:
         """Lock a folder that was deleted again, and request a save. On the first rank, in any thread.
@@ -357,14 +354,14 @@ class Checkpoints(VoteParticipant):
             OSError: it can't be written.
             RunFolderTaken: another run saves there now.
         """
-        owner = self._storage.owner()
+        owner = self.storage.owner()
         if owner is not None and owner.run != self.run:
             raise RunFolderTaken(f"{self.place} holds the checkpoints of another run now: {owner}")
-        if not self._storage.is_held(None):
-            if not self._storage.claim():
+        if not self.storage.is_held(None):
+            if not self.storage.claim():
                 raise RunFolderTaken(f"another run saves to {self.place} now")
             if self._owner is not None:
-                self._storage.set_owner(self._owner)
+                self.storage.set_owner(self._owner)
         self._newest = None
         self._retention.invalidate()
         self._saves_again = True
@@ -374,7 +371,7 @@ class Checkpoints(VoteParticipant):
         is_gone = False
         if self._axis.rank == 0 and self._saved_at is not None:
             self.look()
-            is_gone = self._saves_again and checkpoint_name(self._saved_at) not in self._storage.names()
+            is_gone = self._saves_again and checkpoint_name(self._saved_at) not in self.storage.names()
         if not self._axis.broadcast(is_gone):
             return []
         self.save_again()
@@ -390,7 +387,7 @@ class Checkpoints(VoteParticipant):
         step = cast("int | None", self._axis.broadcast(self._retention.best if self._axis.rank == 0 else None))
         if step is None or step == self._session.progress.steps:
             return
-        loaded = load_newest(self._storage, self._axis, self._session.state(), step, check_state)
+        loaded = load_newest(self.storage, self._axis, self._session.state(), step, check_state)
         assert loaded is not None, "a checkpoint of a given step exists, or RunFailed is raised"
         self._session.restore(loaded.state)
 

@@ -44,6 +44,7 @@ from lockstep.resilience.faults import plant
 from lockstep.resilience.memory_faults import Trained
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
+from lockstep.training import rolling_back
 from lockstep.training.assemble import assemble
 from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
@@ -57,9 +58,10 @@ from lockstep.training.out_of_memory import MemoryFactors, explain, memory_facto
 from lockstep.training.ownership import run_folder_for
 from lockstep.training.publishing import publish
 from lockstep.training.resuming import Resume
+from lockstep.training.rolling_back import Rollback
 from lockstep.training.run import Results, SaveFailed, run
 from lockstep.training.run_info import run_info
-from lockstep.training.session import Session, components_of, ledger_of
+from lockstep.training.session import Session, components_of, ledger_of, left_out_of
 from lockstep.training.smaller_batches import recovery_notes, remember, with_known
 from lockstep.training.stored_run import StoredRun, in_bucket
 from lockstep.training.text import codec_of, sample
@@ -127,7 +129,7 @@ def run_job(job: Job) -> Finished:
     with opened(config, job.given, _purpose(job), job) as session, _logged_tracebacks(job, session) as folder:
         continues = not job.resume.fresh and job.resume.origin is None
         earlier = EarlierAttempts.of(folder) if continues else NO_ATTEMPTS
-        checkpoints, notes = _begin(job, session, folder)
+        checkpoints, notes, rollbacks = _begin(job, session, folder)
         components = components_of(session)
         profiler = Profiler(config.profile, components.world, folder, components.sharding.state.model)
         notes += [*profiler.notes, *recovery_notes(folder, components.config, components.world.size)]
@@ -146,6 +148,8 @@ def run_job(job: Job) -> Finished:
                 if (step := checkpoints.resumed_from) is not None:
                     attempt, samples = ledger_of(session).attempt, session.progress.samples
                     monitors.restarted(RestartReport(attempt, step, samples))
+                if is_first:
+                    rolling_back.report(rollbacks, monitors, session.progress, folder)
                 user_logs = UserLogs(session, monitors, log)
                 try:
                     results = run(
@@ -222,7 +226,7 @@ def _memory_factors(config: Config, ranks: int, session: Session | None) -> Memo
     )
 
 
-def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[str]]:
+def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[str], list[Rollback]]:
     """Start or resume from a checkpoint; in either case the folder then has the history of one run, up to here."""
     components = components_of(session)
     is_first = components.world.rank == 0
@@ -230,11 +234,12 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     transforms = transform_names(job.config.transforms, job.given)
     if is_first and transforms:
         environment[TRANSFORMS] = transforms
-    resume = resumed(job.resume, components.world)
+    rollbacks, resume = rolling_back.rollbacks_of(components, folder, resumed(job.resume, components.world))
     storage = storage_of(job.config.checkpoint, folder, job.given.storage)
     checkpoints = Checkpoints(session, storage, environment, folder, job.recipe, job.memory)
     notes = [f"transforms of the model: {', '.join(transforms)}"] if transforms else []
     notes += checkpoints.begin(resume)
+    notes += rolling_back.apply(rollbacks, components, left_out_of(session))
     if checkpoints.resumed_from is None:
         components.draw()
     if is_first:
@@ -254,7 +259,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     if resume.origin is not None:
         checkpoints.save()
     mark_begun(components.world)
-    return checkpoints, notes
+    return checkpoints, notes, rollbacks
 
 
 # --- the folder ---------------------------------------------------------------------------------------------------

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import LeftOutSample, Request
-from lockstep.data.bad_samples import CONFIGURED
+from lockstep.data.bad_samples import BAD_NUMBERS, CONFIGURED
 from lockstep.data.sources import skipping_part
 from lockstep.distributed.user_collectives import print_once
 from lockstep.training.ledger import left_out_in
 
 if TYPE_CHECKING:
     from lockstep.core.records import GlobalBatch, StepReport
+    from lockstep.data.bad_samples import SkippingSource
     from lockstep.training.components import Components, FailureState
 
 _MOST_LISTED = 20
@@ -72,6 +73,12 @@ class LeftOutSamples:
             raise RunFailed(_over_limit(_bad(self._samples), self._limit))
         failure_state.fails_together = knew
 
+    @property
+    def source(self) -> SkippingSource:
+        """The source that leaves samples out."""
+        assert self._source is not None, "sources of runs that ask for it leave samples out"
+        return self._source
+
     def take_new(self) -> list[LeftOutSample]:
         """Return the samples that were exchanged since the last call."""
         new, self._unseen = self._unseen, []
@@ -90,12 +97,13 @@ class LeftOutSamples:
     def _leave_out(self) -> None:
         """Have the source of this process read none of them again."""
         if self._source is not None:
-            self._source.leave_out({sample.index: sample.reason for sample in _bad(self._samples)})
+            listed = (sample for sample in self._samples if sample.reason != CONFIGURED)
+            self._source.leave_out({sample.index: sample.reason for sample in listed})
 
 
 def _bad(samples: Iterable[LeftOutSample]) -> list[LeftOutSample]:
-    """Return the samples that the config doesn't leave out."""
-    return [sample for sample in samples if sample.reason != CONFIGURED]
+    """Return the samples that can't be used."""
+    return [sample for sample in samples if sample.reason != CONFIGURED and not sample.reason.startswith(BAD_NUMBERS)]
 
 
 def _by_position(sample: LeftOutSample) -> int:

@@ -1,79 +1,239 @@
-"""Repeats an update once whose loss or gradient isn't finite, from the same state: a flipped bit may be right then.
+"""Repeats an update whose numbers are bad, from the same state: as it was, or without the samples that make it so.
 
     forward, backward, vote: NaN --> gradients, buffers, generators as before --> the same again: finite --> kept
                                                                                                   NaN    --> discarded
+                                     with `bisect`: without the samples that are found           finite --> kept
 
 The samples of the next update have been fetched already; what that drew from a user's generator is not drawn again. An
 overflow of fp16 under a loss scale comes again, and is not repeated. On an accelerator the host waits at each update
-until it knows whether the update is finite.
+until it knows whether the update is bad.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.formatting import value
+from lockstep.core.records import NumbersReport, Request
+from lockstep.data.bad_samples import BAD_NUMBERS
 from lockstep.distributed import generators
-from lockstep.distributed.consensus import requests_in
-from lockstep.monitor import metric_log
+from lockstep.distributed.consensus import requests_in, with_requests
 from lockstep.sharding.buffers import BufferSnapshot
+from lockstep.training.bad_updates import FOUND
+from lockstep.training.bisecting import worst_sample
+from lockstep.training.valid_targets import nonzero_count
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.core.records import Request
+    from lockstep.core.progress import Progress
+    from lockstep.core.records import GlobalBatch
     from lockstep.distributed.consensus import VoteResult
+    from lockstep.resilience.verdicts import UpdateDecision
+    from lockstep.training.bad_updates import BadUpdates
     from lockstep.training.components import Components, FailureState
+    from lockstep.training.left_out import LeftOutSamples
+
+_MOST_GUILTY = 4  # samples; if there are more, it is hardly the samples
+
+Compute = Callable[["GlobalBatch", "float | Tensor"], "UpdateAttempt"]
+"""Accumulates a batch whose loss is divided by a count, and closes the vote."""
 
 
-class UpdateRetry:
-    """Undoes an attempt at an update, if the config asks for it.
+@dataclass(frozen=True, slots=True)
+class UpdateAttempt:
+    """An attempt at an update, up to its vote.
 
-    Raises:
-        ConfigError: The model's buffers are too large to be copied in every update.
+    Attributes:
+        count: By which its loss is divided.
+        norm: Of the gradient, unscaled.
     """
 
-    def __init__(self, components: Components, failure_state: FailureState) -> None:
-        repeats = components.config.recovery.bad_numbers.nonfinite == "retry"
-        self._enabled = repeats and not components.scaler.enabled
+    batch: GlobalBatch
+    count: float | Tensor
+    outcome: VoteResult
+    norm: float | Tensor
+    decision: UpdateDecision
+
+    def numbers(self) -> tuple[float, float]:
+        """Return loss and gradient norm; an accelerator is waited for."""
+        return float(self.outcome.loss_sum / self.count), float(self.norm)
+
+    def fault(self) -> str:
+        """Return what is bad about its numbers; empty if nothing is."""
+        loss, norm = self.numbers()
+        if not math.isfinite(loss + norm):
+            return f"loss {value(loss)}, gradient norm {value(norm)}"
+        return self.decision.limits.reason(loss, norm)
+
+
+class UpdateRepeats:
+    """Repeats bad updates, if the config asks for it.
+
+    Raises:
+        ConfigError: The model's buffers are too large to be copied in every update, or samples can't be found.
+    """
+
+    def __init__(
+        self, components: Components, failure_state: FailureState, left_out: LeftOutSamples, bad_updates: BadUpdates
+    ) -> None:
+        section = components.config.recovery.bad_numbers
+        self._retries = section.nonfinite == "retry" and not components.scaler.enabled
+        self._bisects = section.bisect
+        self._section = section
         self._components = components
         self._state = failure_state
+        self._left_out = left_out
+        self._bad_updates = bad_updates
         self._draws: dict[str, Tensor] = {}
-        if not self._enabled:
+        if not self.enabled:
             return
-        self._state.buffers = BufferSnapshot(components.sharding.state.model)
+        key = "bisect" if self._bisects else "nonfinite"
+        if self._bisects and components.coupled is not None:
+            why = f"true computes parts of an update, but {components.coupled}; write false"
+            raise ConfigError(Problem("", "recovery.bad_numbers.bisect", why))
         model = components.sharding.state.model
+        self._state.buffers = BufferSnapshot(model)
         buffers = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        if left_out := sorted(buffers - self._state.buffers.names):
-            why = f"retry copies the model's buffers before each update, and {left_out[0]} is too large; write skip"
-            raise ConfigError(Problem("", "recovery.bad_numbers.nonfinite", why))
+        if too_large := sorted(buffers - self._state.buffers.names):
+            why = (
+                f"{getattr(section, key)} copies the model's buffers before each update, and {too_large[0]} is too "
+                "large; leave it out"
+            )
+            raise ConfigError(Problem("", f"recovery.bad_numbers.{key}", why))
+
+    @property
+    def enabled(self) -> bool:
+        """True if updates may be repeated."""
+        return self._retries or self._bisects
 
     def begin(self) -> None:
         """Copy what user code's generators draw from in the update that begins."""
-        if self._enabled:
+        if self.enabled:
             self._draws = generators.states(0)
 
-    def helps(self, finite: bool | Tensor) -> bool:
-        """Return whether the update is to be repeated."""
-        return self._enabled and not bool(finite)
+    def settled(self, attempt: UpdateAttempt, progress: Progress, rate: float, compute: Compute) -> UpdateAttempt:
+        """Return the attempt that counts: this one, unless it is bad and another one isn't; all ranks together.
 
-    @contextmanager
-    def undone(self, outcome: VoteResult, rate: float) -> Iterator[frozenset[Request]]:
-        """Undo the attempt, and let the block repeat it; yields the requests that its vote had, to be made again."""
+        Args:
+            progress: Before the update.
+            compute: Makes another attempt, after what this one has changed was undone.
+        """
+        if not self.enabled or not (fault := attempt.fault()) or self._is_overflow(attempt):
+            return attempt
+        outcome = attempt.outcome
+        slots = outcome.slots
+        requests = requests_in(cast("list[float]", slots if isinstance(slots, list) else slots.tolist()))
+        after = generators.states(0)
+
+        def again(batch: GlobalBatch, count: float | Tensor) -> UpdateAttempt:
+            self._undo(rate)
+            return compute(batch, count)
+
+        if self._retries and not bool(attempt.decision.finite):
+            attempt = again(attempt.batch, attempt.count)
+            if not attempt.fault():
+                self._bad_updates.add(self._report(progress, fault, "repeated"))
+        if self._bisects and attempt.fault():
+            attempt, own = self._without_guilty(attempt, progress, again)
+            requests |= own
+        generators.put(after, 0)
+        return replace(attempt, outcome=with_requests(attempt.outcome, requests))
+
+    def _undo(self, rate: float) -> None:
+        """Undo what an attempt has changed: gradients, buffers, user code's generators."""
         components = self._components
         components.sharding.step.update(rate, 1.0, False)
         self._state.undo_forward(components.sharding.state.model)
-        after = generators.states(0)
         generators.put(self._draws, 0)
-        slots = outcome.slots
-        yield requests_in(cast("list[float]", slots if isinstance(slots, list) else slots.tolist()))
-        generators.put(after, 0)
 
-    def report(self, step: int, finite: bool | Tensor) -> None:
-        """Record that the update was repeated, on the first rank."""
-        if self._components.world.rank == 0:
-            result = "and it is finite" if bool(finite) else "and it isn't again"
-            text = f"update {step:,} had a loss or a gradient that isn't finite; it was repeated, {result}"
-            metric_log.text("bad numbers", text)
+    def _is_overflow(self, attempt: UpdateAttempt) -> bool:
+        return self._components.scaler.enabled and not bool(attempt.decision.finite)
+
+    def _report(self, progress: Progress, fault: str, action: str, samples: Sequence[int] = ()) -> NumbersReport:
+        step = progress.steps + 1
+        return NumbersReport(step, step, fault, action, tuple(samples), FOUND if samples else "")
+
+    # --- without the samples that make it bad -----------------------------------------------------------------------
+
+    def _without_guilty(
+        self, attempt: UpdateAttempt, progress: Progress, again: Compute
+    ) -> tuple[UpdateAttempt, frozenset[Request]]:
+        """Return an attempt without the samples that make this one bad, and the requests that follow from it.
+
+        If there are none, or the config doesn't leave them out, the attempt is made once more as it was.
+        """
+        tokens = self._components.readback.tokens()
+        fault = attempt.fault()
+        search = _Search(self._components, self._left_out, attempt, progress, f"{BAD_NUMBERS}update had {fault}", again)
+        guilty, without = search.guilty()
+        policy = self._section.nonfinite if not math.isfinite(sum(attempt.numbers())) else self._section.spike
+        if without is None or policy in ("warn", "stop"):
+            self._bad_updates.searched[progress.steps + 1] = guilty
+            self._components.readback.start(tokens)
+            return again(attempt.batch, attempt.count), frozenset()
+        self._left_out.source.leave_out(dict.fromkeys(guilty, search.reason))
+        known = attempt.batch.left_out
+        new = tuple(sample for sample in without.batch.left_out if sample not in known)
+        self._left_out.fetched(replace(without.batch, left_out=new))
+        self._bad_updates.add(self._report(progress, fault, "left out", guilty))
+        return without, frozenset((Request.LEFT_OUT,))
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """The search for the samples that make an attempt bad; all ranks compute the same parts of the update.
+
+    Attributes:
+        reason: Why they are left out.
+    """
+
+    components: Components
+    left_out: LeftOutSamples
+    attempt: UpdateAttempt
+    progress: Progress
+    reason: str
+    again: Compute
+
+    def guilty(self) -> tuple[list[int], UpdateAttempt | None]:
+        """Return the samples, and the attempt without them, which isn't bad; none if there is no such attempt."""
+        first = self.progress.samples
+        rest = self.components.loader.samples_between(first, first + self.attempt.batch.samples)
+        rest = [sample for sample in rest if not self.left_out.source.leaves_out(sample)]
+        loss, norm = self.attempt.numbers()
+        finite, limits = math.isfinite(loss + norm), self.attempt.decision.limits
+
+        def badness(samples: Sequence[int]) -> float:
+            of_loss, of_norm = self._with(samples).numbers()
+            if not math.isfinite(of_loss + of_norm):
+                return math.inf
+            return -1.0 if not finite else of_loss - limits.loss if loss > limits.loss else of_norm - limits.norm
+
+        guilty: list[int] = []
+        while rest and len(guilty) < _MOST_GUILTY:
+            sample = worst_sample(rest, badness, finite=finite)
+            if sample is None:
+                break
+            guilty.append(sample)
+            rest.remove(sample)
+            without = self._with(rest)
+            if not without.fault():
+                return guilty, without
+        return [], None
+
+    def _with(self, samples: Sequence[int]) -> UpdateAttempt:
+        """Compute the update with no other samples."""
+        components, loader, batch = self.components, self.components.loader, self.attempt.batch
+        first = self.progress.samples
+        others = {*loader.samples_between(first, first + batch.samples)} - {*samples}
+        with self.left_out.source.without(dict.fromkeys(others, self.reason)):
+            part = loader.again(self.progress)
+        counts = (part.count, part.tokens) if components.position.reports_counts else (0, 0)
+        count, tokens = components.consensus.announce(*counts)
+        components.readback.land()
+        components.readback.start(int(tokens))
+        return self.again(part, nonzero_count(count))

@@ -34,12 +34,14 @@ class Resume:
         fresh: start over, whatever was saved before.
         step: of the checkpoint to resume from; None: the newest.
         origin: storage of another run, from whose checkpoint this one starts as a fork; None: its own.
+        until: the run resumes from this step at the latest; None: from any.
         accept_changes: resume although data, model or seed differ.
     """
 
     fresh: bool = False
     step: int | None = None
     origin: Storage | None = None
+    until: int | None = None
     accept_changes: bool = False
 
 
@@ -163,7 +165,7 @@ def _load(
     session: Session, origin: ReadableStorage, resume: Resume, check: Callable[[Manifest], None]
 ) -> LoadedCheckpoint | None:
     try:
-        return load_newest(origin, components_of(session).world.axis, session.state(), resume.step, check)
+        return load_newest(origin, components_of(session).world.axis, session.state(), resume.step, check, resume.until)
     except RunFailed as error:
         if resume.origin is not None:
             raise

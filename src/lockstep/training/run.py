@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.core import heartbeat
-from lockstep.core.errors import GrowsBatches, Paused, ReplicasDiffer, RunFailed, Stopped, blames_a_peer
+from lockstep.core.errors import GrowsBatches, Paused, ReplicasDiffer, RolledBack, RunFailed, Stopped, blames_a_peer
 from lockstep.core.phase_clock import Phase
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.distributed.timeouts import is_timeout
@@ -29,6 +29,7 @@ from lockstep.training.evaluate import EvaluationStopped
 from lockstep.training.replica_check import ReplicaCheck
 from lockstep.training.requests import Growth, Trigger
 from lockstep.training.rescue import rescuing
+from lockstep.training.rolling_back import RollbackDue, recorded
 from lockstep.training.session import Session, components_of, reports_of, seconds_of, updates_of
 
 if TYPE_CHECKING:
@@ -94,7 +95,11 @@ def run(
     with run_signals(shown=components.world.rank == 0) as signals, watched_notice(place):
         growth = Growth(session, grow_after)
         loop = _Loop(session, monitor, checkpoints, user_logs, profiler, evaluation, signals, replicas, growth)
-        with rescuing(session, SaveFailed, NothingLearned, ReplicasDiffer), loop.complete_history(), closing(profiler):
+        with (
+            rescuing(session, SaveFailed, NothingLearned, ReplicasDiffer, RolledBack),
+            loop.complete_history(),
+            closing(profiler),
+        ):
             profiler.start(session.progress.steps)
             heartbeat.begin_stage(heartbeat.Stage.TRAINING, session.progress.steps)
             try:
@@ -102,6 +107,8 @@ def run(
                 heartbeat.begin_stage(heartbeat.Stage.END)
                 if not stops:
                     loop.finish(at_end=components.config.evaluation.at_end)
+            except RollbackDue as due:
+                raise recorded(due, components, checkpoints) from None
             except EvaluationStopped:
                 stops = True
                 replicas.compare()
@@ -240,6 +247,7 @@ class _Loop:
             hangs = isinstance(error, Stopped) or blames_a_peer(error) or is_timeout(error)
             for report in reports_of(self.session).last(0.0 if hangs else _LAST_REPORT_S):
                 self.monitor.see(report)
+            self.user_logs.show_bad_updates()
             raise
 
     def _evaluate(self) -> tuple[EvaluationReport, ...]:

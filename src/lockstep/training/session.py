@@ -16,24 +16,24 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from lockstep.core.errors import PeerFailed, ReplicasDiffer, Stopped
+from lockstep.core.errors import PeerFailed, Stopped
 from lockstep.core.out_of_memory import located
 from lockstep.core.phase_clock import Phase
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
 from lockstep.distributed import generators
-from lockstep.distributed.consensus import gradients_agree, requests_in, tallies_in
 from lockstep.distributed.user_collectives import print_once
 from lockstep.optim.norms import clip_divisor
 from lockstep.plan.schedule import fraction_done, is_finished
-from lockstep.resilience.guard import ranks_differ
-from lockstep.resilience.verdicts import UpdateDecision, Verdicts
+from lockstep.resilience.verdicts import Verdicts
 from lockstep.sharding.buffers import BufferSnapshot
+from lockstep.training.bad_updates import BadUpdates
 from lockstep.training.components import Components, FailureState, VoteParticipant
 from lockstep.training.ledger import Ledger, order_of
 from lockstep.training.left_out import LeftOutSamples
 from lockstep.training.readback import PendingReport, Reports, UpdateNumbers
-from lockstep.training.repeating import UpdateRetry
+from lockstep.training.repeating import UpdateAttempt, UpdateRepeats
+from lockstep.training.reporting import Books
 from lockstep.training.unused_parameters import refuse_unused
 from lockstep.training.valid_targets import no_valid_target, nonzero_count
 
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.core.protocols import ObjectStore
-    from lockstep.distributed.consensus import VoteResult
-    from lockstep.resilience.spikes import Limits
     from lockstep.training.checkpoints import Checkpoints
 
 _MODEL = "model."  # before the names of the model's tensors in a saved state
@@ -63,7 +61,10 @@ class Session:
         self._left_out = LeftOutSamples(components)
         self._saves = VoteParticipant()
         self._failure_state = FailureState(components.world.size == 1)
-        self._retry = UpdateRetry(components, self._failure_state)
+        self._bad_updates = BadUpdates(components, self._verdicts, self._failure_state)
+        self._repeats = UpdateRepeats(components, self._failure_state, self._left_out, self._bad_updates)
+        size = components.world.axis.size
+        self._books = Books(size, self._verdicts, self._ledger, lambda: self._saves, lambda: self._began)
         self._failure: Exception | None = None
         self._batches: Iterator[GlobalBatch] | None = None
         self._batch: GlobalBatch | None = None
@@ -119,7 +120,7 @@ class Session:
         """Run forward and backward of this rank's micro-batches; the vote is opened in between."""
         components = self._components
         self._failure_state.begin_forward()
-        self._retry.begin()
+        self._repeats.begin()
         if components.sharding.updates_in_backward:
             self._failure_state.updating = True
             self._saves.before_update()
@@ -138,19 +139,14 @@ class Session:
         Returns:
             This update's report, on its way: `result()` waits for its numbers if they are still on a GPU.
         """
-        components, batch, upcoming = self._components, self._current, self._upcoming
+        components, upcoming = self._components, self._upcoming
         assert upcoming is not None, "commit() comes after accumulate()"
         step, scale, clock = components.sharding.step, components.scaler.scale, components.world.clock
         clock.enter(Phase.OPTIMIZER)
-        outcome, norm, decision = self._close_vote(batch)
-        if self._retry.helps(decision.finite):
-            with self._retry.undone(outcome, self._rate()) as requests:
-                self.request(requests)
-                self.accumulate(batch)
-            outcome, norm, decision = self._close_vote(batch)
-            self._retry.report(batch.step + 1, decision.finite)
+        before, rate = self.progress, self._rate()
+        attempt = self._repeats.settled(self._close_vote(), before, rate, self._attempt)
+        batch, norm, decision = attempt.batch, attempt.norm, attempt.decision
         clock.enter(Phase.SAVE)
-        rate = self._rate()
         for observe in components.gradient_observers:
             observe(batch.step + 1, scale)
         self._failure_state.updating = True
@@ -161,10 +157,12 @@ class Session:
         components.scaler.update(decision.finite)
         clock.enter(Phase.HOST)
         tokens = components.readback.tokens()
-        self.progress = self.progress.advance(batch.samples, tokens)
-        numbers = UpdateNumbers(outcome, norm, decision.keep, scale, self._count)
-        pending = components.readback.push(numbers, self._reporter(batch, rate, tokens, decision.limits))
-        self._batch, self._count, self._upcoming = upcoming, nonzero_count(outcome.next_count), None
+        self.progress = before.advance(batch.samples, tokens)
+        numbers = UpdateNumbers(attempt.outcome, norm, decision.keep, scale, attempt.count)
+        reporter = self._books.reporter(batch, self.progress, rate, tokens, decision.limits)
+        self._bad_updates.updated(before)
+        pending = components.readback.push(numbers, reporter)
+        self._batch, self._count, self._upcoming = upcoming, nonzero_count(attempt.outcome.next_count), None
         self._failure_state.updated()
         if components.watch is not None:
             self.request(components.watch.requests(self.progress.steps))
@@ -262,12 +260,18 @@ class Session:
         self._components.consensus.open(loss_sum, *self._counts(self._upcoming), tallies, self._requests)
         self._requests.clear()
 
-    def _close_vote(self, batch: GlobalBatch) -> tuple[VoteResult, float | Tensor, UpdateDecision]:
-        """Return the result of the vote, the norm of the unscaled gradient, and whether the update is kept."""
-        components = self._components
+    def _close_vote(self) -> UpdateAttempt:
+        """Return the attempt that the vote is about."""
+        components, batch, count = self._components, self._current, self._count
         outcome = components.consensus.close(components.sharding.step.squared_norm())
         norm = outcome.squared_norm**0.5 / components.scaler.scale
-        return outcome, norm, self._verdicts.decide(batch.step + 1, outcome.loss_sum, self._count, norm)
+        decision = self._verdicts.decide(batch.step + 1, outcome.loss_sum, count, norm)
+        return UpdateAttempt(batch, count, outcome, norm, decision)
+
+    def _attempt(self, batch: GlobalBatch, count: float | Tensor) -> UpdateAttempt:
+        self._batch, self._count = batch, count
+        self.accumulate(batch)
+        return self._close_vote()
 
     def _next_batch(self, batches: Iterator[GlobalBatch]) -> GlobalBatch:
         """Return the next update's batch. If its data fails, all ranks finish the current update and learn of it."""
@@ -285,8 +289,8 @@ class Session:
         self._note_failure(report)
         if self._components.watch is not None:
             self._components.watch.update(report)
-        self._verdicts.refuse(report)
         self._left_out.receive(report, self._failure_state)
+        self._bad_updates.receive(report)
 
     def _note_failure(self, report: StepReport) -> None:
         """Record that a rank's data failed; on a GPU the report is too old, and other ranks fail with their peer."""
@@ -304,40 +308,6 @@ class Session:
         plan = self._components.plan
         done = fraction_done(self._components.config.run, self.progress, plan.epoch_samples)
         return self._components.rate(done, self.progress.steps, plan.steps)
-
-    def _reporter(
-        self, batch: GlobalBatch, rate: float, tokens: int, limits: Limits
-    ) -> Callable[[list[float], float, bool, float, float], StepReport]:
-        progress = self.progress
-
-        def report(slots: list[float], norm: float, keep: bool, scale: float, count: float) -> StepReport:
-            if not gradients_agree(slots, self._components.world.axis.size):
-                raise ReplicasDiffer(ranks_differ(progress.steps - 1))
-            loss = slots[0] / count
-            result, spike = self._verdicts.see(progress.steps, loss, norm, limits, keep=keep)
-            digest, settled, failed = tallies_in(slots)
-            self._ledger.add(progress.samples - batch.samples, progress.samples, digest)
-            self._saves.receive(settled, failed)
-            return StepReport(
-                step=progress.steps,
-                samples=progress.samples,
-                tokens=progress.tokens,
-                epoch=batch.epoch,
-                loss=loss,
-                count=count,
-                grad_norm=norm,
-                lr=rate,
-                verdict=result,
-                loss_scale=scale,
-                discarded=self._verdicts.discarded,
-                seconds=time.perf_counter() - self._began,
-                update_samples=batch.samples,
-                update_tokens=tokens,
-                requests=requests_in(slots),
-                spike=spike,
-            )
-
-        return report
 
 
 # --- what other parts of Lockstep need of a session, and users don't ----------------------------------------------
@@ -378,6 +348,11 @@ def ledger_of(session: Session) -> Ledger:
 def left_out_of(session: Session) -> LeftOutSamples:
     """Return the samples that the run leaves out."""
     return session._left_out
+
+
+def bad_updates_of(session: Session) -> BadUpdates:
+    """Return what is known of the run's bad updates."""
+    return session._bad_updates
 
 
 def seconds_of(session: Session) -> float:

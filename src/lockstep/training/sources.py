@@ -28,6 +28,7 @@ from lockstep.models.initialization import generators_keyed
 from lockstep.models.objectives import ModelLoss
 from lockstep.models.parameters import freeze
 from lockstep.training.checked_objective import CheckedObjective
+from lockstep.training.rolling_back import refuse_large_window
 from lockstep.training.user_objects import UserObjects, not_given
 
 if TYPE_CHECKING:
@@ -75,7 +76,10 @@ def open_sources(config: Config, given: UserObjects, model: nn.Module | None = N
     task, tokenizer = task_of(config, model)
     skips = config.data.bad_samples.policy == "skip"
     train = _open(config.data.train, given, given.train_dataset, "data.train", task, tokenizer, skips=skips)
-    train = skipping(train, skips=skips, ranges=config.data.leave_out)
+    numbers = config.recovery.bad_numbers
+    refuse_large_window(numbers, config.batch.global_size)
+    later = numbers.rolls_back or numbers.bisect
+    train = skipping(train, skips=skips, ranges=config.data.leave_out, later=later)
     evaluation = {
         name: _open(section, given, given.eval_datasets.get(name), f"data.evaluation.{name}", task, tokenizer)
         for name, section in config.data.evaluation.items()

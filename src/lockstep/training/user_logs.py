@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 from lockstep.core.records import Request
 from lockstep.monitor.metric_log import LogEntries, MetricLog, media_of, merge
 from lockstep.training.histograms import histograms_of
-from lockstep.training.session import components_of, left_out_of
+from lockstep.training.session import bad_updates_of, components_of, left_out_of
 
 if TYPE_CHECKING:
     from lockstep.core.media import LoggedImage, LoggedTable
@@ -53,6 +53,7 @@ class UserLogs:
             self._monitors.logged(report.step, of_model)
         if Request.LEFT_OUT in report.requests:
             self._monitors.left_out(report.step, left_out_of(self._session).take_new())
+        self.show_bad_updates()
         self._has_entries |= Request.SHOW_LOG in report.requests
         if report.step % self._every:
             return
@@ -61,6 +62,11 @@ class UserLogs:
             self._show(report.step, log or MetricLog())
         elif log is not None:
             next(iter(self._taken.values()), self._log).put_back(log)
+
+    def show_bad_updates(self) -> None:
+        """Show what has become known of bad updates."""
+        for bad in bad_updates_of(self._session).take_new():
+            self._monitors.bad_numbers(bad)
 
     def finish(self, step: int) -> None:
         """Collect what is left after the last update; all ranks together."""

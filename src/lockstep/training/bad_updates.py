@@ -1,0 +1,159 @@
+"""Names the samples of updates whose numbers are bad, and does what the config asks for.
+
+update 12: loss nan     each rank: the losses of its micro-batches --> gathered --> micro-batch 2 of rank 1: nan
+                        its samples: message, events.jsonl         --> kept, discarded, rolled back, or the run ends
+
+Ranks keep the losses of the last two updates as tensors, which costs nothing. They are read, and gathered, only once an
+update is bad: its numbers come from the vote, so all ranks know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, cast
+
+from lockstep.core.formatting import listed, value
+from lockstep.core.records import NumbersReport
+from lockstep.distributed.user_collectives import print_once
+from lockstep.training.rolling_back import RollbackDue
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lockstep.core.progress import Progress
+    from lockstep.core.records import StepReport
+    from lockstep.resilience.verdicts import Verdicts
+    from lockstep.training.components import Components, FailureState
+
+FOUND = "found by recovery.bad_numbers.bisect"
+"""The origin of single samples of a bad update."""
+_FAR = 3.0  # times the median of the others' mean losses
+_MOST_PRINTED = 5  # bad updates of an attempt
+_MOST_NAMED = 12  # samples in a message
+_MOST_RECORDED = 1_000  # samples in the history
+_ACTIONS = {"warn": "kept", "skip": "discarded", "retry": "discarded", "rollback": "rolled back", "stop": "stopped"}
+
+
+@dataclass(frozen=True, slots=True)
+class _MicroBatch:
+    """A micro-batch of a bad update: its mean loss, and, if it is the rank's worst, its samples."""
+
+    rank: int
+    number: int
+    loss: float
+    samples: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"micro-batch {self.number + 1} of rank {self.rank} (mean loss {value(self.loss)})"
+
+
+class BadUpdates:
+    """The bad updates of an attempt.
+
+    Attributes:
+        searched: The samples that make an update bad, as far as a search has found them; read once.
+    """
+
+    def __init__(self, components: Components, verdicts: Verdicts, failure_state: FailureState) -> None:
+        self._components = components
+        self._verdicts = verdicts
+        self._failure_state = failure_state
+        self._losses: deque[tuple[Progress, list[Tensor]]] = deque(maxlen=2)  # an accelerator's reports come late
+        self._unseen: list[NumbersReport] = []
+        self._printed = 0
+        self.searched: dict[int, list[int]] = {}
+
+    def updated(self, before: Progress) -> None:
+        """Keep the losses of the update that began at this progress."""
+        self._losses.append((before, self._components.engine.losses))
+
+    def receive(self, report: StepReport) -> None:
+        """Name the samples of a bad update, and do what the config asks for; all ranks together.
+
+        Raises:
+            RunFailed: The run ends, or goes back (RollbackDue).
+        """
+        answer = self._verdicts.answer(report)
+        if answer in ("", "ignore"):
+            self._verdicts.refuse(report)
+            return
+        knew, self._failure_state.fails_together = self._failure_state.fails_together, True  # if it fails here
+        bad = self._named(report, _ACTIONS[answer])
+        self._unseen.append(bad)
+        text = _text(bad)
+        if answer == "rollback":
+            raise RollbackDue(f"step {report.step:,}: {text}", bad, report.samples)
+        self._verdicts.refuse(report, text)
+        self._failure_state.fails_together = knew
+        if bad.where and self._printed < _MOST_PRINTED:
+            self._printed += 1
+            print_once(f"lockstep: update {report.step:,}: {text}")
+
+    def add(self, report: NumbersReport) -> None:
+        """Add what is known of an update whose report isn't bad any more."""
+        self._unseen.append(report)
+        print_once(f"lockstep: update {report.update:,} had {_text(report)}; {_OUTCOMES[report.action]}")
+
+    def take_new(self) -> list[NumbersReport]:
+        """Return what became known since the last call."""
+        new, self._unseen = self._unseen, []
+        return new
+
+    def _named(self, report: StepReport, action: str) -> NumbersReport:
+        """Return the record of a bad update, with the micro-batch that makes it so, or else all of its samples."""
+        what = report.spike or f"loss {value(report.loss)}, gradient norm {value(report.grad_norm)}"
+        if single := self.searched.pop(report.step, []):
+            return NumbersReport(report.step, report.step, what, action, tuple(single), FOUND)
+        gathered = self._components.world.axis.gather(list(self._micro_batches(report)))
+        suspects = _suspects([part for parts in cast("list[list[_MicroBatch]]", gathered) for part in parts])
+        samples = [sample for part in suspects for sample in part.samples]
+        if not suspects:
+            first = report.samples - report.update_samples
+            samples = self._components.loader.samples_between(first, report.samples)
+        where = listed([str(part) for part in suspects], _MOST_NAMED) if suspects else ""
+        return NumbersReport(
+            report.step, report.step, what, action, tuple(dict.fromkeys(samples))[:_MOST_RECORDED], where
+        )
+
+    def _micro_batches(self, report: StepReport) -> Iterator[_MicroBatch]:
+        """Yield this rank's micro-batches of an update, where it knows their losses."""
+        before, losses = next((kept for kept in self._losses if kept[0].steps == report.step - 1), (None, []))
+        if before is None or not losses or not self._components.position.reports_loss:
+            return
+        samples = self._components.loader.own_samples(before)
+        means = [loss.item() / len(own) if own else 0.0 for loss, own in zip(losses, samples, strict=True)]
+        worst = max(means, key=_badness)
+        for number, (mean, own) in enumerate(zip(means, samples, strict=True)):
+            if own:
+                named = own if _badness(mean) >= _badness(worst) else ()
+                yield _MicroBatch(self._components.world.rank, number, mean, tuple(named))
+
+
+_OUTCOMES = {
+    "repeated": "it was repeated, and is kept",
+    "left out": "it was repeated without them, and is kept",
+}
+
+
+def _text(bad: NumbersReport) -> str:
+    samples = listed([f"{sample}" for sample in bad.samples], _MOST_NAMED)
+    of = bad.where or "the whole update"
+    return f"{bad.what}; suspected: {of}, samples {samples}" if bad.samples else bad.what
+
+
+def _badness(loss: float) -> float:
+    return loss if math.isfinite(loss) else math.inf
+
+
+def _suspects(parts: Sequence[_MicroBatch]) -> list[_MicroBatch]:
+    """Return the micro-batches whose loss isn't finite, or far above the others'; none if that can't be known."""
+    bad = [part for part in parts if not math.isfinite(part.loss)]
+    if bad or len(parts) < 2:
+        return bad if len(bad) < len(parts) else []
+    worst = max(parts, key=lambda part: part.loss)
+    others = median(part.loss for part in parts if part is not worst)
+    return [worst] if worst.loss > _FAR * abs(others) else []

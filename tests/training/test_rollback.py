@@ -1,0 +1,218 @@
+"""A run that goes back because of bad numbers ends as one whose config leaves the same samples out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from kit import small
+from kit.commands import run_lockstep
+from kit.worlds import in_world
+
+import lockstep
+from lockstep.checkpoint.comparison import OpenCheckpoint, compare
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.reading import read_manifest
+from lockstep.core.errors import ConfigError, RolledBack, RunFailed
+from lockstep.data.order import SampleOrder
+from lockstep.launch.ends_file import read_ends
+from lockstep.training.audit import audit
+
+STEPS = 17
+"""Two epochs, and the first update of the third."""
+SIZE = 5
+BAD_UPDATE = 6
+"""Its second micro-batch has the bad sample, on the second of two ranks."""
+ORDER = SampleOrder(40, 0).indices(0, torch.arange(40).numpy()).tolist()
+BAD = ORDER[SIZE * BAD_UPDATE - 1]
+STRATEGIES: dict[str, Any] = {
+    "single": {},
+    "ddp": {"strategy": "ddp"},
+    "fsdp": {"strategy": "fsdp"},
+    "zero2": {"strategy": "deepspeed", "deepspeed": {"zero_stage": 2}},
+    "pipeline": {"strategy": "ddp", "pipeline": 2},
+}
+DRILLED = [pytest.param(name, marks=pytest.mark.drill) for name in ("zero2", "pipeline")]
+
+
+class Points:
+    """40 points, some of which are NaN, or far away."""
+
+    def __init__(self, nan: tuple[int, ...] = (), far: tuple[int, ...] = ()) -> None:
+        self._points, self._nan, self._far = small.points(), nan, far
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def __getitem__(self, index: int) -> Any:
+        point, label = self._points[index]
+        if index in self._nan:
+            return point * torch.nan, label
+        return (point * 1e4, (label + 1) % 3) if index in self._far else (point, label)
+
+
+def config(folder: Path, strategy: str, numbers: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    arguments = sections.pop("arguments", {"nan": [BAD]})
+    data = {"train": {"kind": "custom", "target": f"{__file__}:Points", "arguments": arguments}}
+    made = small.config(
+        data={**data, **sections.pop("data", {})},
+        batch={"global_size": SIZE, "micro_size": 2},
+        run={"steps": sections.pop("steps", STEPS), "folder": str(folder), "seed": 0},
+        schedule={"kind": "linear"},
+        checkpoint={"every": "2 steps", "keep_last": 10, **sections.pop("checkpoint", {})},
+        monitor={"every": 1, "tensorboard": False, "progress": "none", "meter_seconds": 0},
+        recovery={"snapshot_every": None, "bad_numbers": numbers, **sections.pop("recovery", {})},
+        parallel=STRATEGIES[strategy],
+        **sections,
+    )
+    return made | ({"model": {"kind": "custom", "target": "kit.chains:Chain"}} if strategy == "pipeline" else {})
+
+
+def trained(config: dict[str, Any]) -> str:
+    """Train, as a rank that another launcher has started; return the message of a rollback."""
+    try:
+        lockstep.train(config)
+    except RolledBack as rollback:
+        return str(rollback)
+    return ""
+
+
+def ranks_of(strategy: str) -> int:
+    return 1 if strategy == "single" else 2
+
+
+def assert_same_end(folder: Path, other: Path) -> None:
+    first, second = (LocalStorage(run / "checkpoints") for run in (folder, other))
+    with OpenCheckpoint(first, first.names()[-1]) as one, OpenCheckpoint(second, second.names()[-1]) as another:
+        compared = compare(one, another)
+    assert not compared.values
+    assert compared.same > 0
+    assert losses(folder) == losses(other)
+    assert left_out(folder) == left_out(other)
+
+
+def without(samples: list[int]) -> dict[str, Any]:
+    """The section `data` of a run that leaves samples out."""
+    return {"leave_out": [[sample, sample] for sample in samples]}
+
+
+def losses(folder: Path) -> list[Any]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["lr"], line["kept"]) for line in lines]
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if kind in line]
+
+
+def left_out(folder: Path) -> list[int]:
+    storage = LocalStorage(folder / "checkpoints")
+    manifest = read_manifest(storage, storage.names()[-1])
+    found = audit(manifest.state, manifest.samples)
+    assert found.complete
+    return sorted({sample.index for sample in found.left_out})
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", *DRILLED])
+def test_a_run_that_goes_back_ends_as_one_whose_config_leaves_the_samples_out(tmp_path: Path, strategy: str) -> None:
+    run, other, ranks = tmp_path / "run", tmp_path / "other", ranks_of(strategy)
+    asked = config(run, strategy, {"nonfinite": "rollback", "rollback_steps": 3})
+    window = ORDER[SIZE * (BAD_UPDATE - 3) : SIZE * BAD_UPDATE]
+    messages = in_world(ranks, trained, asked)
+    assert len(set(messages)) == 1
+    assert f"step {BAD_UPDATE}: loss nan" in messages[0]
+    assert f"suspected: micro-batch {3 if ranks == 1 else 2} of rank" in messages[0] or strategy == "pipeline"
+    assert "goes back to step 2, and leaves out the 15 samples of updates 4 to 6" in messages[0]
+    assert in_world(ranks, trained, asked) == [""] * ranks
+    assert in_world(ranks, trained, config(other, strategy, {}, data=without(window))) == [""] * ranks
+    assert_same_end(run, other)
+    assert left_out(run) == sorted(window)
+    (event,) = events(run, "bad_numbers")
+    assert event["bad_numbers"] == "rolled back"
+    assert (event["step"], event["update"]) == (2, BAD_UPDATE)
+    assert BAD in event["samples"]
+
+
+def test_the_launcher_starts_the_ranks_again(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    numbers = {"nonfinite": "rollback", "rollback_steps": 1}
+    asked = config(run, "ddp", numbers, launch={"ranks": 2, "device": "cpu"}, recovery={"restarts": 1})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(asked))
+    done = run_lockstep("train", tmp_path / "run.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "its ranks start again" in done.stderr
+    assert in_world(2, trained, config(other, "ddp", {}, data=without(ORDER[25:30]))) == [""] * 2
+    assert_same_end(run, other)
+    assert [(end.code, end.ranks[0].end) for end in read_ends(run / "logs")] == [(75, "rolled_back"), (0, "done")]
+
+
+def test_a_run_without_an_old_state_goes_back_to_the_oldest_or_the_beginning(tmp_path: Path) -> None:
+    for every, back_to, first in (("4 steps", 4, 5), ("100 steps", 0, 4)):
+        run, other = tmp_path / every / "run", tmp_path / every / "other"
+        numbers = {"nonfinite": "rollback", "rollback_steps": 3}
+        asked = config(run, "single", numbers, checkpoint={"every": every})
+        message = in_world(1, trained, asked)[0]
+        assert f"back to step {back_to}, and leaves out the {SIZE * (7 - first)} samples of updates {first} " in message
+        in_world(1, trained, asked)
+        window = ORDER[SIZE * (first - 1) : SIZE * BAD_UPDATE]
+        in_world(1, trained, config(other, "single", {}, data=without(window), checkpoint={"every": every}))
+        assert_same_end(run, other)
+
+
+def test_a_run_that_does_not_get_further_ends_and_states_what_helps(tmp_path: Path) -> None:
+    """Nearly all samples are bad from the third update on; a good one takes the place of those of a whole update."""
+    bad = [sample for sample in ORDER[2 * SIZE :] if sample]
+    asked = config(
+        tmp_path / "run", "single", {"nonfinite": "rollback", "rollback_steps": 2}, arguments={"nan": bad},
+        recovery={"budgets": {"rollback": 2}},
+    )  # fmt: skip
+    assert ["goes back" in in_world(1, trained, asked)[0] for _ in range(2)] == [True] * 2
+    (failure,) = in_world(1, failed, asked)
+    assert failure.startswith("step 5: loss nan")
+    assert "has gone back 2 times in a row without getting further than 2 updates beyond" in failure
+    assert "a smaller learning rate" in failure
+
+
+def failed(config: dict[str, Any]) -> str:
+    with pytest.raises(RunFailed) as failure:
+        lockstep.train(config)
+    assert not isinstance(failure.value, RolledBack)
+    return str(failure.value)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    numbers = {"spike": "rollback"}
+    with (
+        pytest.raises(ConfigError, match="a session leaves the loop to you"),
+        lockstep.session(config(tmp_path, "single", numbers)),
+    ):
+        pass
+    with pytest.raises(ConfigError, match="write 10000"):
+        lockstep.train(config(tmp_path / "run", "single", {**numbers, "rollback_steps": 10_001}))
+    with pytest.raises(ConfigError, match="rollback_steps 3 is for nonfinite: rollback"):
+        lockstep.train(config(tmp_path / "run", "single", {"rollback_steps": 3}))
+    coupled = {"model": {"kind": "custom", "target": "kit.small:WithBatchNorm"}}
+    with pytest.raises(ConfigError, match=r"bad_numbers\.bisect: true computes parts of an update"):
+        lockstep.train({**config(tmp_path / "run", "single", {"bisect": True}), **coupled})
+
+
+# --- samples that are found ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", *DRILLED])
+@pytest.mark.parametrize("policy", ["skip", pytest.param("rollback", marks=pytest.mark.drill)])
+def test_a_sample_that_is_found_is_left_out_alone(tmp_path: Path, strategy: str, policy: str) -> None:
+    run, other, ranks = tmp_path / "run", tmp_path / "other", ranks_of(strategy)
+    found = config(run, strategy, {"nonfinite": policy, "bisect": True})
+    assert in_world(ranks, trained, found) == [""] * ranks
+    assert in_world(ranks, trained, config(other, strategy, {}, data=without([BAD]))) == [""] * ranks
+    assert_same_end(run, other)
+    assert left_out(run) == [BAD]
+    (event,) = events(run, "bad_numbers")
+    assert event == event | {"bad_numbers": "left out", "step": BAD_UPDATE, "update": BAD_UPDATE, "samples": [BAD]}
+    assert {line["left_out"] for line in events(run, "left_out")} == {BAD}
