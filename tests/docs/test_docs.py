@@ -43,8 +43,9 @@ def prose(page: Path) -> str:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Return the command lines of the blocks without a language, without comments and output."""
-    lines = [line.removeprefix("$ ") for block in blocks(page, "") for line in block.splitlines()]
+    """Return the command lines of the blocks without a language or of a shell, without comments and output."""
+    shown = [block.replace("\\\n", " ") for block in blocks(page, "", "bash")]
+    lines = [line.removeprefix("$ ") for block in shown for line in block.splitlines()]
     starts = ("lockstep ", "make ", "torchrun ", "python ", "LOCKSTEP_")
     split = [shlex.split(line, comments=True) for line in lines if line.startswith(starts)]
     return [words for words in split if not words[0].endswith(":")]
@@ -92,6 +93,25 @@ def test_verbs_and_flags_exist(page: Path) -> None:
             flag = re.match(r"--?[\w.-]+", word)
             if flag and f"{flag[0]}:" not in quoted:  # a mistake with its message is shown on purpose
                 assert re.search(rf"{re.escape(flag[0])}\b", named) or is_key(flag[0][2:]), (verb, word)
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "docs" / f"{name}.md" for name in ("watching", "slow")], ids=lambda page: page.stem
+)
+def test_what_is_trained_is_a_config(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A value that a key doesn't take is found, too; the other commands of these pages have tests of their own."""
+    trained = [words for verb, *words in verb_lines(page) if verb == "train"]
+    assert trained
+    for words in trained:
+        assert main(["config", "check", *words]) == 0, capsys.readouterr().err
+
+
+def test_no_page_has_commands_that_are_not_checked() -> None:
+    """Blocks of other languages aren't commands."""
+    known = {"", "bash", "python", "yaml", "toml", "json", "text", "dockerfile", "mermaid", "html"}
+    assert {
+        language for page in PAGES for language, _ in [match[1:] for match in FENCE.findall(page.read_text())]
+    } <= known
 
 
 def is_key(dotted: str) -> bool:
