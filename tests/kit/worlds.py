@@ -21,9 +21,13 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, cast
 
+from lockstep.launch import outside_watch
+
 _CONTEXT = mp.get_context("forkserver")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else a library that asks for GPUs forbids forks
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported
+SHARED_FOLDER = outside_watch._shared_folder
+"""Ranks here put `None` in its place: their test watches them, and no process of Lockstep's does."""
 _CONTEXT.set_forkserver_preload(["kit.warm"])
 _TESTS = str(Path(__file__).parents[1])
 _PATIENCE_S = 120.0
@@ -158,6 +162,7 @@ def _rank(
 
     from kit import sharding_memory
 
+    outside_watch._shared_folder = lambda: None
     faulthandler.enable(file=of_faults.fileno())
     torch.set_num_threads(1)
     cast("Any", mp.current_process())._config["daemon"] = False  # data workers are its children

@@ -17,13 +17,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
-TIME, PHASE, UPDATES, SECONDS, MICRO, CALLS, OPERATION, STAGE, STEPS, READY, FETCHING, SAMPLE = range(12)
+TIME, PHASE, UPDATES, SECONDS, MICRO, CALLS, OPERATION, STAGE, STEPS, READY, FETCHING, SAMPLE, PROCESS = range(13)
 """The numbers of a row: time of the last mark (CLOCK_MONOTONIC) and its phase, `IN_WHOLE` added in a collective of a
 save or an evaluation; updates ended; seconds of the last one; micro-batch, from 0; collectives called, and which one
 runs (a number of `OPERATIONS`, 0: none); `Stage`; updates of the run before this process; whether the rank writes its
-stacks on request; the micro-batch that is fetched; the sample that is read, + 1."""
+stacks on request; the micro-batch that is fetched; the sample that is read, + 1; of a rank that another launcher has
+started, its process."""
 IN_WHOLE = 100
 _NUMBERS = 16
 _MOST_WORKERS, _WORKER = 32, 3  # a worker: process, first sample of its request + 1, sample that it reads + 1
@@ -142,6 +144,21 @@ def heartbeats(ranks: int) -> list[Heartbeat]:
 
     memory = get_context("spawn").RawArray("B", ranks * _ROW * _BYTES)  # a mapped file: forked processes share it, too
     return [Heartbeat(memory, place, _stacks_file()) for place in range(ranks)]
+
+
+def mapped_heartbeats(folder: Path, ranks: int) -> list[Heartbeat]:
+    """Return the heartbeats of a host's ranks in the files of a folder, for processes that inherit nothing."""
+    from mmap import mmap
+
+    size = ranks * _ROW * _BYTES
+    handle = os.open(folder / "heartbeats", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        os.ftruncate(handle, size)
+        memory = mmap(handle, size)
+    finally:
+        os.close(handle)
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    return [Heartbeat(memory, place, os.open(folder / f"stacks-{place}", flags, 0o600)) for place in range(ranks)]
 
 
 def _stacks_file() -> int:

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from lockstep.core import heartbeat
 from lockstep.core.heartbeat import Heartbeat, Stage
@@ -43,7 +43,6 @@ from lockstep.launch.rank_stacks import (
 
 if TYPE_CHECKING:
     from lockstep.config.training_sections import Watchdog
-    from lockstep.launch.group import RankProcess
 
 _TICK_S = 0.1
 _EARLIER = 3  # looks before its limit, so that a rank is named within it, with its stack
@@ -68,6 +67,23 @@ def hang_watch(options: Watchdog | None, ranks: int, logs: Path | None, first: i
     if options is None or not options.enabled:
         return None
     return HangWatch(options, heartbeat.heartbeats(ranks), logs, first, alone=alone)
+
+
+class _Process(Protocol):
+    @property
+    def pid(self) -> int | None: ...
+
+
+class WatchedRank(Protocol):
+    """A rank's process: `ended` and `reported` are None until it has ended, or reported how it ends."""
+
+    @property
+    def process(self) -> _Process: ...
+    @property
+    def reported(self) -> End | None: ...
+    @property
+    def ended(self) -> End | None: ...
+    def kill_hung(self, end: End) -> None: ...
 
 
 @dataclass
@@ -109,7 +125,7 @@ class HangWatch:
         for beat in self.heartbeats:
             os.close(beat.stacks)
 
-    def look(self, members: Sequence[RankProcess]) -> None:
+    def look(self, members: Sequence[WatchedRank]) -> None:
         """Check the ranks; name or kill one that hangs. A watch that fails ends, and the run doesn't."""
         try:
             self._look(members)
@@ -117,7 +133,7 @@ class HangWatch:
             self.interval = math.inf
             print_on_stderr(f"lockstep: the watch over ranks that hang has failed, and ends:\n{traceback.format_exc()}")
 
-    def _look(self, members: Sequence[RankProcess]) -> None:
+    def _look(self, members: Sequence[WatchedRank]) -> None:
         now = time.perf_counter()
         if now - self._looked < self.interval / 2:
             return
@@ -214,7 +230,7 @@ class HangWatch:
 
     # --- the verdict ---
 
-    def _judge(self, suspects: Sequence[Sight], sights: Sequence[Sight], members: Sequence[RankProcess]) -> None:
+    def _judge(self, suspects: Sequence[Sight], sights: Sequence[Sight], members: Sequence[WatchedRank]) -> None:
         incident = self._incident
         if incident is None:
             self._incident = incident = _Incident(_marks(suspects))
@@ -264,7 +280,7 @@ class HangWatch:
         return max(self.options.end_after, 2 * limit)
 
     def _kill(
-        self, incident: _Incident, suspects: Sequence[Sight], sights: Sequence[Sight], members: Sequence[RankProcess]
+        self, incident: _Incident, suspects: Sequence[Sight], sights: Sequence[Sight], members: Sequence[WatchedRank]
     ) -> None:
         before = incident.hang
         assert before is not None, "only a rank that was named is killed"

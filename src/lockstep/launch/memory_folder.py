@@ -24,7 +24,7 @@ from pathlib import Path
 from lockstep.core.files import read_bounded
 from lockstep.monitor.folder import ATTEMPTS
 
-_ROOT = Path("/dev/shm")
+ROOT = Path("/dev/shm")
 _LOCK, _ATTEMPTS = "lock", "attempts"
 _ABANDONED_S = 3600.0
 _MOST_BYTES = 2**26
@@ -38,17 +38,17 @@ class MemoryFolder:
         self._lock: int | None = lock
 
     @classmethod
-    def make(cls, run: Path, root: Path = _ROOT) -> MemoryFolder | None:
+    def make(cls, run: Path, root: Path = ROOT) -> MemoryFolder | None:
         """Return the folder for a run, which the caller has locked; None where there is no memory for files.
 
         It is empty, unless a launcher of this run was killed and no other attempt has been made since.
         """
         try:
             _remove_abandoned(root)
-            path = root / f"{_prefix()}{hashlib.sha256(os.fsencode(run.absolute())).hexdigest()[:24]}"
+            path = root / f"{prefix()}{hashlib.sha256(os.fsencode(run.absolute())).hexdigest()[:24]}"
             with suppress(FileExistsError):
                 path.mkdir(mode=0o700)
-            if not _is_own(path):
+            if not is_own(path):
                 return None
             lock = _locked(path)
             if lock is None:
@@ -78,11 +78,12 @@ def note_attempt(folder: Path, run: Path) -> None:
         (folder / _ATTEMPTS).write_bytes(_content(run / ATTEMPTS))
 
 
-def _prefix() -> str:
+def prefix() -> str:
+    """Return how the names of this user's folders in memory begin."""
     return f"lockstep-{os.getuid()}-"
 
 
-def _is_own(path: Path) -> bool:
+def is_own(path: Path) -> bool:
     """Return whether it is a folder of this user, to which no other can write."""
     status = path.lstat()
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
@@ -101,9 +102,9 @@ def _locked(path: Path) -> int | None:
 
 
 def _remove_abandoned(root: Path) -> None:
-    for path in root.glob(f"{_prefix()}*"):
+    for path in root.glob(f"{prefix()}*"):
         with suppress(OSError):
-            if not _is_own(path) or time.time() - _last_use(path) < _ABANDONED_S:
+            if not is_own(path) or time.time() - _last_use(path) < _ABANDONED_S:
                 continue
             if (lock := _locked(path)) is not None:
                 shutil.rmtree(path, ignore_errors=True)

@@ -30,6 +30,7 @@ from lockstep.data.hub import names_hub
 from lockstep.distributed.process_group import World, joined
 from lockstep.launch import streams
 from lockstep.launch.other_launchers import launch_environment
+from lockstep.launch.outside_watch import watched_from_outside
 from lockstep.launch.rank import append
 from lockstep.launch.streams import log_path
 from lockstep.models.blocks import repeated_blocks
@@ -191,7 +192,13 @@ def opened(
 ) -> Iterator[Session]:
     """Open a session on this rank, of a job, if any, among the ranks that the environment names; see `assemble`."""
     grouped = names_a_rank(os.environ) or uses_ranks(config.parallel.strategy)
-    with launch_environment(config.launch), joined(config.launch, grouped=grouped) as world:
+    folder = config.run.folder if job is None or job.folder is None else job.folder
+    logs = None if folder is None else Path(folder) / LOGS
+    with (
+        launch_environment(config.launch),
+        watched_from_outside(config.recovery.watchdog, logs),
+        joined(config.launch, grouped=grouped) as world,
+    ):
         session: Session | None = None
         try:
             config = with_known(config, job, world) if job is not None else config
