@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from kit.commands import run_lockstep
 
+from lockstep.monitor.attempts import read_attempts
+from lockstep.report import explanation
 from lockstep.report.explanation import explain
 from lockstep.report.limits import Limit, limits
 from lockstep.report.rank_history import read_rank_history
@@ -122,6 +124,35 @@ def test_as_many_workers_are_recommended_as_keep_up(
     (folder / "config.yaml").write_text(f"data: {{loader: {{workers: {workers}}}}}\n")
     first = limits(read_run(folder), read_rank_history(folder))[0]
     assert first.remedy.startswith(f"data.loader.workers: {recommended} (`lockstep profile data "), first.remedy
+
+
+def test_what_to_do_next_is_stated_however_much_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run", data=0.05, save=0.01)
+    (folder / "checkpoints" / "step-00000090").mkdir(parents=True)
+    for name in ("bad_numbers", "left_out"):
+        happened = [f"{name} {number}." for number in range(3)]
+        monkeypatch.setattr(explanation, name, lambda *_, happened=happened, **__: happened)
+    sentences = explain(folder, ended="It failed: the disk is full.").sentences
+    assert len(sentences) == 10
+    assert sentences[1] == "It failed: the disk is full."
+    assert "The data came too late" in sentences[4]
+    assert sentences[5:8] == ("bad_numbers 0.", "bad_numbers 1.", "bad_numbers 2.")
+    assert sentences[8].startswith("`lockstep train ")
+    assert "only a profile shows" in sentences[9]
+
+
+def test_no_more_workers_are_recommended_than_a_rank_has_cpus(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", data=0.3)
+    (folder / "environment.json").write_text('{"cpus": 9}')
+    attempt = {"launched": 1.0, "began": 2.0, "step": 0, "seconds": 0.0, "hosts": [["a", 2], ["b", 4]]}
+    (folder / "attempts.jsonl").write_text(json.dumps(attempt) + "\n")
+    first = limits(read_run(folder), read_rank_history(folder), read_attempts(folder))[0]
+    assert first.remedy.startswith(
+        "data.loader.workers: 4, as many as a rank has CPUs (8 would keep up) (`lockstep pro"
+    )
+    (folder / "config.yaml").write_text("data: {loader: {workers: 4}}\n")
+    first = limits(read_run(folder), read_rank_history(folder), read_attempts(folder))[0]
+    assert first.remedy.startswith("samples that are prepared beforehand (`lockstep profile data ")
 
 
 def test_the_command_prints_sentences_or_json(tmp_path: Path) -> None:

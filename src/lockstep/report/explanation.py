@@ -7,7 +7,7 @@ memory beside the plan   restarts, discarded updates, evaluations, saves   goodp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,25 +96,27 @@ def explain(
 
 
 def _sentences(evidence: _Evidence) -> list[str]:
+    """Return the sentences in their order; if they are too many, without the least important ones, which have 3."""
     run, ranks, roofline = evidence.run, evidence.ranks, evidence.roofline
     slow_ranks = any(cause.name == "straggler" for cause in evidence.causes)
-    before = [
-        *_progress(run),
-        *([evidence.ended] if evidence.ended else []),
-        *_speed(run, ranks),
-        *(sentences(roofline, evidence.measure) if roofline is not None else ()),
-        *(communication(roofline, ranks) if roofline is not None and not slow_ranks else ()),
-        *_split(ranks),
+    parts: list[tuple[int, Iterable[str]]] = [
+        (0, _progress(run)),
+        (0, [evidence.ended] if evidence.ended else []),
+        (1, _speed(run, ranks)),
+        (1, sentences(roofline, evidence.measure) if roofline is not None else ()),
+        (2, communication(roofline, ranks) if roofline is not None and not slow_ranks else ()),
+        (1, _split(ranks)),
+        (0, [cause.sentences for cause in evidence.causes[:1]]),
+        (3, [cause.sentences for cause in evidence.causes[1:]]),
+        (2, memory(evidence.attempts[-1] if evidence.attempts else None, ranks)),
+        (1, sentences_on_sizes(run.folder)),
+        (1, _events(run)),
+        (1, _goodput(evidence.goodput, is_finished=run.summary is not None)),
+        (0, _next(evidence)),
     ]
-    after = [
-        *memory(evidence.attempts[-1] if evidence.attempts else None, ranks),
-        *sentences_on_sizes(run.folder),
-        *_events(run),
-        *_goodput(evidence.goodput, is_finished=run.summary is not None),
-        *_next(evidence),
-    ]
-    causes = [cause.sentences for cause in evidence.causes[: max(1, _MOST - len(before) - len(after))]]
-    return [*before, *causes, *after][:_MOST]
+    ranked = [(importance, sentence) for importance, each in parts for sentence in each]
+    places = sorted(range(len(ranked)), key=lambda place: (ranked[place][0], place))[:_MOST]
+    return [ranked[place][1] for place in sorted(places)]
 
 
 def _progress(run: RunData) -> Iterator[str]:

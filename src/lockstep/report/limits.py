@@ -8,6 +8,7 @@ A gain is what an update would take without the time that is named, at most (Amd
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,7 @@ def limits(run: RunData, ranks: RankHistory, attempts: Sequence[Attempt] = ()) -
     candidates = (
         _of_stragglers(ranks),
         _of_crowded_host(ranks),
-        _of_data(run, shares, split),
+        _of_data(run, shares, split, attempts),
         _of_communication(shares, ranks),
         _of_host(shares, split),
         _of_saves(run, shares),
@@ -117,31 +118,51 @@ def _of_crowded_host(ranks: RankHistory) -> Limit | None:
     )
 
 
-def _of_data(run: RunData, shares: Mapping[str, float], split: Mapping[str, float]) -> Limit | None:
+def _of_data(
+    run: RunData, shares: Mapping[str, float], split: Mapping[str, float], attempts: Sequence[Attempt]
+) -> Limit | None:
     share = shares.get("data", 0.0)
     if share < _DATA_SHARE:
         return None
     measured = command_line("lockstep", "profile", "data", run.folder)
+    given, most = _workers(run), _cores_of_a_rank(run, attempts)
+    needed = _workers_that_keep_up(given, share)
+    few = f", as many as a rank has CPUs ({needed} would keep up)" if needed > most else ""
+    prepared = "samples that are prepared beforehand"
+    more = f"data.loader.workers: {min(needed, most)}{few} (`{measured}` measures it), or {prepared}"
     return Limit(
         "data",
         share,
         f"The data came too late: each update waited {formatting.short_time(split['data'])} for its samples",
-        f"data.loader.workers: {_workers_that_keep_up(run, share)} (`{measured}` measures it), or samples that are "
-        "prepared beforehand",
+        more if most > given else f"{prepared} (`{measured}` shows what one costs); a rank has no CPU for more workers",
     )
 
 
-def _workers_that_keep_up(run: RunData, share: float) -> int:
+def _workers(run: RunData) -> int:
+    """Return the configured number of workers."""
+    loader = run.configured("data", "loader")
+    given = loader.get("workers", 0) if isinstance(loader, Mapping) else 0
+    return given if isinstance(given, int) and given > 0 else 0
+
+
+def _workers_that_keep_up(workers: int, share: float) -> int:
     """Return the fewest workers, a power of two, that deliver an update's samples while another update is computed.
 
     Args:
+        workers: That the run has.
         share: Of an update that waits for its samples: with workers, they were busy all the time.
     """
-    loader = run.configured("data", "loader")
-    given = loader.get("workers", 0) if isinstance(loader, Mapping) else 0
-    workers = given if isinstance(given, int) and given > 0 else 0
     needed = SPARE * (workers if workers else share) / max(0.01, 1.0 - share)
     return 1 << math.ceil(math.log2(max(1.0, needed)))
+
+
+def _cores_of_a_rank(run: RunData, attempts: Sequence[Attempt]) -> int:
+    """Return the CPUs that each rank of the first host has, at least 1; very many if that isn't known."""
+    cpus = run.environment.get("cpus")
+    if not isinstance(cpus, int) or cpus < 1:
+        return sys.maxsize
+    ranks = attempts[-1].hosts[0][1] if attempts and attempts[-1].hosts else 1
+    return max(1, cpus // max(1, ranks))
 
 
 def _of_communication(shares: Mapping[str, float], ranks: RankHistory) -> Limit | None:
