@@ -85,7 +85,7 @@ def _train(args: argparse.Namespace, loaded: LoadedConfig, name: str, origin: Pa
     from lockstep.training.start_run import train
 
     forked = find(origin, trusted=args.trust_run).storage if origin is not None and args.fork is not None else None
-    resume = Resume(args.fresh, args.step, forked, args.accept_changes)
+    resume = Resume(args.fresh, args.step, forked, accept_changes=args.accept_changes)
     recipe = name if origin is None else recipe_of(origin)
     code, folder = train(loaded, recipe, resume, trust_remote_code=args.trust_remote_code)
     if args.json and folder is not None:

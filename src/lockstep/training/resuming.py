@@ -34,15 +34,15 @@ class Resume:
         fresh: start over, whatever was saved before.
         step: of the checkpoint to resume from; None: the newest.
         origin: storage of another run, from whose checkpoint this one starts as a fork; None: its own.
-        until: the run resumes from this step at the latest; None: from any.
         accept_changes: resume although data, model or seed differ.
+        until: the run resumes from this step at the latest; None: from any.
     """
 
     fresh: bool = False
     step: int | None = None
     origin: Storage | None = None
-    until: int | None = None
     accept_changes: bool = False
+    until: int | None = None
 
 
 class _AllSums(defaultdict[str, float]):
