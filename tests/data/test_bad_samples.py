@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 from index_sources import DrawingSource, IndexSource, make_loader
 
+from lockstep.config.data_sections import BadSamples
 from lockstep.core.errors import RunFailed, Stopped
 from lockstep.core.progress import Progress
 from lockstep.core.records import Batch
@@ -134,13 +137,45 @@ class Items:
 
 @pytest.mark.parametrize("indices", [(3,), (3, 4), (0, 3), (7, 0, 3, 8)])
 def test_items_of_other_shapes_are_left_out_also_if_they_are_alone(indices: tuple[int, ...]) -> None:
-    batch = skipping(adapt_dataset(Items())).fetch(np.array(indices))
+    batch = skipping(adapt_dataset(Items()), BadSamples(policy="skip")).fetch(np.array(indices))
     assert [sample.index for sample in batch.left_out] == [index for index in indices if index in (0, 3)]
 
 
 def test_items_without_a_common_shape_are_not_compared() -> None:
-    ragged = skipping(adapt_dataset([torch.zeros(length) for length in range(1, 20)]))
+    ragged = skipping(adapt_dataset([torch.zeros(length) for length in range(1, 20)]), BadSamples(policy="skip"))
     assert not ragged.fetch(np.array([3])).left_out
+
+
+class Slow(Items):
+    """Reading an item takes some seconds; item 18, which isn't read at the start, has no end, whatever is raised."""
+
+    seconds = 0.0
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
+        while index == 18:
+            try:
+                time.sleep(0.01)
+            except Exception:
+                continue
+        return index
+
+
+def test_an_endless_item_is_left_out_with_its_line_and_a_slow_batch_is_not() -> None:
+    items = Slow()
+    source = skipping(adapt_dataset(items), BadSamples(policy="skip", timeout=0.8))
+    items.seconds = 0.3
+    before = signal.getsignal(signal.SIGALRM)
+    assert not source.fetch(np.array([1, 2, 3, 4])).left_out
+    [left_out] = source.fetch(np.array([1, 18])).left_out
+    assert left_out.index == 18
+    assert left_out.reason.startswith("TimeoutError: no end after 0.8 s (data.bad_samples.timeout) (")
+    assert "test_bad_samples.py:" in left_out.reason
+    began = time.perf_counter()
+    assert source.fetch(np.array([18])).left_out == (left_out,)
+    assert time.perf_counter() - began < 0.8, "it was read again"
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from lockstep.training.audit import Audit, audit
 
 BAD = {5: OSError("broken image"), 17: KeyError("no label")}
 ODD = 9
+ENDLESS = 10
 
 
 class Points:
@@ -38,6 +41,19 @@ class Points:
         if index in BAD:
             raise BAD[index]
         return (point[:3] if index == ODD else point), label
+
+
+class Endless(Points):
+    """Reading a point has no end, whatever is raised there; the start reads it, too."""
+
+    def __init__(self) -> None:
+        super().__init__(mended=True)
+
+    def __getitem__(self, index: int) -> Any:
+        while index == ENDLESS:
+            with suppress(Exception):
+                time.sleep(0.01)
+        return super().__getitem__(index)
 
 
 def config(folder: Path, steps: int = 8, determinism: str = "invariant", **sections: Any) -> dict[str, Any]:
@@ -62,6 +78,10 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
 def audited(folder: Path) -> Audit:
     storage = LocalStorage(folder / "checkpoints")
     manifest = read_manifest(storage, storage.names()[-1])
@@ -81,8 +101,7 @@ def test_the_ledger_lists_what_was_left_out(alone: Path) -> None:
     assert found.complete
     assert {sample.index for sample in found.left_out} == {5, 9, 17}
     assert next(sample.reason for sample in found.left_out if sample.index == 5).startswith("OSError: broken image (")
-    events = [json.loads(line) for line in (alone / "events.jsonl").read_text().splitlines()]
-    assert {event["left_out"] for event in events if "left_out" in event} == {5, 9, 17}
+    assert {event["left_out"] for event in events(alone) if "left_out" in event} == {5, 9, 17}
 
 
 def test_an_audit_notices_a_sample_that_is_not_listed(alone: Path) -> None:
@@ -168,14 +187,37 @@ def test_a_run_that_leaves_out_the_same_by_its_config_is_equal(alone: Path, tmp_
     told["data"]["train"]["arguments"] = {"mended": True}
     in_world(ranks, trained, told)
     assert losses(tmp_path / "run") == losses(alone)
-    first, second = (LocalStorage(folder / "checkpoints") for folder in (alone, tmp_path / "run"))
+    assert_same_state(alone, tmp_path / "run")
+    found = audited(tmp_path / "run")
+    assert found.complete
+    assert {(sample.index, sample.reason) for sample in found.left_out} == {(i, "data.leave_out") for i in (5, 9, 17)}
+
+
+def assert_same_state(*runs: Path) -> None:
+    first, second = (LocalStorage(folder / "checkpoints") for folder in runs)
     with OpenCheckpoint(first, first.names()[-1]) as one, OpenCheckpoint(second, second.names()[-1]) as other:
         compared = compare(one, other)
     assert not compared.values
     assert compared.same > 0
-    found = audited(tmp_path / "run")
-    assert found.complete
-    assert {(sample.index, sample.reason) for sample in found.left_out} == {(i, "data.leave_out") for i in (5, 9, 17)}
+
+
+def test_a_sample_without_an_end_is_left_out_on_any_number_of_ranks_and_workers(tmp_path: Path) -> None:
+    told = config(tmp_path / "told", data={"bad_samples": {}, "leave_out": [[ENDLESS, ENDLESS]]})
+    told["data"]["train"]["arguments"] = {"mended": True}
+    in_world(1, trained, told)
+    for ranks, workers in ((1, 0), (2, 1)):
+        run = tmp_path / f"{ranks} ranks, {workers} workers"
+        endless = config(run, data={"loader": {"workers": workers}})
+        endless["data"] |= {"train": {"kind": "custom", "target": f"{__name__}:Endless"}}
+        endless["data"]["bad_samples"] = {"policy": "skip", "limit": 1, "timeout": 0.3}
+        in_world(ranks, trained, endless)
+        assert losses(run) == losses(tmp_path / "told")
+        assert_same_state(run, tmp_path / "told")
+        found = audited(run)
+        assert found.complete
+        assert {sample.index for sample in found.left_out} == {ENDLESS}
+        assert found.left_out[0].reason.startswith("TimeoutError: no end after 0.3 s (data.bad_samples.timeout) (")
+        assert [event["left_out"] for event in events(run) if "left_out" in event][:1] == [ENDLESS]
 
 
 @pytest.mark.parametrize(

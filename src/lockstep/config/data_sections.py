@@ -135,6 +135,18 @@ class BadSamples(Section):
     and all other samples stay the same."""
     limit: Positive = 10
     """skip: the run ends with a list of them once there are more. A sample that every epoch leaves out counts once."""
+    timeout: Annotated[float, Field(gt=0)] | None = 30.0
+    """skip: seconds after which reading a sample counts as endless, and ends; null: never. A dataset that reads several
+    at once (`__getitems__`) may take as long for a micro-batch."""
+
+    @property
+    def skips(self) -> bool:
+        """True if they are left out."""
+        return self.policy == "skip"
+
+
+FATAL = BadSamples()
+"""The first sample that can't be used ends the run."""
 
 
 class Data(Section):

@@ -24,6 +24,7 @@ from lockstep.core.errors import Failure, OutOfMemory, RunFailed
 from lockstep.core.records import Batch, LeftOutSample
 from lockstep.data import noise
 from lockstep.data.order import Indices, digest
+from lockstep.data.time_limit import time_limit
 from lockstep.data.unreadable import describe, named, reraise_out_of_memory
 
 if TYPE_CHECKING:
@@ -48,10 +49,17 @@ class SkippingSource:
         uniform: Whether the source puts only samples of equal shapes into one batch.
         skips: Whether other samples than `known` may be left out.
         known: Reasons of samples to leave out, by index.
+        timeout: Seconds after which reading a sample counts as endless; None: never.
     """
 
     def __init__(
-        self, source: Source, *, uniform: bool, skips: bool = True, known: Mapping[int, str] | None = None
+        self,
+        source: Source,
+        *,
+        uniform: bool,
+        skips: bool = True,
+        known: Mapping[int, str] | None = None,
+        timeout: float | None = None,
     ) -> None:
         self.source = source
         self.facts = source.facts
@@ -59,6 +67,7 @@ class SkippingSource:
         self.draws = source.draws
         self._known = dict(known or {})
         self._skips = skips
+        self._timeout = timeout if skips else None
         self._uniform = uniform
         self._shapes: str | None = None
         self._reference: Indices | None = None
@@ -113,13 +122,18 @@ class SkippingSource:
                     raise
                 tried_again = True
                 left_out |= faults
+                self._known |= faults  # a data worker has no other way to know them
                 if generators is not None:  # the samples that remain are drawn as if the others had never been there
                     noise.restore_generators(generators)
                 continue
             return replace(batch, left_out=_listed(indices, left_out)) if left_out else batch
 
+    def _fetch(self, indices: Indices) -> Batch:
+        with time_limit(self._timeout):
+            return self.source.fetch(indices)
+
     def _read(self, indices: Indices) -> Batch:
-        batch = self.source.fetch(indices)
+        batch = self._fetch(indices)
         if self._shapes is not None and (shapes := _shapes_of(batch)) != self._shapes:
             assert self._reference is not None
             raise _OtherShapes(f"it has the shapes {shapes}, and sample {self._reference[0]} has {self._shapes}")
@@ -153,7 +167,7 @@ class SkippingSource:
         if self._reference is not None:
             return self._reference
         first = np.zeros(1, np.int64)
-        error = _error_of(self.source.fetch, first)
+        error = _error_of(self._fetch, first)
         reason = f": sample 0: {describe(error)}" if error is not None else ""
         raise RunFailed(f"none of {self._candidates().size} samples can be read that were tried{reason}")
 
@@ -167,7 +181,7 @@ class SkippingSource:
                 if int(index) in self._known:
                     continue
                 try:
-                    shapes[int(index)] = _shapes_of(self.source.fetch(np.array([index])))
+                    shapes[int(index)] = _shapes_of(self._fetch(np.array([index])))
                 except Exception as error:
                     _reraise_fatal(error, np.array([index]))
         if not shapes:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from lockstep.config.schema import CustomData
+from lockstep.config.data_sections import FATAL, BadSamples, CustomData
 from lockstep.core import heartbeat
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.extensions import construct, import_target, source_file
@@ -30,6 +30,7 @@ from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data import noise
 from lockstep.data.order import Indices
+from lockstep.data.time_limit import time_limit
 from lockstep.data.unreadable import read_or_explain, reraise_out_of_memory
 from lockstep.data.windows import fingerprint
 
@@ -39,8 +40,8 @@ _TARGETS = ("labels", "label", "targets", "target")
 _FINGERPRINT_ITEMS = 16
 
 
-def open_custom(section: CustomData, *, skips: bool = False) -> Source:
-    """Return the source that the section names; `skips` as of `adapt_dataset`.
+def open_custom(section: CustomData, bad_samples: BadSamples = FATAL) -> Source:
+    """Return the source that the section names; `bad_samples` as of `adapt_dataset`.
 
     Raises:
         ConfigError: It can't be imported or called, or is neither a map-style Dataset nor a source.
@@ -49,16 +50,16 @@ def open_custom(section: CustomData, *, skips: bool = False) -> Source:
     collate = import_target(section.collate) if section.collate else None
     if collate is not None and not callable(collate):
         raise ConfigError(f"{section.collate} is a {type(collate).__name__}, not a function that collates items")
-    return adapt_dataset(dataset, collate, skips=skips)
+    return adapt_dataset(dataset, collate, bad_samples)
 
 
-def adapt_dataset(dataset: Any, collate: Collate | None = None, *, skips: bool = False) -> Source:
+def adapt_dataset(dataset: Any, collate: Collate | None = None, bad_samples: BadSamples = FATAL) -> Source:
     """Return a source for a map-style Dataset: anything with `__len__` and `__getitem__`, such as a list.
 
     Args:
         dataset: Its `__getitems__` is used if its class defines it; a `Source` is returned as it is.
         collate: Makes a batch of items; None: torch's function.
-        skips: Whether items that can't be read are accepted, because they will be left out.
+        bad_samples: What becomes of items that can't be read; those that are left out later are accepted.
 
     Raises:
         ConfigError: The dataset has no length or can't be indexed.
@@ -70,7 +71,7 @@ def adapt_dataset(dataset: Any, collate: Collate | None = None, *, skips: bool =
     _check_map_style(dataset)
     if type(dataset) is TensorDataset and collate is None:
         return TensorSource(dataset.tensors)
-    return ItemSource(dataset, collate, skips=skips)
+    return ItemSource(dataset, collate, bad_samples)
 
 
 def _check_map_style(dataset: Any) -> None:
@@ -133,7 +134,7 @@ class ItemSource:
 
     draws = True
 
-    def __init__(self, dataset: Any, collate: Collate | None, *, skips: bool = False) -> None:
+    def __init__(self, dataset: Any, collate: Collate | None, bad_samples: BadSamples = FATAL) -> None:
         self.dataset = dataset
         self.collate = collate or collate_values
         # looked up on the class: torch's Subset inherits nothing from the dataset that it wraps
@@ -142,9 +143,9 @@ class ItemSource:
         sources = [_source_hash(part) for part in (dataset, collate) if part is not None]
         kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
         with noise.keyed_generators(0):  # random items are the same each time
-            read = partial(_contents_or_unreadable if skips else _contents_of, dataset)
+            read = partial(_contents_or_unreadable, bad_samples.timeout) if bad_samples.skips else _contents_of
             contents = read_or_explain(
-                lambda indices: [read(index) for index in indices.tolist()], _spread(len(dataset))
+                lambda indices: [read(dataset, index) for index in indices.tolist()], _spread(len(dataset))
             )
         self.fingerprint = fingerprint(kind, len(dataset), sources, contents)
 
@@ -226,9 +227,10 @@ def _contents_of(dataset: Any, index: int) -> Any:
     return _contents(dataset[index])
 
 
-def _contents_or_unreadable(dataset: Any, index: int) -> Any:
+def _contents_or_unreadable(timeout: float | None, dataset: Any, index: int) -> Any:
     try:
-        return _contents(dataset[index])
+        with time_limit(timeout):
+            return _contents(dataset[index])
     except Exception as error:
         reraise_out_of_memory(error, np.array([index]))
         return "unreadable"

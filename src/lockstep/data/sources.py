@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from lockstep.config.data_sections import FATAL, BadSamples
 from lockstep.config.schema import (
     CustomData,
     DataSource,
@@ -33,14 +34,16 @@ _TASKS = {
 """Tasks of transformers models, by the kinds of data that have batches for them."""
 
 
-def open_source(section: DataSource, *, task: str | None, tokenizer: str | None, skips: bool = False) -> Source:
+def open_source(
+    section: DataSource, *, task: str | None, tokenizer: str | None, bad_samples: BadSamples = FATAL
+) -> Source:
     """Return the data that `section` describes.
 
     Args:
         task: Task of a transformers model, whose inputs have other names (`input_ids`); `LANGUAGE_MODEL` for a
             language model of Lockstep; None for any other.
         tokenizer: The model's, for sections that name none.
-        skips: Whether samples that can't be read will be left out.
+        bad_samples: What becomes of samples that can't be read.
 
     Raises:
         ConfigError: The data isn't on this machine, or doesn't suit the task.
@@ -71,7 +74,7 @@ def open_source(section: DataSource, *, task: str | None, tokenizer: str | None,
         case CustomData():
             from lockstep.data.custom import open_custom
 
-            return open_custom(section, skips=skips)
+            return open_custom(section, bad_samples)
     raise AssertionError(f"{section.kind}: a dataset from the Python API is adapted, not opened")
 
 
@@ -106,9 +109,9 @@ class PreparedSource:
 
 
 def skipping(
-    source: Source, *, skips: bool = True, ranges: Sequence[tuple[int, int]] = (), later: bool = False
+    source: Source, bad_samples: BadSamples, ranges: Sequence[tuple[int, int]] = (), *, later: bool = False
 ) -> Source:
-    """Return a source that leaves out samples that can't be used (`skips`), and those of `data.leave_out` (`ranges`).
+    """Return a source that leaves out samples that can't be used, and those of `data.leave_out` (`ranges`).
 
     Args:
         later: Whether samples may have to be left out for other reasons.
@@ -118,11 +121,13 @@ def skipping(
     """
     from lockstep.data.custom import ItemSource
 
+    skips = bad_samples.skips
     if not (skips or ranges or later):
         return source
     left_out = _indices_of(ranges, source.facts.samples)
     uniform = skips and isinstance(source, ItemSource) and source.is_uniform
-    return SkippingSource(source, uniform=uniform, skips=skips, known=dict.fromkeys(left_out, CONFIGURED))
+    known = dict.fromkeys(left_out, CONFIGURED)
+    return SkippingSource(source, uniform=uniform, skips=skips, known=known, timeout=bad_samples.timeout)
 
 
 def _indices_of(ranges: Sequence[tuple[int, int]], samples: int) -> list[int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lockstep.config.data_sections import FATAL, BadSamples
 from lockstep.config.schema import Loader
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import EvaluatedObjective, Source
@@ -74,12 +75,12 @@ def open_sources(config: Config, given: UserObjects, model: nn.Module | None = N
         model: the user's, whose inputs' names the data needs; None: it is built if the data needs it.
     """
     task, tokenizer = task_of(config, model)
-    skips = config.data.bad_samples.policy == "skip"
-    train = _open(config.data.train, given, given.train_dataset, "data.train", task, tokenizer, skips=skips)
+    bad_samples = config.data.bad_samples
+    train = _open(config.data.train, given, given.train_dataset, "data.train", task, tokenizer, bad_samples)
     numbers = config.recovery.bad_numbers
     refuse_large_window(numbers, config.batch.global_size)
     later = numbers.rolls_back or numbers.bisect
-    train = skipping(train, skips=skips, ranges=config.data.leave_out, later=later)
+    train = skipping(train, bad_samples, config.data.leave_out, later=later)
     evaluation = {
         name: _open(section, given, given.eval_datasets.get(name), f"data.evaluation.{name}", task, tokenizer)
         for name, section in config.data.evaluation.items()
@@ -172,14 +173,13 @@ def _open(
     key: str,
     task: str | None,
     tokenizer: str | None,
-    *,
-    skips: bool = False,
+    bad_samples: BadSamples = FATAL,
 ) -> Source:
     if section.kind != "given":
-        return open_source(section, task=task, tokenizer=tokenizer, skips=skips)
+        return open_source(section, task=task, tokenizer=tokenizer, bad_samples=bad_samples)
     if dataset is None:
         raise not_given(key, "a map-style Dataset", dataset)
-    return adapt_dataset(dataset, given.collate, skips=skips)
+    return adapt_dataset(dataset, given.collate, bad_samples)
 
 
 def _aligned(section: DataSource, source: Source, head: Head | None) -> bool:
