@@ -238,10 +238,17 @@ def test_without_a_terminal_the_state_is_printed_once(
     before = {file: file.read_bytes() for file in run.rglob("*")}
     page = (Path(__file__).parents[2] / "docs" / "looking.md").read_text()
     lines = re.findall(r"^lockstep (top.*)$", page, re.MULTILINE)
-    assert len(lines) == 3
+    assert len(lines) == 4
     for line in lines:
         assert main(shlex.split(line)) == 0
-        assert "mine  running  2 ranks" in capsys.readouterr().out
+        out, err = capsys.readouterr()
+        assert "mine  running  2 ranks" in (err if "--json" in line else out)
+        if "--json" in line:
+            described = json.loads(out)
+            assert (described["run"], described["state"]) == ("runs/mine", "running")
+            assert [rank["rank"] for rank in described["ranks"]] == [0, 1]
+            assert described["ranks"][1]["seconds"] == watch(run).ranks[1].seconds
+            assert described["last"]["loss"] == described["loss"]
     assert {file: file.read_bytes() for file in run.rglob("*")} == before
     assert main(["top", "runs"]) == 2
     assert "is not the folder of a run" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The verb `top`: lockstep top [RUN] [--once]."""
+"""The verb `top`: lockstep top [RUN] [--once | --json]."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from lockstep.cli.arguments import Parser, run_path
+from lockstep.cli.arguments import Parser, add_json, run_path
+from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 
 _HEIGHT_OF_ONCE = 60
@@ -25,6 +26,7 @@ def run(arguments: Sequence[str]) -> int:
         help="the run's folder, or its address; default: the newest that is running here or in runs",
     )
     parser.add_argument("--once", action="store_true", help="print the state once, as without a terminal")
+    add_json(parser)
     args = parser.parse_args(arguments)
 
     from lockstep.looking.screen import draw
@@ -32,10 +34,13 @@ def run(arguments: Sequence[str]) -> int:
 
     folder = chosen_run(args.run)
     unicode = "utf" in (sys.stdout.encoding or "").lower()
-    if args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if args.once or args.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        watched = watch(folder)
         width = shutil.get_terminal_size((120, 24)).columns
-        for line in draw(watch(folder), width, _HEIGHT_OF_ONCE, unicode=unicode):
+        for line in draw(watched, width, _HEIGHT_OF_ONCE, unicode=unicode):
             echo(line.text)
+        if args.json:
+            emit(watched.as_json())
         return 0
 
     from lockstep.looking.terminal import show

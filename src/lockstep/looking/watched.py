@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,19 @@ class WatchedRun:
     events: tuple[str, ...]
     mfu: float | None = None
     damaged: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `lockstep top --json` prints; None for what isn't known."""
+        return {
+            **self.listed.as_json(),
+            "seconds_left": self.left,
+            "mfu": self.mfu,
+            "split": dict(self.split),
+            "last": dict(self.last),
+            "ranks": [asdict(rank) for rank in self.ranks],
+            "events": list(self.events),
+            "damaged": self.damaged,
+        }
 
 
 def watch(run: Path) -> WatchedRun:
