@@ -85,6 +85,16 @@ LINES = {
 }
 
 
+@pytest.mark.parametrize(
+    "words", [["--seed", "3"], pytest.param(["--recovery.bad_numbers.bisect", "true"], marks=pytest.mark.drill)]
+)
+def test_a_bad_sample_is_left_out(tmp_path: Path, words: list[str]) -> None:
+    done = chaos(tmp_path, "--rounds", "1", "--faults", "badsample", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "after badsample to the one that leaves out the same samples" in done.stdout
+    assert " equal\n" in done.stdout
+
+
 def test_a_run_that_ends_otherwise_is_found(tmp_path: Path) -> None:
     done = chaos(tmp_path, "--rounds", "1", model={"kind": "custom", "target": f"{HERE}:Undetermined"})
     assert done.returncode == 3

@@ -1,6 +1,7 @@
 """Draws the faults of a round: kind, rank, update and phase, where the kind can show what it costs.
 
 kill, exit, raise, sample       any update but the first, any phase
+badsample                       a sample of any update but the first
 full, readonly, gone, slow      an update that a save follows
 flip                            after the second save; the other ranks are killed then, too, and save nothing
 """
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from lockstep.resilience.disk_faults import DISK_KINDS, FLIP
 from lockstep.resilience.faults import PHASES, Fault
+from lockstep.resilience.number_faults import BAD_SAMPLE
 
 _AFTER_SAVE = 3  # updates until a small checkpoint exists
 
@@ -29,6 +31,8 @@ def draw_faults(
     """
     phases = PHASES if ranks > 1 else [phase for phase in PHASES if phase != "communication"]
     fault = Fault(draws.choice(kinds), draws.randrange(ranks), draws.randint(2, steps), draws.choice(phases))
+    if fault.kind == BAD_SAMPLE:
+        return [replace(fault, phase="forward")]
     if fault.kind in DISK_KINDS:
         return [replace(fault, step=min(fault.step, max(2, steps - every)))]
     if fault.kind == FLIP:

@@ -32,6 +32,7 @@ from lockstep.launch.devices import choose_ranks
 from lockstep.launch.local import import_ahead
 from lockstep.monitor.folder import CHECKPOINTS, METRICS
 from lockstep.resilience.faults import FAULTS, KINDS_OF_SEVERAL, OOM, Fault, events_of, write_plan
+from lockstep.resilience.number_faults import BAD_SAMPLE
 from lockstep.training.audit import audit
 from lockstep.training.job import Job, imports_ahead
 from lockstep.training.locations import choose, find
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 _SAVES = 4  # checkpoints of a run
 _RESTARTS = 3
 _END_AFTER_S = 4.0  # a planted hang doesn't resolve itself
+_REFERENCES = {OOM: memory.reference, BAD_SAMPLE: numbers.reference}
+"""The runs with which rounds are compared that can't end as the undisturbed one."""
+_LEAVE_OUT = "data.leave_out"  # which a round's reference may have in its config
 _LAST_LINES = 5  # of a failed run's output, in a message
 
 
@@ -120,9 +124,9 @@ def run_rounds(
         write_plan(plan, [fault, *more])
         code, output = _trained(replace(job, config=_config_of_round(job.config, run, steps)), number, plan)
         expected = undisturbed
-        if fault.kind == OOM and not code:
+        if fault.kind in _REFERENCES and not code:
             of_reference = replace(job, config=_config_of_round(job.config, folder / f"reference-{place}", steps))
-            expected = memory.reference(of_reference, run, lambda job: _trained(job, number)[0])
+            expected = _REFERENCES[fault.kind](of_reference, run, lambda job: _trained(job, number)[0])
         rows.append(_row(fault, plan, code, output, run, undisturbed, expected))
         show(rows[-1])
     return rows
@@ -220,7 +224,9 @@ def _have_equal_state(run: Path, undisturbed: Path) -> bool:
     places = [find(path) for path in (run, undisturbed)]
     first, second = (OpenCheckpoint(place.storage, choose(place, None)) for place in places)
     with first, second:
-        return compare(first, second).equal
+        compared = compare(first, second)
+    config = {key: values for key, values in compared.config.items() if key != _LEAVE_OUT}
+    return replace(compared, config=config).equal
 
 
 def _losses(run: Path) -> dict[int, Any]:

@@ -14,6 +14,7 @@ from lockstep.core.errors import ConfigError, VerificationError
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 from lockstep.resilience.faults import KINDS, ON_REQUEST, OOM
+from lockstep.resilience.number_faults import BAD_SAMPLE
 
 if TYPE_CHECKING:
     from lockstep.chaos.rounds import ChaosRow
@@ -25,8 +26,13 @@ exits, raises an exception, is stopped (SIGSTOP), hangs, holds the interpreter's
 others don't, at a phase of an update; its disk is full, readonly, gone for a while, or slow in a save; a sample can't
 be read, once; a byte of the newest checkpoint is flipped, and all ranks are killed. Each run must recover by itself
 (recovery.restarts), and end as the undisturbed one: bitwise the same losses and state. With --faults oom memory runs
-out instead: the run must end bitwise as the one that is resumed at that update with smaller micro-batches. Exit codes:
-0 all rounds did, 3 one did not."""
+out instead: the run must end bitwise as the one that is resumed at that update with smaller micro-batches; with
+--faults badsample a sample is NaN: the run must end as the one that leaves out the same. Exit codes: 0 all rounds did,
+3 one did not."""
+_OTHERS = {
+    OOM: ", after oom to the one resumed with smaller micro-batches",
+    BAD_SAMPLE: ", after badsample to the one that leaves out the same samples",
+}
 _COLUMNS = "{:>5}  {:<10} {:>4} {:>5}  {:<13} {:>9} {:>6}  {}"
 
 
@@ -81,8 +87,8 @@ def _disturb(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     if failed:
         text = f"{len(failed)} of {len(rows)} rounds didn't end as the undisturbed run; the first one's output: "
         raise VerificationError(f"{text}{failed[0].output}")
-    smaller = ", after oom to the one resumed with smaller micro-batches" if OOM in args.faults else ""
-    echo(f"\nall {len(rows)} runs recovered by themselves, and ended bitwise identical to the undisturbed one{smaller}")
+    others = "".join(text for kind, text in _OTHERS.items() if kind in args.faults)
+    echo(f"\nall {len(rows)} runs recovered by themselves, and ended bitwise identical to the undisturbed one{others}")
     return 0
 
 

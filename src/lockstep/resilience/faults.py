@@ -33,7 +33,7 @@ from lockstep.resilience.disk_faults import (
     plant_in_disk,
 )
 from lockstep.resilience.memory_faults import Trained, plant_in
-from lockstep.resilience.number_faults import NUMBER_FAULTS
+from lockstep.resilience.number_faults import BAD_SAMPLE, NUMBER_FAULTS, make_sample_nan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,7 +100,8 @@ def plant(world: World, steps: int, environ: Mapping[str, str] = os.environ, tra
         faults = [Fault(**fault) for fault in json.loads(plan.read_text(encoding="utf-8"))["faults"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{FAULTS} names {name}, which is no plan of faults: {error}") from error
-    trap = _Trap(plan, world, steps, [fault for fault in faults if fault.rank == world.rank])
+    here = [fault for fault in faults if fault.rank == world.rank or fault.kind == BAD_SAMPLE]
+    trap = _Trap(plan, world, steps, here)
     clock = world.clock
     enter = clock.enter
 
@@ -115,6 +116,10 @@ def plant(world: World, steps: int, environ: Mapping[str, str] = os.environ, tra
     for number, fault in enumerate(trap.faults):
         if fault.kind == OOM and trained is not None:
             plant_in(trained, fault.phase, partial(trap.runs_out, number, trained.samples))
+        if fault.kind == BAD_SAMPLE and trained is not None:
+            sample = trained.sample(fault.step, fault.rank)
+            if sample.samples:  # else the run leaves it out by now
+                make_sample_nan(trained.model, sample.inputs, partial(trap.fires, number))
 
 
 class _Trap:
@@ -134,7 +139,12 @@ class _Trap:
             if self._world.rank == 0:
                 self._note("updated", step - 1)
         for number, fault in enumerate(self.faults):
-            if fault.phase != name or fault.kind == OOM or not _is_due(fault, step) or not self._is_first(number):
+            if (
+                fault.phase != name
+                or fault.kind in (OOM, BAD_SAMPLE)
+                or not _is_due(fault, step)
+                or not self._is_first(number)
+            ):
                 continue
             if fault.kind in DISK_KINDS:
                 plant_in_disk(fault.kind, partial(self._note, "fired", step))
@@ -153,6 +163,11 @@ class _Trap:
         if self._is_first(number):
             self._note("fired", step)
         return True
+
+    def fires(self, number: int) -> None:
+        """Note the first time that a fault fires which may fire again."""
+        if self._is_first(number):
+            self._note("fired", self._steps + self._world.clock.position().updates + 1)
 
     def _is_first(self, number: int) -> bool:
         try:
@@ -235,5 +250,5 @@ KINDS = (*(kind for kind in _ACTIONS if kind != "host"), *DISK_KINDS)
 """Kinds of faults of a run on one host."""
 KINDS_OF_SEVERAL = ("collective", "diverge")
 """Kinds of faults that need several ranks."""
-ON_REQUEST = (OOM, *NUMBER_FAULTS)
+ON_REQUEST = (OOM, BAD_SAMPLE, *NUMBER_FAULTS)
 """Further kinds, which change what a run computes or need a setting of `recovery`."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import GradientStep
+    from lockstep.core.records import Batch
 
 MEMORY_PHASES = ("forward", "backward", "optimizer", "evaluation")
 _MESSAGE = "CUDA out of memory. Tried to allocate 2.00 MiB. (planted)"
@@ -24,16 +25,18 @@ _MESSAGE = "CUDA out of memory. Tried to allocate 2.00 MiB. (planted)"
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The model of a run, in which memory may run out.
+    """The model of a run and its data, in which faults are planted.
 
     Attributes:
         step: Its optimizer's step is the method `update`.
         samples: Returns the samples of a micro-batch, in training (true) or in an evaluation.
+        sample: Returns the first sample of an update on a rank, alone; it has no weight if it is left out.
     """
 
     model: nn.Module
     step: GradientStep
     samples: Callable[[bool], int]
+    sample: Callable[[int, int], Batch]
 
 
 def plant_in(trained: Trained, phase: str, runs_out: Callable[[bool], bool]) -> None:

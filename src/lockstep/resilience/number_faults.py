@@ -1,12 +1,14 @@
-"""Faults in the numbers of a run: a NaN that doesn't come again, and a bit that flips in one rank's memory.
+"""Faults in the numbers of a run: a NaN that doesn't come again or comes with a sample, a bit that flips in memory.
 
-nan        the first layer's next output in training is NaN, once     --> `recovery.bad_numbers.nonfinite: retry`
-diverge    a bit of a parameter is another one on this rank alone     --> `recovery.compare_every`
+nan        the first layer's next output in training is NaN, once   --> `recovery.bad_numbers.nonfinite: retry`
+badsample  the first layer's output in training is NaN
+           for one sample, whenever it is used                      --> `rollback` there, or `bisect`
+diverge    a bit of a parameter is another one on this rank alone   --> `recovery.compare_every`
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lockstep.distributed.shard_boxes import live_part
@@ -14,13 +16,16 @@ from lockstep.distributed.shard_boxes import live_part
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from lockstep.core.records import Inputs
+
+BAD_SAMPLE = "badsample"
 _NAN = float("nan")
 _BIT = 1 << 20  # of a float32: an eighth of the number, as its exponent stays
 
 
 def make_nan(model: nn.Module) -> None:
     """Let the next output of the first layer in training be NaN."""
-    first = next(module for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
+    first = _first_layer(model)
 
     def spoil(module: nn.Module, inputs: object, output: Any) -> Any:
         if not module.training:
@@ -29,6 +34,50 @@ def make_nan(model: nn.Module) -> None:
         return (output[0] * _NAN, *output[1:]) if isinstance(output, tuple) else output * _NAN
 
     handle = first.register_forward_hook(spoil)
+
+
+def make_sample_nan(model: nn.Module, inputs: Inputs, fired: Callable[[], None]) -> None:
+    """Let the output of the first layer in training be NaN for a sample, which is recognized by its values.
+
+    Args:
+        inputs: Of the sample alone, as the model's forward takes them.
+        fired: Called whenever the sample is used.
+    """
+    import torch
+
+    values = inputs if isinstance(inputs, tuple) else tuple(inputs.values())
+    own = [value for value in values if isinstance(value, torch.Tensor)]
+    of_forward: list[Tensor | None] = [None]
+
+    def rows(parts: Iterable[Any]) -> Tensor | None:
+        """Return which rows are the sample, [samples]; None: it can't be seen."""
+        for part in parts:
+            if isinstance(part, torch.Tensor) and part.ndim > 1:
+                for sample in own:
+                    if part.shape[1:] == sample.shape[1:]:
+                        same: Tensor = (part == sample.to(part)).flatten(1).all(1)
+                        return same
+        return None
+
+    def enter(module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        of_forward[0] = rows((*arguments, *named.values()))
+
+    def spoil(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+        mask = of_forward[0] if of_forward[0] is not None else rows(arguments)
+        first = output[0] if isinstance(output, tuple) else output
+        if not module.training or mask is None or len(first) % len(mask) or not bool(mask.any()):
+            return None
+        fired()
+        mask = mask.repeat_interleave(len(first) // len(mask)).view(-1, *[1] * (first.ndim - 1))
+        spoiled = torch.where(mask, first * _NAN, first)
+        return (spoiled, *output[1:]) if isinstance(output, tuple) else spoiled
+
+    model.register_forward_pre_hook(enter, with_kwargs=True)
+    _first_layer(model).register_forward_hook(spoil)
+
+
+def _first_layer(model: nn.Module) -> nn.Module:
+    return next(module for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
 
 
 def flip_bit(model: nn.Module) -> None:

@@ -139,7 +139,8 @@ def run_job(job: Job) -> Finished:
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         record_attempt(session, folder, earlier, facts, job.memory)
         micro_sizes = components.evaluator.micro_size, components.plan.batch.micro_size  # by whether it is training
-        trained = Trained(components.sharding.state.model, components.sharding.step, micro_sizes.__getitem__)
+        sharding, loader = components.sharding, components.loader
+        trained = Trained(sharding.state.model, sharding.step, micro_sizes.__getitem__, loader.sample_of)
         plant(components.world, session.progress.steps, trained=trained)
         is_first = components.world.rank == 0
         meters = Meters(session, folder)
@@ -147,8 +148,7 @@ def run_job(job: Job) -> Finished:
         with _watched(session, checkpoints, folder) as checked_folder:
             with metric_log.recording(MetricLog()) as log, started(monitors, facts), meters.measuring():
                 if (step := checkpoints.resumed_from) is not None:
-                    attempt, samples = ledger_of(session).attempt, session.progress.samples
-                    monitors.restarted(RestartReport(attempt, step, samples))
+                    monitors.restarted(RestartReport(ledger_of(session).attempt, step, session.progress.samples))
                 if is_first:
                     rolling_back.report(rollbacks, monitors, session.progress, folder)
                 user_logs = UserLogs(session, monitors, log)
