@@ -26,7 +26,7 @@ from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, RunFailed, VerificationError
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.storage import Storage
+    from lockstep.checkpoint.storage import ReadableStorage, Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ def _epoch_samples(checkpoints: Sequence[ListedCheckpoint]) -> int | None:
 # --- every byte ---------------------------------------------------------------------------------------------------
 
 
-def verify(storage: Storage, name: str) -> VerificationResult:
+def verify(storage: ReadableStorage, name: str) -> VerificationResult:
     """Read and hash a checkpoint up to the first fault; it is not deleted meanwhile."""
     began, size = time.perf_counter(), 0
     fault: str | None = None

@@ -17,7 +17,7 @@ are read as well.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -194,19 +194,23 @@ def to_bytes(manifest: Manifest) -> bytes:
     return _with_hash(manifest.model_dump(mode="json"))
 
 
+def joined(parts: Sequence[bytes]) -> bytes:
+    """Return the manifest of a checkpoint, given those that the hosts of its ranks have written, the first one first.
+
+    Each lists the files of its host's ranks. Raises CorruptCheckpoint.
+    """
+    bodies = [_intact_body(part) for part in parts]
+    files = {name: entry for body in bodies for name, entry in body["files"].items()}
+    return _with_hash({**bodies[0], "files": files})
+
+
 def from_bytes(data: bytes) -> Manifest:
     """Return the manifest that `data` holds.
 
     Raises:
         CorruptCheckpoint: The bytes are no manifest that this version can read.
     """
-    try:
-        body = json.loads(data)["manifest"]
-        intact = _with_hash(body) == data
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise corrupt(f"is not a manifest: {type(error).__name__}: {str(error)[:200]}") from None
-    if not intact:
-        raise corrupt("its hash does not match its contents")
+    body = _intact_body(data)
     version = body.get("format_version") if isinstance(body, dict) else None
     if type(version) is not int or version not in (1, FORMAT_VERSION):
         raise corrupt(
@@ -232,6 +236,18 @@ def validated(kind: type[_Validated], body: Any) -> _Validated:
         raise corrupt(f"is invalid: {_first_error(error)}") from None
     except _FirstError as error:
         raise corrupt(f"is invalid: {error}") from None
+
+
+def _intact_body(data: bytes) -> Any:
+    """Return what a manifest holds, not yet validated. Raises CorruptCheckpoint."""
+    try:
+        body = json.loads(data)["manifest"]
+        intact = _with_hash(body) == data
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise corrupt(f"is not a manifest: {type(error).__name__}: {str(error)[:200]}") from None
+    if not intact:
+        raise corrupt("its hash does not match its contents")
+    return body
 
 
 def _with_hash(body: Any) -> bytes:

@@ -3,9 +3,9 @@
     main thread    start: plan, copy what changes | train on ...
     background         copy the rest, hash, write, record; the last rank to have written publishes, and deletes old ones
 
-All ranks are on one host, and see the same folder in memory. So no vote is needed: whichever rank finds the records of
-all has everything that the manifest needs. A snapshot that a rank can't write is never published, and costs nothing
-else. The newest two stay.
+The ranks of a host see the same folder in memory. So no vote is needed: whichever rank finds the records of all has
+everything that the manifest needs. A snapshot that a rank can't write is never published, and costs nothing else. The
+newest two stay. On several hosts each publishes the part of its ranks (`host_parts`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.hashing import BlockHasher
+from lockstep.checkpoint.host_parts import PART, HostPart
+from lockstep.checkpoint.manifest import to_bytes
 from lockstep.checkpoint.rank_records import (
     encoded,
     manifest_of,
@@ -43,19 +45,33 @@ if TYPE_CHECKING:
     from lockstep.core.records import TrainingState
 
 KEPT = 2
-_METADATA = "metadata.json"  # of rank 0: the environment that it alone has
+_METADATA = "metadata.json"  # of the host's first rank: rank 0 alone has the environment
 
 
 class MemorySaver:
     """Saves snapshots of one run, on one rank. Every rank calls `start` after the same updates.
 
+    Args:
+        ranks: Those of this host, on several hosts; None: all are on this one.
+
     Attributes:
+        attempt: Identifies the attempt of a run on several hosts.
         failure: Why the last snapshot could not be written by this rank; None: it was.
     """
 
-    def __init__(self, storage: LocalStorage, axis: Axis, device: torch.device, run_metadata: RunMetadata) -> None:
+    def __init__(
+        self,
+        storage: LocalStorage,
+        axis: Axis,
+        device: torch.device,
+        run_metadata: RunMetadata,
+        ranks: range | None = None,
+    ) -> None:
         self._storage = storage
         self._axis = axis
+        self._ranks = ranks or range(axis.size)
+        self._is_part = ranks is not None
+        self.attempt = ""
         self._is_on_host = device.type == "cpu"
         self._device = device
         self._run_metadata = run_metadata
@@ -138,16 +154,15 @@ class MemorySaver:
         layout = snapshot.layout
         hasher = BlockHasher(self._run_metadata.run, metadata.step, layout.file)
         record = write_rank_file(draft, layout, snapshot.image, hasher)
-        if self._axis.rank == 0:
+        if self._axis.rank == self._ranks.start:
             environment = {**self._run_metadata.environment, **metadata.environment}
             text = json.dumps(asdict(replace(metadata, environment=environment)))
             draft.write(_METADATA, memoryview(text.encode()))
         write_record(draft, self._axis.rank, record)
 
     def _publish_if_complete(self, draft: Draft, name: str) -> None:
-        ranks = range(self._axis.size)
         try:
-            for rank in reversed(ranks):
+            for rank in reversed(self._ranks):
                 read_record(draft, rank)
         except (OSError, RunFailed):  # another rank has not yet written, and will publish; or it has published
             return
@@ -156,8 +171,12 @@ class MemorySaver:
                 return
             metadata = StepMetadata(**json.loads(draft.read(_METADATA)))
             draft.remove(_METADATA)
-            records = [taken_record(draft, rank) for rank in ranks]
-            draft.publish(encoded(manifest_of(self._run_metadata, metadata, records, self._planner.plan)))
+            records = {rank: taken_record(draft, rank) for rank in self._ranks}
+            made = manifest_of(self._run_metadata, metadata, records, self._planner.plan, self._axis.size)
+            if self._is_part:
+                part = HostPart(made.run, self.attempt, made.step, made.ranks, tuple(self._ranks))
+                draft.write(PART, memoryview(part.encoded()))
+            draft.publish(to_bytes(made) if self._is_part else encoded(made))
         for old in [*names_by_step(self._storage.names()).values()][:-KEPT]:
             with suppress(OSError):
                 self._storage.delete(old)

@@ -7,7 +7,7 @@ rank 1   rank-00001.safetensors, rank-00001.json: its record --> manifest.json, 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import hashing, manifest
@@ -60,9 +60,13 @@ def read_record(draft: Draft, rank: int) -> FileEntry:
 
 
 def manifest_of(
-    run_metadata: RunMetadata, metadata: StepMetadata, records: Sequence[FileEntry], plan: WritePlan
+    run_metadata: RunMetadata, metadata: StepMetadata, records: Mapping[int, FileEntry], plan: WritePlan, ranks: int
 ) -> Manifest:
-    """Return the manifest of what all ranks have written, given their records by rank."""
+    """Return the manifest of what ranks have written, given their records by rank.
+
+    Args:
+        ranks: Number of all ranks.
+    """
     index_of, grids = plan.grids()
     return Manifest(
         format_version=2,
@@ -70,9 +74,9 @@ def manifest_of(
         step=metadata.step,
         samples=metadata.samples,
         tokens=metadata.tokens,
-        ranks=len(records),
+        ranks=ranks,
         written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        files={shard_file(rank): record for rank, record in enumerate(records)},
+        files={shard_file(rank): record for rank, record in records.items()},
         grids=tuple(GridEntry.model_construct(cuts=grid.cuts, ranks=grid.ranks) for grid in grids),
         tensors={
             name: TensorEntry.model_construct(dtype=info.dtype, shape=info.shape, grid=index_of[name])

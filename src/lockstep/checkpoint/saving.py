@@ -277,8 +277,9 @@ class Saver:
         draft, metadata = save.draft, save.metadata
         assert draft is not None, "a rank that has settled without failing has a draft"
         assert save.record is not None, "and the record of its file"
-        records = [save.record, *(taken_record(draft, rank) for rank in range(1, self._axis.size))]
-        made = manifest_of(self.run_metadata, metadata, records, self._planner.plan)
+        ranks = self._axis.size
+        records = {0: save.record, **{rank: taken_record(draft, rank) for rank in range(1, ranks)}}
+        made = manifest_of(self.run_metadata, metadata, records, self._planner.plan, ranks)
         draft.publish(encoded(made))
         return made
 

@@ -8,24 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from lockstep.checkpoint.storage import names_by_step
+from lockstep.checkpoint.storage import ReadableStorage, names_by_step
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.local import LocalStorage
-    from lockstep.checkpoint.storage import ReadableStorage, Storage, StoredFile
+    from lockstep.checkpoint.storage import Storage, StoredFile
+
+
+class SnapshotStorage(ReadableStorage, Protocol):
+    """Snapshots in memory."""
+
+    def delete(self, name: str) -> bool:
+        """Delete a snapshot; return False if it stays. Raises OSError."""
 
 
 class WithMemory:
     """Reads checkpoints from memory, and those that aren't there from a storage.
 
     Args:
-        memory: On the host of all ranks. A checkpoint that both have is deleted there by `names`, which rank 0 calls
+        memory: The same for all ranks. A checkpoint that both have is deleted there by `names`, which rank 0 calls
             before any rank opens one.
     """
 
-    def __init__(self, storage: Storage, memory: LocalStorage) -> None:
+    def __init__(self, storage: Storage, memory: SnapshotStorage) -> None:
         self._storage = storage
         self._memory = memory
 
@@ -52,7 +58,7 @@ class WithMemory:
         return self._memory if name in self._memory.names() else self._storage
 
 
-def drop(memory: LocalStorage, is_dropped: Callable[[int, str], bool]) -> None:
+def drop(memory: SnapshotStorage, is_dropped: Callable[[int, str], bool]) -> None:
     """Delete the snapshots whose step and name `is_dropped` accepts."""
     for step, name in names_by_step(memory.names()).items():
         if is_dropped(step, name):

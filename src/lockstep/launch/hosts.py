@@ -30,6 +30,8 @@ from lockstep.launch.outcome import LaunchResult, print_on_stderr
 
 if TYPE_CHECKING:
     from lockstep.launch.group import SignalRequests
+    from lockstep.launch.memory_folder import MemoryFolder
+    from lockstep.launch.memory_serving import Address
 
 _RELAY_ENDS_S = 10.0  # seconds by which a relay must have ended
 _OF_ROUND = ("folder", "end", "stop", "save", "gone", "lost", "arrived")  # messages that mean one round only
@@ -72,6 +74,7 @@ class Hosts:
         has_gone: Whether a host has reported that it leaves the run.
         pauses: Whether this round's ranks have been stopped for it.
         decision: What the leader has decided for this round, as of `open_folder`.
+        memories: The addresses of all hosts' snapshots in memory; none: the run takes none.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Hosts:
         self.lost_leader = self.arrived = ""
         self.pauses = self.has_gone = self.is_cut_off = False
         self.decision: Mapping[str, Any] = {}
+        self.memories: list[Address] = []
         self.node = 0
         self.world: list[HostRanks] = []
         self.address = ""
@@ -195,6 +199,11 @@ class Hosts:
     def open_store(self, port: int) -> None:
         """Let the ranks of other hosts reach the store, which listens on this port of loopback."""
         self._send({"type": "store", "port": port})
+
+    def share_memory(self, memory: MemoryFolder | None) -> None:
+        """Let other hosts read the snapshots in this one's memory."""
+        if memory is not None:
+            self._send({"type": "memory", "path": str(memory.path)})
 
     # --- while the ranks run ---
 
@@ -346,6 +355,7 @@ class Hosts:
             first += host["ranks"]
         self.node, self.address = message["node"], message["address"]
         self.store_port = message.get("port", 0)
+        self.memories = [(host, port) for host, port in message.get("memories", ())]
 
     def _note_end(self, message: Mapping[str, Any]) -> None:
         fields = dict(message["end"])

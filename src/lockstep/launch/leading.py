@@ -14,24 +14,19 @@ import contextlib
 import math
 import socket
 import time
+from pathlib import Path
 
 from lockstep.core.nodes import node_range
 from lockstep.launch.gathering import Guest, Meeting, in_places, missing_text, refusal_of, waiting_text
-from lockstep.launch.host_protocol import HOST, Link, Message, NotAuthorized, NotLauncher, store_of, welcome
+from lockstep.launch.host_protocol import HOST, MEMORY, Link, Message, store_of
 from lockstep.launch.relaying import CONFIG_ERROR, FAILED, Relay, heartbeat
 from lockstep.launch.splicing import connect_with_store, taken_over
+from lockstep.launch.strangers import address_of
 
 _LAST_WORDS_S = 5.0  # for the other hosts to read how the run ended
 _WAITING_S = 5.0  # after which missing hosts are noted
 _REGROUP_S = 2.0  # that others have to come, too, once a host is lost
 _BACKLOG = 1024  # connections that wait to be accepted: all ranks of a run connect at once
-_UNPROVEN, _UNPROVEN_OF_HOST = 4096, 1024  # connections without a proof of the token, of all and of an address
-_REFUSALS = 16  # addresses that are reported
-
-
-def _address(writer: asyncio.StreamWriter) -> str:
-    peer = writer.get_extra_info("peername")
-    return str(peer[0]).removeprefix("::ffff:") if peer else "unknown"
 
 
 class Leader(Relay):
@@ -47,8 +42,6 @@ class Leader(Relay):
         self._waiting: asyncio.Task[None] | None = None
         self._over: Message | None = None
         self._store: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._refused: set[str] = set()
-        self._unproven: dict[asyncio.StreamWriter, str] = {}  # the oldest first
 
     async def run(self, listener: socket.socket) -> None:
         await asyncio.start_server(self._connected, sock=listener, backlog=_BACKLOG)
@@ -60,6 +53,8 @@ class Leader(Relay):
                     self._store.set_result(message["port"])
                 elif message["type"] == "next":
                     self._end_round(message)
+                elif message["type"] == "memory":
+                    self.memory.open_folder(Path(message["path"]))
                 elif message["type"] == "result":
                     self._end(message)
                 else:
@@ -113,7 +108,7 @@ class Leader(Relay):
         world = {
             "type": "world",
             "round": self._round,
-            "hosts": [{"host": hello["host"], "ranks": hello["ranks"]} for hello in places],
+            "hosts": [{name: hello.get(name) for name in ("host", "ranks", "memory")} for hello in places],
         }
         address = self.address[0]
         for link, guest in self._guests.items():
@@ -124,7 +119,7 @@ class Leader(Relay):
             if link is not None:
                 address = link.writer.get_extra_info("sockname")[0]  # at which the others have reached this host
                 link.send({**world, "node": node})
-        self.launcher.send({**world, "node": 0, "address": address})
+        self.launcher.send({**world, "node": 0, "address": address, **self.memory.begin_round(world, 0)})
         return True
 
     def _end_round(self, message: Message) -> None:
@@ -145,45 +140,29 @@ class Leader(Relay):
     # --- connections ---
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._limit_unproven(writer)
         try:
-            wants = await welcome(reader, writer, self.key)
-            self._unproven.pop(writer, None)
+            wants = await self.doorkeeper.welcome(reader, writer)
             if wants == store_of(self._round):
                 near = taken_over(writer)
                 await connect_with_store(near, await asyncio.shield(self._store))
             elif wants == HOST:
                 await self._serve(Link(reader, writer))
-        except (NotAuthorized, NotLauncher) as error:
-            self._note_refusal(_address(writer), error)
+            elif wants == MEMORY:
+                await self.memory.server.serve(reader, writer)
         except asyncio.CancelledError:  # the store's round is over
             pass
         finally:
-            self._unproven.pop(writer, None)
             with contextlib.suppress(OSError):
                 await writer.drain()
             writer.close()
-
-    def _limit_unproven(self, writer: asyncio.StreamWriter) -> None:
-        """Note a connection, and end the oldest of those whose address holds too many without a proof."""
-        self._unproven[writer] = _address(writer)
-        same = [other for other, address in self._unproven.items() if address == _address(writer)]
-        if len(same) > _UNPROVEN_OF_HOST or len(self._unproven) > _UNPROVEN:
-            oldest = same[0] if len(same) > _UNPROVEN_OF_HOST else next(iter(self._unproven))
-            del self._unproven[oldest]
-            oldest.transport.abort()
-
-    def _note_refusal(self, host: str, error: Exception) -> None:
-        if host not in self._refused and len(self._refused) < _REFUSALS:
-            self._refused.add(host)
-            reason = "has another job token" if isinstance(error, NotAuthorized) else "isn't a launcher of Lockstep"
-            self.note(f"a connection from {host} was refused: it {reason}")
 
     # --- hosts ---
 
     async def _serve(self, link: Link) -> None:
         try:
             hello = await link.receive(self.silence)
+            if hello.get("memory"):
+                hello["memory"] = [address_of(link.writer), hello["memory"]]
             if not self._admit(link, hello):
                 return
             self.start(heartbeat(link))

@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import math
 import multiprocessing
 import os
@@ -42,7 +43,7 @@ from lockstep.config.training_sections import Watchdog
 from lockstep.core.closed_streams import open_closed_streams
 from lockstep.core.control_groups import kernel_kills, why_killed
 from lockstep.core.errors import ConfigError, Problem, Stopped
-from lockstep.core.ranks import ADDRESS, LAUNCHER, NODES, RankEnvironment, started_by_lockstep
+from lockstep.core.ranks import ADDRESS, LAUNCHER, MEMORIES, NODES, RankEnvironment, started_by_lockstep
 from lockstep.core.safe_path import safe_interpreters
 from lockstep.core.stopping import blocked_signals, handled_signals, stop_code
 from lockstep.launch import streams
@@ -321,8 +322,15 @@ def _store_port(job: _Launch, listener: socket.socket | None) -> int:
 
 def _network_variables(job: _Launch) -> dict[str, str]:
     """Return variables for ranks of several hosts, which a user may override: the interface that connects them."""
-    nodes = {} if job.hosts is None else {NODES: str(len(job.hosts.world)), ADDRESS: job.hosts.address}
-    return {**nodes, **interface_variables(job.section.interface, job.hosts.address if job.hosts is not None else "")}
+    if job.hosts is None:
+        return interface_variables(job.section.interface, "")
+    memories = {"node": job.hosts.node, "addresses": job.hosts.memories}
+    return {
+        NODES: str(len(job.hosts.world)),
+        ADDRESS: job.hosts.address,
+        **({MEMORIES: json.dumps(memories)} if job.hosts.memories else {}),
+        **interface_variables(job.section.interface, job.hosts.address),
+    }
 
 
 def _listener(job: _Launch) -> socket.socket:

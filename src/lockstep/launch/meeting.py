@@ -37,7 +37,7 @@ _ROOT = str(Path(__file__).parents[2])
 
 @contextlib.contextmanager
 def connected_hosts(
-    launch: Launch, ranks: int, settings: Mapping[str, str], *, recovers: bool = False
+    launch: Launch, ranks: int, settings: Mapping[str, str], *, recovers: bool = False, snapshots: bool = False
 ) -> Iterator[Hosts]:
     """Connect with the other hosts' launchers while the block runs; a failure of the block is reported to them.
 
@@ -46,6 +46,7 @@ def connected_hosts(
         ranks: Number of ranks on this host.
         settings: What must be equal on all hosts, by name: hashes.
         recovers: Whether another round may follow after a failure, also with hosts that come later.
+        snapshots: Whether ranks take snapshots in memory.
 
     Raises:
         ConfigError: The rendezvous isn't an address, or not this host's although it shall lead.
@@ -70,6 +71,7 @@ def connected_hosts(
         "join_wait": launch.nodes_wait,
         "silence": SHORT_SILENCE_S if recovers else SILENCE_S,
         "recovers": recovers,
+        "memory": snapshots,
         "hello": hello,
     }
     channel, relay = _start_relay(listener)

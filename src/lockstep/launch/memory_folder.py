@@ -38,22 +38,28 @@ class MemoryFolder:
         self._lock: int | None = lock
 
     @classmethod
-    def make(cls, run: Path, root: Path = ROOT) -> MemoryFolder | None:
+    def make(cls, run: Path, root: Path = ROOT, hosts: int = 0) -> MemoryFolder | None:
         """Return the folder for a run, which the caller has locked; None where there is no memory for files.
 
         It is empty, unless a launcher of this run was killed and no other attempt has been made since.
+
+        Args:
+            hosts: Number of hosts of a run on several. What is in the folder stays then: who reads it checks whether
+                it is valid (`checkpoint.host_parts`). Launchers on one machine have a folder each.
         """
+        name = f"{prefix()}{hashlib.sha256(os.fsencode(run.absolute())).hexdigest()[:24]}"
         try:
             _remove_abandoned(root)
-            path = root / f"{prefix()}{hashlib.sha256(os.fsencode(run.absolute())).hexdigest()[:24]}"
-            with suppress(FileExistsError):
-                path.mkdir(mode=0o700)
-            if not is_own(path):
+            for number in range(max(1, hosts)):
+                path = root / (f"{name}-{number}" if number else name)
+                with suppress(FileExistsError):
+                    path.mkdir(mode=0o700)
+                lock = _locked(path) if is_own(path) else None
+                if lock is not None:
+                    break
+            else:
                 return None
-            lock = _locked(path)
-            if lock is None:
-                return None
-            if _content(path / _ATTEMPTS) != _content(run / ATTEMPTS):
+            if not hosts and _content(path / _ATTEMPTS) != _content(run / ATTEMPTS):
                 _empty(path)
         except OSError:
             return None
@@ -62,7 +68,11 @@ class MemoryFolder:
     def remove(self) -> None:
         """Remove the folder; nothing happens if that was done."""
         if self._lock is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
+            ended = self.path.with_name(f"{self.path.name}-ended")
+            shutil.rmtree(ended, ignore_errors=True)
+            with suppress(OSError):
+                self.path.rename(ended)  # what is being copied into it fails, and isn't there again afterwards
+            shutil.rmtree(ended, ignore_errors=True)
             self.leave()
 
     def leave(self) -> None:

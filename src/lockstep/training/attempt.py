@@ -21,6 +21,7 @@ from lockstep.monitor.attempts import (
     read_attempts,
 )
 from lockstep.monitor.folder import RunFolder
+from lockstep.training.host_memories import attempt_id
 from lockstep.training.session import Session, components_of, seconds_of
 
 _SAME_LAUNCH_S = 0.1  # times are recorded rounded
@@ -56,16 +57,19 @@ def _launched(run: Path, earlier: EarlierAttempts) -> float:
 
 def record_attempt(
     session: Session, run: Path, earlier: EarlierAttempts, info: RunInfo, memory: Path | None = None
-) -> None:
+) -> str | None:
     """Record this attempt, on the first rank; all ranks call it. Raises RunFailed.
 
     Args:
         memory: The launcher's folder in memory; None: there is none.
+
+    Returns:
+        What identifies it (`attempt_id`), on the first rank.
     """
     components = components_of(session)
     hosts = cast("list[str]", components.world.axis.gather(socket.gethostname()))
     if components.world.rank != 0:
-        return
+        return None
     plan = components.plan
     held = plan.placement
     attempt = Attempt(
@@ -81,3 +85,4 @@ def record_attempt(
     RunFolder.open(run).write_attempts(attempts_text((*earlier.attempts, attempt)))
     if memory is not None:
         note_attempt(memory, run)
+    return attempt_id(len(earlier.attempts) + 1, attempt)

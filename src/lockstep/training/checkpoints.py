@@ -101,7 +101,7 @@ class Checkpoints(VoteParticipant):
         self._wait_for_copies: Callable[[], None] | None = None
         self._failure_state = FailureState(fails_together=True)
         self.environment = environment
-        self.snapshots = MemorySnapshots(session, memory)
+        self.snapshots = MemorySnapshots(session, memory, home)
         self.look: Callable[[], None] = lambda: None
         self.history: HistoryFiles | None = None
         self.written: object = None

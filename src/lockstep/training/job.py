@@ -137,7 +137,7 @@ def run_job(job: Job) -> Finished:
         if late := profiler.begins_after(components.plan.steps):
             notes.append(late)
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
-        record_attempt(session, folder, earlier, facts, job.memory)
+        checkpoints.snapshots.begin_attempt(record_attempt(session, folder, earlier, facts, job.memory))
         micro_sizes = components.evaluator.micro_size, components.plan.batch.micro_size  # by whether it is training
         sharding, loader = components.sharding, components.loader
         trained = Trained(sharding.state.model, sharding.step, micro_sizes.__getitem__, loader.sample_of)

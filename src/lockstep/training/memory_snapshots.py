@@ -3,6 +3,9 @@
 each update    scheduled? requested by the clock of rank 0? --> copied beside the next update --> /dev/shm
 a rank dies    the next round resumes from the newest of memory and storage
 the run ends   a snapshot that is newer than every checkpoint is saved in the storage, by the launcher
+
+On several hosts each has a part in its memory, and a copy of another host's (`host_memories`). The next snapshot waits
+until the last one is copied: a vote against it (`NO_SNAPSHOT`) costs nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from lockstep.checkpoint.host_parts import JointSnapshot, remove_parts
 from lockstep.checkpoint.inspection import verify
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import CorruptCheckpoint
 from lockstep.checkpoint.memory_saving import KEPT, MemorySaver
 from lockstep.checkpoint.reading import manifest_bytes, read_manifest
-from lockstep.checkpoint.storage import names_by_step
+from lockstep.checkpoint.storage import checkpoint_name, names_by_step
 from lockstep.checkpoint.with_memory import WithMemory, drop
 from lockstep.core.control_groups import tightest_limit
 from lockstep.core.errors import Failure
@@ -30,7 +34,9 @@ from lockstep.core.formatting import size as shown_size
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Request
+from lockstep.launch.memory_copying import is_copied, is_copying
 from lockstep.monitor import report_buffer
+from lockstep.training.host_memories import HostMemories, HostsStorage, content
 from lockstep.training.locations import storage_of
 from lockstep.training.session import Session, components_of
 
@@ -38,6 +44,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.saving import RunMetadata, StepMetadata
     from lockstep.checkpoint.storage import Storage
     from lockstep.core.records import TrainingState
+    from lockstep.launch.hosts import Hosts
     from lockstep.launch.memory_folder import MemoryFolder
     from lockstep.launch.outcome import LaunchResult
     from lockstep.training.job import Job
@@ -45,6 +52,7 @@ if TYPE_CHECKING:
 _SHARE = 0.01  # of the time that automatic snapshots may cost
 _SHORTEST_S = 0.2  # between automatic snapshots
 _LARGEST_SHARE = 0.5  # of the free memory
+_COPY_BEGINS_S = 5.0  # by which a copy of the other host's part has begun
 _log = logging.getLogger("lockstep")
 
 
@@ -58,17 +66,23 @@ class MemorySnapshots:
 
     Args:
         memory: The launcher's folder; None: there is none.
+        run: The run's folder; None: a session without one.
     """
 
-    def __init__(self, session: Session, memory: Path | None) -> None:
+    def __init__(self, session: Session, memory: Path | None, run: Path | None = None) -> None:
         components = components_of(session)
         world = components.world
         self._session = session
+        self._folder = run
         self._world = world
         self._every = components.config.recovery.snapshot_every
-        if world.machine_ranks != world.size:  # the ranks of several hosts see no memory in common
+        self._hosts = HostMemories.of_ranks(os.environ, memory, components.config.launch.job_id)
+        if self._hosts is None and world.machine_ranks != world.size:  # another launcher's, which keeps no memory
             memory = None
         self._memory = memory
+        self._found: dict[int, JointSnapshot] = {}
+        self._taken = session.progress.steps
+        self._is_copied = True
         self._saver: MemorySaver | None = None
         self._describe: Callable[[TrainingState], StepMetadata] | None = None
         self._wait_for_copies: Callable[[], None] | None = None
@@ -78,13 +92,27 @@ class MemorySnapshots:
 
     def resumable(self, storage: Storage) -> Storage | WithMemory:
         """Return the checkpoints from which the run may resume; rank 0 has emptied memory that is another run's."""
+        if self._hosts is not None:
+            return self._resumable_on_hosts(storage, self._hosts)
         run = storage.run
         if self._memory is None or run is None:
             return storage
         return WithMemory(storage, snapshots_in(self._memory, run))
 
+    def _resumable_on_hosts(self, storage: Storage, hosts: HostMemories) -> Storage | WithMemory:
+        is_first = self._world.rank == 0 and storage.run is not None
+        usable = _usable(hosts, storage, self._folder) if is_first else None
+        usable = cast("tuple[list[JointSnapshot], str] | None", self._world.axis.broadcast(usable))
+        if usable is None:
+            return storage
+        snapshots, run = usable
+        self._found = {snapshot.step: snapshot for snapshot in snapshots}
+        return WithMemory(storage, HostsStorage(hosts, snapshots, run))
+
     def has(self, step: int) -> bool:
         """Return whether a snapshot of the step is in memory."""
+        if self._hosts is not None:
+            return step in self._found
         return self._memory is not None and step in names_by_step(snapshots_in(self._memory, None).names())
 
     def begin(self, run: RunMetadata, step: int, describe: Callable[[TrainingState], StepMetadata]) -> None:
@@ -93,6 +121,10 @@ class MemorySnapshots:
         Args:
             describe: Describes a state, for its manifest.
         """
+        self._taken = step
+        if self._hosts is not None:
+            self._begin_on_hosts(self._hosts, run, step, describe)
+            return
         if self._memory is None:
             return
         storage = snapshots_in(self._memory, run.run)
@@ -104,19 +136,69 @@ class MemorySnapshots:
             self._describe = describe
             self._saver = MemorySaver(storage, self._world.axis, self._world.device, run)
 
+    def _begin_on_hosts(
+        self, hosts: HostMemories, run: RunMetadata, step: int, describe: Callable[[TrainingState], StepMetadata]
+    ) -> None:
+        world, memory = self._world, self._memory
+        if world.rank == 0 and step in self._found:
+            hosts.fetch_reports(self._found[step])
+        world.axis.barrier()  # all have read what they need
+        if memory is not None and world.local_rank == 0:
+            remove_parts(memory, lambda part: part.step > step or part.run != run.run)
+            snapshots_in(memory, run.run).remove_stale_drafts()
+        self._describe = describe
+        if self._every is not None:
+            folder = memory if memory is not None else Path(os.devnull)  # `_check_space` refuses that
+            ranks = range(world.rank - world.local_rank, world.rank - world.local_rank + world.machine_ranks)
+            self._saver = MemorySaver(snapshots_in(folder, run.run), world.axis, world.device, run, ranks)
+
+    def begin_attempt(self, attempt: str | None) -> None:
+        """Note what identifies this attempt, as the first rank knows it; all ranks together."""
+        if self._hosts is not None:
+            attempt = cast("str", self._world.axis.broadcast(attempt))
+            if self._saver is not None:
+                self._saver.attempt = attempt
+            self._world.axis.barrier()
+
     def requests(self) -> tuple[Request, ...]:
-        """Return this rank's request for the next vote: on rank 0, once a snapshot costs no more than its share."""
+        """Return this rank's request for the next vote.
+
+        On rank 0, one for a snapshot once that costs no more than its share; on several hosts, one against it while the
+        last one isn't copied.
+        """
         saver = self._saver
-        if saver is None or self._every != "auto" or self._world.rank != 0 or saver.is_writing:
+        if saver is not None and self._hosts is not None and not self._is_settled(saver, self._hosts):
+            return (Request.NO_SNAPSHOT,)
+        if saver is None or self._world.rank != 0 or saver.is_writing:
             return ()
-        pause = max(_SHORTEST_S, saver.seconds / _SHARE)
-        return (Request.SNAPSHOT,) if time.perf_counter() - self._began >= pause else ()
+        if isinstance(self._every, int):
+            next_step = self._session.progress.steps + 1
+            is_due = self._hosts is not None and next_step // self._every > self._taken // self._every
+        else:
+            is_due = time.perf_counter() - self._began >= max(_SHORTEST_S, saver.seconds / _SHARE)
+        return (Request.SNAPSHOT,) if is_due else ()
+
+    def _is_settled(self, saver: MemorySaver, hosts: HostMemories) -> bool:
+        """Return whether this rank has written the last snapshot, and its host has a copy of the other host's part.
+
+        A part that doesn't come within some seconds, because it could not be written or the other host's launcher can't
+        be reached, isn't waited for.
+        """
+        if saver.is_writing:
+            return False
+        if self._is_copied or self._world.local_rank != 0 or len(hosts.addresses) == 1 or self._memory is None:
+            return True
+        waited = time.perf_counter() - self._began
+        self._is_copied = is_copied(self._memory, checkpoint_name(self._taken)) or (
+            waited > _COPY_BEGINS_S and not is_copying(self._memory)
+        )
+        return self._is_copied
 
     def is_due(self, requests: Collection[Request] = ()) -> bool:
         """Return whether a snapshot follows the last update, the same on all ranks."""
-        if self._saver is None:
+        if self._saver is None or Request.NO_SNAPSHOT in requests:
             return False
-        if isinstance(self._every, int):
+        if isinstance(self._every, int) and self._hosts is None:
             return self._session.progress.steps % self._every == 0
         return Request.SNAPSHOT in requests
 
@@ -126,6 +208,7 @@ class MemorySnapshots:
         assert saver is not None, "begin() comes first"
         assert describe is not None, "and states how"
         self._began = began = time.perf_counter()
+        self._taken, self._is_copied = self._session.progress.steps, False
         with self._world.clock.phase(Phase.SAVE):
             try:
                 state = self._session.state()
@@ -150,13 +233,15 @@ class MemorySnapshots:
 
     def _check_space(self, size: int) -> bool:
         """Return whether memory has space for snapshots; rank 0 decides, and prints why not."""
+        if self._hosts is not None:
+            self._has_space = self._check_space_of_hosts(size, self._hosts)
+            return self._has_space
         sizes = cast("list[int]", self._world.axis.gather(size))
         needed = (KEPT + 2) * sum(sizes)  # one more is being written, and each rank has a copy
         has_space = True
         if self._world.rank == 0:
             assert self._memory is not None, "there are no snapshots without it"
-            disk = os.statvfs(self._memory)
-            free = int(_LARGEST_SHARE * min(disk.f_bavail * disk.f_frsize, tightest_limit().free))
+            free = _free_in(self._memory)
             has_space = needed <= free
             if not has_space:
                 _log.warning(
@@ -168,6 +253,27 @@ class MemorySnapshots:
         self._has_space = cast("bool", self._world.axis.broadcast(has_space))
         return self._has_space
 
+    def _check_space_of_hosts(self, size: int, hosts: HostMemories) -> bool:
+        """Return whether each host has space for its ranks' parts, and for copies of those of the host before."""
+        free = _free_in(self._memory) if self._memory is not None else 0
+        rows = cast("list[tuple[int, int, int]]", self._world.axis.gather((hosts.node, size, free)))
+        number = len(hosts.addresses)
+        sizes = [sum(size for node, size, _ in rows if node == host) for host in range(number)]
+        has_space = True
+        for host in range(number):
+            needed = (KEPT + 2) * sizes[host] + (KEPT * sizes[host - 1] if number > 1 else 0)
+            available = min(free for node, _, free in rows if node == host)
+            if needed > available and has_space and self._world.rank == 0:
+                _log.warning(
+                    "no snapshots in memory: they need %s on host %d, and may take %s, half of what is free there; "
+                    "after a failure the run resumes from the newest checkpoint (recovery.snapshot_every)",
+                    shown_size(needed),
+                    host,
+                    shown_size(available),
+                )
+            has_space &= needed <= available
+        return has_space
+
     def _warn_of_failure(self, saver: MemorySaver) -> None:
         saver.finish()
         if saver.failure is not None and not self._has_warned:
@@ -175,19 +281,46 @@ class MemorySnapshots:
             _log.warning("a snapshot could not be written to memory: %s; the run continues", saver.failure)
 
 
+def _free_in(memory: Path) -> int:
+    """Return how many bytes snapshots may take."""
+    disk = os.statvfs(memory)
+    return int(_LARGEST_SHARE * min(disk.f_bavail * disk.f_frsize, tightest_limit().free))
+
+
+def _usable(hosts: HostMemories, storage: Storage, run: Path | None) -> tuple[list[JointSnapshot], str] | None:
+    """Return the hosts' snapshots that the storage lacks, and the run's id; None: there are none."""
+    if run is None or storage.run is None:
+        return None
+    snapshots = hosts.whole_snapshots(run, storage.run)
+    try:
+        durable = storage.names()
+    except OSError:
+        durable = []
+    return [snapshot for snapshot in snapshots if snapshot.name not in durable], storage.run
+
+
 # --- at the launcher's end ------------------------------------------------------------------------------------------
 
 
-def after_last_round(job: Job, folder: Path, memory: MemoryFolder, result: LaunchResult) -> LaunchResult:
+def after_last_round(
+    job: Job, folder: Path, memory: MemoryFolder, result: LaunchResult, hosts: Hosts | None = None
+) -> LaunchResult:
     """Save what memory has and the storage doesn't, if the run has failed or stopped; return the result that states it.
 
     If the storage can't take it, memory keeps it for the next start of the run.
+
+    Args:
+        hosts: The hosts of a run on several; the leader saves what they have together.
     """
     if result.code == 0:
         return result
     try:
         storage = storage_of(job.config.checkpoint, folder, job.given.storage)
-        saved = save_newest(memory.path, storage)
+        snapshots: LocalStorage | HostsStorage = snapshots_in(memory.path, storage.run)
+        if hosts is not None and storage.run is not None:
+            memories = HostMemories(memory.path, hosts.node, hosts.memories, job.config.launch.job_id)
+            snapshots = HostsStorage(memories, memories.whole_snapshots(folder, storage.run), storage.run)
+        saved = save_newest(snapshots, storage)
     except Failure as failure:  # the ranks have failed for the same reason
         _log.debug("no storage for a snapshot: %s", failure)
         return result
@@ -206,13 +339,12 @@ def after_last_round(job: Job, folder: Path, memory: MemoryFolder, result: Launc
     return replace(result, text=f"{result.text}\n{text}" if result.text else text)
 
 
-def save_newest(memory: Path, storage: Storage) -> tuple[int, str | None] | None:
+def save_newest(snapshots: LocalStorage | HostsStorage, storage: Storage) -> tuple[int, str | None] | None:
     """Save the newest intact snapshot in the storage, if it is newer than all checkpoints there.
 
     Returns:
         Its step, and why it could not be saved; None: there is none.
     """
-    snapshots = snapshots_in(memory, storage.run)
     if storage.run is None:
         return None
     try:
@@ -232,13 +364,12 @@ def save_newest(memory: Path, storage: Storage) -> tuple[int, str | None] | None
     return None
 
 
-def _copy(snapshots: LocalStorage, name: str, storage: Storage) -> None:
+def _copy(snapshots: LocalStorage | HostsStorage, name: str, storage: Storage) -> None:
     manifest = read_manifest(snapshots, name)
     draft = storage.with_separate_drafts().begin(name)
     try:
         for file in manifest.files:
-            path = Path(snapshots.place) / name / file
-            with path.open("rb") as handle, _mapped(handle.fileno()) as whole:
+            with _whole(snapshots, name, file) as whole:
                 draft.write(file, whole)
         draft.publish(manifest_bytes(snapshots, name))
     except BaseException:
@@ -247,9 +378,16 @@ def _copy(snapshots: LocalStorage, name: str, storage: Storage) -> None:
 
 
 @contextmanager
-def _mapped(handle: int) -> Iterator[memoryview]:
-    """Yield the bytes of a file without reading them into memory once more."""
-    with mmap.mmap(handle, 0, prot=mmap.PROT_READ) as data, memoryview(data) as whole:
+def _whole(snapshots: LocalStorage | HostsStorage, name: str, file: str) -> Iterator[memoryview]:
+    """Yield the bytes of a file, which need no more memory if it is on this host."""
+    if isinstance(snapshots, HostsStorage):
+        yield memoryview(content(snapshots.open(name, file)))
+        return
+    with (
+        (Path(snapshots.place) / name / file).open("rb") as handle,
+        mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ) as data,
+        memoryview(data) as whole,
+    ):
         yield whole
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from lockstep.launch.host_rounds import FollowerRounds
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.local import import_ahead, launch
 from lockstep.launch.meeting import connected_hosts
+from lockstep.launch.memory_folder import MemoryFolder
 from lockstep.launch.other_launchers import interface_variables
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.monitor.folder import LOGS
@@ -46,7 +48,14 @@ def train_on_hosts(job: Job, ranks: int | Literal["auto"]) -> tuple[Path | None,
     number = choose_ranks(section) if ranks == "auto" else ranks
     if is_elastic(section.nodes):
         _refuse_numbers_of_hosts(job.config, number)
-    with connected_hosts(section, number, _common_settings(job), recovers=job.config.recovery.ever) as hosts:
+    recovery = job.config.recovery
+    with connected_hosts(
+        section,
+        number,
+        _common_settings(job),
+        recovers=recovery.ever,
+        snapshots=recovery.snapshot_every is not None,
+    ) as hosts:
         import_ahead(imports_ahead(job.config))
         hosts.meet()
         interface_variables(section.interface)  # refused here, before anything is made, all hosts report it
@@ -109,12 +118,14 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
     print_on_stderr(f"{len(hosts.world)} hosts: this one, {hosts.here}, is node {hosts.node}; {where}")
     remedy = advice(memory_factors(job.config, hosts.size), "forward")
     ahead = imports_ahead(job.config)
-    rounds = FollowerRounds(hosts, job.config.recovery.host_wait, _entries(job)) if hosts.recovers else None
-    entry = _entries(job)(path, hosts.decision)
-    result = launch(
-        entry, ranks, job.config.launch, logs, preload=ahead, remedy=remedy, hosts=hosts, supervisor=rounds,
-        watchdog=job.config.recovery.watchdog,
-    )  # fmt: skip
+    recovery = job.config.recovery
+    with _memory_shared(path, hosts) as memory:
+        entries = _entries(replace(job, memory=memory))
+        rounds = FollowerRounds(hosts, recovery.host_wait, entries) if hosts.recovers else None
+        result = launch(
+            entries(path, hosts.decision), ranks, job.config.launch, logs, preload=ahead, remedy=remedy, hosts=hosts,
+            supervisor=rounds, watchdog=recovery.watchdog,
+        )  # fmt: skip
     if hosts.next is not None:
         hosts.fail(result.code, f"stopped on host {hosts.name}")
     if is_stored(config):
@@ -123,6 +134,23 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
         place = config.run.folder if is_stored(config) else f"{path} on host {hosts.world[0].name}"
         print_on_stderr(f"done: {hosts.here}; the run is in {place}")
     return path, result
+
+
+@contextmanager
+def _memory_shared(run: Path, hosts: Hosts) -> Iterator[Path | None]:
+    """Yield this host's folder in memory, which the other hosts can read.
+
+    If the leader is lost, it stays for the next start of the run.
+    """
+    memory = MemoryFolder.make(run, hosts=len(hosts.world)) if hosts.memories else None
+    hosts.share_memory(memory)
+    try:
+        yield memory.path if memory is not None else None
+    finally:
+        if memory is not None and hosts.lost_leader:
+            memory.leave()
+        elif memory is not None:
+            memory.remove()
 
 
 def _entries(job: Job) -> Callable[[Path, Mapping[str, Any]], Callable[[], int]]:

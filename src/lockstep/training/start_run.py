@@ -260,7 +260,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
     with ExitStack() as stack:
         with blocked_signals(forks=True):  # no stop comes between creating the folder and what would undo it
             folder = RunFolder.create(path, job.recipe, again=True)
-            memory = MemoryFolder.make(folder.path)
+            memory = MemoryFolder.make(folder.path, hosts=0 if hosts is None else len(hosts.world))
             stack.enter_context(undo_on_stop(stop))
         job = replace(job, memory=memory.path if memory is not None else None)
         try:
@@ -268,6 +268,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
             sizes = SmallerBatches(job, folder.path, size)
             entry, ahead = partial(train_as_rank, sizes.job, folder.path), imports_ahead(job.config)
             if hosts is not None:
+                hosts.share_memory(memory)
                 hosts.open_folder(folder.path, decision_of(job, entry))
             remedy = advice(memory_factors(sizes.job.config, size), "forward")
             result = launch(
@@ -275,7 +276,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
                 supervisor=_rounds(job, sizes, hosts), watchdog=job.config.recovery.watchdog,
             )  # fmt: skip
             if memory is not None:
-                result = after_last_round(job, folder.path, memory, result)
+                result = after_last_round(job, folder.path, memory, result, hosts)
             if result.advice:
                 text = with_prediction(result.text, result.advice, sizes.job.config, size, job.given)
                 result = replace(result, text=text)
