@@ -105,6 +105,26 @@ def test_null_empties_a_mapping_of_names(base: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("monitor.early_stopping", "{metric: held-out.loss}"),
+        ("monitor.prometheus", "{port: 9470}"),
+        ("monitor.histograms", "{every: 10}"),
+        ("checkpoint.storage", "{target: 'examples/own_storage.py:Memory'}"),
+    ],
+)
+def test_null_leaves_out_a_section_that_an_earlier_layer_has(base: Path, tmp_path: Path, key: str, given: str) -> None:
+    section, name = key.split(".")
+    sets = "data: {evaluation: {held-out: {kind: digits}}}\n"
+    has = _file(tmp_path / "has.yaml", f"{section}: {{{name}: {given}}}\n{sets}")
+    assert getattr(getattr(load([base, has], environ={}).config, section), name) is not None
+    without = _file(tmp_path / "without.yaml", f"{section}: {{{name}: null}}\n")
+    for loaded in (load([base, has], [f"{key}=null"], {}), load([base, has, without], environ={})):
+        assert getattr(getattr(loaded.config, section), name) is None
+    assert getattr(getattr(load([base, without, has], environ={}).config, section), name) is not None
+
+
 def test_names_in_variables_find_their_spelling(base: Path, tmp_path: Path) -> None:
     more = _file(tmp_path / "more.yaml", "data: {evaluation: {held-out: {kind: stdlib-text}}}\n")
     loaded = load([base, more], environ={"LOCKSTEP_DATA__EVALUATION__HELD_OUT__LENGTH": "64"})

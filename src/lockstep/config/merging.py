@@ -38,8 +38,8 @@ def _tables(older: Table, newer: Table, at: ValueShape, path: tuple[str, ...], n
         if before is not None and isinstance(before.node, Table):
             if isinstance(node, Table):
                 node = _tables(before.node, node, inner, (*path, key), notes)
-            elif isinstance(node, Leaf) and node.value is None and inner.sections():
-                node = before.node  # `optim:` with nothing under it sets nothing
+            elif isinstance(node, Leaf) and node.value is None and inner.sections() and not inner.nullable:
+                node = before.node  # `optim:` with nothing under it sets nothing; null leaves out `early_stopping`
         kept = before is not None and isinstance(node, Table)  # a mapping stays where it was first written
         entries[key] = TableEntry(node, before.where if before and kept else entry.where)
     return Table(entries, older.where or newer.where)
