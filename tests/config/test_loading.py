@@ -116,7 +116,7 @@ def test_null_empties_a_mapping_of_names(base: Path) -> None:
 )
 def test_null_leaves_out_a_section_that_an_earlier_layer_has(base: Path, tmp_path: Path, key: str, given: str) -> None:
     section, name = key.split(".")
-    sets = "data: {evaluation: {held-out: {kind: digits}}}\n"
+    sets = "data: {evaluation: {held-out: {kind: digits}}}\nevaluation: {every: 10 steps}\n"
     has = _file(tmp_path / "has.yaml", f"{section}: {{{name}: {given}}}\n{sets}")
     assert getattr(getattr(load([base, has], environ={}).config, section), name) is not None
     without = _file(tmp_path / "without.yaml", f"{section}: {{{name}: null}}\n")
