@@ -58,6 +58,7 @@ drill: .venv/.installed-dev  ## kills runs and saves by the hundred, for an hour
 	$(BIN)/python drills/kill_drill.py runs --kills 20 --whole --steps 480
 	$(BIN)/python drills/kill_drill.py saves --kills 300
 	$(BIN)/python drills/attack_drill.py
+	$(BIN)/python drills/chaos_drill.py --rounds 4
 	$(BIN)/python drills/signal_drill.py --times 25
 	$(BIN)/python drills/elastic_drill.py
 	$(BIN)/python drills/hosts_drill.py

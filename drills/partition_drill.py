@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from attempts import machine
 from kit.commands import Running, run_lockstep
 from kit.hosts import Network, network
-from kit.planted import slow
 
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
@@ -116,14 +114,10 @@ def _cut(host: int, seconds: float) -> Act:
 def _drop_one_way(host: int, seconds: float) -> Act:
     """Lose all that a host sends to host 0, which it still receives from."""
 
-    def neighbor(net: Network, words: str) -> None:
-        subprocess.run(["ip", "-n", f"{net.name}-{host}", "neigh", *words.split()], check=True)
-
     def act(cluster: Cluster, launched: Launchers) -> float:
-        address = cluster.net.address(0)
-        neighbor(cluster.net, f"replace {address} lladdr 02:00:00:00:00:01 dev eth0 nud permanent")
+        cluster.net.lose(host, 0)
         _check_halves(cluster, launched, host, seconds)
-        neighbor(cluster.net, f"del {address} dev eth0")
+        cluster.net.find(host, 0)
         return time.time()
 
     return act
@@ -143,7 +137,7 @@ def _cut_briefly(host: int) -> Act:
 
 def _slow(host: int) -> Act:
     def act(cluster: Cluster, launched: Launchers) -> float:
-        slow(cluster.net, host)
+        cluster.net.slow(host)
         return 0.0
 
     return act

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import attack_drill
 import aws_drill
+import chaos_drill
 import doctor_drill
 import elastic_drill
 import hang_drill
@@ -36,6 +37,7 @@ TABLES = {
     "doctor_drill": doctor_drill.table,
     "aws_drill": aws_drill.table,
     "attack_drill": attack_drill.table,
+    "chaos_drill": chaos_drill.table,
 }
 
 

@@ -238,32 +238,12 @@ def _missing_host(folder: Path) -> Answer:
     return on_hosts(folder, 2, absent=1, timeout=5)
 
 
-def slow(net: Network, host: int, *others: int) -> None:
-    """Limit what a host sends, to all or to some others, to 20 Mbit/s."""
-    tc = ["ip", "netns", "exec", f"{net.name}-{host}", "tc"]
-    limit = ["tbf", "rate", "20mbit", "burst", "32kbit", "latency", "400ms"]
-    if not others:
-        subprocess.run([*tc, "qdisc", "add", "dev", "eth0", "root", *limit], check=True)
-        return
-    for words in (
-        "qdisc add dev eth0 root handle 1: htb default 1",
-        "class add dev eth0 parent 1: classid 1:1 htb rate 10gbit",
-        "class add dev eth0 parent 1: classid 1:2 htb rate 10gbit",
-        f"qdisc add dev eth0 parent 1:2 {' '.join(limit)}",
-        *(
-            f"filter add dev eth0 parent 1: protocol ip u32 match ip dst {net.address(other)}/32 flowid 1:2"
-            for other in others
-        ),
-    ):
-        subprocess.run([*tc, *words.split()], check=True)
-
-
 def _slow_link(folder: Path) -> Answer:
-    return on_hosts(folder, 3, lambda net: slow(net, 1, 2))
+    return on_hosts(folder, 3, lambda net: net.slow(1, 2))
 
 
 def _slow_host(folder: Path) -> Answer:
-    return on_hosts(folder, 3, lambda net: slow(net, 2))
+    return on_hosts(folder, 3, lambda net: net.slow(2))
 
 
 def _clock_skew(folder: Path) -> Answer:

@@ -54,6 +54,16 @@ def test_only_the_lines_that_are_due(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == [1, 10, 20]
 
 
+def test_the_report_that_comes_with_the_state(tmp_path: Path) -> None:
+    """The first rank failed in update 6, which another one had finished."""
+    run, memory = killed_at(tmp_path, 5, 4)
+    last = report_buffer.entry_of(report(6, loss=0.5))
+    for folder in (memory, None):
+        report_buffer.mend(run, folder, 6, 1, last)
+        assert [line["step"] for line in lines(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert lines(run / "metrics.jsonl")[-1]["loss"] == 0.5
+
+
 def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
     run, memory = killed_at(tmp_path, 3, 0)
     with (memory / "reports.jsonl").open("a") as file:

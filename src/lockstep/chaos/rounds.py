@@ -1,38 +1,37 @@
 """Runs a recipe undisturbed, then again and again with a fault in each run, and compares how they end.
 
-    undisturbed     --> last checkpoint, losses
-    round 1, 2, ... --> a fault at random (rank, update, phase) --> fired? recovered? --> bitwise identical?
-                                                                    memory ran out? --> see `memory`
+    undisturbed/          --> last checkpoint, losses
+    round-1/, round-2/    --> a fault (rank, update, phase) --> fired? recovered? --> bitwise identical?
+                              memory ran out, or a host stays lost?               --> see `references`
 
-Each run is a process forked from this one, which has imported torch and isn't a rank; its output is in a file.
+A round's folder has the run, what was printed, and the plan of its faults; that of a round that passed is deleted.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import sys
+import shutil
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.chaos import memory, numbers
-from lockstep.chaos.drawing import draw_faults
+from lockstep.chaos import references
+from lockstep.chaos.drawing import balanced, draw_faults, updates_between_saves
+from lockstep.chaos.hosts import output_of, train_on_several
+from lockstep.chaos.kinds import Cluster, applicable, prepared
+from lockstep.chaos.launchers import Launchers, StopRequest
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.config.every import Every
-from lockstep.core.errors import ConfigError, Failure, RunFailed, VerificationError, message_of
-from lockstep.core.terminal import echo
-from lockstep.launch.devices import choose_ranks
+from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped, VerificationError, message_of
 from lockstep.launch.local import import_ahead
-from lockstep.monitor.folder import CHECKPOINTS, METRICS
-from lockstep.resilience.faults import FAULTS, KINDS_OF_SEVERAL, OOM, Fault, events_of, write_plan
-from lockstep.resilience.number_faults import BAD_SAMPLE
+from lockstep.monitor.folder import METRICS
+from lockstep.resilience.faults import FAULTS, OOM, Fault, events_of, write_plan
 from lockstep.training.audit import audit
 from lockstep.training.job import Job, imports_ahead
 from lockstep.training.locations import choose, find
@@ -42,13 +41,32 @@ from lockstep.training.start_run import launch_job
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
 
-_SAVES = 4  # checkpoints of a run
 _RESTARTS = 3
+_KEPT = 2  # checkpoints
 _END_AFTER_S = 4.0  # a planted hang doesn't resolve itself
-_REFERENCES = {OOM: memory.reference, BAD_SAMPLE: numbers.reference}
-"""The runs with which rounds are compared that can't end as the undisturbed one."""
+_LEAST_LIMIT_S, _SLOWER = 600.0, 20  # a round that takes longer than this, and than 20 undisturbed runs, hangs
 _LEAVE_OUT = "data.leave_out"  # which a round's reference may have in its config
 _LAST_LINES = 5  # of a failed run's output, in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of `lockstep chaos`.
+
+    Attributes:
+        kinds: Of faults; empty: all that apply.
+        steps: Updates of a run.
+        folder: For the runs and their output; exists.
+        keep: Whether the folders of rounds that passed are kept.
+    """
+
+    kinds: tuple[str, ...]
+    rounds: int
+    steps: int
+    seed: int
+    world: Cluster
+    folder: Path
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,77 +77,63 @@ class ChaosRow:
         fault, rank, step, phase: The fault.
         fired: Whether its rank reached that phase of that update.
         code: Exit code of the run.
-        recovery_seconds: From the fault to the end of the first update after it; None: there was none.
+        recovery_seconds: From the fault to the end of the first update after it, or after what was broken has been
+            mended; None: there was none.
         steps_redone: Updates that had been made before the fault, and were made again.
         equal: Whether the last checkpoint is bitwise identical to that of the undisturbed run, and so are the losses;
-            after `oom`, to that of the run that is resumed with smaller micro-batches.
+            after `oom` and `shrink`, to that of the run that is resumed likewise; after `badsample`, to that of the run
+            that leaves the same samples out.
         distance: By what part of it a loss differs from the undisturbed run's, at most.
         updates_unrecorded: Number of updates that metrics.jsonl lacks.
         ledger_complete: Whether the run was trained on every sample of its order once.
         output: The file with what the run printed.
+        failure: Why the round couldn't be run or compared; empty: it was.
     """
 
     fault: str
     rank: int
     step: int
     phase: str
-    fired: bool
-    code: int
-    recovery_seconds: float | None
-    steps_redone: int | None
-    equal: bool
-    updates_unrecorded: int
-    ledger_complete: bool
     output: str
+    fired: bool = False
+    code: int = 0
+    recovery_seconds: float | None = None
+    steps_redone: int | None = None
+    equal: bool = False
+    updates_unrecorded: int = 0
+    ledger_complete: bool = False
     distance: float = 0.0
+    failure: str = ""
 
     @property
     def passed(self) -> bool:
-        return self.fired and not self.code and self.equal and not self.updates_unrecorded and self.ledger_complete
+        done = self.fired and not self.code and not self.failure
+        return done and self.equal and not self.updates_unrecorded and self.ledger_complete
 
 
-def run_rounds(
-    job: Job, kinds: Sequence[str], rounds: int, steps: int, seed: int, folder: Path, show: Callable[[ChaosRow], None]
-) -> list[ChaosRow]:
-    """Run all rounds; return a row for each.
+def run_rounds(job: Job, settings: Settings, stop: StopRequest) -> Iterator[ChaosRow]:
+    """Run all rounds; yield a row for each.
 
     Args:
         job: What is trained; its folder, length and checkpoints are replaced.
-        steps: Updates of a run.
-        folder: For the runs and their output; exists.
-        show: Called with each row.
 
     Raises:
         RunFailed: The undisturbed run failed.
+        Stopped: A signal has come.
     """
-    ranks = job.config.launch.ranks
-    number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
+    kinds = applicable(job.config, settings.kinds, settings.world, settings.steps)
+    rounds = _Rounds(replace(job, config=prepared(job.config, kinds)), settings, stop)
     import_ahead(imports_ahead(job.config))
-    job = replace(job, config=numbers.prepared(job.config, kinds, number))
-    draws = random.Random(seed)
-    kinds = [kind for kind in kinds if number > 1 or kind not in KINDS_OF_SEVERAL]
-    undisturbed = folder / "undisturbed"
-    code, output = _trained(replace(job, config=_config_of_round(job.config, undisturbed, steps)), number)
-    if code:
-        last = "\n".join(output.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_LAST_LINES:])
-        raise RunFailed(f"the undisturbed run ended with exit code {code}:\n{last}")
+    rounds.train_undisturbed()
+    if not settings.kinds and not references.can_be_halved(rounds.undisturbed):
+        kinds = tuple(kind for kind in kinds if kind != OOM)
+    draws = random.Random(settings.seed)
     rows = []
-    for place in range(1, rounds + 1):
-        run = folder / f"round-{place}"
-        plan = folder / f"round-{place}.faults.json"
-        checkpoints = Path(job.config.checkpoint.folder or run / CHECKPOINTS)
-        fault, *more = draw_faults(draws, kinds, number, steps, _every(steps), checkpoints)
-        if fault.kind == OOM:
-            fault = memory.in_memory(fault, draws.choice(memory.PHASES), undisturbed)
-        write_plan(plan, [fault, *more])
-        code, output = _trained(replace(job, config=_config_of_round(job.config, run, steps)), number, plan)
-        expected = undisturbed
-        if fault.kind in _REFERENCES and not code:
-            of_reference = replace(job, config=_config_of_round(job.config, folder / f"reference-{place}", steps))
-            expected = _REFERENCES[fault.kind](of_reference, run, lambda job: _trained(job, number)[0])
-        rows.append(_row(fault, plan, code, output, run, undisturbed, expected))
-        show(rows[-1])
-    return rows
+    for number, kind in zip(range(1, settings.rounds + 1), balanced(draws, kinds), strict=False):
+        rows.append(rounds.run(number, kind, draws))
+        yield rows[-1]
+    if not settings.keep and all(row.passed for row in rows):
+        shutil.rmtree(settings.folder)
 
 
 def free_folder(chosen: Path | None, recipe: str) -> Path:
@@ -144,56 +148,105 @@ def free_folder(chosen: Path | None, recipe: str) -> Path:
     return folder.absolute()
 
 
-def _trained(job: Job, ranks: int, plan: Path | None = None) -> tuple[int, Path]:
-    """Train in a process of its own; return its exit code, and the file with its output."""
-    output = Path(job.config.run.folder or "").with_suffix(".txt")
-    child = os.fork()
-    if child == 0:
-        code = 1
+class _Rounds:
+    def __init__(self, job: Job, settings: Settings, stop: StopRequest) -> None:
+        self._job = job
+        self._settings = settings
+        self._stop = stop
+        self._limit_s = 100 * _LEAST_LIMIT_S  # until the undisturbed run has shown how long one takes
+        self.undisturbed = settings.folder / "undisturbed" / "run"
+
+    def train_undisturbed(self) -> None:
+        """Train the run in which nothing fails. Raises RunFailed if it does."""
+        began = time.monotonic()
+        self.undisturbed.parent.mkdir()
+        code = self._train(self._job_in(self.undisturbed), self._settings.world.size)
+        if code:
+            text = output_of(self.undisturbed.parent).read_text(encoding="utf-8", errors="replace")
+            last = "\n".join(text.strip().splitlines()[-_LAST_LINES:])
+            raise RunFailed(f"the undisturbed run ended with exit code {code}:\n{last}")
+        self._limit_s = max(_LEAST_LIMIT_S, _SLOWER * (time.monotonic() - began))
+
+    def run(self, number: int, kind: str, draws: random.Random) -> ChaosRow:
+        """Run a round, and delete its folder if it has passed."""
+        folder = self._settings.folder / f"round-{number}"
+        folder.mkdir()
+        plan, world = folder / "faults.json", self._settings.world
+        faults = draw_faults(draws, kind, world.size, world.ranks, self._settings.steps, plan)
         try:
-            with output.open("wb") as file:
-                for stream in (1, 2):
-                    os.dup2(file.fileno(), stream)
-            if plan is not None:
-                os.environ[FAULTS] = str(plan)
-            code = launch_job(job, ranks)[1].show()
-        except Failure as failure:
-            echo(message_of(failure), file=sys.stderr)
-            code = failure.exit_code
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output
+            if kind == OOM:
+                faults[0] = references.in_memory(faults[0], self.undisturbed)
+            row = self._disturbed(faults, plan)
+        except Stopped:
+            raise
+        except Exception as error:
+            if not isinstance(error, Failure):
+                traceback.print_exc()
+            fault, text = faults[0], message_of(error) if isinstance(error, Failure) else repr(error)
+            row = ChaosRow(fault.kind, fault.rank, fault.step, fault.phase, str(output_of(folder)), failure=text)
+        if row.passed and not self._settings.keep:
+            shutil.rmtree(folder)
+        return row
 
+    def _disturbed(self, faults: Sequence[Fault], plan: Path) -> ChaosRow:
+        folder, fault, world = plan.parent, faults[0], self._settings.world
+        write_plan(plan, faults)
+        job = self._job_in(folder / "run")
+        if world.hosts == 1:
+            code = self._train(job, world.size, plan)
+        else:
+            code = train_on_several(job, world, fault, plan, Launchers(self._stop, self._limit_s))
+        expected = self.undisturbed
+        if fault.kind in references.KINDS_WITH_REFERENCE and not code:
+            of_reference = self._job_in(folder / "reference" / "run")
+            expected = references.reference(fault.kind, of_reference, folder / "run", world.size, self._train)
+        return _row(fault, plan, code, self.undisturbed, expected)
 
-def _every(steps: int) -> int:
-    """Return the updates between two saves."""
-    return max(1, steps // _SAVES)
+    def _train(self, job: Job, ranks: int, plan: Path | None = None) -> int:
+        """Train on ranks of this host; return the exit code."""
+        output = output_of(Path(job.config.run.folder or "").parent)
+        environment = {FAULTS: str(plan)} if plan is not None else {}
+        with Launchers(self._stop, self._limit_s) as launchers:
+            process = launchers.start(lambda: launch_job(job, ranks)[1].show(), output, environment)
+            while not (codes := launchers.ended()):
+                launchers.pause()
+            return codes[process]
+
+    def _job_in(self, run: Path) -> Job:
+        return replace(self._job, config=_config_of_round(self._job.config, run, self._settings.steps))
 
 
 def _config_of_round(config: Config, run: Path, steps: int) -> Config:
-    sections = {
+    watchdog = config.recovery.watchdog.model_copy(update={"enabled": True, "end_after": _END_AFTER_S})
+    sections: dict[str, dict[str, Any]] = {
         "run": {**dict.fromkeys(LENGTHS), "steps": steps, "folder": str(run)},
         "recovery": {
             "restarts": max(_RESTARTS, config.recovery.restarts),
-            "watchdog": config.recovery.watchdog.model_copy(update={"enabled": True, "end_after": _END_AFTER_S}),
+            "budgets": type(config.recovery.budgets)(),
+            "watchdog": watchdog,
         },
-        "checkpoint": {"every": Every(_every(steps), "steps")},
-        "monitor": {"every": 1, "progress": "none"},
-    }
+        "checkpoint": {
+            "every": Every(updates_between_saves(steps), "steps"),
+            "keep_last": max(_KEPT, config.checkpoint.keep_last),
+            "folder": None,
+            "storage": None,
+        },
+        "monitor": {
+            "every": 1, "progress": "none", "trackers": (), "tensorboard": False, "prometheus": None,
+            "early_stopping": None,
+        },
+    }  # fmt: skip
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     )
 
 
-def _row(fault: Fault, plan: Path, code: int, output: Path, run: Path, undisturbed: Path, reference: Path) -> ChaosRow:
+def _row(fault: Fault, plan: Path, code: int, undisturbed: Path, reference: Path) -> ChaosRow:
     """Return the row of a round that is compared with the undisturbed run, or from where it resumed with another."""
-    events = events_of(plan)
+    run, events = plan.with_name("run"), events_of(plan)
     fired = next((event for event in events if event["event"] == "fired"), None)
-    after = [event for event in events if fired is not None and event["time"] > fired["time"]]
+    mended = next((event for event in events if event["event"] == "mended"), fired)
+    after = [event for event in events if mended is not None and event["time"] > mended["time"]]
     again = next((event for event in after if event["event"] == "updated"), None)
     equal = ledger_complete = False
     losses: dict[int, Any] = {}
@@ -208,6 +261,7 @@ def _row(fault: Fault, plan: Path, code: int, output: Path, run: Path, undisturb
         fault.rank,
         fault.step,
         fault.phase,
+        str(output_of(plan.parent)),
         fired is not None,
         code,
         again["time"] - fired["time"] if again is not None and fired is not None else None,
@@ -215,8 +269,7 @@ def _row(fault: Fault, plan: Path, code: int, output: Path, run: Path, undisturb
         equal,
         len(expected.keys() - losses.keys()),
         ledger_complete,
-        str(output),
-        memory.distance(losses, usual),
+        references.distance(losses, usual),
     )
 
 

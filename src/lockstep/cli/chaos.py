@@ -1,4 +1,4 @@
-"""The verb `chaos`: lockstep chaos RECIPE [--faults kill,raise] [--rounds N] [overrides]."""
+"""The verb `chaos`: lockstep chaos RECIPE [--faults kill,raise] [--rounds N] [--nodes N] [overrides]."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_run, approved_config, path, whole
+from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_run, approved_config, nodes, path, whole
 from lockstep.core.closest import closest_match
-from lockstep.core.errors import ConfigError, VerificationError
+from lockstep.core.errors import ConfigError, Stopped, VerificationError
 from lockstep.core.json_output import emit
+from lockstep.core.nodes import node_range
+from lockstep.core.stopping import handled_signals, no_effect
 from lockstep.core.terminal import echo
-from lockstep.resilience.faults import KINDS, ON_REQUEST, OOM
+from lockstep.resilience.faults import KINDS, OOM, SHRINK
 from lockstep.resilience.number_faults import BAD_SAMPLE
 
 if TYPE_CHECKING:
@@ -21,18 +23,23 @@ if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
 
 _EPILOG = f"""{CONFIG_EPILOG}
-Trains a short run of the recipe, then the same run once a round with a fault at random: a rank is killed (SIGKILL),
-exits, raises an exception, is stopped (SIGSTOP), hangs, holds the interpreter's lock, or calls a collective that the
-others don't, at a phase of an update; its disk is full, readonly, gone for a while, or slow in a save; a sample can't
-be read, once; a byte of the newest checkpoint is flipped, and all ranks are killed. Each run must recover by itself
-(recovery.restarts), and end as the undisturbed one: bitwise the same losses and state. With --faults oom memory runs
-out instead: the run must end bitwise as the one that is resumed at that update with smaller micro-batches; with
---faults badsample a sample is NaN: the run must end as the one that leaves out the same. Exit codes: 0 all rounds did,
-3 one did not."""
-_OTHERS = {
-    OOM: ", after oom to the one resumed with smaller micro-batches",
-    BAD_SAMPLE: ", after badsample to the one that leaves out the same samples",
-}
+Trains a short run of the recipe, then the same run once a round with a fault at a random update, phase and rank. Each
+kind of fault comes equally often:
+  kill, exit, raise         a rank is killed (SIGKILL), exits, raises an exception
+  stop, hang, gil           a rank is stopped (SIGSTOP), hangs, holds the interpreter's lock
+  collective                a rank calls a collective that the others don't
+  sample                    a sample can't be read, once
+  flip                      a byte of the newest checkpoint is flipped, and all ranks are killed
+  full, readonly, gone, slow      the disk in a save
+  oom                       memory runs out until micro-batches are smaller
+  nan, badsample, diverge   a NaN in an update; a sample that is NaN; a bit of a parameter on one rank
+  host, partition, one-way, slow-link      with --nodes N: a host's launcher is killed and started again; its link is
+                            cut for 8 s, or loses what it sends for as long, or is slow
+  shrink                    with --nodes MIN:MAX: a host is lost for good
+Each run must recover by itself, and end as the undisturbed one on one host: bitwise the same losses and state. After
+oom and shrink it must end bitwise as the one that is resumed at that update with smaller micro-batches, or on fewer
+ranks; after badsample as the one that leaves out the same samples. With --nodes the hosts are network namespaces of
+this machine, which need root. Exit codes: 0 all rounds did, 3 one did not."""
 _COLUMNS = "{:>5}  {:<10} {:>4} {:>5}  {:<13} {:>9} {:>6}  {}"
 
 
@@ -45,54 +52,87 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     """Read and check the arguments."""
     summary = "Proves that a run recovers from faults by itself, and ends as the undisturbed one."
     parser = Parser("chaos", summary, _EPILOG, "[RECIPE ...] [options] [overrides]")
-    add_run(parser, "train on N ranks of this machine")
-    kinds = f"kinds; default {','.join(KINDS)}; also {','.join(ON_REQUEST)}"
-    parser.add_argument("--faults", type=_faults, default=KINDS, metavar="A,B", help=kinds)
+    add_run(parser, "train on N ranks of this machine, or of each host")
+    kinds = "kinds of faults; by default all that apply to the recipe, its ranks and hosts"
+    parser.add_argument("--faults", type=_faults, default=(), metavar="A,B", help=kinds)
     parser.add_argument("--rounds", type=whole, default=10, metavar="N", help="runs with a fault; default %(default)s")
     parser.add_argument("--steps", type=_steps, default=12, metavar="N", help="updates of a run; default %(default)s")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the faults; default %(default)s")
+    parser.add_argument("--nodes", type=nodes, default=1, metavar="N", help="hosts, or MIN:MAX, on this machine")
     parser.add_argument(
         "--folder", type=path, metavar="PATH", help="for the runs; by default runs/chaos-RECIPE-DATE-TIME"
     )
+    parser.add_argument("--keep", action="store_true", help="keep the runs of rounds that passed, too")
     args, overrides = parser.parse(arguments)
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
     return Prepared(partial(_disturb, args, loaded, name), loaded.config, f"chaos-{name}")
 
 
 def _disturb(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
-    from lockstep.chaos.rounds import free_folder, run_rounds
+    from lockstep.chaos.kinds import Cluster, applicable
+    from lockstep.chaos.launchers import StopRequest
+    from lockstep.chaos.namespaces import refuse_without_namespaces
+    from lockstep.chaos.rounds import Settings, free_folder, run_rounds
+    from lockstep.launch.devices import choose_ranks
     from lockstep.training.job import Job
     from lockstep.training.user_objects import UserObjects, refuse_given
 
     refuse_given(loaded)
-    if loaded.config.launch.nodes != 1:
-        raise ConfigError("chaos disturbs runs on one host; leave out launch.nodes")
+    launch = loaded.config.launch
+    if launch.nodes != 1:
+        raise ConfigError("chaos makes hosts on this machine; leave out launch.nodes, and give --nodes instead")
+    least, most = node_range(args.nodes)
+    world = Cluster(most, least, choose_ranks(launch) if launch.ranks == "auto" else launch.ranks)
+    applicable(loaded.config, args.faults, world, args.steps)
+    if most > 1:
+        refuse_without_namespaces()
     folder = free_folder(args.folder, name)
     job = Job(loaded.config, name, given=UserObjects(trust_remote_code=args.trust_remote_code))
+    settings = Settings(args.faults, args.rounds, args.steps, args.seed, world, folder, args.keep)
     echo(f"{name}: {args.rounds} runs of {args.steps} updates with a fault each, in {folder}\n", flush=True)
     echo(_COLUMNS.format("round", "fault", "rank", "step", "phase", "recovery", "redone", "result"), flush=True)
-    shown: list[ChaosRow] = []
-
-    def show(row: ChaosRow) -> None:
-        shown.append(row)
-        seconds = "-" if row.recovery_seconds is None else f"{row.recovery_seconds:.2f} s"
-        redone = "-" if row.steps_redone is None else str(row.steps_redone)
-        cells = (len(shown), row.fault, row.rank, row.step, row.phase, seconds, redone, _result(row))
-        echo(_COLUMNS.format(*cells), flush=True)
-
-    rows = run_rounds(job, args.faults, args.rounds, args.steps, args.seed, folder, show)
-    failed = [row for row in rows if not row.passed]
+    rows: list[ChaosRow] = []
+    stop, stopped = StopRequest(), None
+    try:
+        with handled_signals(stop, no_effect):
+            for row in run_rounds(job, settings, stop):
+                rows.append(row)
+                _show(row, len(rows))
+    except Stopped as failure:
+        stopped = failure
     if args.json:
         emit([{**asdict(row), "passed": row.passed} for row in rows])
+    failed = [row.output for row in rows if not row.passed]
+    text = "\n  ".join([f"{len(failed)} of {len(rows)} rounds didn't end as the undisturbed run", *failed])
+    if stopped is not None:
+        raise Stopped(f"{stopped} in round {len(rows) + 1} of {args.rounds}; {text}")
     if failed:
-        text = f"{len(failed)} of {len(rows)} rounds didn't end as the undisturbed run; the first one's output: "
-        raise VerificationError(f"{text}{failed[0].output}")
-    others = "".join(text for kind, text in _OTHERS.items() if kind in args.faults)
-    echo(f"\nall {len(rows)} runs recovered by themselves, and ended bitwise identical to the undisturbed one{others}")
+        raise VerificationError(text)
+    echo(f"\nall {len(rows)} runs recovered by themselves, and ended as the undisturbed one, bitwise{_but(rows)}")
     return 0
 
 
+def _show(row: ChaosRow, number: int) -> None:
+    seconds = "-" if row.recovery_seconds is None else f"{row.recovery_seconds:.2f} s"
+    redone = "-" if row.steps_redone is None else str(row.steps_redone)
+    cells = (number, row.fault, row.rank, row.step, row.phase, seconds, redone, _result(row))
+    echo(_COLUMNS.format(*cells), flush=True)
+
+
+def _but(rows: Sequence[ChaosRow]) -> str:
+    """Return as what the rounds of some kinds end instead."""
+    kinds = {
+        OOM: "is resumed with smaller micro-batches",
+        SHRINK: "is resumed with fewer ranks",
+        BAD_SAMPLE: "leaves out the same samples",
+    }
+    seen = {row.fault for row in rows}
+    return "".join(f", after {kind} as the one that {what}" for kind, what in kinds.items() if kind in seen)
+
+
 def _result(row: ChaosRow) -> str:
+    if row.failure:
+        return f"failed: {row.failure}"
     if not row.fired:
         return "the fault didn't fire"
     if row.code:
@@ -103,17 +143,16 @@ def _result(row: ChaosRow) -> str:
         return f"equal, but metrics.jsonl lacks {row.updates_unrecorded} updates"
     if not row.ledger_complete:
         return "missed or repeated samples"
-    return f"equal; losses within {row.distance:.0e} of the undisturbed" if row.fault == OOM else "equal"
+    return f"equal; losses within {row.distance:.0e} of the undisturbed" if row.distance else "equal"
 
 
 def _faults(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
-        known = (*KINDS, *ON_REQUEST)
-        if name not in known:
-            nearest = closest_match(name, known)
+        if name not in KINDS:
+            nearest = closest_match(name, KINDS)
             meant = f"; did you mean {nearest}?" if nearest else ""
-            raise argparse.ArgumentTypeError(f"{name!r} is no kind of fault; there are {', '.join(known)}{meant}")
+            raise argparse.ArgumentTypeError(f"{name!r} is no kind of fault; there are {', '.join(KINDS)}{meant}")
     return names
 
 

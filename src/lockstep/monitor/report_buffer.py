@@ -3,15 +3,16 @@
     update --> report --> queue of the thread that writes files, once a second --> metrics.jsonl, events.jsonl
                   '-----> buffer, at once (10 us)        the rank is killed --> `mend` adds the lines that are missing
 
-Two files take turns, so that the newest megabyte of reports is always there.
+Two files take turns, so that the newest megabyte of reports is always there. The first rank may fail in an update that
+another rank has finished: a state that the other one saves alone comes with that update's report (`entry_of`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -44,7 +45,7 @@ class ReportBuffer:
             self._open()
 
     def see(self, report: StepReport) -> None:
-        self._add({"see": [*(getattr(report, name) for name in _STEP_FIELDS), report.verdict.value]})
+        self._add_text(entry_of(report))
 
     def evaluated(self, report: EvaluationReport) -> None:
         self._add({"evaluated": asdict(report)})
@@ -62,9 +63,12 @@ class ReportBuffer:
             self._handle = None
 
     def _add(self, entry: Mapping[str, Any]) -> None:
+        self._add_text(json.dumps(entry))
+
+    def _add_text(self, text: str) -> None:
         if self._handle is None:
             return
-        line = (json.dumps(entry) + "\n").encode()
+        line = (text + "\n").encode()
         try:
             if self._size + len(line) > _MOST_BYTES:
                 self.close()
@@ -79,6 +83,11 @@ class ReportBuffer:
         self._size = os.fstat(self._handle).st_size
 
 
+def entry_of(report: StepReport) -> str:
+    """Return a report as a line of the buffer."""
+    return json.dumps({"see": [*(getattr(report, name) for name in _STEP_FIELDS), report.verdict.value]})
+
+
 def clear(folder: Path | None) -> None:
     """Empty a buffer: its run starts over."""
     if folder is not None:
@@ -86,30 +95,29 @@ def clear(folder: Path | None) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def mend(run: Path, folder: Path | None, step: int, every: int) -> None:
+def mend(run: Path, folder: Path | None, step: int, every: int, last: str | None = None) -> None:
     """Add to metrics.jsonl and events.jsonl the lines up to `step` that a rank which was killed had not yet written.
 
     Args:
         run: The run's folder, rewound to `step`.
         folder: Of the buffer; None: there is none.
         every: Steps between the lines of metrics.jsonl.
+        last: The report of update `step`, as `entry_of` returns it, if it came with the state.
     """
-    entries = [entry for entry in _entries(folder) if _step_of(entry) <= step] if folder is not None else []
-    if folder is None or not entries:
+    taken = [*(_entries(folder) if folder is not None else ()), *([json.loads(last)] if last is not None else ())]
+    entries = [entry for entry in taken if _step_of(entry) <= step]
+    if not entries:
         return
-    replayed = folder / "replayed"
-    with suppress(OSError):
-        shutil.rmtree(replayed, ignore_errors=True)
-        replayed.mkdir()
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=folder) as name:
+        replayed = Path(name)
         _replay(entries, replayed / _METRICS, every)
-        last = max((int(json.loads(line)["step"]) for line in _lines(run / _METRICS)), default=0)
-        _append(run / _METRICS, [line for line in _lines(replayed / _METRICS) if json.loads(line)["step"] > last])
+        newest = max((int(json.loads(line)["step"]) for line in _lines(run / _METRICS)), default=0)
+        _append(run / _METRICS, [line for line in _lines(replayed / _METRICS) if json.loads(line)["step"] > newest])
         present = set(_lines(run / EVENTS))
         _append(run / EVENTS, [line for line in _lines(replayed / EVENTS) if line not in present])
-    shutil.rmtree(replayed, ignore_errors=True)
 
 
-def _replay(entries: list[dict[str, Any]], metrics: Path, every: int) -> None:
+def _replay(entries: Sequence[Mapping[str, Any]], metrics: Path, every: int) -> None:
     log = EventLog(metrics, every)
     seen = 0
     for entry in entries:

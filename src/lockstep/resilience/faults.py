@@ -1,9 +1,11 @@
 """Faults that are planted in ranks, for `lockstep chaos`: at a phase of an update a rank fails or hangs.
 
     LOCKSTEP_FAULTS=plan.json   {"faults": [{"kind": "kill", "rank": 1, "step": 7, "phase": "backward"}, ...]}
-    plan.jsonl                  what happened: a line for each fault as it fires, and for the first update of each round
+    plan.jsonl                  what happened: a line for each fault as it fires, for the first update of each round,
+                                and for the one in which a fault has fired, if its rank ends it
 
-A fault fires once, in whichever round its rank enters the phase of that update first.
+A fault fires once, in whichever round its rank enters the phase of that update first. What happens to the network is
+done by who started the hosts (`chaos.hosts`): there the rank waits until it has been done.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ if TYPE_CHECKING:
 FAULTS = "LOCKSTEP_FAULTS"
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "host")
 """Phases of an update that every rank enters, under strategies with several ranks."""
-OOM = "oom"
+OOM, HOST, SHRINK = "oom", "host", "shrink"
+NETWORK_KINDS = ("partition", "one-way", "slow-link")
+"""Kinds of faults of the network, which begin while a rank is in its phase."""
 _EXIT_CODE = 9
 _PATIENCE_S = 60.0
 _SLICE_S = 0.01
@@ -58,7 +62,8 @@ class Fault:
         step: The update in which it fires, from 1.
         phase: At whose first beginning in that update.
         above: Of kind `oom`: the largest micro-batch that fits.
-        folder: Of kind `flip`: where the checkpoints are; it fires in the first update from `step` on that has two.
+        folder: Of kind `flip`: where the checkpoints are; it fires in the first update from `step` on that has two. Of
+            `NETWORK_KINDS`: a file that exists once the network fails.
     """
 
     kind: str
@@ -71,6 +76,15 @@ class Fault:
 
 class PlantedFault(Exception):
     """The exception of a fault of kind `raise`."""
+
+
+def note(plan: Path, event: str, **values: Any) -> None:
+    """Append an event of a run with a plan, with its time."""
+    handle = append_to(plan.with_suffix(".jsonl"))
+    try:
+        os.write(handle, (json.dumps({"event": event, **values, "time": time.time()}) + "\n").encode())
+    finally:
+        os.close(handle)
 
 
 def write_plan(plan: Path, faults: Sequence[Fault]) -> None:
@@ -128,16 +142,16 @@ class _Trap:
         self._world = world
         self._steps = steps
         self.faults = faults
-        self._updated = False
+        self._first = world.rank == 0
+        self._fired_in = 0
         self.model: nn.Module | None = None
 
     def entered(self, phase: Phase, updates: int) -> None:
         """See a phase begin, after some updates of this process."""
         step, name = self._steps + updates + 1, phase.name.lower()
-        if updates and not self._updated:
-            self._updated = True
-            if self._world.rank == 0:
-                self._note("updated", step - 1)
+        if updates and (self._first or 0 < self._fired_in < step):
+            self._first, self._fired_in = False, 0
+            self._note("updated", step - 1)
         for number, fault in enumerate(self.faults):
             if (
                 fault.phase != name
@@ -177,12 +191,9 @@ class _Trap:
         return True
 
     def _note(self, event: str, step: int) -> None:
-        line = {"event": event, "rank": self._world.rank, "step": step, "time": time.time()}
-        handle = append_to(self._plan.with_suffix(".jsonl"))
-        try:
-            os.write(handle, (json.dumps(line) + "\n").encode())
-        finally:
-            os.close(handle)
+        if event == "fired":
+            self._fired_in = step
+        note(self._plan, event, rank=self._world.rank, step=step)
 
 
 def _is_due(fault: Fault, step: int) -> bool:
@@ -230,6 +241,12 @@ def _hold_interpreter(fault: Fault, world: World) -> None:
         library.sleep(int(_PATIENCE_S))
 
 
+def _wait_for_network(fault: Fault, world: World) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not Path(fault.folder).exists() and time.monotonic() < deadline:
+        time.sleep(_SLICE_S)
+
+
 def _call_alone(fault: Fault, world: World) -> None:
     world.axis.gather(None)
 
@@ -242,13 +259,20 @@ _ACTIONS: Mapping[str, Callable[[Fault, World], None]] = {
     "hang": _hang,
     "gil": _hold_interpreter,
     "collective": _call_alone,
-    "host": _kill_host,
     SAMPLE: lambda fault, world: plant_unreadable(),
     FLIP: _flip,
+    HOST: _kill_host,
+    SHRINK: _kill_host,
+    **dict.fromkeys(NETWORK_KINDS, _wait_for_network),
 }
-KINDS = (*(kind for kind in _ACTIONS if kind != "host"), *DISK_KINDS)
-"""Kinds of faults of a run on one host."""
-KINDS_OF_SEVERAL = ("collective", "diverge")
-"""Kinds of faults that need several ranks."""
-ON_REQUEST = (OOM, BAD_SAMPLE, *NUMBER_FAULTS)
-"""Further kinds, which change what a run computes or need a setting of `recovery`."""
+KINDS_OF_HOSTS = (HOST, *NETWORK_KINDS)
+"""Kinds of faults that happen to one of several hosts, which is there again afterwards."""
+KINDS = (
+    *(kind for kind in _ACTIONS if kind not in (*KINDS_OF_HOSTS, SHRINK)),
+    *DISK_KINDS,
+    OOM,
+    *NUMBER_FAULTS,
+    BAD_SAMPLE,
+    *KINDS_OF_HOSTS,
+    SHRINK,
+)

@@ -64,7 +64,7 @@ class Checkpoints(VoteParticipant):
         run: id of the run, from `begin` on.
         look: on the first rank, restores the run's folder if it was deleted.
         history: of the run, on the first rank; flushed before a checkpoint that refers to it exists.
-        written: how far the history had been written when the checkpoint was saved that this attempt resumed from.
+        resumed_environment: of the checkpoint that this attempt resumed from.
         resumed_from: the step that this attempt resumed from; None: it started from the beginning.
         evaluation_due: whether the evaluation after this update has begun, and not ended. An attempt that resumes from
             a state that was saved meanwhile begins with it.
@@ -104,7 +104,7 @@ class Checkpoints(VoteParticipant):
         self.snapshots = MemorySnapshots(session, memory, home)
         self.look: Callable[[], None] = lambda: None
         self.history: HistoryFiles | None = None
-        self.written: object = None
+        self.resumed_environment: Mapping[str, Any] = {}
         self.resumed_from: int | None = None
         self.evaluation_due = False
         self.run = ""
@@ -154,7 +154,7 @@ class Checkpoints(VoteParticipant):
             if restored is not None:
                 loaded, notes = restored
                 manifest = loaded.manifest
-                self.written = manifest.environment.get(HISTORY)
+                self.resumed_environment = manifest.environment
                 self.resumed_from = manifest.step
                 if resume.origin is None:  # a fork begins with its own checkpoint and its own best metric
                     run = manifest.run

@@ -48,7 +48,7 @@ from lockstep.strategies.registry import uses_ranks
 from lockstep.training import rolling_back
 from lockstep.training.assemble import assemble
 from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt
-from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
+from lockstep.training.checkpoints import HISTORY, TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
 from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, polling
@@ -58,6 +58,7 @@ from lockstep.training.monitoring import Meters, make_monitors, refuse_missing_p
 from lockstep.training.out_of_memory import MemoryFactors, explain, memory_factors, with_prediction
 from lockstep.training.ownership import run_folder_for
 from lockstep.training.publishing import publish
+from lockstep.training.rescue import LAST_REPORT
 from lockstep.training.resuming import Resume
 from lockstep.training.rolling_back import Rollback
 from lockstep.training.run import Results, SaveFailed, run
@@ -255,8 +256,9 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
             run_folder.archive_attempt()
         else:
             run_folder.rewind(checkpoints.resumed_from)
-            report_buffer.mend(folder, job.memory, checkpoints.resumed_from, job.config.monitor.every)
-            notes += history.faults(folder, checkpoints.written)
+            saved, every = checkpoints.resumed_environment, job.config.monitor.every
+            report_buffer.mend(folder, job.memory, checkpoints.resumed_from, every, saved.get(LAST_REPORT))
+            notes += history.faults(folder, saved.get(HISTORY))
         report_buffer.clear(job.memory)
         run_folder.write_config(recorded(in_bucket(components.config, job.stored), checkpoints.run))
         run_folder.write_environment({**environment, "run": checkpoints.run})

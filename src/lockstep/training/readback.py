@@ -201,12 +201,14 @@ class Reports:
 
     Attributes:
         come_late: whether reports arrive one update late.
+        newest: the last one that has arrived.
     """
 
     def __init__(self, readback: Readback, act: Callable[[StepReport], None]) -> None:
         self._readback = readback
         self._act = act
         self.come_late = isinstance(readback, DeviceReadback)
+        self.newest: StepReport | None = None
         self._unread: deque[StepReport] = deque(maxlen=2)  # one that came late, and that of the last update
 
     def __iter__(self) -> Iterator[StepReport]:
@@ -229,10 +231,12 @@ class Reports:
         yield from self
         with suppress(Exception):  # the error that ends the run is the one to be raised
             if self._readback.ready(seconds) and (report := self._readback.flush()) is not None:
+                self.newest = report
                 yield report
 
     def _take(self, report: StepReport | None) -> None:
         if report is not None:
+            self.newest = report
             self._unread.append(report)
             self._act(report)
 

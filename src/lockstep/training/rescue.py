@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from lockstep.checkpoint.saving import Saver, StepMetadata, failure_reason
@@ -21,8 +21,9 @@ from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.terminal import echo
 from lockstep.distributed.collectives import LocalGroup, over_store
 from lockstep.distributed.timeouts import is_timeout
+from lockstep.monitor import report_buffer
 from lockstep.strategies.registry import find_strategy
-from lockstep.training.session import components_of, rescue
+from lockstep.training.session import components_of, reports_of, rescue
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from lockstep.distributed.store_exchange import StoreExchange
     from lockstep.training.components import FailureState
     from lockstep.training.session import Session
+
+LAST_REPORT = "last_report"
+"""The key of a manifest's environment for the report of the update before a save by one rank alone."""
 
 
 @contextmanager
@@ -166,10 +170,17 @@ class Rescue:
             if first:
                 storage, device = self.storage.with_separate_drafts(), components.world.device
                 saver = Saver(storage, LocalGroup(), device, self.saver.run_metadata)
-                saver.start(state, self.metadata(state))
+                saver.start(state, self._metadata_alone(state))
                 saver.finish()
                 return next((report.failure for report in saver.outcomes()), None)
         until = time.monotonic() + components.config.launch.timeout
         while time.monotonic() < until and self.storage.has_marker(name):
             time.sleep(0.05)
         return None if name in self.storage.names() else "another rank could not save it"
+
+    def _metadata_alone(self, state: TrainingState) -> StepMetadata:
+        """Describe a state with its update's report: the first rank may have failed before it could write that."""
+        metadata, report = self.metadata(state), reports_of(self.session).newest
+        if report is None or report.step != metadata.step:
+            return metadata
+        return replace(metadata, environment={**metadata.environment, LAST_REPORT: report_buffer.entry_of(report)})

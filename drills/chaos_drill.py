@@ -1,0 +1,110 @@
+"""Runs `lockstep chaos` under several layouts: `python drills/chaos_drill.py --rounds 30` (two hosts need root).
+
+Each round trains a small model with a fault at random. It must recover by itself, and end bitwise as the undisturbed
+run. The rows of a layout are written when all its rounds are done; `--only` runs some layouts, and leaves the others.
+
+Prints a table, writes results/chaos_drill.json, and fails (exit code 1) if a round failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from attempts import machine
+
+RESULTS = Path(__file__).parent / "results" / "chaos_drill.json"
+RUN = (
+    "stdlib-lm", "--model.layers=4", "--model.width=64", "--model.heads=2", "--data.train.length=64",
+    "--data.evaluation.held-out.length=64", "--data.evaluation.held-out.samples=16", "--evaluation.prompt=null",
+    "--evaluation.every=null", "--batch.global_size=8", "--launch.device=cpu",
+)  # fmt: skip
+LAYOUTS: Mapping[str, Sequence[str]] = {
+    "ddp, 2 ranks": ("--ranks=2", "--parallel.strategy=ddp"),
+    "fsdp, 2 ranks": ("--ranks=2", "--parallel.strategy=fsdp"),
+    "zero2, 2 ranks": ("--ranks=2", "--parallel.strategy=deepspeed", "--parallel.deepspeed.zero_stage=2"),
+    "zero3, 2 ranks": ("--ranks=2", "--parallel.strategy=deepspeed", "--parallel.deepspeed.zero_stage=3"),
+    "pipeline x fsdp, 4 ranks": ("--ranks=4", "--parallel.strategy=fsdp", "--parallel.pipeline=2"),
+    "ddp, 2 hosts": ("--nodes=2", "--ranks=1", "--parallel.strategy=ddp"),
+    "fsdp, 2 hosts": ("--nodes=2", "--ranks=1", "--parallel.strategy=fsdp"),
+    "ddp, 1:2 hosts": ("--nodes=1:2", "--ranks=1", "--parallel.strategy=ddp"),
+}
+
+
+def rows_of(layout: str, rounds: int, seed: int, faults: str | None) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows of a layout's rounds, and what the command printed."""
+    words = [*RUN, *LAYOUTS[layout], f"--rounds={rounds}", f"--seed={seed}", "--json"]
+    words += [f"--faults={faults}"] if faults is not None else []
+    with subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "chaos", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        assert process.stdout is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            print(line, end="", file=sys.stderr, flush=True)
+        rows = process.stdout.read()
+    return json.loads(rows) if rows else [], "".join(lines[-5:]).strip()
+
+
+def table(results: Mapping[str, Any]) -> str:
+    lines = [
+        "| layout | fault | rounds | recovered | equal | median s to the next update | updates made again |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for layout, of_layout in results["layouts"].items():
+        if not of_layout["rows"]:
+            lines.append(f"| {layout} | | 0 | failed: {of_layout['failure']} | | | |")
+        for fault in dict.fromkeys(row["fault"] for row in of_layout["rows"]):
+            lines.append(
+                f"| {layout} | {fault} | {_cells([row for row in of_layout['rows'] if row['fault'] == fault])} |"
+            )
+    rows = [row for of_layout in results["layouts"].values() for row in of_layout["rows"]]
+    passed = sum(row["passed"] for row in rows)
+    return "\n".join([*lines, f"| **all** | | {len(rows)} | | **{passed}** | | |"])
+
+
+def _cells(rows: Sequence[Mapping[str, Any]]) -> str:
+    recovered = sum(row["fired"] and not row["code"] and not row["failure"] for row in rows)
+    seconds = [row["recovery_seconds"] for row in rows if row["recovery_seconds"] is not None]
+    redone = [row["steps_redone"] for row in rows if row["steps_redone"] is not None]
+    median = f"{statistics.median(seconds):.2f}" if seconds else ""
+    again = f"{min(redone)} to {max(redone)}" if redone and min(redone) < max(redone) else str(*redone[:1])
+    return f"{len(rows)} | {recovered} | {sum(row['passed'] for row in rows)} | {median} | {again}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30, help="of each layout; default %(default)s")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=LAYOUTS, action="append", help="layouts; the others stay as they are")
+    parser.add_argument("--faults", help="kinds, as of lockstep chaos; default: all that apply")
+    given = parser.parse_args()
+    kept = json.loads(RESULTS.read_text())["layouts"] if RESULTS.exists() else {}
+    for layout in given.only or LAYOUTS:
+        print(f"\n{layout}", file=sys.stderr, flush=True)
+        began = time.monotonic()
+        rows, end = rows_of(layout, given.rounds, given.seed, given.faults)
+        kept[layout] = {"rows": rows, "seconds": round(time.monotonic() - began), "failure": end if not rows else ""}
+        layouts = {name: kept[name] for name in LAYOUTS if name in kept}
+        results = {"command": f"python drills/chaos_drill.py --rounds {given.rounds}", "machine": machine()}
+        RESULTS.write_text(json.dumps({**results, "layouts": layouts}, indent=1) + "\n")
+    print(table({"layouts": layouts}))
+    rows = [row for layout in given.only or LAYOUTS for row in kept[layout]["rows"]]
+    sys.exit(not rows or not all(row["passed"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()

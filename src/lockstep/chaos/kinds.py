@@ -1,0 +1,105 @@
+"""Selects the kinds of faults that apply to a recipe on its ranks and hosts, and the settings that they need.
+
+collective, diverge    several ranks; for `diverge` copies of the state, and recovery.compare_every: 1
+flip                   updates enough for two checkpoints
+nan                    recovery.bad_numbers.nonfinite: retry, where updates can be repeated
+badsample              recovery.bad_numbers.nonfinite: rollback, or bisect beside retry
+host, partition, ...   hosts that are joined by a network of this machine
+shrink                 MIN:MAX hosts; the faults that let hosts come back change the world twice, and don't apply there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lockstep.chaos.drawing import first_flip
+from lockstep.core.errors import ConfigError
+from lockstep.plan.choosing import choose_strategy
+from lockstep.plan.mesh import mesh_of
+from lockstep.resilience.disk_faults import FLIP
+from lockstep.resilience.faults import KINDS, KINDS_OF_HOSTS, SHRINK
+from lockstep.resilience.number_faults import BAD_SAMPLE
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+_ROLLBACK_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The hosts and ranks on which rounds train.
+
+    Attributes:
+        hosts: Number of hosts, at the start.
+        least: Number of hosts with which the run continues.
+        ranks: Ranks of each host.
+    """
+
+    hosts: int
+    least: int
+    ranks: int
+
+    @property
+    def size(self) -> int:
+        return self.hosts * self.ranks
+
+
+def applicable(config: Config, chosen: Collection[str], world: Cluster, steps: int) -> tuple[str, ...]:
+    """Return the chosen kinds; if none are chosen, all that apply.
+
+    Raises:
+        ConfigError: A chosen kind doesn't apply.
+    """
+    reasons = dict(_reasons(config, world, steps))
+    for kind in chosen:
+        if kind in reasons:
+            raise ConfigError(f"--faults {kind} {reasons[kind]}")
+    return tuple(chosen) or tuple(kind for kind in KINDS if kind not in reasons)
+
+
+def prepared(config: Config, kinds: Collection[str]) -> Config:
+    """Return the config with what the kinds of faults need."""
+    recovery = config.recovery
+    numbers: dict[str, object] = {}
+    if "nan" in kinds:
+        numbers = {"nonfinite": "retry", "bisect": recovery.bad_numbers.bisect or BAD_SAMPLE in kinds}
+    elif BAD_SAMPLE in kinds and not (recovery.bad_numbers.bisect or recovery.bad_numbers.nonfinite == "rollback"):
+        numbers = {"nonfinite": "rollback", "rollback_steps": _ROLLBACK_STEPS}
+    if numbers:
+        recovery = recovery.model_copy(update={"bad_numbers": recovery.bad_numbers.model_copy(update=numbers)})
+    if "diverge" in kinds:
+        recovery = recovery.model_copy(update={"compare_every": 1})
+    return config.model_copy(update={"recovery": recovery})
+
+
+def _reasons(config: Config, world: Cluster, steps: int) -> Iterator[tuple[str, str]]:
+    """Yield the kinds that don't apply, each with what follows its name in a message."""
+    if world.size == 1:
+        yield "collective", "is a collective that other ranks don't call; start 2 ranks at least"
+    elif world.hosts > 1:
+        yield "collective", "is found only by launch.timeout on several hosts; leave it out"
+    if not _has_copies(config, world.size):
+        why = "2 ranks at least" if world.size == 1 else "2 replicas of the training state, as ddp has on 2 ranks"
+        yield "diverge", f"changes one of several copies of a parameter; start {why}"
+    for kind in ("nan", BAD_SAMPLE):
+        if config.precision.compute == "fp16":
+            yield kind, "is an overflow under precision.compute: fp16, which isn't repeated; leave it out"
+        elif config.optim.in_backward:
+            yield kind, "needs updates that can be repeated; leave it out, or set optim.in_backward: false"
+    if first_flip(steps) > steps:
+        yield FLIP, f"changes the newer of two checkpoints; give --steps {first_flip(steps)} at least"
+    elastic = world.least < world.hosts
+    for kind in KINDS_OF_HOSTS:
+        if world.hosts == 1:
+            yield kind, "happens to one of several hosts; give --nodes 2"
+        elif elastic:
+            yield kind, "lets a host come back; give --nodes a number, not MIN:MAX"
+    if not elastic:
+        yield SHRINK, "takes a host away for good; give --nodes MIN:MAX, such as 1:2"
+
+
+def _has_copies(config: Config, ranks: int) -> bool:
+    return mesh_of(config.parallel, choose_strategy(config, ranks).strategy, ranks).data > 1

@@ -1,0 +1,212 @@
+"""Hosts on this machine: network namespaces, joined by a bridge in one more. A host resolves its own name to 127.0.1.1.
+
+10.77.0.1 host-0 --.
+10.77.0.2 host-1 --+-- bridge          network.cut(1) sets host-1's link down
+10.77.0.3 host-2 --'
+
+A host has its own network, hostname and /etc/hosts; files, memory and processes are the machine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lockstep.core.errors import ConfigError, RunFailed
+
+_NEWNS, _NEWUTS, _NEWNET = 0x00020000, 0x04000000, 0x40000000
+_BIND, _PRIVATE, _RECURSIVE = 4096, 1 << 18, 16384
+_NOWHERE = "02:00:00:00:00:01"  # no interface has this address
+_SLOW = ("tbf", "rate", "20mbit", "burst", "32kbit", "latency", "400ms")
+_numbers = itertools.count()
+
+NetworkT = TypeVar("NetworkT", bound="Network")
+
+
+def _hostname(host: int) -> str:
+    return f"host-{host}"
+
+
+def _known(address: str, host: int, other: int) -> str:
+    return f"{address if other != host else '127.0.1.1'} {_hostname(other)}"
+
+
+@dataclass
+class Network:
+    """Hosts on one network.
+
+    Attributes:
+        name: Of the bridge's namespace; those of hosts are NAME-0, NAME-1, ...
+        folder: For the hosts' files.
+        prefix: Of addresses, 10.77.0. or one of IPv6.
+        hostname: Host -> how it calls itself.
+        known: Address of the other, host, other -> the line of /etc/hosts by which the host knows the other, or itself.
+    """
+
+    name: str
+    hosts: int
+    folder: Path
+    prefix: str = "10.77.0."
+    hostname: Callable[[int], str] = _hostname
+    known: Callable[[str, int, int], str] = _known
+
+    def address(self, host: int) -> str:
+        return f"{self.prefix}{host + 1}"
+
+    def cut(self, host: int) -> None:
+        """Set a host's link down."""
+        _ip(f"link set port{host} down", within=self.name)
+
+    def join(self, host: int) -> None:
+        """Set a host's link up."""
+        _ip(f"link set port{host} up", within=self.name)
+
+    def lose(self, host: int, other: int) -> None:
+        """Lose all that a host sends to another, from which it still receives."""
+        neighbor = f"neigh replace {self.address(other)} lladdr {_NOWHERE} dev eth0 nud permanent"
+        _ip(neighbor, within=f"{self.name}-{host}")
+
+    def find(self, host: int, other: int) -> None:
+        """Let what a host sends to another arrive again."""
+        _ip(f"neigh del {self.address(other)} dev eth0", within=f"{self.name}-{host}")
+
+    def slow(self, host: int, *others: int) -> None:
+        """Limit what a host sends, to all or to some others, to 20 Mbit/s."""
+        if not others:
+            return self._limit(host, "qdisc add dev eth0 root")
+        for words in (
+            "qdisc add dev eth0 root handle 1: htb default 1",
+            "class add dev eth0 parent 1: classid 1:1 htb rate 10gbit",
+            "class add dev eth0 parent 1: classid 1:2 htb rate 10gbit",
+        ):
+            self._control(host, words)
+        self._limit(host, "qdisc add dev eth0 parent 1:2")
+        for other in others:
+            match = f"match ip dst {self.address(other)}/32 flowid 1:2"
+            self._control(host, f"filter add dev eth0 parent 1: protocol ip u32 {match}")
+        return None
+
+    def enter(self, host: int) -> None:
+        """Let the calling thread use a host's network from now on."""
+        with open(f"/run/netns/{self.name}-{host}") as namespace:
+            _checked(_libc().setns(namespace.fileno(), _NEWNET))
+
+    def run(self, host: int, function: Callable[[], Any], hides: Path | None = None) -> Any:
+        """Run a function in this process, which is on the host from now on.
+
+        Args:
+            hides: A folder that is another one there, `folder_of(host, hides)`.
+        """
+        libc = _libc()
+        self.enter(host)
+        _checked(libc.unshare(_NEWUTS | _NEWNS))
+        hostname = self.hostname(host).encode()
+        _checked(libc.sethostname(hostname, len(hostname)))
+        _checked(libc.mount(None, b"/", None, _RECURSIVE | _PRIVATE, None))
+        known = (self.known(self.address(other), host, other) for other in range(self.hosts))
+        hosts = self.folder / f"hosts-{host}"
+        hosts.write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
+        _bind(hosts, "/etc/hosts")
+        sysfs = self.folder / f"sys-{host}"
+        sysfs.mkdir(exist_ok=True)
+        _checked(libc.mount(b"sysfs", bytes(sysfs), b"sysfs", 0, None))
+        for part in ("class/net", "devices/virtual/net"):  # of this host; the machine's control groups stay
+            _bind(sysfs / part, f"/sys/{part}")
+        if hides is not None:
+            own = folder_of(host, hides)
+            for folder in (hides, own):
+                folder.mkdir(exist_ok=True)
+            _bind(own, str(hides))
+        return function()
+
+    def _limit(self, host: int, where: str) -> None:
+        self._control(host, f"{where} {' '.join(_SLOW)}")
+
+    def _control(self, host: int, words: str) -> None:
+        _run(["ip", "netns", "exec", f"{self.name}-{host}", "tc", *words.split()])
+
+
+def folder_of(host: int, folder: Path) -> Path:
+    """Return the folder that a host has instead of this one, if it is started so."""
+    return folder.with_name(f"{folder.name}-of-host-{host}")
+
+
+def has_namespaces() -> bool:
+    """Return whether this user and machine can have hosts in namespaces, as far as that shows without making one."""
+    return os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc")))
+
+
+def refuse_without_namespaces() -> None:
+    """Raise ConfigError if this machine can't have hosts in namespaces."""
+    missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
+    reason = f"install iproute2, which has {' and '.join(missing)}" if missing else None
+    if os.geteuid() != 0:
+        reason = "start the command as root, as in sudo or a container with --privileged"
+    if reason is None:
+        name = f"lockstep-{os.getpid()}-probe"
+        made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        if made.returncode:
+            reason = f"{made.stderr.strip()}; start the command as root, in a container with --privileged"
+    if reason is not None:
+        raise ConfigError(f"--nodes makes hosts from network namespaces of this machine: {reason}; or leave it out")
+
+
+@contextlib.contextmanager
+def joined(network: NetworkT) -> Iterator[NetworkT]:
+    """Make a network's hosts and join them; remove them afterwards."""
+    length = "64 nodad" if ":" in network.prefix else "24"
+    spaces = [network.name, *(f"{network.name}-{host}" for host in range(network.hosts))]
+    try:
+        _ip(*(f"netns add {space}" for space in spaces))
+        _ip("link add hub type bridge", "link set hub up", "link set lo up", within=network.name)
+        for host in range(network.hosts):
+            own = f"{network.name}-{host}"
+            _ip(f"link add port{host} type veth peer name eth0 netns {own}", within=network.name)
+            _ip(f"link set port{host} master hub", f"link set port{host} up", within=network.name)
+            address = f"addr add {network.address(host)}/{length} dev eth0"
+            _ip("link set lo up", address, "link set eth0 up", within=own)
+        yield network
+    finally:
+        for space in spaces:
+            subprocess.run(["ip", "netns", "delete", space], capture_output=True)
+
+
+def new_name() -> str:
+    """Return a name that no other network of this machine has."""
+    return f"lockstep-{os.getpid()}-{next(_numbers)}"
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(code: int) -> None:
+    if code:
+        raise OSError(ctypes.get_errno(), f"a network namespace can't be used: {os.strerror(ctypes.get_errno())}")
+
+
+def _bind(source: Path, place: str) -> None:
+    _checked(_libc().mount(bytes(source), place.encode(), None, _BIND, None))
+
+
+def _ip(*commands: str, within: str | None = None) -> None:
+    options = ["-n", within] if within is not None else []
+    if len(commands) == 1:
+        _run(["ip", *options, *commands[0].split()])
+    else:
+        _run(["ip", *options, "-batch", "-"], "\n".join(commands))
+
+
+def _run(words: list[str], text: str | None = None) -> None:
+    done = subprocess.run(words, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise RunFailed(f"{' '.join(words)} ended with exit code {done.returncode}: {done.stderr.strip()}")

@@ -1,0 +1,113 @@
+"""Rounds that end on other sums than the undisturbed run: smaller micro-batches, fewer ranks, or fewer samples.
+
+    undisturbed     1 2 3 4 5 6 7 8 ...       2 ranks, micro-batches of 8
+    round           1 2 3 4 5 ! 6 7 8 ...     in update 6 memory runs out, or a host is lost; from then on otherwise
+    reference               5 > 6 7 8 ...     resumed from an undisturbed run's state, likewise
+
+    badsample                               a run that leaves the same samples out from the start
+
+Other sums are rounded otherwise, so no run of the first kind is bitwise equal. The reference is; and the losses'
+distance from the undisturbed run shows that it is the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.checkpoint.reading import read_manifest
+from lockstep.config.every import Every
+from lockstep.core.errors import RunFailed
+from lockstep.data.bad_samples import BAD_NUMBERS
+from lockstep.monitor.attempts import read_attempts
+from lockstep.resilience.faults import OOM, SHRINK, Fault
+from lockstep.resilience.number_faults import BAD_SAMPLE
+from lockstep.training.ledger import left_out_in
+from lockstep.training.locations import choose, find
+from lockstep.training.resuming import Resume
+from lockstep.training.smaller_batches import half
+
+if TYPE_CHECKING:
+    from lockstep.training.job import Job
+
+KINDS_WITH_REFERENCE = (OOM, SHRINK, BAD_SAMPLE)
+_EVERY_STATE = "every-state"
+
+
+def in_memory(fault: Fault, undisturbed: Path) -> Fault:
+    """Return a fault of kind `oom`, after which micro-batches of half the size fit. Raises RunFailed if none can be."""
+    if not can_be_halved(undisturbed):
+        why = "this run's have one sample; leave it out of --faults, or set a larger batch.micro_size"
+        raise RunFailed(f"faults of kind {OOM} halve micro-batches, and {why}")
+    return replace(fault, above=half(_last(undisturbed, "micro_size")))
+
+
+def can_be_halved(undisturbed: Path) -> bool:
+    """Return whether a run's micro-batches have more than one sample."""
+    return _last(undisturbed, "micro_size") > 1
+
+
+def reference(kind: str, job: Job, run: Path, size: int, train: Callable[[Job, int], int]) -> Path:
+    """Train the run with which a round is compared; return its folder.
+
+    Args:
+        kind: One of `KINDS_WITH_REFERENCE`.
+        job: The round's, in the reference's folder.
+        run: The round's folder.
+        size: Ranks of the undisturbed run.
+        train: Trains on a number of ranks of this host, and returns the exit code.
+
+    Raises:
+        RunFailed: It failed.
+    """
+    folder = Path(job.config.run.folder or "")
+    if kind == BAD_SAMPLE:
+        folder.parent.mkdir()
+        _train(_changed(job, "data", leave_out=(*job.config.data.leave_out, *_left_out(run))), size, train)
+        return folder
+    *_, last = read_attempts(run)
+    resume = Resume()
+    if last.step:
+        kept = folder.parents[1] / _EVERY_STATE / folder.name
+        if not kept.exists():
+            kept.parent.mkdir()
+            whole = _changed(job, "checkpoint", every=Every(1, "steps"), keep_last=job.config.run.steps)
+            _train(_changed(whole, "run", folder=str(kept)), size, train)
+        resume = Resume(step=last.step, origin=find(kept).storage)
+    folder.parent.mkdir()
+    likewise = _changed(job, "batch", micro_size=_last(run, "micro_size"))
+    _train(replace(likewise, resume=resume), _last(run, "ranks"), train)
+    return folder
+
+
+def distance(losses: Mapping[int, float], expected: Mapping[int, float]) -> float:
+    """Return by what part of it a loss differs from the expected one, at most."""
+    pairs = [(loss, expected[step]) for step, loss in losses.items() if step in expected]
+    return max((abs(loss - other) / max(abs(other), 1e-30) for loss, other in pairs), default=0.0)
+
+
+def _left_out(run: Path) -> list[tuple[int, int]]:
+    """Return the samples that a run has left out because of their numbers, as ranges."""
+    place = find(run)
+    listed = left_out_in(read_manifest(place.storage, choose(place, None)).state.get("left_out", ()))
+    samples = sorted({sample.index for sample in listed if sample.reason.startswith(BAD_NUMBERS)})
+    return [(sample, sample) for sample in samples]
+
+
+def _last(run: Path, fact: str) -> int:
+    attempts = read_attempts(run)
+    return int(attempts[-1].number(fact) or 1) if attempts else 1
+
+
+def _changed(job: Job, section: str, **values: object) -> Job:
+    changed = getattr(job.config, section).model_copy(update=values)
+    return replace(job, config=job.config.model_copy(update={section: changed}))
+
+
+def _train(job: Job, ranks: int, train: Callable[[Job, int], int]) -> None:
+    code = train(job, ranks)
+    if code:
+        text = f"the run in {job.config.run.folder}, with which others are compared, ended with exit code {code}"
+        raise RunFailed(text)
