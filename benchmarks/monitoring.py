@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,41 +65,49 @@ def main() -> None:
     if arguments.contestant:
         report(be_contestant(arguments.contestant, WAIT_S if arguments.wait else 0.0))
         return
+    results = compared("monitoring", SWITCHES, measured, arguments.rounds, arguments.only)
+    print(table(results))
+
+
+def compared(
+    name: str, contestants: Iterable[str], measure: Callable[..., Mapping[str, float]], rounds: int, only: str | None
+) -> dict[str, Any]:
+    """Return what each contestant measured in each setting, and how it differs from the first; 3 rounds are saved."""
     machine = about_here(("torch",))
+    first, *others = contestants
     rows: dict[str, Any] = {}
     for setting, ranks in SETTINGS.items():
-        if arguments.only not in (None, setting):
+        if only not in (None, setting):
             continue
         waits = ["--wait"] if setting.endswith("waits") else []
-        measure = functools.partial(_measured, ranks=ranks, options=waits)
-        runs, refused = interleaved(list(SWITCHES), arguments.rounds, measure)
+        runs, refused = interleaved([first, *others], rounds, functools.partial(measure, ranks=ranks, options=waits))
         if refused:
             sys.exit(f"{setting}: {refused}")
+        keys = list(runs[first][0])
         rows[setting] = {
-            name: {key: Spread.over([run[key] for run in of]) for key in FIGURES} for name, of in runs.items()
+            each: {key: Spread.over([run[key] for run in of]) for key in keys} for each, of in runs.items()
         }
-        for name in list(SWITCHES)[1:]:
-            rows[setting][f"{name} minus off"] = {
-                key: within_rounds(runs[name], runs["off"], key, lambda a, b: a - b) for key in FIGURES
+        for other in others:
+            rows[setting][f"{other} minus {first}"] = {
+                key: within_rounds(runs[other], runs[first], key, lambda a, b: a - b) for key in keys
             }
     results = {
-        "command": f"python benchmarks/monitoring.py --rounds {arguments.rounds}"
-        + (f" --only '{arguments.only}'" if arguments.only else ""),
-        "rounds": arguments.rounds,
+        "command": f"python benchmarks/{name}.py --rounds {rounds}" + (f" --only '{only}'" if only else ""),
+        "rounds": rounds,
         "machine": machine,
         "load_after": round(os.getloadavg()[0], 2),
         "rows": rows,
     }
-    if arguments.rounds >= 3:
-        save("monitoring", results)
-    print(table(results))
+    if rounds >= 3:
+        save(name, results)
+    return results
 
 
-def _measured(name: str, ranks: int, options: list[str]) -> Mapping[str, float]:
+def measured(name: str, ranks: int, options: list[str]) -> Mapping[str, float]:
     return in_processes(__file__, ["--contestant", name, *options], ranks)
 
 
-class _Watch(lockstep.Monitor):
+class Watch(lockstep.Monitor):
     """Notes when each update's report came, and the processor times then."""
 
     def __init__(self, wait: float) -> None:
@@ -114,6 +122,22 @@ class _Watch(lockstep.Monitor):
         if len(self.times) in (FIRST, STEPS):
             self.processor.append((time.thread_time(), time.process_time()))
         return ()
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of the updates that count."""
+        times = self.times
+        return [later - earlier for earlier, later in zip(times[FIRST - 1 :], times[FIRST:], strict=False)]
+
+    def figures(self) -> dict[str, float]:
+        seconds = sorted(self.seconds())
+        cut = len(seconds) // 20
+        (main_before, process_before), (main_after, process_after) = self.processor
+        return {
+            "median_ms": 1000 * statistics.median(seconds),
+            "mean_ms": 1000 * statistics.fmean(seconds[cut : len(seconds) - cut]),
+            "main_ms": 1000 * (main_after - main_before) / (STEPS - FIRST),
+            "process_ms": 1000 * (process_after - process_before) / (STEPS - FIRST),
+        }
 
 
 class _Silent(lockstep.Tracker):
@@ -155,41 +179,35 @@ def be_contestant(name: str, wait: float) -> dict[str, float]:
     from lockstep.config.loading import load
     from lockstep.config.recipes import resolve_recipe
 
-    watch = _Watch(wait)
+    watch = Watch(wait)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     with tempfile.TemporaryDirectory(prefix="monitoring-") as folder, _scraped(name):
-        overrides = [
-            f"model.width={8 if wait else 176}", f"batch.global_size={16 * ranks}", "run.epochs=null",
-            f"run.steps={STEPS}", "evaluation.every=null", "evaluation.at_end=false", "launch.device=cpu",
-            f"run.folder={folder}/run", "precision.compute=fp32",
-            f"parallel.strategy={'single' if ranks == 1 else 'ddp'}", *SWITCHES[name],
-        ]  # fmt: skip
+        overrides = [*run_overrides(wait, ranks, folder), *SWITCHES[name]]
         trackers = [_Silent()] if name == "on" else []
         config = load([resolve_recipe("digits").path], overrides).config
         lockstep.train(config, monitors=[watch], trackers=trackers)
-    times = watch.times
-    if not times:  # another rank than the first
-        return {}
-    seconds = sorted(later - earlier for earlier, later in zip(times[FIRST - 1 :], times[FIRST:], strict=False))
-    cut = len(seconds) // 20
-    (main_before, process_before), (main_after, process_after) = watch.processor
-    return {
-        "median_ms": 1000 * statistics.median(seconds),
-        "mean_ms": 1000 * statistics.fmean(seconds[cut : len(seconds) - cut]),
-        "main_ms": 1000 * (main_after - main_before) / (STEPS - FIRST),
-        "process_ms": 1000 * (process_after - process_before) / (STEPS - FIRST),
-    }
+    return watch.figures() if watch.times else {}  # of another rank than the first
 
 
-def table(results: Mapping[str, Any]) -> str:
-    """Return the table in Markdown, from what `main` measured or results/monitoring.json holds."""
+def run_overrides(wait: float, ranks: int, folder: str) -> list[str]:
+    """Return what makes of the recipe `digits` the run that is measured."""
+    return [
+        f"model.width={8 if wait else 176}", f"batch.global_size={16 * ranks}", "run.epochs=null",
+        f"run.steps={STEPS}", "evaluation.every=null", "evaluation.at_end=false", "launch.device=cpu",
+        f"run.folder={folder}/run", "precision.compute=fp32",
+        f"parallel.strategy={'single' if ranks == 1 else 'ddp'}",
+    ]  # fmt: skip
+
+
+def table(results: Mapping[str, Any], titles: Mapping[str, str] = FIGURES) -> str:
+    """Return the table in Markdown, from what `compared` returned or results/NAME.json holds."""
     rows = [
-        [f"{setting}: {name}", *(_text(figures[key], signed=" minus " in name) for key in FIGURES)]
+        [f"{setting}: {name}", *(_text(figures[key], signed=" minus " in name) for key in titles)]
         for setting, of in results["rows"].items()
         for name, figures in of.items()
     ]
     load = f"Load after: {results['load_after']}."
-    return f"{markdown(['', *FIGURES.values()], rows)}\n\n{provenance(results)} {load}"
+    return f"{markdown(['', *titles.values()], rows)}\n\n{provenance(results)} {load}"
 
 
 def _text(value: Any, *, signed: bool) -> str:

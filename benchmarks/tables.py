@@ -17,6 +17,7 @@ from typing import Any
 
 import bookkeeping
 import gpu_steps
+import guards
 import invariant
 import monitoring
 import optimizers
@@ -125,6 +126,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "optimizers": optimizers.table,
     "bookkeeping": bookkeeping.table,
     "monitoring": monitoring.table,
+    "guards": guards.table,
     "plan_memory": plan_memory.table,
     "plan_memory_gpu": plan_memory.table,
     "gpu_steps": gpu_steps.table,

@@ -234,6 +234,23 @@ def test_what_may_take_long_is_neither_named_nor_killed(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("seconds", [0.3, None])
+def test_a_start_that_hangs_is_ended_by_its_own_limit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], seconds: float | None
+) -> None:
+    options = Watchdog(least=0.2, end_after=0.1, other=0.4, end_start_after=seconds)
+    with watched(tmp_path, waits, begins, options=options) as (watch, members):
+        look(watch, members, 2.0)
+    assert "rank 1 hasn't moved for" in capfd.readouterr().err
+    assert members[0].end is None
+    if seconds is None:
+        assert members[1].end is None
+    else:
+        assert members[1].end is not None
+        assert (members[1].end.kind, members[1].end.code) == (EndKind.HUNG, 124)
+        assert "rank 1 hangs at the start of the run" in members[1].end.text
+
+
 def test_what_may_take_long_is_named_in_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with watched(tmp_path, waits, compiles, options=Watchdog(least=0.2, end_after=0.3, other=0.6)) as (watch, members):
         look(watch, members, 2.5)

@@ -324,6 +324,9 @@ class Watchdog(Section):
     other: Annotated[float, Field(gt=0)] = 600.0
     """Seconds instead of `least` and `steps` outside of updates: at the start, in a compilation, an evaluation, a save,
     and at the end."""
+    end_start_after: Annotated[float, Field(ge=0)] | None = 7200.0
+    """Seconds instead of `end_after` at the start, which may prepare data, and at the end of the run; twice `other`, at
+    least. Null: such a rank is only named."""
 
 
 class Recovery(Section):

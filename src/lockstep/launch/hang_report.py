@@ -176,7 +176,7 @@ def _samples(sight: Sight) -> str:
         worker = _awaited(sight, workers)
         line = line_of(main_frames(_stack_of(worker, sight)))
         return f"data worker {worker.number} reads {_sample_of(worker)}{f' at {line}' if line is not None else ''}"
-    if sight.phase is Phase.DATA and (sample := int(numbers[heartbeat.SAMPLE])):
+    if sight.phase in (Phase.DATA, Phase.EVALUATION) and (sample := int(numbers[heartbeat.SAMPLE])):
         return f"sample {sample - 1}"
     fetches = sight.phase is Phase.DATA
     micro = int(numbers[heartbeat.FETCHING if fetches else heartbeat.MICRO])

@@ -273,6 +273,9 @@ class HangWatch:
             each.stage is Stage.TRAINING or (each.stage is Stage.UNKNOWN and each.phase is not Phase.HOST)
             for each in hang.culprits
         )
+        if all(each.stage in (Stage.START, Stage.END) for each in hang.culprits) and not hang.is_stopped:
+            seconds = self.options.end_start_after
+            return None if seconds is None else max(seconds, 2 * limit)
         if self.options.end_after is None or not (in_updates or hang.is_stopped):
             return None
         if hang.is_stopped and not hang.continues and len(hang.culprits) < ranks:
