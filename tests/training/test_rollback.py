@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,25 @@ import yaml
 from kit import small
 from kit.commands import run_lockstep
 from kit.worlds import in_world
+from torch.nn import functional as F
 
 import lockstep
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.core.errors import ConfigError, RolledBack, RunFailed
+from lockstep.core.records import Batch
 from lockstep.data.order import SampleOrder
+from lockstep.distributed.consensus import DeviceConsensus
 from lockstep.launch.ends_file import read_ends
+from lockstep.report.explanation import explain
+from lockstep.training.api import resolved
 from lockstep.training.audit import audit
+from lockstep.training.job import opened
+from lockstep.training.readback import DeviceReadback
+from lockstep.training.rolling_back import RollbackDue
+from lockstep.training.session import Session, bad_updates_of, components_of
+from lockstep.training.user_objects import UserObjects
 
 STEPS = 17
 """Two epochs, and the first update of the third."""
@@ -37,13 +48,15 @@ STRATEGIES: dict[str, Any] = {
     "pipeline": {"strategy": "ddp", "pipeline": 2},
 }
 DRILLED = [pytest.param(name, marks=pytest.mark.drill) for name in ("zero2", "pipeline")]
+DDP_DRILLED = pytest.param("ddp", marks=pytest.mark.drill)
+"""Where the test with the launcher is of DDP."""
 
 
 class Points:
-    """40 points, some of which are NaN, or far away."""
+    """Points, some of which are NaN, or far away."""
 
-    def __init__(self, nan: tuple[int, ...] = (), far: tuple[int, ...] = ()) -> None:
-        self._points, self._nan, self._far = small.points(), nan, far
+    def __init__(self, nan: tuple[int, ...] = (), far: tuple[int, ...] = (), samples: int = 40) -> None:
+        self._points, self._nan, self._far = small.points(samples), nan, far
 
     def __len__(self) -> int:
         return len(self._points)
@@ -52,7 +65,15 @@ class Points:
         point, label = self._points[index]
         if index in self._nan:
             return point * torch.nan, label
-        return (point * 1e4, (label + 1) % 3) if index in self._far else (point, label)
+        return (point + 1e4, label) if index in self._far else (point, label)
+
+
+class Weighted(small.CrossEntropy):
+    """Gives points that are far away a weight that is much too large."""
+
+    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        far = batch.inputs[0][:, 0] > 1e3
+        return (F.cross_entropy(outputs.float(), batch.targets, reduction="none") * (1 + 1e4 * far)).sum()
 
 
 def config(folder: Path, strategy: str, numbers: dict[str, Any], **sections: Any) -> dict[str, Any]:
@@ -67,8 +88,8 @@ def config(folder: Path, strategy: str, numbers: dict[str, Any], **sections: Any
         monitor={"every": 1, "tensorboard": False, "progress": "none", "meter_seconds": 0},
         recovery={"snapshot_every": None, "bad_numbers": numbers, **sections.pop("recovery", {})},
         parallel=STRATEGIES[strategy],
-        **sections,
     )
+    made |= sections
     return made | ({"model": {"kind": "custom", "target": "kit.chains:Chain"}} if strategy == "pipeline" else {})
 
 
@@ -118,7 +139,7 @@ def left_out(folder: Path) -> list[int]:
     return sorted({sample.index for sample in found.left_out})
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", *DRILLED])
+@pytest.mark.parametrize("strategy", ["single", DDP_DRILLED, "fsdp", *DRILLED])
 def test_a_run_that_goes_back_ends_as_one_whose_config_leaves_the_samples_out(tmp_path: Path, strategy: str) -> None:
     run, other, ranks = tmp_path / "run", tmp_path / "other", ranks_of(strategy)
     asked = config(run, strategy, {"nonfinite": "rollback", "rollback_steps": 3})
@@ -136,6 +157,9 @@ def test_a_run_that_goes_back_ends_as_one_whose_config_leaves_the_samples_out(tm
     assert event["bad_numbers"] == "rolled back"
     assert (event["step"], event["update"]) == (2, BAD_UPDATE)
     assert BAD in event["samples"]
+    assert any(
+        sentence.startswith(f"Bad numbers: update {BAD_UPDATE}: loss nan") for sentence in explain(run).sentences
+    )
 
 
 def test_the_launcher_starts_the_ranks_again(tmp_path: Path) -> None:
@@ -185,6 +209,23 @@ def failed(config: dict[str, Any]) -> str:
     return str(failure.value)
 
 
+def test_what_a_run_that_starts_otherwise_does(tmp_path: Path) -> None:
+    """A config without rollback forgets one that wasn't done; a damaged list ends the run; --fresh deletes it."""
+    asked = config(tmp_path / "run", "single", {"nonfinite": "rollback"}, steps=7)
+    file = tmp_path / "run" / "logs" / "rollbacks.json"
+    in_world(1, trained, asked)
+    assert [entry["applied"] for entry in json.loads(file.read_text())] == [False]
+    in_world(1, trained, config(tmp_path / "run", "single", {}, steps=7))
+    assert json.loads(file.read_text()) == []
+    assert [line[3] for line in losses(tmp_path / "run")] == [True] * 5 + [False, True]
+    longer = config(tmp_path / "run", "single", {"nonfinite": "rollback"}, steps=8)
+    file.write_text('[{"update": 6, "to": -1}]')
+    assert "rollbacks.json is damaged" in in_world(1, failed, longer)[0]
+    with pytest.raises(RolledBack):
+        lockstep.train(longer, fresh=True)
+    assert [entry["update"] for entry in json.loads(file.read_text())] == [BAD_UPDATE]
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     numbers = {"spike": "rollback"}
     with (
@@ -216,3 +257,89 @@ def test_a_sample_that_is_found_is_left_out_alone(tmp_path: Path, strategy: str,
     (event,) = events(run, "bad_numbers")
     assert event == event | {"bad_numbers": "left out", "step": BAD_UPDATE, "update": BAD_UPDATE, "samples": [BAD]}
     assert {line["left_out"] for line in events(run, "left_out")} == {BAD}
+
+
+SPIKE = 13
+FAR_ORDER = SampleOrder(120, 0).indices(0, torch.arange(120).numpy()).tolist()
+FAR = FAR_ORDER[SIZE * SPIKE - 2]
+FAR_POINTS = {
+    "arguments": {"samples": 120, "far": [FAR]},
+    "objective": {"kind": "custom", "target": f"{__file__}:Weighted"},
+}
+
+
+@pytest.mark.parametrize(
+    "strategy", ["single", *(pytest.param(name, marks=pytest.mark.drill) for name in ("ddp", "fsdp"))]
+)
+def test_a_sample_that_makes_a_spike_is_found(tmp_path: Path, strategy: str) -> None:
+    run, other, ranks = tmp_path / "run", tmp_path / "other", ranks_of(strategy)
+    spikes = {"spike": "skip", "window": 8}
+    found = config(run, strategy, {**spikes, "bisect": True}, **FAR_POINTS)
+    assert in_world(ranks, trained, found) == [""] * ranks
+    in_world(ranks, trained, config(other, strategy, spikes, **FAR_POINTS, data=without([FAR])))
+    assert_same_end(run, other)
+    (event,) = events(run, "bad_numbers")
+    assert event == event | {"bad_numbers": "left out", "update": SPIKE, "samples": [FAR]}
+    assert ", limit " in event["what"]
+
+
+def test_a_spike_takes_the_run_back(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    spikes = {"spike": "rollback", "window": 8, "rollback_steps": 2}
+    asked = config(run, "single", spikes, **FAR_POINTS)
+    assert "goes back to step 10, and leaves out the 10 samples of updates 12 to 13" in in_world(1, trained, asked)[0]
+    assert in_world(1, trained, asked) == [""]
+    window = FAR_ORDER[SIZE * (SPIKE - 2) : SIZE * SPIKE]
+    in_world(1, trained, config(other, "single", spikes, **FAR_POINTS, data=without(window)))
+    assert_same_end(run, other)
+
+
+def test_a_spike_that_is_kept_names_its_sample_and_changes_nothing(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    for folder, bisect in ((run, True), (other, False)):
+        in_world(1, trained, config(folder, "single", {"window": 8, "bisect": bisect}, **FAR_POINTS))
+    assert_same_end(run, other)
+    named, suspected = (events(folder, "bad_numbers")[0] for folder in (run, other))
+    assert (named["bad_numbers"], named["samples"]) == ("kept", [FAR])
+    assert suspected["where"].startswith("micro-batch 2 of rank 0 (mean loss ")
+    assert FAR in suspected["samples"]
+
+
+# --- where no sample explains it, and on accelerators ---------------------------------------------------------------
+
+
+def test_numbers_that_no_sample_explains_are_left_to_the_policy(tmp_path: Path) -> None:
+    """All samples of two updates are bad."""
+    asked = config(
+        tmp_path / "run", "single", {"nonfinite": "skip", "bisect": True}, arguments={"nan": ORDER[10:20]}, steps=6
+    )
+    in_world(1, trained, asked)
+    assert [line[3] for line in losses(tmp_path / "run")] == [True, True, False, False, True, True]
+    assert left_out(tmp_path / "run") == []
+    assert [event["bad_numbers"] for event in events(tmp_path / "run", "bad_numbers")] == ["discarded"] * 2
+
+
+def test_a_device_finds_and_names_the_same_one_update_late(tmp_path: Path) -> None:
+    for numbers in ({"bisect": True}, {"nonfinite": "stop"}, {"nonfinite": "rollback", "rollback_steps": 2}):
+        asked = config(tmp_path / "run", "single", numbers)
+        assert of_session(asked, on_device=True) == of_session(asked, on_device=False)
+
+
+def of_session(asked: dict[str, Any], *, on_device: bool) -> tuple[list[Any], str]:
+    """The reports of a session, with what is known of bad updates, and how it ended."""
+    reports: list[Any] = []
+    given = UserObjects()
+    with opened(resolved(asked, given), given) as session:
+        if on_device:
+            components = components_of(session)
+            world = components.world
+            late = DeviceConsensus(world.axis, world.device), DeviceReadback(world.device)
+            session = Session(replace(components, consensus=late[0], readback=late[1]))
+        try:
+            for report in session:
+                reports.append((report.step, report.loss, report.kept, report.samples, report.tokens))
+        except RollbackDue as due:
+            return [], f"{due} {due.samples} {due.bad}"
+        except RunFailed as failure:
+            return [], str(failure)
+        return [*reports, *bad_updates_of(session).take_new()], ""

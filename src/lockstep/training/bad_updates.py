@@ -34,6 +34,7 @@ FOUND = "found by recovery.bad_numbers.bisect"
 _FAR = 3.0  # times the median of the others' mean losses
 _MOST_PRINTED = 5  # bad updates of an attempt
 _MOST_NAMED = 12  # samples in a message
+_MOST_UNSEEN = 100  # records that nothing takes: a custom loop has no history
 _MOST_RECORDED = 1_000  # samples in the history
 _ACTIONS = {"warn": "kept", "skip": "discarded", "retry": "discarded", "rollback": "rolled back", "stop": "stopped"}
 
@@ -63,7 +64,7 @@ class BadUpdates:
         self._verdicts = verdicts
         self._failure_state = failure_state
         self._losses: deque[tuple[Progress, list[Tensor]]] = deque(maxlen=2)  # an accelerator's reports come late
-        self._unseen: list[NumbersReport] = []
+        self._unseen: deque[NumbersReport] = deque(maxlen=_MOST_UNSEEN)
         self._printed = 0
         self.searched: dict[int, list[int]] = {}
 
@@ -100,7 +101,8 @@ class BadUpdates:
 
     def take_new(self) -> list[NumbersReport]:
         """Return what became known since the last call."""
-        new, self._unseen = self._unseen, []
+        new = [*self._unseen]
+        self._unseen.clear()
         return new
 
     def _named(self, report: StepReport, action: str) -> NumbersReport:
@@ -108,8 +110,7 @@ class BadUpdates:
         what = report.spike or f"loss {value(report.loss)}, gradient norm {value(report.grad_norm)}"
         if single := self.searched.pop(report.step, []):
             return NumbersReport(report.step, report.step, what, action, tuple(single), FOUND)
-        gathered = self._components.world.axis.gather(list(self._micro_batches(report)))
-        suspects = _suspects([part for parts in cast("list[list[_MicroBatch]]", gathered) for part in parts])
+        suspects = self._suspects(report)
         samples = [sample for part in suspects for sample in part.samples]
         if not suspects:
             first = report.samples - report.update_samples
@@ -118,6 +119,18 @@ class BadUpdates:
         return NumbersReport(
             report.step, report.step, what, action, tuple(dict.fromkeys(samples))[:_MOST_RECORDED], where
         )
+
+    def _suspects(self, report: StepReport) -> list[_MicroBatch]:
+        """Return the micro-batches of a bad update that are suspected.
+
+        All ranks know that a loss is bad, which comes from the vote. Whether they agree on a norm, the next vote shows:
+        there is no collective before.
+        """
+        axis = self._components.world.axis
+        if axis.size > 1 and math.isfinite(report.loss) and not report.spike.startswith("loss "):
+            return []
+        gathered = cast("list[list[_MicroBatch]]", axis.gather(list(self._micro_batches(report))))
+        return _suspects([part for parts in gathered for part in parts])
 
     def _micro_batches(self, report: StepReport) -> Iterator[_MicroBatch]:
         """Yield this rank's micro-batches of an update, where it knows their losses."""

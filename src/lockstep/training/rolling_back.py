@@ -13,6 +13,7 @@ all ranks do the same.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, cast
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.errors import ConfigError, Failure, Problem, RolledBack, RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
+from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.records import NumbersReport
 from lockstep.data.bad_samples import BAD_NUMBERS
 from lockstep.monitor.folder import LOGS
@@ -125,8 +127,10 @@ def _recorded(due: RollbackDue, components: Components, kept: Sequence[int], run
     _write(run, [*earlier, rollback])
     begin = max(before, to) + 1
     updates = f"update {begin:,}" if begin == bad.update else f"updates {begin:,} to {bad.update:,}"
+    hint = "" if started_by_lockstep(os.environ) else "; start it again, if nothing else does"
     return RolledBack(
         f"{due}; the run goes back to step {to:,}, and leaves out the {due.samples - first:,} samples of {updates}"
+        f"{hint}"
     )
 
 
@@ -157,18 +161,35 @@ def _in_vain(due: RollbackDue, times: int, steps: int, run: Path) -> str:
 def rollbacks_of(components: Components, run: Path, resume: Resume) -> tuple[list[Rollback], Resume]:
     """Return the rollbacks of the run that starts in a folder, and where it resumes; the same on all ranks.
 
-    A run that starts over uses all samples.
+    A run that starts over uses all samples, and one whose config has no rollback any more forgets what it hasn't done.
+
+    Raises:
+        RunFailed: The run's list of rollbacks can't be read.
     """
-    rollbacks: list[Rollback] = []
+    rolls_back = components.config.recovery.bad_numbers.rolls_back
+    known: list[Rollback] | Failure = []
     if components.world.rank == 0 and resume.origin is None:
-        if resume.fresh:
-            (run / LOGS / _FILE).unlink(missing_ok=True)
-        rollbacks = rollbacks_in(run)
-    if not components.config.recovery.bad_numbers.rolls_back:
-        return [], resume
-    rollbacks = cast("list[Rollback]", components.world.axis.broadcast(rollbacks))
-    until = min((rollback.to for rollback in rollbacks if not rollback.applied), default=None)
-    return rollbacks, replace(resume, until=until) if resume.step is None else resume
+        try:
+            known = _known(run, fresh=resume.fresh, rolls_back=rolls_back)
+        except Failure as failure:
+            known = failure
+    known = cast("list[Rollback] | Failure", components.world.axis.broadcast(known))
+    if isinstance(known, Failure):
+        raise known
+    until = min((rollback.to for rollback in known if not rollback.applied), default=None)
+    return known, replace(resume, until=until) if resume.step is None else resume
+
+
+def _known(run: Path, *, fresh: bool, rolls_back: bool) -> list[Rollback]:
+    if fresh:
+        (run / LOGS / _FILE).unlink(missing_ok=True)
+    rollbacks = rollbacks_in(run)
+    if rolls_back:
+        return rollbacks
+    done = [rollback for rollback in rollbacks if rollback.applied]
+    if len(done) < len(rollbacks):
+        _write(run, done)
+    return []
 
 
 def apply(rollbacks: Iterable[Rollback], components: Components, left_out: LeftOutSamples) -> list[str]:
