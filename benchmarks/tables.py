@@ -23,6 +23,7 @@ import monitoring
 import optimizers
 import pipelines
 import plan_memory
+import recovery
 import relay
 import resume
 import s3_saving
@@ -122,6 +123,8 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "saving": saving.table,
     "s3_saving": s3_saving.table,
     "resume": resume.table,
+    "recovery": recovery.table,
+    "goodput": recovery.goodput_table,
     "invariant": invariant.table,
     "optimizers": optimizers.table,
     "bookkeeping": bookkeeping.table,

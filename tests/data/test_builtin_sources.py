@@ -1,5 +1,6 @@
 import importlib.util
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ def opened(section, task=None):
 def test_stdlib_text_is_the_library_without_every_20th_file():
     train = opened(StdlibText(kind="stdlib-text", length=100))
     held_out = opened(StdlibText(kind="stdlib-text", split="held-out", length=100))
-    files = [path.read_bytes() for _, path in stdlib_files()]
+    files = [Path(path).read_bytes() for _, path in stdlib_files()]
     text = b"".join(data for number, data in enumerate(files) if number % 20 != 19)
     assert train.facts.samples == (len(text) - 1) // 100
     assert held_out.facts.samples == (sum(map(len, files[19::20])) - 1) // 100

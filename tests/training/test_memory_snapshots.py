@@ -22,10 +22,10 @@ from lockstep.resilience.faults import FAULTS, Fault, events_of, write_plan
 STEPS = 12
 
 
-def write_config(folder: Path, **recovery: Any) -> Path:
+def write_config(folder: Path, strategy: str = "fsdp", **recovery: Any) -> Path:
     config = small.config(
         run={"steps": STEPS, "folder": str(folder)},
-        parallel={"strategy": "fsdp"},
+        parallel={"strategy": strategy},
         launch={"ranks": 2},
         recovery={"snapshot_every": 2, **recovery},
         checkpoint={"every": None},
@@ -36,8 +36,8 @@ def write_config(folder: Path, **recovery: Any) -> Path:
     return file
 
 
-def train(folder: Path, fault: Fault | None = None, *words: str, **recovery: Any) -> Done:
-    file = write_config(folder, **recovery)
+def train(folder: Path, fault: Fault | None = None, *words: str, strategy: str = "fsdp", **recovery: Any) -> Done:
+    file = write_config(folder, strategy, **recovery)
     plan = folder.parent / "faults.json"
     if fault is not None:
         write_plan(plan, [fault])
@@ -79,6 +79,25 @@ def test_a_killed_rank_costs_the_updates_since_the_last_snapshot(tmp_path: Path,
     with_lock = memory_of(run)
     assert [entry.name for entry in with_lock.path.iterdir()] == ["lock"]
     with_lock.remove()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_under_ddp_costs_no_update_if_another_holds_the_state(tmp_path: Path, rank: int) -> None:
+    run = tmp_path / "run"
+    done = train(run, Fault("kill", rank, 10, "data"), strategy="ddp", snapshot_every=STEPS)
+    assert done.returncode == 0, done.stderr
+    assert "resumes from step 9 (" in done.stdout
+    assert ", which was in memory" in done.stdout  # no disk was waited for
+    assert [step for step, _ in losses(run)] == list(range(1, STEPS + 1))
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == [f"step-{STEPS:08d}"]
+
+
+def test_the_state_of_the_rank_that_is_left_is_saved_at_the_last_failure(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = train(run, Fault("kill", 0, 10, "data"), strategy="ddp", snapshot_every=STEPS, restarts=0)
+    assert done.returncode == 1
+    assert "the state after step 9 was in memory, and is saved in" in done.stderr
+    assert [result.fault for result in verify_all(LocalStorage(run / "checkpoints"))] == [None]
 
 
 def test_the_last_failure_saves_the_newest_snapshot(tmp_path: Path, undisturbed: Path) -> None:

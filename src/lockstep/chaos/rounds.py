@@ -32,8 +32,9 @@ from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped, Verif
 from lockstep.launch.local import import_ahead
 from lockstep.monitor.folder import METRICS
 from lockstep.resilience.faults import FAULTS, OOM, Fault, events_of, write_plan
+from lockstep.training.ahead import imports_ahead
 from lockstep.training.audit import audit
-from lockstep.training.job import Job, imports_ahead
+from lockstep.training.job import Job
 from lockstep.training.locations import choose, find
 from lockstep.training.ownership import LENGTHS
 from lockstep.training.start_run import launch_job

@@ -4,7 +4,8 @@ newest --> manifest, from rank 0 to all --> each rank reads and verifies --> all
    ^                                                                             no
    '------- the one before it <--------------------------------------------------'
 
-What several ranks need is read by one of them, and passed on once all have found their bytes intact.
+What several ranks need is read by one of them, and passed on once all have found their bytes intact. A snapshot in
+memory is read by each.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lockstep.checkpoint.ownership import ForeignCheckpoint
 from lockstep.checkpoint.reading import Reader, ReadItem, checked_manifest, manifest_bytes, read_manifest
 from lockstep.checkpoint.shared_reading import SharedReading, like_of
 from lockstep.checkpoint.storage import names_by_step
+from lockstep.checkpoint.with_memory import WithMemory
 from lockstep.checkpoint.write_plan import WritePlan
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
@@ -120,7 +122,8 @@ def _load(
     storage: ReadableStorage, axis: Axis, live: TrainingState, name: str, check: Callable[[Manifest], None]
 ) -> tuple[Manifest, TrainingState] | str:
     """Return a checkpoint's contents, or what is wrong with it, the same on all ranks."""
-    data = cast("bytes | str", axis.broadcast(_intact_manifest(storage, name) if axis.rank == 0 else None))
+    stored = (_intact_manifest(storage, name), _is_near(storage, name)) if axis.rank == 0 else None
+    data, near = cast("tuple[bytes | str, bool]", axis.broadcast(stored))
     if isinstance(data, str):
         return data
     manifest = manifests.from_bytes(data)
@@ -129,8 +132,10 @@ def _load(
     except CorruptCheckpoint as fault:
         return str(fault)
     mismatch = _mismatch(manifest, live)
-    held = gather_inventories(inventory(live.tensors), axis)
-    shared = SharedReading(WritePlan(held, manifests.ELEMENT_BYTES), manifest, axis)
+    shared: SharedReading | None = None
+    if not near:
+        held = gather_inventories(inventory(live.tensors), axis)
+        shared = SharedReading(WritePlan(held, manifests.ELEMENT_BYTES), manifest, axis)
     state = _read(storage, name, manifest, live, shared) if mismatch is None else None
     axis.barrier()  # some ranks may read more, or from a slower disk
     faults = axis.gather(state if isinstance(state, str) else None)
@@ -140,8 +145,14 @@ def _load(
     if first_fault is not None:
         return str(first_fault)
     loaded = cast("TrainingState", state)
-    shared.exchange(loaded.tensors)
+    if shared is not None:
+        shared.exchange(loaded.tensors)
     return manifest, loaded
+
+
+def _is_near(storage: ReadableStorage, name: str) -> bool:
+    """Return whether a checkpoint is in the memory of all ranks' host: reading it costs less than passing it on."""
+    return isinstance(storage, WithMemory) and storage.is_near(name)
 
 
 def _intact_manifest(storage: ReadableStorage, name: str) -> bytes | str:
@@ -159,7 +170,7 @@ def _read(
     name: str,
     manifest: Manifest,
     live: TrainingState,
-    shared: SharedReading,
+    shared: SharedReading | None,
 ) -> TrainingState | str:
     """Return memory for the shards that this rank holds, filled as far as it reads them, or what is wrong with them."""
     tensors: dict[str, Tensor] = {}
@@ -173,7 +184,7 @@ def _read(
         except RuntimeError:
             return f"{key} is {entry.info} in the manifest, and there is no memory for it here ({entry.size:,} bytes)"
         tensors[key] = memory
-        if not shared.is_received(key):
+        if shared is None or not shared.is_received(key):
             items += [ReadItem(key, box, box_view(memory, boxes, box)) for box in boxes]
     try:
         Reader(storage, name, manifest).read(items)

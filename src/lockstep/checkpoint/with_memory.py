@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Protocol
 
+from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.storage import ReadableStorage, names_by_step
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ class WithMemory:
 
     def read_lock(self, name: str) -> AbstractContextManager[None]:
         return self._with(name).read_lock(name)
+
+    def is_near(self, name: str) -> bool:
+        """Return whether a checkpoint is in the memory of this host, which is that of all ranks."""
+        return isinstance(self._memory, LocalStorage) and name in self._memory.names()
 
     def _with(self, name: str) -> ReadableStorage:
         return self._memory if name in self._memory.names() else self._storage

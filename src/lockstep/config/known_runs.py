@@ -96,7 +96,8 @@ def recorded(config: Config, run_id: str) -> str:
     kept.pop(digest, None)
     code = {target: locate(target) for _, target in code_in(config)}
     kept[digest] = {"code": code, "hidden": [[list(path), value] for path, value in hidden_in(config)]}
-    user_state.remember(_KIND, run_id, {"configs": dict(list(kept.items())[-_MOST_CONFIGS:])})
+    if kept != configs:  # else a run that resumes is known already
+        user_state.remember(_KIND, run_id, {"configs": dict(list(kept.items())[-_MOST_CONFIGS:])})
     return plain_yaml(public)
 
 

@@ -66,7 +66,7 @@ def plain_yaml(values: Mapping[str, Any]) -> str:
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # libyaml's is six times faster
     """A dumper that quotes text for YAML 1.2, where PyYAML's is 1.1 (`1e5` is a number here)."""
 
     def ignore_aliases(self, data: Any) -> bool:

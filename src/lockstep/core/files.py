@@ -94,6 +94,14 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
         raise
 
 
+def write_if_changed(path: Path, text: str) -> None:
+    """Write a file as `write_atomically`, unless it has this text: the disk is not waited for then. Raises OSError."""
+    with contextlib.suppress(OSError):
+        if read_bounded(path, MAX_JSON_BYTES) == text.encode():
+            return
+    write_atomically(path, text)
+
+
 def exchanged(first: Path, second: Path) -> bool:
     """Exchange the names of two files or folders, both of which exist, at once; False: nothing here can do that.
 

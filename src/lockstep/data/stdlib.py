@@ -18,7 +18,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +46,7 @@ def open_stdlib_text(section: StdlibText, *, aligned: bool) -> WindowSource:
         for number, (_, path) in enumerate(stdlib_files())
         if (number % _HELD_OUT_FILE == _HELD_OUT_FILE - 1) == held_out
     ]
-    text = np.frombuffer(b"".join(path.read_bytes() for path in files), dtype=np.uint8)
+    text = np.frombuffer(b"".join(map(_content, files)), dtype=np.uint8)
     windows = cut_windows(text, section.length, f"the standard library's {section.split} text")
     available = len(windows)
     if section.samples is not None and section.samples > available:
@@ -59,18 +58,23 @@ def open_stdlib_text(section: StdlibText, *, aligned: bool) -> WindowSource:
     return WindowSource(windows, content, aligned=aligned, vocabulary=256, bytes_per_token=1.0)
 
 
-def stdlib_files() -> list[tuple[str, Path]]:
+def _content(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def stdlib_files() -> list[tuple[str, str]]:
     """Return each source file's name relative to the library, with slashes, and its path, sorted by name.
 
     Raises:
         ConfigError: This Python comes without its source.
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files: list[tuple[str, Path]] = []
+    root = sysconfig.get_paths()["stdlib"]
+    files: list[tuple[str, str]] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _EXCLUDED]
-        paths = (Path(folder, name) for name in names if name.endswith(".py"))
-        files += ((path.relative_to(root).as_posix(), path) for path in paths)
+        paths = (os.path.join(folder, name) for name in names if name.endswith(".py"))
+        files += ((path[len(root) + 1 :].replace(os.sep, "/"), path) for path in paths)
     if not files:
         raise ConfigError(f"this Python has no standard library source in {root}; use one installed with its files")
     return sorted(files)
@@ -129,13 +133,13 @@ class StdlibFunctionsSource:
 @lru_cache(maxsize=1)
 def _all_functions() -> tuple[_Function, ...]:
     """Return the functions of the packages that define most, without those whose text has occurred before."""
-    files: dict[str, list[tuple[str, Path]]] = {}
+    files: dict[str, list[tuple[str, str]]] = {}
     counts: Counter[str] = Counter()
     for name, path in stdlib_files():
         package, slash, _ = name.partition("/")
         if slash and package.isidentifier():
             files.setdefault(package, []).append((name, path))
-            counts[package] += len(_DEFINITION.findall(path.read_bytes()))
+            counts[package] += len(_DEFINITION.findall(_content(path)))
     most = sorted(counts, key=lambda package: (-counts[package], package))[:_CLASSES]
     package_names = re.compile("|".join(re.escape(name) for name in most), re.IGNORECASE)
     functions: dict[bytes, _Function] = {}
@@ -148,9 +152,9 @@ def _all_functions() -> tuple[_Function, ...]:
     return tuple(functions.values())
 
 
-def _functions_of(path: Path) -> Iterator[tuple[str, str]]:
+def _functions_of(path: str) -> Iterator[tuple[str, str]]:
     """Yield qualified name and dedented text of a file's functions and methods, without nested functions."""
-    source = path.read_bytes().decode(errors="replace").replace("\r\n", "\n")
+    source = _content(path).decode(errors="replace").replace("\r\n", "\n")
     try:
         tree = ast.parse(source)
     except SyntaxError:  # templates and deliberately broken files

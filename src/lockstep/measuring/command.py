@@ -23,7 +23,7 @@ from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks, count_accelerators
 from lockstep.launch.local import launch
 from lockstep.measuring.modes import configs
-from lockstep.training.job import imports_ahead
+from lockstep.training.ahead import imports_ahead
 from lockstep.training.session import components_of
 from lockstep.training.user_objects import UserObjects, refuse_given
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -45,10 +45,24 @@ def describe() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": _gpus(),
         "working_directory": str(Path.cwd()),
-        "git": _git(Path.cwd()),
+        "git": _git_ahead[Path.cwd()] if Path.cwd() in _git_ahead else _git(Path.cwd()),
         "command_line": hide_arguments(sys.argv),
         "variables": relevant_variables(os.environ),
     }
+
+
+_git_ahead: dict[Path, dict[str, Any] | None] = {}
+
+
+@contextlib.contextmanager
+def described_ahead() -> Iterator[None]:
+    """Hold versions and the state of git while the block runs: processes that are forked needn't ask again."""
+    _versions()
+    _git_ahead[Path.cwd()] = _git(Path.cwd())
+    try:
+        yield
+    finally:
+        _git_ahead.clear()
 
 
 def short_description() -> dict[str, Any]:
@@ -106,6 +120,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _INSIDE = re.compile(r"""((?<=[{,\s"'])([\w.-]+)["']?\s*:\s*)([^\s,{}\[\]]+)""")
 
 
+@cache
 @cache
 def _versions() -> Mapping[str, str]:
     versions = {DISTRIBUTION: __version__}

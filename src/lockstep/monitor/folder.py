@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
-from lockstep.core.files import MAX_JSON_BYTES, is_missing, is_same_file, read_bounded, write_atomically
+from lockstep.core.files import MAX_JSON_BYTES, is_missing, is_same_file, read_bounded, write_if_changed
 from lockstep.core.jobs import JOB_FILES
 from lockstep.core.local_paths import local_path, target_of
 from lockstep.monitor import history
@@ -190,7 +190,7 @@ class RunFolder:
 
     def _write(self, name: str, text: str) -> None:
         with _run_failed_on_error("write", self.path / name):
-            write_atomically(self.path / name, text)
+            write_if_changed(self.path / name, text)
 
 
 class RunFolderTaken(RunFailed):
@@ -244,7 +244,7 @@ class LockedRunFolder:
             (self.path / name).mkdir(exist_ok=True)
         for name, text in self._files.items():
             if is_missing(self.path / name):
-                write_atomically(self.path / name, text)
+                write_if_changed(self.path / name, text)
 
     def close(self) -> None:
         for handle in self._locks:

@@ -16,6 +16,7 @@ into micro-batches first:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,7 +60,7 @@ class BatchPlan:
         Every rank gets the same number of ranges; an empty one stands for padding.
         """
         if not self.fixed:
-            return micro_ranges(samples, self.micro_size, rank, self.ranks)
+            return list(micro_ranges(samples, self.micro_size, rank, self.ranks))
         share = self.share(samples, rank)
         ranges = [_part(0, samples, number, share.terms) for number in range(share.first, share.stop)]
         end = ranges[-1][1] if ranges else samples
@@ -109,11 +110,11 @@ def plan_batch(
     return BatchPlan(global_size, micro, _ceil(share, micro), ranks)
 
 
-def micro_ranges(samples: int, micro_size: int, rank: int, ranks: int) -> list[tuple[int, int]]:
-    """Return the [start, stop) of each micro-batch of `rank`; sizes differ by one at most, an empty one is padding."""
+def micro_ranges(samples: int, micro_size: int, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield the [start, stop) of each micro-batch of `rank`; sizes differ by one at most, an empty one is padding."""
     start, stop = _part(0, samples, rank, ranks)
     accumulation = max(1, _ceil(_ceil(samples, ranks), micro_size))
-    return [_part(start, stop, index, accumulation) for index in range(accumulation)]
+    return (_part(start, stop, index, accumulation) for index in range(accumulation))
 
 
 def nearest_even_sizes(global_size: int, micro_size: int, ranks: int) -> tuple[int, int]:

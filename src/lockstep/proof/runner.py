@@ -31,7 +31,7 @@ from lockstep.launch.local import launch
 from lockstep.proof.cases import Case, VerificationPlan
 from lockstep.proof.rows import Row, not_run, row_of
 from lockstep.proof.tolerances import TOLERANCES
-from lockstep.training.job import imports_ahead
+from lockstep.training.ahead import imports_ahead
 
 if TYPE_CHECKING:
     from lockstep.distributed.process_group import World

@@ -34,9 +34,10 @@ from lockstep.simulation.estimate import Estimator, StrategyMemory
 from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.memory import CATEGORIES, Category, MemoryLedger, Peak, Watched, resizes_seen
 from lockstep.simulation.updates import run_updates
+from lockstep.training.ahead import imports_ahead
 from lockstep.training.api import resolved
 from lockstep.training.deciding import decides
-from lockstep.training.job import imports_ahead, opened
+from lockstep.training.job import opened
 from lockstep.training.planning import data_facts, memory_here
 from lockstep.training.session import components_of
 from lockstep.training.user_objects import Objects, UserObjects, user_objects

@@ -327,7 +327,9 @@ class Checkpoints(VoteParticipant):
         """Save what a run that `error` ends has learned since its last save; return what to report."""
         if self._begun_saver is None or self._session.progress.steps == self._began_at:
             return None
-        rescue = Rescue(self._session, self.storage, self._saver, self._failure_state, self._metadata)
+        rescue = Rescue(
+            self._session, self.storage, self._saver, self._failure_state, self._metadata, self.snapshots.folder
+        )
         return rescue.save(error)
 
     def save_in(self, storage: Storage) -> str | None:

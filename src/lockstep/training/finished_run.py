@@ -16,8 +16,9 @@ from lockstep.launch.devices import choose_ranks
 from lockstep.launch.local import launch
 from lockstep.monitor.folder import RunFolder
 from lockstep.strategies.registry import AUTO, find_strategy
+from lockstep.training.ahead import imports_ahead
 from lockstep.training.components import Purpose
-from lockstep.training.job import imports_ahead, opened
+from lockstep.training.job import opened
 from lockstep.training.session import components_of
 from lockstep.training.sources import facts_of_data, make_model
 from lockstep.training.user_objects import UserObjects

@@ -22,11 +22,9 @@ from lockstep.config.schema import Config
 from lockstep.core import heartbeat
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import Failure, OutOfMemory, RunFailed
-from lockstep.core.hub import needs_hub
 from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.ranks import names_a_rank, started_by_lockstep
 from lockstep.core.records import RestartReport, RunInfo
-from lockstep.data.hub import names_hub
 from lockstep.distributed.process_group import World, joined
 from lockstep.launch import streams
 from lockstep.launch.other_launchers import launch_environment
@@ -54,6 +52,7 @@ from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
 from lockstep.training.locations import storage_of
+from lockstep.training.memory_snapshots import snapshots_in
 from lockstep.training.monitoring import Meters, make_monitors, refuse_missing_packages, started
 from lockstep.training.out_of_memory import MemoryFactors, explain, memory_factors, with_prediction
 from lockstep.training.ownership import run_folder_for
@@ -108,17 +107,6 @@ class Finished:
 
     summary: dict[str, Any]
     folder: Path
-
-
-def imports_ahead(config: Config) -> list[str]:
-    """Return the slow modules that every rank will import, for a launcher that imports them once and forks ranks.
-
-    Fails early if the config needs the hub, which can't be reached.
-    """
-    if names_hub(config):
-        needs_hub()
-    models = ["transformers.modeling_utils"] if config.model.kind == "huggingface" else []
-    return ["torch._dynamo", *models]  # DDP, FSDP and DeepSpeed import the compiler
 
 
 def run_job(job: Job) -> Finished:
@@ -179,7 +167,9 @@ def _purpose(job: Job) -> Purpose:
     if folder is None or job.resume.fresh:
         return Purpose.TRAIN
     with suppress(OSError, Failure):
-        if names_by_step(storage_of(job.config.checkpoint, folder, job.given.storage).names()):
+        storage = storage_of(job.config.checkpoint, folder, job.given.storage)
+        memory = job.memory if job.config.launch.nodes == 1 else None  # all ranks must see the same
+        if names_by_step([*storage.names(), *(snapshots_in(memory, None).names() if memory is not None else [])]):
             return Purpose.RESUME
     return Purpose.TRAIN
 

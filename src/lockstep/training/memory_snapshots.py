@@ -83,6 +83,7 @@ class MemorySnapshots:
         self._found: dict[int, JointSnapshot] = {}
         self._taken = session.progress.steps
         self._is_copied = True
+        self.folder: Path | None = None  # if one rank's snapshot may be there
         self._saver: MemorySaver | None = None
         self._describe: Callable[[TrainingState], StepMetadata] | None = None
         self._wait_for_copies: Callable[[], None] | None = None
@@ -133,7 +134,7 @@ class MemorySnapshots:
             storage.remove_stale_drafts()
         self._world.axis.barrier()
         if self._every is not None:
-            self._describe = describe
+            self._describe, self.folder = describe, self._memory
             self._saver = MemorySaver(storage, self._world.axis, self._world.device, run)
 
     def _begin_on_hosts(
@@ -213,7 +214,7 @@ class MemorySnapshots:
             try:
                 state = self._session.state()
                 if self._has_space is None and not self._check_space(saver.size(state)):
-                    self._saver = None
+                    self._saver = self.folder = None
                     return
                 self._warn_of_failure(saver)
                 self._wait_for_copies = saver.start(state, describe(state), began)

@@ -29,8 +29,9 @@ from lockstep.launch.other_launchers import interface_variables
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.monitor.folder import LOGS
 from lockstep.plan.plan import check_on_ranks
+from lockstep.training.ahead import imports_ahead
 from lockstep.training.decisions import decided, flat
-from lockstep.training.job import Job, imports_ahead
+from lockstep.training.job import Job
 from lockstep.training.out_of_memory import advice, memory_factors
 from lockstep.training.start_run import is_done, launch_job, train_as_rank
 from lockstep.training.stored_run import in_working_copy, is_stored, opened_run, publish_logs

@@ -24,8 +24,11 @@ from lockstep.distributed.timeouts import is_timeout
 from lockstep.monitor import report_buffer
 from lockstep.strategies.registry import find_strategy
 from lockstep.training.session import components_of, reports_of, rescue
+from lockstep.training.whole_state import save_whole
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lockstep.checkpoint.storage import Storage
     from lockstep.core.records import SaveReport, TrainingState
     from lockstep.distributed.store_exchange import StoreExchange
@@ -63,23 +66,28 @@ class Rescue:
     """Saves what a run that fails has learned since its last save. No older checkpoint is deleted for it.
 
     Attributes:
-        metadata: describes a state, for its manifest.
+        metadata: describes a state, for its manifest; `marked=False`: without the history, which memory has.
+        memory: the launcher's folder for snapshots; None: there is none.
     """
 
     session: Session
     storage: Storage
     saver: Saver
     failure_state: FailureState
-    metadata: Callable[[TrainingState], StepMetadata]
+    metadata: Callable[..., StepMetadata]
+    memory: Path | None
 
     def save(self, error: BaseException) -> str:
         """Save the state, and return what to report.
 
         Where all ranks know of the failure, they save together. Otherwise a rank that holds the whole state saves it
-        alone; one that doesn't calls the others, which may wait for it in a collective, and all save together.
+        alone; one that doesn't calls the others, which may wait for it in a collective, and all save together. A rank
+        that has lost a peer saves in its launcher's memory, from which the next round resumes: that is faster.
         """
         step, place = self.session.progress.steps, self.storage.place
         try:
+            if blames_a_peer(error) and self._save_in_memory():
+                return f"the state after step {step:,} is in the launcher's memory"
             failure = self._save(error)
         except Exception as another:
             failure = failure_reason(another)
@@ -104,6 +112,17 @@ class Rescue:
         if inconsistency is not None:
             return inconsistency
         return self._save_together() if together else self._save_alone()
+
+    def _save_in_memory(self) -> bool:
+        """Return whether this rank has the whole state, and it is in memory now."""
+        if self.failure_state.fails_together or not self._has_whole_state() or self._inconsistency() is not None:
+            return False
+        if self.memory is None or self._is_saved():
+            return False
+        state, device = self.session.state(synchronized=False), components_of(self.session).world.device
+        return save_whole(
+            self.memory, state, self._metadata_alone(state, marked=False), self.saver.run_metadata, device
+        )
 
     def _inconsistency(self) -> str | None:
         """Return why the state is not that after the last update, and can't be restored to it; None if it is."""
@@ -178,9 +197,9 @@ class Rescue:
             time.sleep(0.05)
         return None if name in self.storage.names() else "another rank could not save it"
 
-    def _metadata_alone(self, state: TrainingState) -> StepMetadata:
+    def _metadata_alone(self, state: TrainingState, *, marked: bool = True) -> StepMetadata:
         """Describe a state with its update's report: the first rank may have failed before it could write that."""
-        metadata, report = self.metadata(state), reports_of(self.session).newest
+        metadata, report = self.metadata(state, marked=marked), reports_of(self.session).newest
         if report is None or report.step != metadata.step:
             return metadata
         return replace(metadata, environment={**metadata.environment, LAST_REPORT: report_buffer.entry_of(report)})

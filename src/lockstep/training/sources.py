@@ -8,6 +8,8 @@ The meaning of a batch follows from the model and the data, whether they were co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from torch import nn
 
 from lockstep.config.data_sections import FATAL, BadSamples
 from lockstep.config.schema import Loader
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.protocols import EvaluatedObjective, Source
 from lockstep.core.records import DataFacts
 from lockstep.data.custom import adapt_dataset
@@ -40,6 +42,8 @@ Sources = tuple[Source, dict[str, Source]]
 _ALIGNMENT_SAMPLES = 4  # enough to determine how labels are aligned
 _USERS_DATA = ("custom", "given")
 _NOTHING = DataFacts(0, None)
+_INERT_DATA = ("stdlib-text", "stdlib-functions", "digits")
+"""Kinds of data that can be opened before a fork: arrays in memory, read without threads."""
 _TASKS = {"next-token": "causal-lm", "classification": "sequence-classification"}
 """Tasks by kinds of heads; others have the same name."""
 
@@ -89,6 +93,26 @@ def open_sources(config: Config, given: UserObjects, model: nn.Module | None = N
         return train, evaluation
     rename = partial(renamed_inputs, config.model.inputs)
     return PreparedSource(train, rename), {name: PreparedSource(source, rename) for name, source in evaluation.items()}
+
+
+_ahead: dict[tuple[DataSource, str | None, str | None], Source] = {}
+
+
+@contextmanager
+def opened_ahead(config: Config) -> Iterator[Source | None]:
+    """Hold data that this process has opened while the block runs, for the ranks that are forked from it.
+
+    They needn't read it again, in no round. What can't be opened here is left to them. Yields the training data.
+    """
+    task, tokenizer = task_of(config, None)
+    for section in (config.data.train, *config.data.evaluation.values()):
+        if section.kind in _INERT_DATA:
+            with suppress(Failure):  # which the ranks report
+                _ahead[section, task, tokenizer] = open_source(section, task=task, tokenizer=tokenizer)
+    try:
+        yield _ahead.get((config.data.train, task, tokenizer)) if config.data.train.kind in _INERT_DATA else None
+    finally:
+        _ahead.clear()
 
 
 def facts_of_data(config: Config, given: UserObjects) -> DataFacts:
@@ -175,6 +199,8 @@ def _open(
     tokenizer: str | None,
     bad_samples: BadSamples = FATAL,
 ) -> Source:
+    if section.kind in _INERT_DATA and (source := _ahead.get((section, task, tokenizer))) is not None:
+        return source
     if section.kind != "given":
         return open_source(section, task=task, tokenizer=tokenizer, bad_samples=bad_samples)
     if dataset is None:

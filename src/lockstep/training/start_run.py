@@ -33,10 +33,11 @@ from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Rounds, Supervisor
 from lockstep.monitor.folder import ATTEMPTS, CONFIG, METRICS, RunFolder, is_finished, recipe_of
 from lockstep.plan.schedule import used_of_budget
+from lockstep.training.ahead import imports_ahead, prepared_ahead
 from lockstep.training.decisions import decision_of
 from lockstep.training.ended_early import continues_after_early_end, finished_message
 from lockstep.training.finished_run import run_config
-from lockstep.training.job import Job, imports_ahead, run_job
+from lockstep.training.job import Job, run_job
 from lockstep.training.locations import CheckpointLocation, choose, storage_of
 from lockstep.training.memory_snapshots import after_last_round, snapshots_in
 from lockstep.training.out_of_memory import advice, memory_factors, with_prediction
@@ -271,10 +272,11 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
                 hosts.share_memory(memory)
                 hosts.open_folder(folder.path, decision_of(job, entry))
             remedy = advice(memory_factors(sizes.job.config, size), "forward")
-            result = launch(
-                entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy, hosts=hosts,
-                supervisor=_rounds(job, sizes, hosts), watchdog=job.config.recovery.watchdog,
-            )  # fmt: skip
+            with prepared_ahead(job.config, size):
+                result = launch(
+                    entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy, hosts=hosts,
+                    supervisor=_rounds(job, sizes, hosts), watchdog=job.config.recovery.watchdog,
+                )  # fmt: skip
             if memory is not None:
                 result = after_last_round(job, folder.path, memory, result, hosts)
             if result.advice:

@@ -1,0 +1,71 @@
+"""Does once, in the launcher, what every rank of every round would do before it trains.
+
+    launcher    imports, data, versions, git's state, a plan that nothing uses --> fork --> ranks: forward, backward ...
+                                                                               --> fork --> ranks of the next round
+
+A plan is made only for what it leaves behind: schemas, patterns and operators that are compiled when they are first
+used. Nothing here starts a thread or touches an accelerator, after which no rank could be forked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from lockstep.checkpoint import manifest as manifests
+from lockstep.checkpoint.manifest import CorruptCheckpoint
+from lockstep.config.writing import plain_yaml, to_public
+from lockstep.core.errors import Failure
+from lockstep.core.hub import needs_hub
+from lockstep.data.hub import names_hub
+from lockstep.launch.forking import may_fork
+from lockstep.models.build import parameter_facts, sketch_model
+from lockstep.monitor.environment import described_ahead
+from lockstep.monitor.meters import peak_flops
+from lockstep.plan.plan import make_plan
+from lockstep.strategies.registry import AUTO, find_strategy
+from lockstep.training.sources import opened_ahead
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+    from lockstep.core.protocols import Source
+
+_OWN_MODELS = ("transformer", "text-classifier", "image-classifier")
+"""Kinds of models whose code is Lockstep's."""
+
+
+def imports_ahead(config: Config) -> list[str]:
+    """Return the slow modules that every rank will import, for a launcher that imports them once and forks ranks.
+
+    Fails early if the config needs the hub, which can't be reached.
+    """
+    if names_hub(config):
+        needs_hub()
+    models = ["transformers.modeling_utils"] if config.model.kind == "huggingface" else []
+    events = ["tensorboard.compat.proto.event_pb2"] if config.monitor.tensorboard else []
+    build = "" if config.parallel.strategy == AUTO else find_strategy(config.parallel.strategy).build
+    builders = [build.partition(":")[0]] if isinstance(build, str) and build.startswith("lockstep.") else []
+    # DDP, FSDP and DeepSpeed import the compiler; a plan compares all strategies
+    return ["torch._dynamo", "lockstep.config.deepspeed", *models, *events, *builders]
+
+
+@contextmanager
+def prepared_ahead(config: Config, ranks: int) -> Iterator[None]:
+    """Hold what ranks that are forked while the block runs have in common."""
+    if config.model.kind not in _OWN_MODELS or not may_fork():  # other models run code of their own, or are given
+        yield
+        return
+    with opened_ahead(config) as source, described_ahead():
+        with suppress(Failure):  # which the ranks report
+            _rehearse(config, ranks, source)
+        yield
+
+
+def _rehearse(config: Config, ranks: int, source: Source | None) -> None:
+    plain_yaml(to_public(config))
+    peak_flops("cpu", "fp32")
+    with suppress(CorruptCheckpoint):
+        manifests.validated(manifests.Manifest, {})
+    if source is not None:
+        make_plan(config, ranks, source.facts, parameter_facts(sketch_model(config.model, source.facts)))

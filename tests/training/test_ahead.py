@@ -1,0 +1,61 @@
+"""What a launcher prepares for the ranks that it forks: the same data, and a process that may still be forked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.config.loading import load
+from lockstep.config.recipes import resolve_recipe
+from lockstep.core.files import write_if_changed
+from lockstep.training.sources import open_sources, opened_ahead
+from lockstep.training.user_objects import UserObjects
+
+RECIPES = ("digits", "stdlib-lm", "stdlib-classify")
+FORKS = f"""
+from lockstep.config.loading import load
+from lockstep.config.recipes import resolve_recipe
+from lockstep.launch.forking import may_fork
+from lockstep.launch.local import import_ahead
+from lockstep.training.ahead import imports_ahead, prepared_ahead
+
+for name in {RECIPES}:
+    config = load([resolve_recipe(name).path]).config
+    import_ahead(imports_ahead(config))
+    with prepared_ahead(config, 2):
+        assert may_fork(), name
+"""
+
+
+def test_a_launcher_that_has_prepared_may_fork() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_data_that_was_opened_ahead_is_opened_once_and_is_the_same() -> None:
+    config = load([resolve_recipe("stdlib-lm").path], ["data.train.samples=100"]).config
+    expected, _ = open_sources(config, UserObjects())
+    with opened_ahead(config) as source:
+        opened, _ = open_sources(config, UserObjects())
+        assert opened is source
+    again, _ = open_sources(config, UserObjects())
+    assert again is not opened
+    assert opened.fingerprint == expected.fingerprint
+    indices = np.array([0, 3, 1])
+    assert torch.equal(opened.fetch(indices).targets, expected.fetch(indices).targets)
+
+
+@pytest.mark.parametrize("before", [None, "other", "text"])
+def test_a_file_is_written_only_if_it_changes(tmp_path: Path, before: str | None) -> None:
+    file = tmp_path / "file"
+    if before is not None:
+        file.write_text(before)
+    inode = file.stat().st_ino if before is not None else None
+    write_if_changed(file, "text")
+    assert file.read_text() == "text"
+    assert (file.stat().st_ino == inode) is (before == "text")
