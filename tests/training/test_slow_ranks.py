@@ -37,7 +37,7 @@ _BUSY: dict[str, tuple[Any, str, int]] = {
     "a checkpoint that is read": (Reader, "read", 1),
     "the run's folder": (job, "recorded", 0),
     "the new folder of weights": (publishing, "temporary", 0),
-    "the report": (job, "_write_report", 0),
+    "the report": (job, "write_report", 0),
 }
 """What may take long, and the rank for which it does."""
 

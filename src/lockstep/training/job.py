@@ -6,8 +6,6 @@ Job --(launcher: one process a rank)--> join --> assemble --> run --> weights, s
 
 from __future__ import annotations
 
-import importlib
-import logging
 import os
 import traceback
 from collections.abc import Callable, Iterator
@@ -56,7 +54,7 @@ from lockstep.training.memory_snapshots import snapshots_in
 from lockstep.training.monitoring import Meters, make_monitors, refuse_missing_packages, started
 from lockstep.training.out_of_memory import MemoryFactors, explain, memory_factors, with_prediction
 from lockstep.training.ownership import run_folder_for
-from lockstep.training.publishing import publish
+from lockstep.training.publishing import publish, write_report
 from lockstep.training.rescue import LAST_REPORT
 from lockstep.training.resuming import Resume
 from lockstep.training.rolling_back import Rollback
@@ -69,8 +67,6 @@ from lockstep.training.text import codec_of, sample
 from lockstep.training.user_logs import UserLogs
 from lockstep.training.user_objects import UserObjects, transform_names
 from lockstep.training.working_copy import WEIGHTS
-
-_log = logging.getLogger("lockstep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +360,7 @@ def _publish_results(
     if world.rank == 0:
         try:
             RunFolder.open(checked_folder()).write_summary(summary)
-            _write_report(checked_folder())
+            write_report(checked_folder())
             if stored is not None:
                 stored.publish(lambda name: name.startswith(WEIGHTS))  # of an earlier end of the run
         except RunFailed as error:
@@ -387,13 +383,3 @@ def _save_elsewhere(
         return f"its weights are in {publish(session, checked_folder)}"
     except RunFailed as error:
         return f"neither could its weights: {error}"
-
-
-def _write_report(folder: Path) -> None:
-    """Write the run's page. One that can't be written must not fail a run that is finished."""
-    try:
-        importlib.import_module("lockstep.report").write_report(folder)  # by name: it is in a layer above this one
-    except RunFailed as failure:
-        _log.warning("%s", failure)
-    except Exception as error:  # for example, an installation that was replaced meanwhile
-        _log.warning("the report could not be written: %s: %s", type(error).__name__, error)

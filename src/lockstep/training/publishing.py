@@ -12,7 +12,9 @@ time limit. The folder is written under another name and exchanged with the old 
 from __future__ import annotations
 
 import errno
+import importlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from lockstep.sharding.partition import Spec
     from lockstep.training.session import Session
 
+_log = logging.getLogger("lockstep")
 MAX_FILE_BYTES = 5 * 10**9
 """A model of more bytes is written in several files, as the transformers library's `max_shard_size` does by default in
 versions before 5."""
@@ -299,3 +302,13 @@ def _all_results(axis: Axis, result: object) -> list[object]:
     if failure is not None:
         raise failure
     return results
+
+
+def write_report(folder: Path) -> None:
+    """Write the run's page. One that can't be written must not fail a run that is finished."""
+    try:
+        importlib.import_module("lockstep.report").write_report(folder)  # by name: it is in a layer above this one
+    except RunFailed as failure:
+        _log.warning("%s", failure)
+    except Exception as error:  # for example, an installation that was replaced meanwhile
+        _log.warning("the report could not be written: %s: %s", type(error).__name__, error)
