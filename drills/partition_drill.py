@@ -2,7 +2,8 @@
 
 Hosts are network namespaces, with a rank each. Each run must go through to its end by itself, with a complete ledger,
 and bitwise the state and losses of the same run on one host, in which nothing fails. While a host is cut off, its ranks
-must have ended before the others train.
+must have ended before the others train. In the rows with snapshots no checkpoint is saved before the end: the run must
+resume from memory.
 
 Prints a table, writes results/partition_drill.json, and fails (exit code 1) if a row failed.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -31,6 +33,7 @@ from kit.hosts import Network, network
 
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
+from lockstep.launch.memory_folder import MemoryFolder
 from lockstep.resilience.faults import events_of, write_plan
 from lockstep.training.audit import audit
 from lockstep.training.locations import choose, find
@@ -42,9 +45,11 @@ RUN = (
     "train", "digits", f"run.steps={STEPS}", "launch.device=cpu", "monitor.every=1", "precision.compute=fp32",
     "evaluation.at_end=false", "checkpoint.every=20", "launch.timeout=60", "data.train.kind=custom",
     f"data.train.target={SLOW}", "model.classes=10", "batch.micro_size=16",
-    "run.determinism=invariant", "--ranks", 1,
+    "--ranks", 1,
 )  # fmt: skip
 TOKEN = {"LOCKSTEP_JOB_TOKEN": "a token that only the hosts know"}
+EVERY = 5
+RARE = ("checkpoint.every=100000", f"recovery.snapshot_every={EVERY}")
 BEGINS = 30  # the update after which a row disturbs
 CUT_S = 12.0  # longer than the silence after which a host counts as lost, and its ranks' end
 
@@ -56,13 +61,14 @@ class Cluster:
     nodes: str
     hosts: int
     strategy: str
+    has_snapshots: bool = False
 
     @property
     def run(self) -> Path:
         return self.folder / "run"
 
     def start(self, host: int) -> Running:
-        words = (*RUN, f"run.folder={self.run}", f"parallel.strategy={self.strategy}")
+        words = (*RUN, f"run.folder={self.run}", *_of(self.strategy), *(RARE if self.has_snapshots else ()))
         meet = ("--nodes", self.nodes, "--rendezvous", f"{self.net.address(0)}:29500", "--node-rank", host)
         environment = {**TOKEN, "LOCKSTEP_FAULTS": str(self.folder / "plan.json")}
         place = self.folder / f"start-{time.monotonic_ns()}"
@@ -72,6 +78,11 @@ class Cluster:
     def updates(self) -> list[float]:
         """Return when the first update of each round was made."""
         return [event["time"] for event in events_of(self.folder / "plan.json") if event["event"] == "updated"]
+
+
+def _of(strategy: str) -> tuple[str, ...]:
+    """Return the words that choose a strategy; only ddp is the same on any number of ranks."""
+    return f"parallel.strategy={strategy}", f"run.determinism={'default' if strategy == 'fsdp' else 'invariant'}"
 
 
 Launchers = dict[int, Running]
@@ -86,17 +97,29 @@ def _kill_rank(host: int) -> Act:
     return act
 
 
-def _kill_host(host: int, away: float) -> Act:
-    """Kill a launcher, and start it again after some seconds."""
+def _kill_host(host: int, away: float, *, loses_memory: bool = False) -> Act:
+    """Kill a launcher, and start it again after some seconds; perhaps with the memory empty, as after a reboot."""
 
     def act(cluster: Cluster, launched: Launchers) -> float:
         launched[host].send(signal.SIGKILL)
         assert launched[host].end() == -signal.SIGKILL
+        if loses_memory:
+            _empty_memory(cluster)
         time.sleep(away)
         launched[host] = cluster.start(host)
         return time.time()
 
     return act
+
+
+def _empty_memory(cluster: Cluster) -> None:
+    """Remove what the launcher that was killed has left, once its ranks have ended, too."""
+    until = time.monotonic() + 10
+    while (memory := MemoryFolder.make(cluster.run, hosts=cluster.hosts)) is None:
+        assert time.monotonic() < until, "no memory is free"
+        time.sleep(0.05)
+    assert list(memory.path.glob("checkpoints/step-*")), "it had no snapshots"
+    memory.remove()
 
 
 def _cut(host: int, seconds: float) -> Act:
@@ -174,7 +197,16 @@ ROWS: dict[str, tuple[str, int, Act]] = {
     "1:2 hosts, host 1 is cut off for 14 s": ("1:2", 2, _cut(1, 14.0)),
     "1:2 hosts, host 1 is killed, and started again after 2 s": ("1:2", 2, _kill_host(1, 2.0)),
 }
-STRATEGIES = ("ddp",)  # under run.determinism: invariant, which fewer ranks need
+SNAPSHOTS = {
+    "snapshots: a rank of host 1 is killed": ("2", 2, _kill_rank(1)),
+    "snapshots: a rank of host 0 is killed": ("2", 2, _kill_rank(0)),
+    "snapshots: host 1 loses its memory, and starts again after 2 s": ("2", 2, _kill_host(1, 2.0, loses_memory=True)),
+    "snapshots: host 0 loses its memory, and starts again after 2 s": ("2", 2, _kill_host(0, 2.0, loses_memory=True)),
+    "snapshots: host 1 of three loses its memory, and starts again": ("3", 3, _kill_host(1, 0.0, loses_memory=True)),
+    "snapshots: host 1 is cut off for 12 s": ("2", 2, _cut(1, CUT_S)),
+}  # in which no checkpoint is saved before the end: under fsdp, where no rank that is left has the whole state
+ROWS |= SNAPSHOTS
+STRATEGIES = ("ddp", "fsdp")  # under run.determinism: invariant, which fewer ranks need
 
 
 def trial(what: str, strategy: str) -> dict[str, Any]:
@@ -184,7 +216,7 @@ def trial(what: str, strategy: str) -> dict[str, Any]:
         cluster_folder = Path(place)
         write_plan(cluster_folder / "plan.json", [])
         with network(hosts, cluster_folder) as net:
-            cluster = Cluster(net, cluster_folder, nodes, hosts, strategy)
+            cluster = Cluster(net, cluster_folder, nodes, hosts, strategy, what in SNAPSHOTS)
             launched = {host: cluster.start(host) for host in range(hosts)}
             try:
                 launched[0].wait_for(partial(_has_trained, cluster.run, BEGINS))
@@ -197,12 +229,22 @@ def trial(what: str, strategy: str) -> dict[str, Any]:
                 for launcher in launched.values():
                     if launcher.lives:
                         os.killpg(launcher.pid, signal.SIGKILL)
+        if what in SNAPSHOTS:
+            _check_resumed(cluster.run)
         _check_equal(cluster.run, undisturbed(strategy, 1 if ":" in nodes else hosts))
         rounds = cluster.updates()
         after = [moment for moment in rounds if moment > begun]
         assert (len(after) > 0) == (mended > 0), f"{len(rounds)} rounds"
         again = after[-1] - mended if mended else None
         return {"rounds": len(rounds), "recovered": None if again is None else round(again, 2)}
+
+
+def _check_resumed(run: Path) -> None:
+    """Check that the run has resumed from memory, after few of the updates that it had made."""
+    log = (run / "logs" / "rank-0.log").read_text()
+    steps = [int(step) for step in re.findall(r"resumes from step (\d+) .*which was in memory", log)]
+    assert steps, "it has not resumed from memory"
+    assert steps[0] >= BEGINS - EVERY, f"it has resumed from step {steps[0]}"
 
 
 def _has_trained(run: Path, step: int) -> bool:
@@ -236,7 +278,7 @@ def undisturbed(strategy: str, ranks: int) -> Path:
     """Return the run on one host in which nothing fails."""
     run = Path(tempfile.mkdtemp(prefix="undisturbed-")) / "run"
     strategy = strategy if ranks > 1 else "single"
-    done = run_lockstep(*RUN, "--ranks", ranks, f"run.folder={run}", f"parallel.strategy={strategy}", cwd=run.parent)
+    done = run_lockstep(*RUN, "--ranks", ranks, f"run.folder={run}", *_of(strategy), cwd=run.parent)
     assert done.returncode == 0, done.stderr
     return run
 
@@ -264,8 +306,8 @@ def main() -> None:
     given = parser.parse_args()
     about, rows = machine(), []
     for number in given.only:
-        for strategy in given.strategy or STRATEGIES:
-            what = list(ROWS)[number - 1]
+        what = list(ROWS)[number - 1]
+        for strategy in given.strategy or (("fsdp",) if what in SNAPSHOTS else ("ddp",)):
             row: dict[str, Any] = {"what": what, "strategy": strategy}
             try:
                 row |= trial(what, strategy)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kit.commands import run_lockstep
 from kit.waiting import wait_until
-from test_host_rounds import RUN, Cluster, assert_equal, planted
+from test_host_rounds import RUN, Cluster, assert_equal, losses, planted
 
 from lockstep.launch.memory_folder import MemoryFolder
 
@@ -74,3 +74,18 @@ def test_a_rank_that_is_killed_costs_the_updates_since_the_last_snapshot(
     (step,) = resumed_from(cluster.run)
     assert FAILS - EVERY <= step < FAILS
     assert_equal(cluster.run, undisturbed)
+
+
+@pytest.mark.drill
+def test_the_hosts_that_are_left_train_on_from_the_copy(tmp_path: Path, undisturbed: Path) -> None:
+    """Host 1 is lost with its memory; host 0 has its own shards, and the copy of those of host 1."""
+    cluster = Cluster(tmp_path, "1:2", planted("host", tmp_path, 1, FAILS), *WORDS)
+    launched = [cluster.start(node) for node in (0, 1)]
+    assert launched[1].end() == -signal.SIGKILL
+    empty_memory(cluster.run, 2)
+    assert launched[0].end() == 0, launched[0].output
+    assert "round 2 trains on 1 host" in launched[0].output
+    (step,) = resumed_from(cluster.run)
+    assert FAILS - 2 * EVERY <= step < FAILS
+    expected = losses(undisturbed)
+    assert losses(cluster.run) == {step: pytest.approx(loss, rel=1e-4) for step, loss in expected.items()}
