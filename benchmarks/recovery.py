@@ -402,6 +402,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["kills", "goodput"])
     parser.add_argument("--kills", type=int, default=KILLS)
+    parser.add_argument("--peer-kills", type=int, metavar="N", help="of each other contestant; default --kills")
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--every", type=float, default=EVERY, help="seconds between two kills, for goodput")
     parser.add_argument("--torchft", metavar="PYTHON", help="an interpreter that can import torchft")
@@ -416,7 +417,8 @@ def main() -> None:
     rows = {}
     for name, contestant in chosen.items():
         if arguments.what == "kills":
-            rows[name] = kill_again_and_again(name, contestant, arguments.kills, arguments.seed)
+            kills = arguments.kills if name == "lockstep" else arguments.peer_kills or arguments.kills
+            rows[name] = kill_again_and_again(name, contestant, kills, arguments.seed)
         else:
             rows[name] = goodput(name, contestant, arguments.seconds, arguments.every, arguments.seed)
             print(f"  {name:20} {rows[name]}", file=sys.stderr, flush=True)
@@ -431,7 +433,9 @@ def main() -> None:
 def command_of(arguments: argparse.Namespace) -> str:
     """Return the command, for the page."""
     number = f"--kills {arguments.kills}" if arguments.what == "kills" else f"--seconds {arguments.seconds:g}"
-    return f"python benchmarks/recovery.py {arguments.what} {number}{' --torchft PYTHON' * bool(arguments.torchft)}"
+    peers = f" --peer-kills {arguments.peer_kills}" if arguments.what == "kills" and arguments.peer_kills else ""
+    torchft = " --torchft PYTHON" * bool(arguments.torchft)
+    return f"python benchmarks/recovery.py {arguments.what} {number}{peers}{torchft}"
 
 
 def table(results: Mapping[str, Any]) -> str:

@@ -69,16 +69,18 @@ def hang_watch(options: Watchdog | None, ranks: int, logs: Path | None, first: i
     return HangWatch(options, heartbeat.heartbeats(ranks), logs, first, alone=alone)
 
 
-class _Process(Protocol):
+class ProcessOfRank(Protocol):
+    """A process, of which the number counts."""
+
     @property
     def pid(self) -> int | None: ...
 
 
-class WatchedRank(Protocol):
+class ObservedRank(Protocol):
     """A rank's process: `ended` and `reported` are None until it has ended, or reported how it ends."""
 
     @property
-    def process(self) -> _Process: ...
+    def process(self) -> ProcessOfRank: ...
     @property
     def reported(self) -> End | None: ...
     @property
@@ -125,7 +127,7 @@ class HangWatch:
         for beat in self.heartbeats:
             os.close(beat.stacks)
 
-    def look(self, members: Sequence[WatchedRank]) -> None:
+    def look(self, members: Sequence[ObservedRank]) -> None:
         """Check the ranks; name or kill one that hangs. A watch that fails ends, and the run doesn't."""
         try:
             self._look(members)
@@ -133,7 +135,7 @@ class HangWatch:
             self.interval = math.inf
             print_on_stderr(f"lockstep: the watch over ranks that hang has failed, and ends:\n{traceback.format_exc()}")
 
-    def _look(self, members: Sequence[WatchedRank]) -> None:
+    def _look(self, members: Sequence[ObservedRank]) -> None:
         now = time.perf_counter()
         if now - self._looked < self.interval / 2:
             return
@@ -230,7 +232,7 @@ class HangWatch:
 
     # --- the verdict ---
 
-    def _judge(self, suspects: Sequence[Sight], sights: Sequence[Sight], members: Sequence[WatchedRank]) -> None:
+    def _judge(self, suspects: Sequence[Sight], sights: Sequence[Sight], members: Sequence[ObservedRank]) -> None:
         incident = self._incident
         if incident is None:
             self._incident = incident = _Incident(_marks(suspects))
@@ -283,7 +285,7 @@ class HangWatch:
         return max(self.options.end_after, 2 * limit)
 
     def _kill(
-        self, incident: _Incident, suspects: Sequence[Sight], sights: Sequence[Sight], members: Sequence[WatchedRank]
+        self, incident: _Incident, suspects: Sequence[Sight], sights: Sequence[Sight], members: Sequence[ObservedRank]
     ) -> None:
         before = incident.hang
         assert before is not None, "only a rank that was named is killed"

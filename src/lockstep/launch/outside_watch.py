@@ -107,7 +107,7 @@ def _start(folder: Path, options: Watchdog, logs: Path | None, rank: RankEnviron
 
 
 @dataclass(frozen=True, slots=True)
-class _Process:
+class _KnownProcess:
     pid: int
 
 
@@ -116,13 +116,13 @@ class _OutsideRank:
     """A rank, as the watch sees it: nothing is known of how it ends."""
 
     beat: Heartbeat
-    process: _Process = field(init=False)
+    process: _KnownProcess = field(init=False)
     reported: End | None = None
     ended: End | None = None
     _handle: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.process = _Process(int(self.beat.numbers[PROCESS]))
+        self.process = _KnownProcess(int(self.beat.numbers[PROCESS]))
         if self.process.pid > 0:
             with contextlib.suppress(ProcessLookupError):
                 self._handle = os.pidfd_open(self.process.pid)
