@@ -15,6 +15,7 @@ import torch
 import yaml
 from kit import small
 from kit.commands import Done, run_lockstep, start_lockstep
+from kit.hosts import needs_hosts
 
 from lockstep.chaos.drawing import balanced
 from lockstep.core.phase_clock import PhaseClock
@@ -94,6 +95,20 @@ LINES = {
     "readonly": "Read-only file system; it is tried again",
     "sample": "failed once and succeeded when it was tried again",
 }
+
+
+@needs_hosts
+@pytest.mark.parametrize(
+    ("hosts", "kinds"),
+    [("2", "host"), pytest.param("2", "partition,one-way,slow-link,kill", marks=pytest.mark.drill), ("1:2", "shrink")],
+)
+def test_faults_of_hosts(tmp_path: Path, hosts: str, kinds: str) -> None:
+    words = ("--launch.ranks", "1", "--nodes", hosts, "--rounds", str(len(kinds.split(","))), "--json")
+    done = chaos(tmp_path, "--faults", kinds, *words, "--batch.global_size", "16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)
+    assert {row["fault"] for row in rows} == set(kinds.split(","))
+    assert all(row["passed"] for row in rows)
 
 
 @pytest.mark.parametrize(

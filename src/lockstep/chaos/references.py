@@ -77,8 +77,9 @@ def reference(kind: str, job: Job, run: Path, size: int, train: Callable[[Job, i
             _train(_changed(whole, "run", folder=str(kept)), size, train)
         resume = Resume(step=last.step, origin=find(kept).storage)
     folder.parent.mkdir()
-    likewise = _changed(job, "batch", micro_size=_last(run, "micro_size"))
-    _train(replace(likewise, resume=resume), _last(run, "ranks"), train)
+    if kind == OOM:
+        job = _changed(job, "batch", micro_size=_last(run, "micro_size"))
+    _train(replace(job, resume=resume), _last(run, "ranks"), train)
     return folder
 
 
