@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 _RESTARTS = 3
 _KEPT = 2  # checkpoints
 _END_AFTER_S = 4.0  # a planted hang doesn't resolve itself
+_OTHER_S = 15.0  # nor one in a save
 _LEAST_LIMIT_S, _SLOWER = 600.0, 20  # a round that takes longer than this, and than 20 undisturbed runs, hangs
 _LEAVE_OUT = "data.leave_out"  # which a round's reference may have in its config
 _LAST_LINES = 5  # of a failed run's output, in a message
@@ -218,7 +219,8 @@ class _Rounds:
 
 
 def _config_of_round(config: Config, run: Path, steps: int) -> Config:
-    watchdog = config.recovery.watchdog.model_copy(update={"enabled": True, "end_after": _END_AFTER_S})
+    limits = {"enabled": True, "end_after": _END_AFTER_S, "other": _OTHER_S}
+    watchdog = config.recovery.watchdog.model_copy(update=limits)
     sections: dict[str, dict[str, Any]] = {
         "run": {**dict.fromkeys(LENGTHS), "steps": steps, "folder": str(run)},
         "recovery": {

@@ -321,9 +321,10 @@ class Watchdog(Section):
     """Seconds without any progress after which such a rank is killed, and all start again (`restarts`); twice the time
     after which it is named, at least. A stopped process (SIGSTOP) is let continue when it is
     named, and killed the second time. Null: neither."""
-    other: Annotated[float, Field(gt=0)] = 600.0
+    other: Annotated[float, Field(gt=0)] = 300.0
     """Seconds instead of `least` and `steps` outside of updates: at the start, in a compilation, an evaluation, a save,
-    and at the end."""
+    and at the end. Less than `launch.timeout`, or that ends the run first, without a name. Such a rank is killed after
+    four times as long."""
     end_start_after: Annotated[float, Field(ge=0)] | None = 7200.0
     """Seconds instead of `end_after` at the start, which may prepare data, and at the end of the run; twice `other`, at
     least. Null: such a rank is only named."""

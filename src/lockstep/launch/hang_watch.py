@@ -50,7 +50,8 @@ _GAP_S = 1.0  # between two looks: this process didn't run
 _NOTED = 64  # updates
 _FIRST = 5  # updates of a process that may be slow
 _SLOWEST = 2.0  # times the slowest of the last updates
-_AGAIN = 2.0  # times the time after which a named rank has moved by itself
+_AGAIN = 2.0  # times the limit until a rank is killed; of one that moved again by itself, times that time
+_LONG = 4.0  # times the limit of what may take long, such as a save, until it is killed
 _DEADLOCK_S = 5.0  # after which the stacks of ranks are looked at that may wait without a mark
 _LOADED_S = 0.5  # after which waits for a processor are subtracted
 _CODE = 124  # of timeout(1)
@@ -282,7 +283,7 @@ class HangWatch:
             return None
         if hang.is_stopped and not hang.continues and len(hang.culprits) < ranks:
             return 0.0
-        return max(self.options.end_after, 2 * limit)
+        return max(self.options.end_after, (_LONG if limit >= self.options.other else _AGAIN) * limit)
 
     def _kill(
         self, incident: _Incident, suspects: Sequence[Sight], sights: Sequence[Sight], members: Sequence[ObservedRank]
