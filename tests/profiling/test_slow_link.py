@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from kit.commands import run_lockstep
 from kit.hosts import needs_hosts, network
-from kit.planted import slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUN = (
@@ -27,7 +26,7 @@ def test_explain_and_profile_name_it(tmp_path: Path) -> None:
     """An update sends 234 KiB, which take 94 ms at 20 Mbit/s, and computes for a few milliseconds."""
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     with network(2, tmp_path) as net:
-        slow(net, 1)
+        net.slow(1)
         launchers = [net.start(host, *RUN, "--node-rank", host, cwd=tmp_path, **TOKEN) for host in (0, 1)]
         assert [launcher.end() for launcher in launchers] == [0, 0], launchers[0].output
     explained = run_lockstep("explain", "run", "--json", cwd=tmp_path)

@@ -31,6 +31,7 @@ from lockstep.config.every import Every
 from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped, VerificationError, message_of
 from lockstep.launch.local import import_ahead
 from lockstep.monitor.folder import METRICS
+from lockstep.resilience.disk_faults import FLIP
 from lockstep.resilience.faults import FAULTS, OOM, Fault, events_of, write_plan
 from lockstep.training.ahead import imports_ahead
 from lockstep.training.audit import audit
@@ -193,7 +194,7 @@ class _Rounds:
     def _disturbed(self, faults: Sequence[Fault], plan: Path) -> ChaosRow:
         folder, fault, world = plan.parent, faults[0], self._settings.world
         write_plan(plan, faults)
-        job = self._job_in(folder / "run")
+        job = self._job_in(folder / "run", snapshots=fault.kind != FLIP)
         if world.hosts == 1:
             code = self._train(job, world.size, plan)
         else:
@@ -214,8 +215,13 @@ class _Rounds:
                 launchers.pause()
             return codes[process]
 
-    def _job_in(self, run: Path) -> Job:
-        return replace(self._job, config=_config_of_round(self._job.config, run, self._settings.steps))
+    def _job_in(self, run: Path, *, snapshots: bool = True) -> Job:
+        """Return the job of a run; without snapshots in memory, it resumes from a checkpoint."""
+        config = _config_of_round(self._job.config, run, self._settings.steps)
+        if not snapshots:
+            recovery = config.recovery.model_copy(update={"snapshot_every": None})
+            config = config.model_copy(update={"recovery": recovery})
+        return replace(self._job, config=config)
 
 
 def _config_of_round(config: Config, run: Path, steps: int) -> Config:
