@@ -100,7 +100,11 @@ LINES = {
 @needs_hosts
 @pytest.mark.parametrize(
     ("hosts", "kinds"),
-    [("2", "host"), pytest.param("2", "partition,one-way,slow-link,kill", marks=pytest.mark.drill), ("1:2", "shrink")],
+    [
+        ("2", "host"),
+        pytest.param("2", "partition,one-way,slow-link,kill", marks=pytest.mark.drill),
+        pytest.param("1:2", "shrink", marks=pytest.mark.drill),
+    ],
 )
 def test_faults_of_hosts(tmp_path: Path, hosts: str, kinds: str) -> None:
     words = ("--launch.ranks", "1", "--nodes", hosts, "--rounds", str(len(kinds.split(","))), "--json")
