@@ -118,7 +118,8 @@ class HangWatch:
     _ignored_until: float = field(default=0.0, init=False)
     _updates: dict[int, float] = field(default_factory=dict, init=False)
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NOTED), init=False)
-    _slowest_start: float = field(default=0.0, init=False)
+    _first_update: float = field(default=0.0, init=False)
+    _slowest_start: float = field(default=0.0, init=False)  # of the updates after the first
     _moved_after: dict[Phase, float] = field(default_factory=dict, init=False)
     _waited: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)  # for a processor: mark, seconds
     _continued: set[int] = field(default_factory=set, init=False)  # places of ranks that were stopped once
@@ -168,7 +169,9 @@ class HangWatch:
             if updates == self._updates.get(place, 0.0):
                 continue
             self._updates[place] = updates
-            if updates < _FIRST:
+            if updates == 1:
+                self._first_update = max(self._first_update, seconds)
+            elif updates < _FIRST:
                 self._slowest_start = max(self._slowest_start, seconds)
             else:
                 self._seconds.append(seconds)
@@ -207,12 +210,10 @@ class HangWatch:
         steps = max(options.least, options.steps * statistics.median(self._seconds) if self._seconds else 0.0)
         if sight.state == "T":
             return steps
-        is_between = sight.stage is Stage.UNKNOWN and sight.phase is Phase.HOST  # a user's loop, which may evaluate
-        is_in_updates = sight.stage in (Stage.UNKNOWN, Stage.TRAINING) and sight.updates
-        if not is_in_updates or is_between or sight.phase in _OUTSIDE:
+        if _may_take_long(sight):
             limit = options.other
         elif len(self._seconds) < _FIRST:
-            limit = max(steps, options.steps * self._slowest_start)
+            limit = max(steps, options.steps * (self._slowest_start or self._first_update))
         else:
             limit = max(steps, _SLOWEST * max(self._seconds))
         return max(limit, _AGAIN * self._moved_after.get(sight.phase, 0.0))
@@ -283,7 +284,7 @@ class HangWatch:
             return None
         if hang.is_stopped and not hang.continues and len(hang.culprits) < ranks:
             return 0.0
-        return max(self.options.end_after, (_LONG if limit >= self.options.other else _AGAIN) * limit)
+        return max(self.options.end_after, (_LONG if all(map(_may_take_long, hang.culprits)) else _AGAIN) * limit)
 
     def _kill(
         self, incident: _Incident, suspects: Sequence[Sight], sights: Sequence[Sight], members: Sequence[ObservedRank]
@@ -307,6 +308,13 @@ class HangWatch:
             seconds = time.perf_counter() - culprit.mark
             self._moved_after[culprit.phase] = max(seconds, self._moved_after.get(culprit.phase, 0.0))
             print_on_stderr(f"lockstep: rank {culprit.rank} moves again, after {seconds:.1f} s")
+
+
+def _may_take_long(sight: Sight) -> bool:
+    """Return whether the rank is outside of its updates, or in its first one, which may compile."""
+    is_between = sight.stage is Stage.UNKNOWN and sight.phase is Phase.HOST  # a user's loop, which may evaluate
+    is_in_updates = sight.stage in (Stage.UNKNOWN, Stage.TRAINING) and sight.updates
+    return not is_in_updates or is_between or sight.phase in _OUTSIDE
 
 
 def _marks(suspects: Sequence[Sight]) -> tuple[float, ...]:
