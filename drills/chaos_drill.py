@@ -91,13 +91,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=LAYOUTS, action="append", help="layouts; the others stay as they are")
     parser.add_argument("--faults", help="kinds, as of lockstep chaos; default: all that apply")
+    parser.add_argument(
+        "--add", action="store_true", help="add the rows to those that a layout has; give another --seed"
+    )
     given = parser.parse_args()
     kept = json.loads(RESULTS.read_text())["layouts"] if RESULTS.exists() else {}
     for layout in given.only or LAYOUTS:
         print(f"\n{layout}", file=sys.stderr, flush=True)
         began = time.monotonic()
         rows, end = rows_of(layout, given.rounds, given.seed, given.faults)
-        kept[layout] = {"rows": rows, "seconds": round(time.monotonic() - began), "failure": end if not rows else ""}
+        before = kept.get(layout, {"rows": [], "seconds": 0}) if given.add else {"rows": [], "seconds": 0}
+        kept[layout] = {
+            "rows": [*before["rows"], *rows],
+            "seconds": before["seconds"] + round(time.monotonic() - began),
+            "failure": end if not rows else "",
+        }
         layouts = {name: kept[name] for name in LAYOUTS if name in kept}
         results = {"command": f"python drills/chaos_drill.py --rounds {given.rounds}", "machine": machine()}
         RESULTS.write_text(json.dumps({**results, "layouts": layouts}, indent=1) + "\n")
