@@ -245,7 +245,7 @@ BUILDER = Builder(build)
 
 
 class _Hook:
-    """How DDP reduces a bucket, in the last micro-batch of an update.
+    """Reduces a bucket of DDP, in the last micro-batch of an update.
 
     DDP learns a static graph in the first backward that it synchronizes, which must be the first one of all (torch 2.13
     asserts it). If that isn't the last micro-batch of its update, gradients stay as they are.
