@@ -10,6 +10,7 @@ import pytest
 import torch
 from kit.storing import Meeting, rank_states, save, state_of, together
 
+from lockstep.checkpoint import reading
 from lockstep.checkpoint.loading import load_newest
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.memory_saving import MemorySaver
@@ -89,6 +90,22 @@ def test_a_run_resumes_from_the_newest_that_is_intact(tmp_path: Path, broken: li
     resumed, weight, unused = loaded(WithMemory(disk, memory))
     assert (resumed, unused) == (step, broken)
     assert torch.equal(weight, WEIGHT + step)
+
+
+@pytest.mark.parametrize("few", [0, reading._FEW_BYTES], ids=["by threads", "by one"])
+def test_a_flipped_byte_is_detected_whichever_thread_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few: int
+) -> None:
+    monkeypatch.setattr(reading, "_FEW_BYTES", few)
+    take(tmp_path, [1, 2])
+    step, weight, _ = loaded(LocalStorage(tmp_path))
+    assert (step, torch.equal(weight, WEIGHT + 2)) == (2, True)
+    file = tmp_path / "step-00000002" / "rank-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    step, weight, broken = loaded(LocalStorage(tmp_path))
+    assert (step, torch.equal(weight, WEIGHT + 1), broken) == (1, True, ["step-00000002"])
 
 
 def test_another_runs_snapshot_is_not_used(tmp_path: Path) -> None:

@@ -111,6 +111,20 @@ def test_objects_go_over_gloo_beside_another_backend() -> None:
     assert in_world(3, _objects_beside_another_backend) == [[[0, 1, 2], [0, 1, 2], 100_000]] * 3
 
 
+def _objects_of_every_size(sizes: list[int]) -> list[bool]:
+    with joined(Launch(), grouped=True) as world:
+        mine = [
+            world.axis.gather("x" * (size + world.rank)) == ["x" * (size + rank) for rank in range(2)] for size in sizes
+        ]
+        first = ["y" * size for size in sizes]
+        return mine + [world.axis.broadcast(text if world.rank == 0 else None) == text for text in first]
+
+
+def test_objects_arrive_whole_whether_or_not_they_fit_into_the_first_exchange() -> None:
+    sizes = [0, *range(host_group._SMALL - 40, host_group._SMALL + 2), 10 * host_group._SMALL]
+    assert in_world(2, _objects_of_every_size, sizes) == [[True] * (2 * len(sizes))] * 2
+
+
 def _wait_beyond_the_timeout() -> list[str]:
     logged: list[str] = []
     noted = patch.object(store_exchange._log, "warning", lambda text, *values: logged.append(text % values))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -112,9 +113,10 @@ def test_the_kernel_s_kills_are_counted(tmp_path: Path, groups: str, file: str, 
 
 # --- freed memory ---------------------------------------------------------------------------------------------------
 
+_PATH = {"PYTHONPATH": os.pathsep.join(sys.path)}
 _SCRIPT = """
 import resource, sys, torch
-from lockstep.distributed.memory import keep_freed_memory
+from lockstep.core.heap import keep_freed_memory
 torch.set_num_threads(1)
 print(keep_freed_memory() if sys.argv[1] == "keep" else None)
 
@@ -135,7 +137,7 @@ glibc = pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 
 def _faults(how: str, **environment: str) -> tuple[str, int]:
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, how], capture_output=True, text=True, check=True, env=environment
+        [sys.executable, "-c", _SCRIPT, how], capture_output=True, text=True, check=True, env={**_PATH, **environment}
     )
     keeps, faults = done.stdout.split()
     return keeps, int(faults)
@@ -149,6 +151,25 @@ def test_kept_memory_is_allocated_again_without_page_faults() -> None:
     if left == 0:  # the kernel may use huge pages
         pytest.skip("this system returns memory without page faults")
     assert 4 * kept < left
+
+
+_LARGE_PAGES = """
+import sys, torch
+from lockstep.core.heap import keep_freed_memory
+torch.set_num_threads(1)
+assert keep_freed_memory()
+blocks = [torch.ones(1 << 18) for _ in range(64)]  # 1 MiB each
+print(next(line.split()[1] for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")))
+"""
+
+
+@glibc
+def test_new_memory_of_the_heap_consists_of_large_pages() -> None:
+    choice = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not choice.exists() or "[never]" in choice.read_text():
+        pytest.skip("this kernel has no transparent huge pages")
+    done = subprocess.run([sys.executable, "-c", _LARGE_PAGES], capture_output=True, text=True, check=True, env=_PATH)
+    assert int(done.stdout) > 32 * 1024  # KiB, of 64 MiB
 
 
 @glibc

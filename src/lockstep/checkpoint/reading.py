@@ -8,7 +8,7 @@ covers a whole block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.storage import ReadableStorage, StoredFile
 
 _THREADS = 4  # hashing and reading release the interpreter lock
+_FEW_BYTES = 2**25  # are read before the threads would have started
 _MAX_RUN_BYTES = 2**22  # of small parts that are read with one call
 
 
@@ -97,15 +98,17 @@ class Reader:
     def read(self, items: Iterable[ReadItem]) -> None:
         """Fill the items' memory. Raises CorruptCheckpoint at the first fault; none of the memory may be used then."""
         wanted: dict[str, list[tuple[ReadItem, Box, _Part | None]]] = {}
+        size = 0
         for item in items:
+            size += item.into.nbytes
             for file, box, part in self._boxes(item):
                 wanted.setdefault(file, []).append((item, box, part))
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint") as pool:
+        with _map_for(size) as each:
             for file in sorted(wanted):
                 with self._opened(file):
                     jobs = [(item, part or self._part(item.name, file, box)) for item, box, part in wanted.pop(file)]
                     jobs.sort(key=lambda job: job[1].stored.at)
-                    for _ in pool.map(self._read_run, _runs(jobs)):
+                    for _ in each(self._read_run, _runs(jobs)):
                         pass
 
     def verify(self) -> None:
@@ -254,6 +257,16 @@ class Reader:
 
     def _hasher(self, file: str) -> BlockHasher:
         return BlockHasher(self._manifest.run, self._manifest.step, file)
+
+
+@contextmanager
+def _map_for(size: int) -> Iterator[Callable[..., Iterator[None]]]:
+    """Yield the `map` that reads this many bytes: by threads, or by this one."""
+    if size <= _FEW_BYTES:
+        yield map
+        return
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint") as pool:
+        yield pool.map
 
 
 def _runs(jobs: Sequence[tuple[ReadItem, _Part]]) -> Iterator[Sequence[tuple[ReadItem, _Part]]]:

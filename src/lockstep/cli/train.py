@@ -21,6 +21,7 @@ from lockstep.cli.arguments import (
 )
 from lockstep.config.override import Override
 from lockstep.core.errors import ConfigError
+from lockstep.core.heap import keep_freed_memory
 from lockstep.core.json_output import emit
 from lockstep.stores.addresses import checked_address, is_address
 
@@ -79,6 +80,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
 
 
 def _train(args: argparse.Namespace, loaded: LoadedConfig, name: str, origin: Path | None) -> int:
+    keep_freed_memory()  # before torch is imported, and inherited by the ranks
     from lockstep.monitor.folder import read_summary, recipe_of
     from lockstep.training.locations import find
     from lockstep.training.resuming import Resume

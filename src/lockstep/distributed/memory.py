@@ -9,11 +9,8 @@ CPU    an equal share of the machine's, or of what its     its resident memory
 
 from __future__ import annotations
 
-import ctypes
-import os
 import resource
 import socket
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,11 +22,6 @@ from lockstep.distributed.shard_boxes import local_tensor
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_... of malloc.h
-_KEPT = 1 << 30  # free bytes at the heap's end above which they are returned to the system
-_LARGEST = 32 << 20  # the largest block that the heap holds; mallopt(3) allows no more
-_MALLOC_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "LD_PRELOAD")
 
 
 def rank_memory(device: torch.device, axis: Axis, machine_ranks: int | None = None) -> int:
@@ -97,20 +89,6 @@ def memory_limit_of(device: torch.device) -> MemoryLimit:
 
 def _accelerator_memory(device: torch.device) -> int:
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
-
-
-def keep_freed_memory() -> bool:
-    """Let this process keep the memory that it frees; return whether it does. The user's malloc settings have priority.
-
-    Each forward allocates what the last backward freed. The C library returns large blocks to the system in between,
-    and gets them again page by page: some 4,000 page faults an update of the default recipe, a tenth of its time.
-    """
-    if sys.platform != "linux" or any(name in os.environ for name in _MALLOC_SETTINGS):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
-    return mallopt is not None and all(
-        mallopt(option, value) == 1 for option, value in ((_MMAP_THRESHOLD, _LARGEST), (_TRIM_THRESHOLD, _KEPT))
-    )
 
 
 _MOST_MEMORY_EVENTS = 200_000

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed has them untyped
 
 from lockstep.core.errors import RunFailed
+from lockstep.core.heap import keep_freed_memory
 from lockstep.core.phase_clock import PhaseClock
 from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed import user_collectives
@@ -28,7 +29,6 @@ from lockstep.distributed.collectives import LocalGroup, RankGroup, waiting_over
 from lockstep.distributed.device_check import refuse_shared_devices
 from lockstep.distributed.host_group import forget_host_groups
 from lockstep.distributed.leaving import abort_groups, is_aborting, is_orderly, refuse_unfinished_abort
-from lockstep.distributed.memory import keep_freed_memory
 from lockstep.distributed.network import ask_store_once, other_interfaces, own_interface, use_interface
 from lockstep.distributed.notice_board import NoticeBoard
 from lockstep.distributed.rounds import next_round

@@ -58,7 +58,7 @@ def poll(condition: Callable[[], bool], until: float, longest: float = _LONGEST)
         if time.monotonic() >= until:
             return False
         time.sleep(pause)
-        pause = min(1.5 * pause, longest)
+        pause = min(1.2 * pause, longest)
     return True
 
 

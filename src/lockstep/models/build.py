@@ -8,6 +8,7 @@ sketch_model        construct on the meta device -> freeze             for plann
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 from torch import nn
@@ -71,6 +72,8 @@ def build_meta_model(
     """
     if isinstance(section, GivenModel | CustomModel):
         return None
+    if any(key == (section, facts, seed) for key, _ in _ahead):
+        return _ahead.pop()[1]
     with generators_keyed(seed, "construction"):
         if isinstance(section, HuggingFaceModel):
             meta_model = build_meta_huggingface(section, facts, seed, trust_remote_code=trust_remote_code)
@@ -82,6 +85,21 @@ def build_meta_model(
         freeze(meta_model.model, section.freeze)
         meta_model.model.train()
     return meta_model
+
+
+_ahead: list[tuple[tuple[Model, DataFacts, int], MetaModel]] = []  # one at most
+
+
+@contextmanager
+def built_ahead(section: Model, facts: DataFacts, seed: int) -> Iterator[None]:
+    """Hold the model without values while the block runs, for the ranks that are forked from this process."""
+    made = build_meta_model(section, facts, seed)
+    if made is not None:
+        _ahead.append(((section, facts, seed), made))
+    try:
+        yield
+    finally:
+        _ahead.clear()
 
 
 def _named(values: Mapping[str, InitialValue], names: Container[str]) -> Iterator[tuple[str, InitialValue]]:
@@ -175,4 +193,6 @@ def describe_model(section: Model, facts: DataFacts, *, trust_remote_code: bool 
     Raises:
         ConfigError: As for `build_model`.
     """
-    return parameter_facts(sketch_model(section, facts, trust_remote_code=trust_remote_code))
+    held = next((made for key, made in _ahead if key[:2] == (section, facts)), None)
+    model = sketch_model(section, facts, trust_remote_code=trust_remote_code) if held is None else held.model
+    return parameter_facts(model)

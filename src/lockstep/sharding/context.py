@@ -61,6 +61,7 @@ class ShardingContext:
         partition: Which rank holds which parts of the model.
         cast_weights: Names of the parameters that autocast casts wherever the model uses them.
         compute: The precision of autocast; None for fp32.
+        has_values: Whether the parameters have values, which may differ between ranks until they are broadcast.
         unused_remedy: What has to change before `find_unused_parameters` can be set ("leave x out and "); may be empty.
     """
 
@@ -76,6 +77,7 @@ class ShardingContext:
     squared_norm: SquaredNorm
     cast_weights: frozenset[str]
     compute: torch.dtype | None
+    has_values: bool
     unused_remedy: str
 
 

@@ -58,6 +58,7 @@ class DDPStep(GradientStep):
         world: World,
         sync_buffers: bool,
         accumulates: bool = False,
+        has_values: bool = True,
     ) -> None:
         self._model = model
         self._ranks = world.axis.size
@@ -78,6 +79,7 @@ class DDPStep(GradientStep):
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             bucket_cap_mb=options.bucket_mb,
+            init_sync=has_values,  # others follow, the same on all ranks
             **{sync: sync_buffers},  # type: ignore[arg-type]
         )
         self._ddp = make() if self._in_buckets is None else self._in_buckets.renew(make)
@@ -237,7 +239,16 @@ def build(context: ShardingContext) -> Sharding:
     model, options = context.model, context.config.parallel.ddp
     optimizer, buffers = context.optimizer(model.named_parameters()), SyncedBuffers(model)
     accumulates = context.plan.batch.accumulation > 1
-    step = DDPStep(model, optimizer, context.squared_norm, options, context.world, bool(buffers), accumulates)
+    step = DDPStep(
+        model,
+        optimizer,
+        context.squared_norm,
+        options,
+        context.world,
+        bool(buffers),
+        accumulates,
+        context.has_values,
+    )
     return Sharding(step, ModelState(model, optimizer, buffers=buffers))
 
 

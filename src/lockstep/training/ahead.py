@@ -10,7 +10,7 @@ used. Nothing here starts a thread or touches an accelerator, after which no ran
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import manifest as manifests
@@ -20,7 +20,7 @@ from lockstep.core.errors import Failure
 from lockstep.core.hub import needs_hub
 from lockstep.data.hub import names_hub
 from lockstep.launch.forking import may_fork
-from lockstep.models.build import parameter_facts, sketch_model
+from lockstep.models.build import built_ahead, describe_model
 from lockstep.monitor.environment import described_ahead
 from lockstep.monitor.meters import peak_flops
 from lockstep.plan.plan import make_plan
@@ -46,8 +46,8 @@ def imports_ahead(config: Config) -> list[str]:
     events = ["tensorboard.compat.proto.event_pb2"] if config.monitor.tensorboard else []
     build = "" if config.parallel.strategy == AUTO else find_strategy(config.parallel.strategy).build
     builders = [build.partition(":")[0]] if isinstance(build, str) and build.startswith("lockstep.") else []
-    # DDP, FSDP and DeepSpeed import the compiler; a plan compares all strategies
-    return ["torch._dynamo", "lockstep.config.deepspeed", *models, *events, *builders]
+    # DDP, FSDP and DeepSpeed import the compiler; a plan compares all strategies; DDP's forward imports the profiler
+    return ["torch._dynamo", "lockstep.config.deepspeed", "torch.profiler._cupti_monitor", *models, *events, *builders]
 
 
 @contextmanager
@@ -56,8 +56,10 @@ def prepared_ahead(config: Config, ranks: int) -> Iterator[None]:
     if config.model.kind not in _OWN_MODELS or not may_fork():  # other models run code of their own, or are given
         yield
         return
-    with opened_ahead(config) as source, described_ahead():
+    with opened_ahead(config) as source, described_ahead(), ExitStack() as held:
         with suppress(Failure):  # which the ranks report
+            if source is not None:
+                held.enter_context(built_ahead(config.model, source.facts, config.run.seed))
             _rehearse(config, ranks, source)
         yield
 
@@ -68,4 +70,4 @@ def _rehearse(config: Config, ranks: int, source: Source | None) -> None:
     with suppress(CorruptCheckpoint):
         manifests.validated(manifests.Manifest, {})
     if source is not None:
-        make_plan(config, ranks, source.facts, parameter_facts(sketch_model(config.model, source.facts)))
+        make_plan(config, ranks, source.facts, describe_model(config.model, source.facts))

@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.config.schema import Loader
 from lockstep.data.loader import evaluation_batches
 from lockstep.distributed.memory import rank_memory
-from lockstep.models.build import parameter_facts, sketch_model
+from lockstep.models.build import describe_model, parameter_facts
 from lockstep.plan.choosing import is_plenty
 from lockstep.plan.plan import Machine
 from lockstep.strategies.registry import AUTO
@@ -65,9 +65,11 @@ def _decision(
 ) -> tuple[Decision | None, str]:
     """Return the decision; or None, and why there is none, which is empty if none is needed."""
     try:
-        model = given.model if isinstance(given.model, nn.Module) else None
-        sketch = model or sketch_model(config.model, source.facts, trust_remote_code=given.trust_remote_code)
-        if is_plenty(config, world.size, parameter_facts(sketch), _sample_bytes(source), memory):
+        if isinstance(given.model, nn.Module):
+            facts = parameter_facts(given.model)
+        else:
+            facts = describe_model(config.model, source.facts, trust_remote_code=given.trust_remote_code)
+        if is_plenty(config, world.size, facts, _sample_bytes(source), memory):
             return None, ""
     except Exception:  # what is wrong with the model or the data is reported where they are used, on all ranks
         return None, ""

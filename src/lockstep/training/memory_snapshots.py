@@ -130,7 +130,7 @@ class MemorySnapshots:
             return
         storage = snapshots_in(self._memory, run.run)
         if self._world.rank == 0:
-            drop(storage, lambda later, name: later > step or not _is_intact(storage, name))
+            drop(storage, lambda other, name: other > step or (other < step and not _is_intact(storage, name)))
             storage.remove_stale_drafts()
         self._world.axis.barrier()
         if self._every is not None:

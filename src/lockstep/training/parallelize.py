@@ -170,6 +170,7 @@ def parallelize(
         squared_norm=partial(squared_norm, device=world.device),
         cast_weights=lowered,
         compute=compute,
+        has_values=not whole.deferred,
         unused_remedy=before_unused(plan.strategy, plan.mesh),
     )
     if builder.shard is not None:

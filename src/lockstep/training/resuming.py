@@ -132,12 +132,13 @@ def restore(
     """
     config = components_of(session).config
     invalid: dict[int, str] = {}
+    differences: list[str] = []
 
     def check(manifest: Manifest) -> None:
         check_state(manifest)
         if manifest.step in invalid:
             raise CorruptCheckpoint(MANIFEST, invalid[manifest.step])
-        differences = changes(manifest, config, data)
+        differences[:] = changes(manifest, config, data)
         if differences and not resume.accept_changes:
             listed = "".join(f"\n  {line}" for line in differences)
             raise ConfigError(
@@ -156,7 +157,7 @@ def restore(
         return loaded, [
             f"resumes from step {step:,} ({loaded.manifest.samples:,} samples)",
             *(f"{name} could not be used: {why}" for name, why in loaded.broken.items()),
-            *(f"resumes although this changed: {line}" for line in changes(loaded.manifest, config, data)),
+            *(f"resumes although this changed: {line}" for line in differences),
         ]
     return None
 
