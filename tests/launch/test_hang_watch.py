@@ -146,9 +146,11 @@ def pauses(clock: PhaseClock) -> None:
 
 
 @contextmanager
-def watched(folder: Path, *acts: Act, options: Watchdog = QUICK) -> Iterator[tuple[HangWatch, list[Member]]]:
+def watched(
+    folder: Path, *acts: Act, options: Watchdog = QUICK, alone: bool = True
+) -> Iterator[tuple[HangWatch, list[Member]]]:
     """Yield the watch over ranks that perform acts."""
-    watch = hang_watch(options, len(acts), folder, 0, alone=True)
+    watch = hang_watch(options, len(acts), folder, 0, alone=alone)
     assert watch is not None
     watch.interval = 0.02
     members = []
@@ -275,6 +277,16 @@ def test_ranks_that_wait_in_other_collectives(tmp_path: Path) -> None:
     ends = [member.end for member in members if member.end is not None]
     assert len(ends) == 1
     assert "collectives that don't match: rank 0 in all_reduce at" in ends[0].text
+
+
+def test_beside_other_hosts_a_rank_hangs_that_is_in_no_collective_by_its_stack(tmp_path: Path) -> None:
+    with watched(tmp_path, hangs_as_collective, alone=False) as (watch, members):
+        look(watch, members, 3.0)
+        assert members[0].end is not None
+        assert "rank 0 hangs in a collective at" in members[0].end.text
+    with watched(tmp_path, waits, alone=False) as (watch, members):
+        look(watch, members, 2.0)
+        assert members[0].end is None, "it may wait for a rank of another host"
 
 
 def test_time_in_which_the_launcher_was_stopped_does_not_count(

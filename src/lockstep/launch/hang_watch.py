@@ -224,7 +224,7 @@ class HangWatch:
         still = [sight for sight in overdue if not sight.waits]
         if still:
             return still if all(sight.waits or sight in still for sight in sights) else []
-        return overdue if self.alone and len(overdue) == len(sights) else []
+        return overdue if len(overdue) == len(sights) else []
 
     def _perhaps_deadlocked(self, sights: Sequence[Sight]) -> bool:
         """Return whether a rank waits in a collective, and the others may wait for it elsewhere, such as in a save."""
@@ -249,7 +249,7 @@ class HangWatch:
 
     def _name(self, incident: _Incident, suspects: Sequence[Sight], sights: Sequence[Sight]) -> None:
         """Find out from the stacks which rank it is; name it, unless it compiles or is debugged."""
-        hang = _found(suspects, sights)
+        hang = _found(suspects, sights, alone=self.alone)
         if hang is None or not all(
             each.age > each.limit - _EARLIER * self.interval or hang.collectives for each in hang.culprits
         ):
@@ -291,7 +291,7 @@ class HangWatch:
     ) -> None:
         before = incident.hang
         assert before is not None, "only a rank that was named is killed"
-        hang = before if before.is_stopped else _found(suspects, sights)
+        hang = before if before.is_stopped else _found(suspects, sights, alone=self.alone)
         if hang is None:  # a debugger is attached by now
             incident.hang, incident.ends_at, incident.limit = None, None, 2 * max(sight.age for sight in suspects)
             return
@@ -321,8 +321,8 @@ def _marks(suspects: Sequence[Sight]) -> tuple[float, ...]:
     return tuple(suspect.mark for suspect in suspects)
 
 
-def _found(suspects: Sequence[Sight], sights: Sequence[Sight]) -> Hang | None:
-    """Return which rank hangs, by the stacks of all; None if one is being debugged."""
+def _found(suspects: Sequence[Sight], sights: Sequence[Sight], *, alone: bool) -> Hang | None:
+    """Return which rank hangs, by the stacks of all; None if one is being debugged, or all wait for other hosts."""
     if any(sight.state == "t" for sight in sights):  # a debugger holds it
         return None
     stacks = write_stacks({sight.process: sight.beat for sight in sights if sight.state != "T"})
@@ -335,6 +335,8 @@ def _found(suspects: Sequence[Sight], sights: Sequence[Sight]) -> Hang | None:
         return Hang(tuple(stopped), stacks, is_stopped=True)
     idle = [sight for sight in sights if not waits_in_collective(frames.get(sight.process, []), marked=sight.waits)]
     idle = [sight for sight in idle if sight in suspects] or idle
+    if not idle and not alone:
+        return None
     if not idle:
         return Hang((_odd_one(suspects),), stacks, collectives=collectives_text(sights, stacks))
     behind = min((sight.updates, sight.calls) for sight in idle)
