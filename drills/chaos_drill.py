@@ -60,29 +60,26 @@ def rows_of(layout: str, rounds: int, seed: int, faults: str | None) -> tuple[li
 
 
 def table(results: Mapping[str, Any]) -> str:
-    lines = [
-        "| layout | fault | rounds | recovered | equal | median s to the next update | updates made again |",
-        "|---|---|--:|--:|--:|--:|--:|",
-    ]
-    for layout, of_layout in results["layouts"].items():
-        if not of_layout["rows"]:
-            lines.append(f"| {layout} | | 0 | failed: {of_layout['failure']} | | | |")
-        for fault in dict.fromkeys(row["fault"] for row in of_layout["rows"]):
-            lines.append(
-                f"| {layout} | {fault} | {_cells([row for row in of_layout['rows'] if row['fault'] == fault])} |"
-            )
-    rows = [row for of_layout in results["layouts"].values() for row in of_layout["rows"]]
-    passed = sum(row["passed"] for row in rows)
-    return "\n".join([*lines, f"| **all** | | {len(rows)} | | **{passed}** | | |"])
+    """Return a row for each fault: rounds that ended equal, of all, and the median of seconds to the next update."""
+    layouts = results["layouts"]
+    faults = dict.fromkeys(row["fault"] for of_layout in layouts.values() for row in of_layout["rows"])
+    lines = [f"| fault | {' | '.join(layouts)} |", f"|---|{'--:|' * len(layouts)}"]
+    for fault in sorted(faults):
+        cells = [_cell([row for row in of["rows"] if row["fault"] == fault]) for of in layouts.values()]
+        lines.append(f"| {fault} | {' | '.join(cells)} |")
+    totals = [f"**{_equal(of['rows'])}**{of['failure'] and ', then failed'}" for of in layouts.values()]
+    every = [row for of in layouts.values() for row in of["rows"]]
+    return "\n".join([*lines, f"| **all: {_equal(every)}** | {' | '.join(totals)} |"])
 
 
-def _cells(rows: Sequence[Mapping[str, Any]]) -> str:
-    recovered = sum(row["fired"] and not row["code"] and not row["failure"] for row in rows)
+def _equal(rows: Sequence[Mapping[str, Any]]) -> str:
+    return f"{sum(row['passed'] for row in rows)} of {len(rows)}"
+
+
+def _cell(rows: Sequence[Mapping[str, Any]]) -> str:
     seconds = [row["recovery_seconds"] for row in rows if row["recovery_seconds"] is not None]
-    redone = [row["steps_redone"] for row in rows if row["steps_redone"] is not None]
-    median = f"{statistics.median(seconds):.2f}" if seconds else ""
-    again = f"{min(redone)} to {max(redone)}" if redone and min(redone) < max(redone) else str(*redone[:1])
-    return f"{len(rows)} | {recovered} | {sum(row['passed'] for row in rows)} | {median} | {again}"
+    median = f", {statistics.median(seconds):.1f} s" if seconds else ""
+    return f"{_equal(rows)}{median}" if rows else ""
 
 
 def main() -> None:
