@@ -64,6 +64,15 @@ def test_a_batch_without_usable_samples_has_no_weight() -> None:
     assert (values, left_out, samples) == ([0], [5], 0)
 
 
+def test_a_sample_that_is_not_finite_stands_in_for_none() -> None:
+    """Without weight it would still make the gradient of its update NaN."""
+    items = [(torch.full((2,), float("nan") if index == 0 else float(index)), 0) for index in range(40)]
+    source = skipping(adapt_dataset(items), BadSamples(), [(5, 6)])
+    batch = source.fetch(np.array([5, 6]))
+    assert batch.samples == 0
+    assert all(tensor.isfinite().all() for tensor in batch.inputs if tensor.is_floating_point())
+
+
 def test_reasons_have_the_exception_and_its_line() -> None:
     batch = SkippingSource(Bad(), uniform=False).fetch(np.array([5, 4, 2]))
     unreadable, uncollated = (sample.reason for sample in batch.left_out)

@@ -176,18 +176,23 @@ class SkippingSource:
         if not self.facts.samples:
             return
         shapes: dict[int, str] = {}
+        not_finite = set()  # without weight such a sample would still make its update's gradient NaN
         with noise.keyed_generators(0):
             for index in self._candidates():
                 if int(index) in self._known:
                     continue
                 try:
-                    shapes[int(index)] = _shapes_of(self._fetch(np.array([index])))
+                    batch = self._fetch(np.array([index]))
+                    shapes[int(index)] = _shapes_of(batch)
+                    if not _is_finite(batch.inputs):
+                        not_finite.add(int(index))
                 except Exception as error:
                     _reraise_fatal(error, np.array([index]))
         if not shapes:
             return
         common, number = Counter(shapes.values()).most_common(1)[0]
-        index = next(index for index, shape in shapes.items() if shape == common)
+        alike = [index for index, shape in shapes.items() if shape == common]
+        index = next((index for index in alike if index not in not_finite), alike[0])
         self._reference = np.array([index])
         if self._uniform and number >= _MOST * len(shapes):
             self._shapes = shapes[index]
@@ -240,6 +245,15 @@ def _shapes_of(batch: Batch) -> str:
     """Return the shapes of a batch's values, by name or in order, without the dim of samples."""
     shown = [_shapes(batch.inputs), *([_shapes(batch.targets)] if batch.targets is not None else [])]
     return ", ".join(shown)
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether all numbers in tensors of a value, however nested, are finite."""
+    if isinstance(value, torch.Tensor):
+        return not value.is_floating_point() or bool(torch.isfinite(value).all())
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    return not isinstance(value, list | tuple) or all(map(_is_finite, value))
 
 
 def _shapes(value: Any) -> str:

@@ -115,7 +115,8 @@ def hang_text(hang: Hang, ranks: int, report: str) -> str:
     """Return the message about a rank that was killed because it hung."""
     if hang.collectives:
         return f"the ranks wait in collectives that don't match: {hang.collectives}{report}"
-    verb = "was stopped (SIGSTOP), and killed" if hang.is_stopped else "hangs"
+    stopped = "is stopped (SIGSTOP), and is let continue" if hang.continues else "was stopped (SIGSTOP), and killed"
+    verb = stopped if hang.is_stopped else "hangs"
     return f"{_described(hang, verb)}{_waiting(hang, ranks)}{report}"
 
 

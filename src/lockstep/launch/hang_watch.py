@@ -49,6 +49,7 @@ _EARLIER = 3  # looks before its limit, so that a rank is named within it, with 
 _GAP_S = 1.0  # between two looks: this process didn't run
 _NOTED = 64  # updates
 _FIRST = 5  # updates of a process that may be slow
+_UNSEEN_S = 1.0  # of a first update whose time wasn't seen
 _SLOWEST = 2.0  # times the slowest of the last updates
 _AGAIN = 2.0  # times the limit until a rank is killed; of one that moved again by itself, times that time
 _LONG = 4.0  # times the limit of what may take long, such as a save, until it is killed
@@ -58,16 +59,35 @@ _CODE = 124  # of timeout(1)
 _OUTSIDE = (Phase.EVALUATION, Phase.SAVE)
 
 
-def hang_watch(options: Watchdog | None, ranks: int, logs: Path | None, first: int, *, alone: bool) -> HangWatch | None:
+@dataclass
+class UpdateTimes:
+    """The seconds of updates, over all rounds of a launch."""
+
+    first: float = 0.0
+    slowest_start: float = 0.0  # of the updates after the first
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_NOTED))
+
+
+def hang_watch(
+    options: Watchdog | None,
+    ranks: int,
+    logs: Path | None,
+    first: int,
+    *,
+    alone: bool,
+    times: UpdateTimes | None = None,
+) -> HangWatch | None:
     """Return the watch over the ranks of this host; None: they aren't watched.
 
     Args:
         first: The first of them among all.
         alone: Whether there are no other hosts.
+        times: What the rounds before have learned.
     """
     if options is None or not options.enabled:
         return None
-    return HangWatch(options, heartbeat.heartbeats(ranks), logs, first, alone=alone)
+    beats = heartbeat.heartbeats(ranks)
+    return HangWatch(options, beats, logs, first, alone=alone, times=times or UpdateTimes())
 
 
 class ProcessOfRank(Protocol):
@@ -114,16 +134,19 @@ class HangWatch:
     first: int
     alone: bool
     interval: float = _TICK_S
+    times: UpdateTimes = field(default_factory=UpdateTimes)
+    _first_before: float = field(init=False)
     _looked: float = field(default_factory=time.perf_counter, init=False)
     _ignored_until: float = field(default=0.0, init=False)
     _updates: dict[int, float] = field(default_factory=dict, init=False)
-    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NOTED), init=False)
-    _first_update: float = field(default=0.0, init=False)
-    _slowest_start: float = field(default=0.0, init=False)  # of the updates after the first
     _moved_after: dict[Phase, float] = field(default_factory=dict, init=False)
     _waited: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)  # for a processor: mark, seconds
     _continued: set[int] = field(default_factory=set, init=False)  # places of ranks that were stopped once
     _incident: _Incident | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        """Note the time that the rounds before took for their first updates; 0: there were none."""
+        self._first_before = self.times.first
 
     def close(self) -> None:
         for beat in self.heartbeats:
@@ -166,15 +189,16 @@ class HangWatch:
         """Note how long updates take."""
         for place, beat in enumerate(self.heartbeats):
             updates, seconds = beat.numbers[heartbeat.UPDATES], beat.numbers[heartbeat.SECONDS]
-            if updates == self._updates.get(place, 0.0):
+            before = self._updates.get(place, 0.0)
+            if updates == before:
                 continue
             self._updates[place] = updates
-            if updates == 1:
-                self._first_update = max(self._first_update, seconds)
-            elif updates < _FIRST:
-                self._slowest_start = max(self._slowest_start, seconds)
-            else:
-                self._seconds.append(seconds)
+            if not before:  # if others have followed since the last look, the first one's time isn't known any more
+                self.times.first = max(self.times.first, seconds, 0.0 if updates == 1 else _UNSEEN_S)
+            if 1 < updates < _FIRST:
+                self.times.slowest_start = max(self.times.slowest_start, seconds)
+            elif updates > 1:
+                self.times.recent.append(seconds)
 
     def _sight(self, place: int, process: int, now: float) -> Sight:
         beat = self.heartbeats[place]
@@ -206,17 +230,23 @@ class HangWatch:
 
     def _limit(self, sight: Sight) -> float:
         """Return the seconds after which a rank that doesn't move is named."""
-        options = self.options
-        steps = max(options.least, options.steps * statistics.median(self._seconds) if self._seconds else 0.0)
+        options, times = self.options, self.times
+        steps = max(options.least, options.steps * statistics.median(times.recent) if times.recent else 0.0)
         if sight.state == "T":
             return steps
-        if _may_take_long(sight):
+        if self._may_take_long(sight):
             limit = options.other
-        elif len(self._seconds) < _FIRST:
-            limit = max(steps, options.steps * (self._slowest_start or self._first_update))
+        elif not sight.updates or len(times.recent) < _FIRST:
+            limit = max(steps, options.steps * ((sight.updates and times.slowest_start) or times.first))
         else:
-            limit = max(steps, _SLOWEST * max(self._seconds))
+            limit = max(steps, _SLOWEST * max(times.recent))
         return max(limit, _AGAIN * self._moved_after.get(sight.phase, 0.0))
+
+    def _may_take_long(self, sight: Sight) -> bool:
+        """Return whether the rank is outside of its updates, or in the first of the launch, which may compile."""
+        is_between = sight.stage is Stage.UNKNOWN and sight.phase is Phase.HOST  # a user's loop, which may evaluate
+        is_in_updates = sight.stage in (Stage.UNKNOWN, Stage.TRAINING) and (sight.updates or self._first_before)
+        return not is_in_updates or is_between or sight.phase in _OUTSIDE
 
     def _suspects(self, sights: Sequence[Sight]) -> list[Sight]:
         """Return the ranks that don't move and that all others wait for; all of them, if all wait for each other."""
@@ -284,7 +314,7 @@ class HangWatch:
             return None
         if hang.is_stopped and not hang.continues and len(hang.culprits) < ranks:
             return 0.0
-        return max(self.options.end_after, (_LONG if all(map(_may_take_long, hang.culprits)) else _AGAIN) * limit)
+        return max(self.options.end_after, (_LONG if all(map(self._may_take_long, hang.culprits)) else _AGAIN) * limit)
 
     def _kill(
         self, incident: _Incident, suspects: Sequence[Sight], sights: Sequence[Sight], members: Sequence[ObservedRank]
@@ -308,13 +338,6 @@ class HangWatch:
             seconds = time.perf_counter() - culprit.mark
             self._moved_after[culprit.phase] = max(seconds, self._moved_after.get(culprit.phase, 0.0))
             print_on_stderr(f"lockstep: rank {culprit.rank} moves again, after {seconds:.1f} s")
-
-
-def _may_take_long(sight: Sight) -> bool:
-    """Return whether the rank is outside of its updates, or in its first one, which may compile."""
-    is_between = sight.stage is Stage.UNKNOWN and sight.phase is Phase.HOST  # a user's loop, which may evaluate
-    is_in_updates = sight.stage in (Stage.UNKNOWN, Stage.TRAINING) and sight.updates
-    return not is_in_updates or is_between or sight.phase in _OUTSIDE
 
 
 def _marks(suspects: Sequence[Sight]) -> tuple[float, ...]:

@@ -35,7 +35,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep.config.schema import Launch
@@ -52,7 +52,7 @@ from lockstep.launch.ends import End, EndKind, describe, first_cause
 from lockstep.launch.ends_file import append_ends
 from lockstep.launch.forking import may_fork
 from lockstep.launch.group import RankProcess, SignalRequests, watch
-from lockstep.launch.hang_watch import HangWatch, hang_watch
+from lockstep.launch.hang_watch import HangWatch, UpdateTimes, hang_watch
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.other_launchers import (
     interface_variables,
@@ -87,6 +87,7 @@ class _Launch:
     forks: bool
     hosts: Hosts | None
     watchdog: Watchdog | None
+    times: UpdateTimes = field(default_factory=UpdateTimes)
 
     @property
     def first(self) -> int:
@@ -219,7 +220,7 @@ def _run_ranks(job: _Launch, remedy: str, requests: SignalRequests) -> tuple[Lau
 
     if hosts is not None:
         hosts.why_killed, hosts.requests = why_sigkill, requests
-    hangs = hang_watch(job.watchdog, job.ranks, logs, job.first, alone=hosts is None)
+    hangs = hang_watch(job.watchdog, job.ranks, logs, job.first, alone=hosts is None, times=job.times)
     try:
         with blocked_signals(forks=job.forks), _store_listener(job) as listener:
             gc.freeze()  # forked ranks then never touch, and so never copy, the pages of existing objects

@@ -92,7 +92,8 @@ class BadUpdates:
         self._failure_state.fails_together = knew
         if bad.where and self._printed < _MOST_PRINTED:
             self._printed += 1
-            print_once(f"lockstep: update {report.step:,}: {text}")
+            last = "; further ones are in events.jsonl" if self._printed == _MOST_PRINTED else ""
+            print_once(f"lockstep: update {report.step:,}: {text}{last}")
 
     def add(self, report: NumbersReport) -> None:
         """Add what is known of an update whose report isn't bad any more."""

@@ -169,7 +169,14 @@ class UpdateRepeats:
         """
         tokens = self._components.readback.tokens()
         fault = attempt.fault()
-        search = _Search(self._components, self._left_out, attempt, progress, f"{BAD_NUMBERS}update had {fault}", again)
+        search = _Search(
+            self._components,
+            self._left_out,
+            attempt,
+            progress,
+            f"{BAD_NUMBERS}update {progress.steps + 1:,} had {fault}",
+            again,
+        )
         guilty, without = search.guilty()
         policy = self._section.nonfinite if not math.isfinite(sum(attempt.numbers())) else self._section.spike
         if without is None or policy in ("warn", "stop"):

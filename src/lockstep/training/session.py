@@ -101,7 +101,7 @@ class Session:
         self._batch = next(self._batches)
         self.request(self._left_out.fetched(self._batch))
         count, tokens = self._components.consensus.announce(*self._counts(self._batch))
-        if not float(count):
+        if not float(count) and not self._batch.left_out:
             print_once(no_valid_target(self.progress.steps + 1))
         self._count = nonzero_count(count)
         self._components.readback.start(int(tokens))
