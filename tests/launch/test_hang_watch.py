@@ -22,7 +22,7 @@ from lockstep.core.phase_clock import Phase, PhaseClock
 from lockstep.core.stopping import STACKS_SIGNAL
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.failure_kinds import FailureKind, kind_of
-from lockstep.launch.hang_watch import HangWatch, UpdateTimes, hang_watch
+from lockstep.launch.hang_watch import HangWatch, LearnedTimes, hang_watch
 from lockstep.launch.rank_stacks import Frame, line_of, main_frames, waits_in_collective
 
 Act = Callable[[PhaseClock], None]
@@ -147,7 +147,7 @@ def pauses(clock: PhaseClock) -> None:
 
 @contextmanager
 def watched(
-    folder: Path, *acts: Act, options: Watchdog = QUICK, alone: bool = True, times: UpdateTimes | None = None
+    folder: Path, *acts: Act, options: Watchdog = QUICK, alone: bool = True, times: LearnedTimes | None = None
 ) -> Iterator[tuple[HangWatch, list[Member]]]:
     """Yield the watch over ranks that perform acts."""
     watch = hang_watch(options, len(acts), folder, 0, alone=alone, times=times)
@@ -237,7 +237,7 @@ def test_what_may_take_long_is_neither_named_nor_killed(
 
 
 def test_the_first_update_of_a_later_round_has_the_limit_of_the_rounds_before(tmp_path: Path) -> None:
-    with watched(tmp_path, waits, makes_its_first_update, times=UpdateTimes(first=0.05)) as (watch, members):
+    with watched(tmp_path, waits, makes_its_first_update, times=LearnedTimes(first=0.05)) as (watch, members):
         look(watch, members, 1.5)
         assert members[1].end is not None
         assert "rank 1 hangs in its forward at" in members[1].end.text

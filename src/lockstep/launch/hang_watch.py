@@ -60,7 +60,7 @@ _OUTSIDE = (Phase.EVALUATION, Phase.SAVE)
 
 
 @dataclass
-class UpdateTimes:
+class LearnedTimes:
     """The seconds of updates, over all rounds of a launch."""
 
     first: float = 0.0
@@ -75,7 +75,7 @@ def hang_watch(
     first: int,
     *,
     alone: bool,
-    times: UpdateTimes | None = None,
+    times: LearnedTimes | None = None,
 ) -> HangWatch | None:
     """Return the watch over the ranks of this host; None: they aren't watched.
 
@@ -87,7 +87,7 @@ def hang_watch(
     if options is None or not options.enabled:
         return None
     beats = heartbeat.heartbeats(ranks)
-    return HangWatch(options, beats, logs, first, alone=alone, times=times or UpdateTimes())
+    return HangWatch(options, beats, logs, first, alone=alone, times=times or LearnedTimes())
 
 
 class ProcessOfRank(Protocol):
@@ -134,7 +134,7 @@ class HangWatch:
     first: int
     alone: bool
     interval: float = _TICK_S
-    times: UpdateTimes = field(default_factory=UpdateTimes)
+    times: LearnedTimes = field(default_factory=LearnedTimes)
     _first_before: float = field(init=False)
     _looked: float = field(default_factory=time.perf_counter, init=False)
     _ignored_until: float = field(default=0.0, init=False)
@@ -237,7 +237,8 @@ class HangWatch:
         if self._may_take_long(sight):
             limit = options.other
         elif not sight.updates or len(times.recent) < _FIRST:
-            limit = max(steps, options.steps * ((sight.updates and times.slowest_start) or times.first))
+            known = max(times.slowest_start, *times.recent, 0.0) or times.first if sight.updates else self._first_before
+            limit = max(steps, options.steps * known)
         else:
             limit = max(steps, _SLOWEST * max(times.recent))
         return max(limit, _AGAIN * self._moved_after.get(sight.phase, 0.0))

@@ -52,7 +52,7 @@ from lockstep.launch.ends import End, EndKind, describe, first_cause
 from lockstep.launch.ends_file import append_ends
 from lockstep.launch.forking import may_fork
 from lockstep.launch.group import RankProcess, SignalRequests, watch
-from lockstep.launch.hang_watch import HangWatch, UpdateTimes, hang_watch
+from lockstep.launch.hang_watch import HangWatch, LearnedTimes, hang_watch
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.other_launchers import (
     interface_variables,
@@ -87,7 +87,7 @@ class _Launch:
     forks: bool
     hosts: Hosts | None
     watchdog: Watchdog | None
-    times: UpdateTimes = field(default_factory=UpdateTimes)
+    times: LearnedTimes = field(default_factory=LearnedTimes)
 
     @property
     def first(self) -> int:
