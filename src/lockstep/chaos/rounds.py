@@ -48,7 +48,8 @@ _KEPT = 2  # checkpoints
 _END_AFTER_S = 4.0  # a planted hang doesn't resolve itself
 _OTHER_S = 15.0  # nor one in a save
 _LEAST_LIMIT_S, _SLOWER = 600.0, 20  # a round that takes longer than this, and than 20 undisturbed runs, hangs
-_LEAVE_OUT = "data.leave_out"  # which a round's reference may have in its config
+_MAY_DIFFER = ("data.leave_out", "recovery.snapshot_every")
+"""Keys in which a round's config and that of the run with which it is compared may differ."""
 _LAST_LINES = 5  # of a failed run's output, in a message
 
 
@@ -287,7 +288,7 @@ def _have_equal_state(run: Path, undisturbed: Path) -> bool:
     first, second = (OpenCheckpoint(place.storage, choose(place, None)) for place in places)
     with first, second:
         compared = compare(first, second)
-    config = {key: values for key, values in compared.config.items() if key != _LEAVE_OUT}
+    config = {key: values for key, values in compared.config.items() if key not in _MAY_DIFFER}
     return replace(compared, config=config).equal
 
 
