@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import lockstep
 from lockstep.config.loading import validate
 from lockstep.config.schema import Config
-from lockstep.core.errors import OutOfMemory
+from lockstep.core.errors import ConfigError, OutOfMemory
 from lockstep.launch.ends import End, EndKind
 from lockstep.monitor.attempts import read_attempts
 from lockstep.resilience.faults import FAULTS, Fault, write_plan
@@ -153,8 +153,8 @@ def test_memory_that_runs_out_again_postpones_the_next_growth(tmp_path: Path) ->
     assert (rounds.job.config.batch.micro_size, rounds.job.grow_after) == (8, None)
     rounds.after(ran_out(batch=8))
     assert (rounds.job.config.batch.micro_size, rounds.job.grow_after) == (4, 20)
-    never = sizes(tmp_path, config_of(recovery={"grow_after": 10, "restarts": 0, "budgets": {"memory": 0}}))
-    assert never.job.grow_after is None, "nothing starts its ranks again"
+    with pytest.raises(ConfigError, match="grow_after has no effect"):
+        config_of(recovery={"grow_after": 10, "restarts": 0})
 
 
 # --- what is remembered -----------------------------------------------------------------------------------------------

@@ -359,6 +359,12 @@ class Recovery(Section):
     """Place of the notice that a machine will be taken back: `aws`, `gcp` or `azure` (spot instances), an http address
     that answers 200, or the path of a file that then exists. The run stops, saved, as after a scheduler's warning."""
 
+    @model_validator(mode="after")
+    def _grows_what_was_halved(self) -> Recovery:
+        if self.grow_after is not None and not self.budget("memory"):
+            raise ValueError("grow_after has no effect: memory that runs out ends the run (restarts, budgets.memory)")
+        return self
+
     @field_validator("notice")
     @classmethod
     def _notice_is_a_place(cls, place: str | None) -> str | None:

@@ -77,8 +77,7 @@ class SmallerBatches:
             (self.folder / LOGS / _FILE).unlink(missing_ok=True)
         self._attempts = len(read_attempts(self.folder))
         self._config = self.job.config
-        recovery = self._config.recovery
-        self._pause = recovery.grow_after if recovery.ever else None
+        self._pause = self._config.recovery.grow_after
         self._use(too_large(self.folder, self._config, self.ranks))
 
     def after(self, end: End) -> str:
