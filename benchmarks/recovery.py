@@ -46,7 +46,8 @@ KILLS, SECONDS, EVERY = 200, 600.0, 15.0
 RANKS = 2
 UNDISTURBED_S = 60.0  # of a run whose updates are timed, at most
 CALM = 5  # updates before the next kill
-JITTER_S = 0.5  # the next kill comes at a random moment of these
+JITTER_S = 2.5  # the next kill comes at a random moment of these
+IN_FLIGHT_S = 0.025  # for an update to end whose collectives were over when the rank was killed
 GIVES_UP_S = 60.0  # after a kill, without a new update
 LEFT_S = 5.0  # after the end, for processes to end
 MARK = "RECOVERY_BENCHMARK"
@@ -203,7 +204,7 @@ class Run:
         if starts and Path(f"/proc/{starts[-1]['pid']}").exists():
             return int(starts[-1]["pid"])
         log = f"/logs/rank-{number}.log"  # to which a rank of Lockstep prints
-        for pid in self.processes():
+        for pid in sorted(self.processes(), key=started_at):  # one that waits for its turn is younger
             with suppress(OSError):
                 if os.readlink(f"/proc/{pid}/fd/1").endswith(log):
                     return pid
@@ -282,6 +283,7 @@ def kill(run: Run, rank: int) -> Kill:
     killed = time.time()
     while Path(f"/proc/{pid}/stat").exists() and "Z" not in state_of(pid):
         time.sleep(0.0005)
+    time.sleep(IN_FLIGHT_S)
     last, before, relaunched = run.last_step(), len(run.events), False
     whole = run.wait(lambda event: event["step"] > last and event["ranks"] == RANKS, GIVES_UP_S)
     if whole is None:
@@ -307,6 +309,13 @@ def steps_again(rank: int, earlier: Sequence[Mapping[str, Any]], after: Sequence
     """Return how many updates a rank has noted for the second time."""
     before, again = ([event["step"] for event in events if event["rank"] == rank] for events in (earlier, after))
     return max(0, before[-1] + 1 - min(again)) if before and again else 0
+
+
+def started_at(pid: int) -> int:
+    """Return when a process was started, in ticks of the clock; if it has ended, long ago."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return 0
 
 
 def state_of(pid: int) -> str:

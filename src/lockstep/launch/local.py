@@ -26,44 +26,38 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import json
 import math
 import multiprocessing
 import os
-import pickle
-import signal
 import socket
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Watchdog
-from lockstep.core.closed_streams import open_closed_streams
 from lockstep.core.control_groups import kernel_kills, why_killed
-from lockstep.core.errors import ConfigError, Problem, Stopped
-from lockstep.core.ranks import ADDRESS, LAUNCHER, MEMORIES, NODES, RankEnvironment, started_by_lockstep
-from lockstep.core.safe_path import safe_interpreters
-from lockstep.core.stopping import blocked_signals, handled_signals, stop_code
+from lockstep.core.errors import ConfigError, Stopped
+from lockstep.core.ranks import LAUNCHER, RankEnvironment, started_by_lockstep
+from lockstep.core.stopping import handled_signals, stop_code
 from lockstep.launch import streams
-from lockstep.launch.devices import check_ranks, threads_per_rank
+from lockstep.launch.devices import check_ranks
 from lockstep.launch.ends import End, EndKind, describe, first_cause
 from lockstep.launch.ends_file import append_ends
 from lockstep.launch.forking import may_fork
-from lockstep.launch.group import RankProcess, SignalRequests, watch
-from lockstep.launch.hang_watch import HangWatch, LearnedTimes, hang_watch
+from lockstep.launch.group import SignalRequests, watch
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.other_launchers import (
-    interface_variables,
     read_at_start,
     refuse_unsettable,
     set_environment,
     set_threads,
 )
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
-from lockstep.launch.rank import RankTask, append_end, run_entry, run_rank, signals_stop
-from lockstep.launch.supervision import Rounds
+from lockstep.launch.rank import append_end, run_entry, signals_stop
+from lockstep.launch.starting import NextRound, Ranks, Round
+from lockstep.launch.supervision import Rounds, Supervisor
 
 _LOOPBACK = "127.0.0.1"
 _UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
@@ -73,31 +67,8 @@ _GUARD = (
 )
 _MAX_REASON_LENGTH = 300  # characters
 _SHARE_OF_GRACE = 0.8
+_AHEAD_AFTER_S = 1.0  # seconds of training after which the ranks of the next round are started
 _CAUSED_BY_STOP = (EndKind.INTERRUPTED, EndKind.PEER_FAILED, EndKind.ENDED)  # ranks that stop break their connections
-
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """The arguments of a launch, as of `launch`."""
-
-    entry: Callable[[], int]
-    ranks: int
-    section: Launch
-    logs: Path | None
-    forks: bool
-    hosts: Hosts | None
-    watchdog: Watchdog | None
-    times: LearnedTimes = field(default_factory=LearnedTimes)
-
-    @property
-    def first(self) -> int:
-        """The first of this machine's ranks among all."""
-        return 0 if self.hosts is None else self.hosts.here.first
-
-    @property
-    def size(self) -> int:
-        """Number of ranks on all hosts."""
-        return self.ranks if self.hosts is None else self.hosts.size
 
 
 def launch(
@@ -148,17 +119,28 @@ def launch(
     forks = not fresh and may_fork()
     if may_run_here and not forks:  # a notebook, whose objects no other process can have
         return _run_here(entry, launch, logs)
-    job = _Launch(entry, ranks, launch, logs, forks, hosts, watchdog)
+    job = Ranks(entry, ranks, launch, logs, forks, hosts, watchdog)
     with (
         contextlib.closing(SignalRequests(_patience(launch.grace))) as requests,
         handled_signals(requests.stop, requests.save, last=not own_process),
     ):
-        result, ends = _run_ranks(job, remedy, requests)
-        while supervisor is not None and not requests.stops:
+        return _run_rounds(job, remedy, requests, supervisor)
+
+
+def _run_rounds(job: Ranks, remedy: str, requests: SignalRequests, supervisor: Rounds | None) -> LaunchResult:
+    """Run rounds of ranks until there is no further one."""
+    if supervisor is None:
+        return _run_ranks(job, remedy, requests)[0]
+    with contextlib.ExitStack() as stack:
+        ahead = NextRound(job, supervisor.resumed) if isinstance(supervisor, Supervisor) else None
+        if ahead is not None:
+            stack.callback(ahead.close)
+        result, ends = _run_ranks(job, remedy, requests, ahead)
+        while not requests.stops:
             again = supervisor.next_entry(ends, result)
             if again is None:
                 return supervisor.concluded(result)
-            result, ends = _run_ranks(replace(job, entry=again), remedy, requests)
+            result, ends = _run_ranks(replace(job, entry=again), remedy, requests, ahead)
         return result
 
 
@@ -208,11 +190,12 @@ def _patience(grace: float | None) -> float:
     return math.inf if grace is None else _SHARE_OF_GRACE * grace
 
 
-def _run_ranks(job: _Launch, remedy: str, requests: SignalRequests) -> tuple[LaunchResult, list[End]]:
+def _run_ranks(
+    job: Ranks, remedy: str, requests: SignalRequests, ahead: NextRound | None = None
+) -> tuple[LaunchResult, list[End]]:
     logs, timeout = job.logs, job.section.timeout
     hosts = job.hosts
     old_sizes = streams.sizes(logs, range(job.first, job.first + job.ranks)) if logs else {}
-    members: list[RankProcess] = []
     kills_before = kernel_kills()
 
     def why_sigkill() -> str:
@@ -220,22 +203,12 @@ def _run_ranks(job: _Launch, remedy: str, requests: SignalRequests) -> tuple[Lau
 
     if hosts is not None:
         hosts.why_killed, hosts.requests = why_sigkill, requests
-    hangs = hang_watch(job.watchdog, job.ranks, logs, job.first, alone=hosts is None, times=job.times)
+    begun = (ahead.take(job.entry) if ahead is not None else None) or Round.begin(job)
+    prepare = partial(ahead.prepare, begun) if ahead is not None else None
     try:
-        with blocked_signals(forks=job.forks), _store_listener(job) as listener:
-            gc.freeze()  # forked ranks then never touch, and so never copy, the pages of existing objects
-            try:
-                _start(job, listener, members, hangs)
-            finally:
-                gc.unfreeze()
-        ends = watch(members, requests, timeout, hosts, hangs)
+        ends = watch(begun.members, requests, timeout, hosts, begun.hangs, prepare)
     finally:
-        if hangs is not None:
-            hangs.close()
-        for member in members:
-            if member.ended is None:
-                member.end(signal.SIGKILL)
-            member.close()
+        begun.close()
     if not job.forks and any(end.kind is EndKind.CODE and end.code == _UNGUARDED for end in ends):
         raise ConfigError(_GUARD)
     if hosts is None:
@@ -270,89 +243,3 @@ def result_of(
     is_traceback = end.kind in (EndKind.TRACEBACK, EndKind.PEER_FAILED) and "\n" in text
     problems = end.problems if text == end.text else ()
     return LaunchResult(end.code or 1, text, is_traceback, problems, advice=end.advice)
-
-
-def _start(job: _Launch, listener: socket.socket | None, members: list[RankProcess], hangs: HangWatch | None) -> None:
-    """Start the ranks and append them to `members`, so that the caller can end them if one can't be started."""
-    context = multiprocessing.get_context("fork") if job.forks else multiprocessing.get_context("spawn")
-    open_closed_streams()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or each forked rank would print it again
-    ranks, port = job.ranks, _store_port(job, listener)
-    share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
-    network = _network_variables(job)
-    stdin = os.dup(0) if job.forks and job.size == 1 else None
-    for place in range(ranks):
-        rank = job.first + place
-        log = streams.log_path(job.logs, rank) if job.logs else None
-        beats = None if hangs is None else hangs.heartbeats[place]
-        task = RankTask(rank, os.getpid(), job.forks, log, listener if rank == 0 else None, stdin, beats)
-        channel, rank_channel = context.Pipe()
-        process = context.Process(target=run_rank, args=(job.entry, task, rank_channel), name=f"rank-{rank}")
-        identity = RankEnvironment(rank, job.size, place, ranks, _LOOPBACK, port).variables()
-        variables = {**share, **network, **job.section.environment, **identity, LAUNCHER: str(os.getpid())}
-        with set_environment(variables), safe_interpreters(), _pickling_explained():
-            process.start()
-        rank_channel.close()
-        members.append(RankProcess(process, channel))
-    if stdin is not None:
-        os.close(stdin)
-
-
-@contextlib.contextmanager
-def _store_listener(job: _Launch) -> Iterator[socket.socket | None]:
-    """Yield the socket on which the ranks' store will listen; None if rank 0 is on another host.
-
-    It is closed here once rank 0 has it: if that rank dies, its peers' connections must break.
-    """
-    if job.first > 0:
-        yield None
-        return
-    with _listener(job) as listener:
-        if job.hosts is not None:
-            job.hosts.open_store(listener.getsockname()[1])
-        yield listener
-
-
-def _store_port(job: _Launch, listener: socket.socket | None) -> int:
-    if listener is not None:
-        return int(listener.getsockname()[1])
-    assert job.hosts is not None, "without other hosts rank 0 is on this one"
-    return job.hosts.store_port
-
-
-def _network_variables(job: _Launch) -> dict[str, str]:
-    """Return variables for ranks of several hosts, which a user may override: the interface that connects them."""
-    if job.hosts is None:
-        return interface_variables(job.section.interface, "")
-    memories = {"node": job.hosts.node, "addresses": job.hosts.memories}
-    return {
-        NODES: str(len(job.hosts.world)),
-        ADDRESS: job.hosts.address,
-        **({MEMORIES: json.dumps(memories)} if job.hosts.memories else {}),
-        **interface_variables(job.section.interface, job.hosts.address),
-    }
-
-
-def _listener(job: _Launch) -> socket.socket:
-    """Return a socket that listens on loopback, on the configured port or on any free one."""
-    port = job.section.port
-    try:
-        return socket.create_server((_LOOPBACK, port), backlog=max(128, 2 * job.size))
-    except OSError as error:
-        message = f"can't listen on port {port} ({os.strerror(error.errno or 0)}); 0 takes any free port"
-        raise ConfigError(Problem("", "launch.port", message)) from None
-
-
-@contextlib.contextmanager
-def _pickling_explained() -> Iterator[None]:
-    """Raise ConfigError if the entry can't be pickled for a fresh interpreter."""
-    try:
-        yield
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"what the ranks need can't be sent to them: {str(error)[:_MAX_REASON_LENGTH]}. This process has threads "
-            "or uses an accelerator, or launch.environment has a variable that is read when a process starts, so its "
-            "ranks are fresh interpreters. Define functions and classes at the top of a module (no lambda), or start "
-            "the ranks before the first computation"
-        ) from error

@@ -40,7 +40,8 @@ class Supervisor:
     Attributes:
         config: How many rounds there may be that don't get further.
         last_step: Returns the last update that the run has recorded or saved.
-        resumed: Returns the entry of a rank that resumes from what the rounds before have saved.
+        resumed: Returns the entry of a rank that resumes from what the rounds before have saved; the same object as
+            long as it is to do the same.
         smaller: Makes micro-batches smaller after memory has run out; returns what changes, empty if nothing can.
         larger: Makes them larger again, and returns what changes.
         rounds: Number of rounds that have ended.

@@ -31,6 +31,7 @@ _TENSORBOARD = "tensorboard/"
 _EVENT_FILE = re.compile(r"tensorboard/events\.out\.tfevents\.[\w.-]+")
 _RESUMED = b'{"resumed":'
 _MAX_FAULTS = 8
+_LATE = 100  # updates that an entry may be behind the one before it
 _FLUSH_S = 20.0  # a save's thread waits for the writers' threads
 _MARK_S = 1.0  # an update that begins a save does
 
@@ -165,18 +166,28 @@ def _rewind_file(
     step_of_entry: Callable[[bytes], float | None],
     step: int,
 ) -> None:
-    """Move the entries after `step`, and those without a step, to `archive`."""
+    """Move the entries after `step`, and those without a step, to `archive`.
+
+    Only the file's end is looked at: entries are written in the order of steps, but for a few that come late.
+    """
     if not file.exists():
         return
     data = file.read_bytes()
-    kept, removed = bytearray(), bytearray()
-    for entry in split(data):
-        entry_step = step_of_entry(entry)
-        (kept if entry_step is not None and entry_step <= step else removed).extend(entry)
-    if not removed:
+    entries = list(split(data))
+    last, steps = len(entries), []
+    while last and (not steps or steps[-1] is None or steps[-1] > step - _LATE):
+        last -= 1
+        steps.append(step_of_entry(entries[last]))
+    stays = [before is not None and before <= step for before in reversed(steps)]
+    if all(stays):
         return
+    removed = b"".join(entry for entry, keep in zip(entries[last:], stays, strict=True) if not keep)
     archive.parent.mkdir(parents=True, exist_ok=True)
     archive.write_bytes(removed)
+    if data.endswith(removed):
+        os.truncate(file, len(data) - len(removed))
+        return
+    kept = b"".join([*entries[:last], *(entry for entry, keep in zip(entries[last:], stays, strict=True) if keep)])
     temporary = file.with_name(f".{file.name}.new")
     with temporary.open("wb") as handle:
         handle.write(kept)

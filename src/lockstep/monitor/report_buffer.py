@@ -26,6 +26,7 @@ from lockstep.monitor.monitors import EpochReport
 
 _FILES = ("reports.jsonl", "reports-before.jsonl")
 _MOST_BYTES = 2**20  # of a file
+_NEWEST = 100  # lines, among which is that of the newest step
 _METRICS = "metrics.jsonl"
 _STEP_FIELDS = tuple(field.name for field in fields(StepReport) if field.name not in ("verdict", "requests"))
 
@@ -111,7 +112,7 @@ def mend(run: Path, folder: Path | None, step: int, every: int, last: str | None
     with suppress(OSError), tempfile.TemporaryDirectory(dir=folder) as name:
         replayed = Path(name)
         _replay(entries, replayed / _METRICS, every)
-        newest = max((int(json.loads(line)["step"]) for line in _lines(run / _METRICS)), default=0)
+        newest = max((int(json.loads(line)["step"]) for line in _lines(run / _METRICS)[-_NEWEST:]), default=0)
         _append(run / _METRICS, [line for line in _lines(replayed / _METRICS) if json.loads(line)["step"] > newest])
         present = set(_lines(run / EVENTS))
         _append(run / EVENTS, [line for line in _lines(replayed / EVENTS) if line not in present])

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config
-from lockstep.core import heartbeat
+from lockstep.core import heartbeat, standby
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import Failure, OutOfMemory, RunFailed
 from lockstep.core.out_of_memory import out_of_memory_cause
@@ -112,7 +114,7 @@ def run_job(job: Job) -> Finished:
     if prompt is not None:
         codec_of(config.model, config.data.train)  # refuses a model that makes no text, before training
     refuse_missing_packages(config)
-    with opened(config, job.given, _purpose(job), job) as session, _logged_tracebacks(job, session) as folder:
+    with opened(config, job.given, job=job) as session, _logged_tracebacks(job, session) as folder:
         continues = not job.resume.fresh and job.resume.origin is None
         earlier = EarlierAttempts.of(folder) if continues else NO_ATTEMPTS
         checkpoints, notes, rollbacks = _begin(job, session, folder)
@@ -177,7 +179,13 @@ def _purpose(job: Job) -> Purpose:
 def opened(
     config: Config, given: UserObjects, purpose: Purpose = Purpose.TRAIN, job: Job | None = None
 ) -> Iterator[Session]:
-    """Open a session on this rank, of a job, if any, among the ranks that the environment names; see `assemble`."""
+    """Open a session on this rank, of a job, if any, among the ranks that the environment names; see `assemble`.
+
+    Args:
+        purpose: of a session without a job.
+    """
+    if config.launch.device != "cpu" and torch.accelerator.is_available():
+        standby.wait()  # a rank that has joined the others takes memory of its accelerator
     grouped = names_a_rank(os.environ) or uses_ranks(config.parallel.strategy)
     folder = config.run.folder if job is None or job.folder is None else job.folder
     logs = None if folder is None else Path(folder) / LOGS
@@ -188,7 +196,9 @@ def opened(
     ):
         session: Session | None = None
         try:
-            config = with_known(config, job, world) if job is not None else config
+            standby.wait()
+            if job is not None:
+                config, purpose = with_known(config, job, world), _purpose(job)
             session = assemble(config, world, given, purpose)
             if world.exchange is not None:
                 world.exchange.listen()

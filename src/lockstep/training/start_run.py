@@ -305,11 +305,16 @@ def _supervisor(sizes: SmallerBatches) -> Supervisor:
     attempts = folder / ATTEMPTS
     before = _content(attempts)
 
+    last: tuple[Job, bool, Callable[[], int]] | None = None
+
     def resumed() -> Callable[[], int]:
         """Return the entry of ranks that resume this run, or, if none has begun, start it as they were to."""
+        nonlocal last
         begun = _content(attempts) != before
-        resume = replace(job.resume, fresh=False, step=None, origin=None) if begun else job.resume
-        return partial(train_as_rank, replace(sizes.job, resume=resume), folder)
+        if last is None or last[0] is not sizes.job or last[1] != begun:
+            resume = replace(job.resume, fresh=False, step=None, origin=None) if begun else job.resume
+            last = sizes.job, begun, partial(train_as_rank, replace(sizes.job, resume=resume), folder)
+        return last[2]
 
     def furthest() -> int | None:
         steps = list(names_by_step(snapshots_in(job.memory, None).names())) if job.memory is not None else []

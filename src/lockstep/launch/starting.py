@@ -1,0 +1,247 @@
+"""Starts the processes of a round's ranks: when they are needed, or ahead.
+
+    round 1   start --> train ------ a second later: start the ranks of round 2 ------ rank 1 is killed
+    round 2                                          they join each other, and wait    --> train at once
+
+Ranks that wait have no model and take no time of a processor (`core.standby`). They are forked, so ranks that are fresh
+interpreters aren't started ahead; neither are those that share a port that the user has chosen with the current ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lockstep.config.schema import Launch
+from lockstep.config.training_sections import Watchdog
+from lockstep.core import heartbeat
+from lockstep.core.closed_streams import open_closed_streams
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.ranks import ADDRESS, LAUNCHER, MEMORIES, NODES, RankEnvironment
+from lockstep.core.safe_path import safe_interpreters
+from lockstep.core.stopping import blocked_signals
+from lockstep.launch import streams
+from lockstep.launch.devices import threads_per_rank
+from lockstep.launch.group import RankProcess
+from lockstep.launch.hang_watch import HangWatch, LearnedTimes, hang_watch
+from lockstep.launch.hosts import Hosts
+from lockstep.launch.other_launchers import interface_variables, set_environment
+from lockstep.launch.rank import RankTask, run_rank
+
+_LOOPBACK = "127.0.0.1"
+_MAX_REASON_LENGTH = 300  # characters
+_AHEAD_AFTER_S = 1.0  # of training, until the ranks of the next round are started
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The arguments of a launch, as of `launch`."""
+
+    entry: Callable[[], int]
+    ranks: int
+    section: Launch
+    logs: Path | None
+    forks: bool
+    hosts: Hosts | None
+    watchdog: Watchdog | None
+    times: LearnedTimes = field(default_factory=LearnedTimes)
+
+    @property
+    def first(self) -> int:
+        """The first of this machine's ranks among all."""
+        return 0 if self.hosts is None else self.hosts.here.first
+
+    @property
+    def size(self) -> int:
+        """Number of ranks on all hosts."""
+        return self.ranks if self.hosts is None else self.hosts.size
+
+
+@dataclass
+class Round:
+    """The processes of a round's ranks.
+
+    Attributes:
+        hangs: The watch over them.
+        gate: Where they wait until they are needed, see `standby`; None: they are needed.
+    """
+
+    job: Ranks
+    hangs: HangWatch | None
+    gate: int | None
+    members: list[RankProcess] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, job: Ranks, *, waits: bool = False) -> Round:
+        """Start the ranks of a round; `waits`: ahead."""
+        hangs = hang_watch(job.watchdog, job.ranks, job.logs, job.first, alone=job.hosts is None, times=job.times)
+        begun = cls(job, hangs, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE) if waits else None)
+        try:
+            with blocked_signals(forks=job.forks), _store_listener(job) as listener:
+                gc.freeze()  # forked ranks then never touch, and so never copy, the pages of existing objects
+                try:
+                    _start(job, listener, begun)
+                finally:
+                    gc.unfreeze()
+        except BaseException:
+            begun.close()
+            raise
+        return begun
+
+    def open_gate(self) -> bool:
+        """Let the ranks go on that have waited; return whether all of them do."""
+        for member in self.members:
+            member.update()
+        if self.gate is None or any(member.ended or member.reported for member in self.members):
+            return False
+        os.eventfd_write(self.gate, len(self.members))
+        return True
+
+    def close(self) -> None:
+        """Kill the ranks that are left, and forget them."""
+        if self.hangs is not None:
+            self.hangs.close()
+        if self.gate is not None:
+            os.close(self.gate)
+        left = [member for member in self.members if member.ended is None]
+        for member in left:
+            member.end(signal.SIGKILL)
+        for member in self.members:
+            member.close()
+
+
+@dataclass
+class NextRound:
+    """The ranks of the next round, which are started while those of this one train: if one of these dies, it is soon.
+
+    Attributes:
+        resumed: Returns what they are to do, the same entry as long as it is the same.
+    """
+
+    job: Ranks
+    resumed: Callable[[], Callable[[], int]]
+    _round: Round | None = field(default=None, init=False)
+    _trains_since: float | None = field(default=None, init=False)
+    _prepared: bool = field(default=False, init=False)
+
+    def prepare(self, current: Round) -> None:
+        """Start the ranks once those of the current round have trained for a while; at most once a round."""
+        job, now = self.job, time.monotonic()
+        if self._prepared or not job.forks or job.section.port or current.hangs is None:
+            return
+        if self._trains_since is None and all(beat.numbers[heartbeat.UPDATES] for beat in current.hangs.heartbeats):
+            self._trains_since = now
+        if self._trains_since is not None and now - self._trains_since >= _AHEAD_AFTER_S:
+            self._prepared = True
+            with contextlib.suppress(OSError):  # no process can be made now: they are started when they are needed
+                self._round = Round.begin(replace(job, entry=self.resumed()), waits=True)
+
+    def take(self, entry: Callable[[], int]) -> Round | None:
+        """Return the ranks that have waited to do this, if there are; others are ended."""
+        waiting, self._round = self._round, None
+        self._trains_since, self._prepared = None, False
+        if waiting is None or (waiting.job.entry is entry and waiting.open_gate()):
+            return waiting
+        waiting.close()
+        return None
+
+    def close(self) -> None:
+        if self._round is not None:
+            self._round.close()
+
+
+def _start(job: Ranks, listener: socket.socket | None, begun: Round) -> None:
+    """Start the ranks and append them to the round, so that the caller can end them if one can't be started."""
+    context = multiprocessing.get_context("fork") if job.forks else multiprocessing.get_context("spawn")
+    open_closed_streams()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or each forked rank would print it again
+    ranks, port = job.ranks, _store_port(job, listener)
+    share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
+    network = _network_variables(job)
+    stdin = os.dup(0) if job.forks and job.size == 1 else None
+    for place in range(ranks):
+        rank = job.first + place
+        log = streams.log_path(job.logs, rank) if job.logs else None
+        beats = None if begun.hangs is None else begun.hangs.heartbeats[place]
+        task = RankTask(rank, os.getpid(), job.forks, log, listener if rank == 0 else None, stdin, beats, begun.gate)
+        channel, rank_channel = context.Pipe()
+        process = context.Process(target=run_rank, args=(job.entry, task, rank_channel), name=f"rank-{rank}")
+        identity = RankEnvironment(rank, job.size, place, ranks, _LOOPBACK, port).variables()
+        variables = {**share, **network, **job.section.environment, **identity, LAUNCHER: str(os.getpid())}
+        with set_environment(variables), safe_interpreters(), _pickling_explained():
+            process.start()
+        rank_channel.close()
+        begun.members.append(RankProcess(process, channel))
+    if stdin is not None:
+        os.close(stdin)
+
+
+@contextlib.contextmanager
+def _store_listener(job: Ranks) -> Iterator[socket.socket | None]:
+    """Yield the socket on which the ranks' store will listen; None if rank 0 is on another host.
+
+    It is closed here once rank 0 has it: if that rank dies, its peers' connections must break.
+    """
+    if job.first > 0:
+        yield None
+        return
+    with _listener(job) as listener:
+        if job.hosts is not None:
+            job.hosts.open_store(listener.getsockname()[1])
+        yield listener
+
+
+def _store_port(job: Ranks, listener: socket.socket | None) -> int:
+    if listener is not None:
+        return int(listener.getsockname()[1])
+    assert job.hosts is not None, "without other hosts rank 0 is on this one"
+    return job.hosts.store_port
+
+
+def _network_variables(job: Ranks) -> dict[str, str]:
+    """Return variables for ranks of several hosts, which a user may override: the interface that connects them."""
+    if job.hosts is None:
+        return interface_variables(job.section.interface, "")
+    memories = {"node": job.hosts.node, "addresses": job.hosts.memories}
+    return {
+        NODES: str(len(job.hosts.world)),
+        ADDRESS: job.hosts.address,
+        **({MEMORIES: json.dumps(memories)} if job.hosts.memories else {}),
+        **interface_variables(job.section.interface, job.hosts.address),
+    }
+
+
+def _listener(job: Ranks) -> socket.socket:
+    """Return a socket that listens on loopback, on the configured port or on any free one."""
+    port = job.section.port
+    try:
+        return socket.create_server((_LOOPBACK, port), backlog=max(128, 2 * job.size))
+    except OSError as error:
+        message = f"can't listen on port {port} ({os.strerror(error.errno or 0)}); 0 takes any free port"
+        raise ConfigError(Problem("", "launch.port", message)) from None
+
+
+@contextlib.contextmanager
+def _pickling_explained() -> Iterator[None]:
+    """Raise ConfigError if the entry can't be pickled for a fresh interpreter."""
+    try:
+        yield
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"what the ranks need can't be sent to them: {str(error)[:_MAX_REASON_LENGTH]}. This process has threads "
+            "or uses an accelerator, or launch.environment has a variable that is read when a process starts, so its "
+            "ranks are fresh interpreters. Define functions and classes at the top of a module (no lambda), or start "
+            "the ranks before the first computation"
+        ) from error
