@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from kit import worlds
+from kit import sampling, worlds
 
 gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,7 +61,9 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["fork_server"] = worlds.fork_server()
 
 
+@pytest.hookimpl(tryfirst=True)  # before drills are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sampling.mark_drilled(items, "tests/")
     place = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 

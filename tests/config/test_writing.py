@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from lockstep.config import schema, shape
+from lockstep.config.data_sections import BadSamples
 from lockstep.config.loading import load
+from lockstep.config.numbers_sections import BadNumbers
 from lockstep.config.shape import Range, ValueShape
+from lockstep.config.training_sections import Watchdog
 from lockstep.config.writing import plain_yaml, to_plain
 
 NASTY = st.sampled_from(
@@ -87,7 +90,8 @@ _COUPLED = {
     (schema.Optim, "in_backward"), (schema.Memory, "loss_chunk"), (schema.Launch, "nodes"),
     (schema.Checkpoint, "keep_every"), (schema.Checkpoint, "best"), (schema.Run, "end_with"),
     (schema.Run, "samples"), (schema.Run, "tokens"), (schema.Run, "epochs"), (schema.Run, "steps"),
-    (schema.Recovery, "notice"),
+    (schema.Recovery, "notice"), (schema.Recovery, "grow_after"), (Watchdog, "enabled"), (BadSamples, "policy"),
+    (BadSamples, "limit"), (BadSamples, "timeout"), (BadNumbers, "rollback_steps"),
 }  # fmt: skip
 
 

@@ -209,3 +209,21 @@ def test_positions_and_digests_of_the_loader(workers: int) -> None:
         for place, index in enumerate(loader._order.indices(epoch, np.arange(12)))
     }
     assert positions == {position: index for position, index in order.items() if index == 5}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_worker_that_does_not_know_brings_no_sample_back(workers: int) -> None:
+    source = SkippingSource(IndexSource(12), uniform=False)
+    loader = make_loader(source, global_size=6, micro_size=2, workers=workers)
+    updates = loader.updates(Progress())
+    assert not next(updates).left_out
+    source.leave_out({3: "found in this process, long after its workers have begun"})
+    seen: list[int] = []
+    lacked: list[int] = []
+    for _ in range(4):
+        update = next(updates)
+        seen += [index for batch in update.micro_batches if batch.samples for index in batch.inputs[0].tolist()]
+        lacked += [sample.index for sample in update.left_out]
+    loader.close()
+    assert 3 not in seen
+    assert lacked in ([3, 3], [3])  # once an epoch; it may have been in the first update

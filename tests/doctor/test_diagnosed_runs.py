@@ -140,6 +140,23 @@ def test_the_recorded_end_names_the_first_rank(tmp_path: Path) -> None:
     assert [rank["rank"] for rank in run_as_json(diagnosis)["ranks"]] == [1, 0]
 
 
+def test_survived_failures_are_stated(tmp_path: Path) -> None:
+    run = _run(tmp_path, "step 9\n", metrics='{"step": 9, "loss": 1.0}\n')
+    hang = {"rank": 1, "host": "b", "end": "hung", "code": 124, "text": "rank 1 hangs in its forward", "time": 90.0}
+    _ends(run, text="batch.global_size: is 0", code=2, cause=None, ranks=[], step=None)
+    _ends(run, text="rank 1 hangs in its forward", code=124, ranks=[PEER, hang])
+    _ends(run, code=75, text="stopped by SIGTERM", cause=None, ranks=[])
+    _ends(run, step=6)
+    _ends(run, step=8, text="step 8: loss nan", ranks=[PEER, {**KILLED, "end": "rolled_back"}])
+    listed = [f"rank 1 on host b was killed by SIGKILL: {BY_A_PERSON} (after step 6)"]
+    listed.insert(0, "rank 1 hangs in its forward (after step 3)")
+    assert f"It survived 2 failures: {'; '.join(listed)}." in diagnose_run(run).notes
+    _ends(run, code=0, text="", cause=None, ranks=[], step=9)
+    (run / "summary.json").write_text("{}")
+    (note,) = (note for note in diagnose_run(run).notes if "survived" in note)
+    assert note == f"It survived 2 failures: {'; '.join(listed)}."
+
+
 @pytest.mark.parametrize(("code", "state"), [(75, "stopped after"), (130, "stopped after")])
 def test_a_stopped_run_did_not_fail_whatever_earlier_launches_did(code: int, state: str, tmp_path: Path) -> None:
     earlier = "torch.OutOfMemoryError: CUDA out of memory.\n"

@@ -140,10 +140,19 @@ RECORDED = {
         "AttributeError: partially initialized module 'mine' has no attribute 'Net' (most likely due to a circular",
         "SyntaxError: invalid syntax",
     ],
+    "bad numbers": [
+        "step 12: not finite: loss nan, gradient norm nan; suspected: the whole update, samples 3, 4 "
+        "(recovery.bad_numbers.nonfinite: stop); its update was discarded",
+        "step 12: a spike: loss 90; suspected: the whole update, sample 3 (recovery.bad_numbers.spike: stop); its",
+    ],
     "no progress": ["nothing was recorded for 5 min before the end, since 2026-11-02 10:00:01"],
     "a rank hangs": [
         "rank 1 did not answer within 20 s (launch.timeout), while rank 0 waited in a collective. If a rank hangs",
         "ranks 1, 2 and 5 on hosts a, b did not answer within 20 s (launch.timeout), while the others waited in a",
+        "rank 1 hangs in its forward at model.py:33 in forward (update 12, samples 311, 8); the others wait for it",
+        "ranks 1 and 2 hangs between two updates (update 12); the others wait for it",
+        "rank 3 was stopped (SIGSTOP), and killed in its forward (update 12, samples 311, 8)",
+        "the ranks wait in collectives that don't match: rank 0 in all_reduce; rank 1 in barrier",
     ],
     "shared memory full": [
         "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",

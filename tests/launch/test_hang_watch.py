@@ -286,7 +286,10 @@ def test_ranks_that_wait_in_other_collectives(tmp_path: Path) -> None:
     assert "collectives that don't match: rank 0 in all_reduce at" in ends[0].text
 
 
-def test_beside_other_hosts_a_rank_hangs_that_is_in_no_collective_by_its_stack(tmp_path: Path) -> None:
+def test_beside_other_hosts_a_rank_hangs_that_is_in_no_collective_by_its_stack(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.launch.hang_watch._ELSEWHERE_S", 0.6)
     with watched(tmp_path, hangs_as_collective, alone=False) as (watch, members):
         look(watch, members, 3.0)
         assert members[0].end is not None
@@ -294,6 +297,9 @@ def test_beside_other_hosts_a_rank_hangs_that_is_in_no_collective_by_its_stack(t
     with watched(tmp_path, waits, alone=False) as (watch, members):
         look(watch, members, 2.0)
         assert members[0].end is None, "it may wait for a rank of another host"
+    err = capfd.readouterr().err
+    assert err.count("the ranks of this host have waited") == 1
+    assert "for those of other hosts: rank 0 in a collective at " in err
 
 
 def test_time_in_which_the_launcher_was_stopped_does_not_count(

@@ -112,7 +112,7 @@ def test_a_host_that_is_lost_is_waited_for(tmp_path: Path, undisturbed: Path, lo
     launched = [cluster.start(node) for node in (0, 1)]
     assert launched[lost].end() == -signal.SIGKILL
     other = launched[1 - lost]
-    waits = "this host waits up to 120 s (recovery.host_wait)" if lost == 0 else "from the newest checkpoint"
+    waits = "this host waits up to 120 s (recovery.host_wait)" if lost == 0 else "from the newest state"
     other.wait_for(lambda: waits in other.output)
     again = cluster.start(lost)
     assert [again.end(), other.end()] == [0, 0], again.output + other.output

@@ -63,7 +63,7 @@ def test_a_stop_while_a_host_is_waited_for_ends_the_run(fork_server: ForkServer,
     launched = Hosts(fork_server, tmp_path, 2, wait=60.0).both()
     killed(launched[lost])
     other = launched[1 - lost]
-    words = "this host waits up to 60 s" if lost == 0 else "start again, from the newest checkpoint"
+    words = "this host waits up to 60 s" if lost == 0 else "start again, from the newest state"
     wait_until(lambda: prints(other, words))
     os.kill(other.pid, signal.SIGINT)
     assert other.wait() == 130

@@ -74,6 +74,10 @@ def trained(config: dict[str, Any]) -> float:
     return float(lockstep.train(config).summary["loss"])
 
 
+def accepting(config: dict[str, Any]) -> None:
+    lockstep.train(config, accept_changes=True)
+
+
 def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -109,6 +113,42 @@ def test_an_audit_notices_a_sample_that_is_not_listed(alone: Path) -> None:
     manifest = read_manifest(storage, storage.names()[-1])
     state = {**manifest.state, "left_out": manifest.state["left_out"][1:]}
     assert audit(state, manifest.samples).mismatches
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_epochs_that_lack_the_same_samples_are_proven_by_a_list_of_each_once(tmp_path: Path, drop_last: bool) -> None:
+    data = {"drop_last": drop_last, "loader": {"workers": 1}}
+    in_world(2, trained, config(tmp_path / "run", steps=26, data=data, parallel={"strategy": "ddp"}))
+    found = audited(tmp_path / "run")
+    assert found.complete
+    assert sorted(sample.index for sample in found.left_out) == [5, 9, 17]
+    assert [event["left_out"] for event in events(tmp_path / "run") if "left_out" in event] == [
+        sample.index for sample in sorted(found.left_out, key=lambda sample: sample.position)
+    ]
+    assert all(sample.position < 80 and sample.until is None for sample in found.left_out)
+
+
+def test_samples_that_the_config_leaves_out_for_a_while(tmp_path: Path) -> None:
+    def changed(leave_out: list[list[int]], steps: int) -> dict[str, Any]:
+        sections = config(tmp_path / "run", steps=steps, data={"bad_samples": {}, "leave_out": leave_out})
+        sections["data"]["train"]["arguments"] = {"mended": True}
+        return sections
+
+    for leave_out, steps in (([[5, 5], [9, 9]], 9), ([[9, 9]], 17), ([[3, 9]], 26)):
+        in_world(1, accepting, changed(leave_out, steps))
+        assert audited(tmp_path / "run").complete
+    of_five = [
+        (sample.position < 52, sample.until) for sample in audited(tmp_path / "run").left_out if sample.index == 5
+    ]
+    assert of_five == [(True, 52), (False, None)]
+
+
+def test_a_list_of_an_earlier_version_has_samples_once_an_epoch(alone: Path) -> None:
+    storage = LocalStorage(alone / "checkpoints")
+    manifest = read_manifest(storage, storage.names()[-1])
+    listed = [{name: sample[name] for name in ("index", "reason", "position")} for sample in manifest.state["left_out"]]
+    again = [{**sample, "position": sample["position"] + 40} for sample in listed]
+    assert audit({**manifest.state, "left_out": [*listed, *again]}, manifest.samples).complete
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,22 @@ def test_a_place_that_cant_be_asked_is_reported_once(
     assert capfd.readouterr().err.count("recovery.notice: azure can't be asked") == 1
 
 
+def test_a_file_in_no_folder_is_reported_and_found_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(notices, "_EVERY_S", 0.01)
+    seen: list[int] = []
+    file = tmp_path / "mounted" / "notice"
+    with handled_signals(lambda number, _: seen.append(number), lambda *_: None), watched_notice(str(file)):
+        time.sleep(0.05)
+        file.parent.mkdir()
+        time.sleep(0.05)
+        file.touch()
+        time.sleep(0.2)
+    assert seen == [signal.SIGUSR1]
+    assert capfd.readouterr().err.count(f"tried again until it can: there is no folder {file.parent}\n") == 1
+
+
 def test_a_notice_is_one_warning_of_a_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notices, "_EVERY_S", 0.01)
     seen: list[int] = []

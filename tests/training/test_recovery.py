@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import pytest
 import torch
 import yaml
 from kit import small
-from kit.commands import Done, run_lockstep
+from kit.commands import Done, run_lockstep, start_lockstep
 from safetensors.torch import load_file
 
 from lockstep.config.training_sections import Budgets, Recovery
+from lockstep.doctor.run import diagnose_run
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.ends_file import read_ends
 from lockstep.launch.failure_kinds import kind_of
@@ -28,6 +31,10 @@ MODEL = f"{Path(__file__).parent / 'failing_models.py'}:Failing"
 
 
 def train(folder: Path, restarts: int, arguments: dict[str, Any], *words: str) -> Done:
+    return run_lockstep("train", written(folder, restarts, arguments), *words)
+
+
+def written(folder: Path, restarts: int, arguments: dict[str, Any]) -> Path:
     config = small.config(
         run={"steps": 12, "folder": str(folder)},
         parallel={"strategy": "ddp"},
@@ -39,7 +46,7 @@ def train(folder: Path, restarts: int, arguments: dict[str, Any], *words: str) -
     file = folder.parent / f"{folder.name}.yaml"
     model = {"kind": "custom", "target": MODEL, "arguments": arguments}
     file.write_text(yaml.safe_dump({**config, "model": model}))
-    return run_lockstep("train", file, *words)
+    return file
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +67,7 @@ def test_a_rank_that_fails_once(tmp_path: Path, undisturbed: Path, how: str) -> 
     folder = tmp_path / "run"
     done = train(folder, 1, {"how": how, "at": 7, "once": str(tmp_path / "once")})
     assert done.returncode == 0, done.stderr
-    assert "its ranks start again, from the newest checkpoint" in done.stderr
+    assert "its ranks start again, from the newest state" in done.stderr
     assert [ends.code == 0 for ends in read_ends(folder / "logs")] == [False, True]
     assert losses(folder) == losses(undisturbed)
     first, second = read_attempts(folder)
@@ -103,6 +110,21 @@ def test_a_rank_that_hangs_is_named_with_its_line_and_samples(tmp_path: Path) ->
     (ends,) = read_ends(tmp_path / "run" / "logs")
     assert (ends.cause, ends.ranks[1].end, ends.code) == (1, "hung", 124)
     assert "--- rank 0" in (tmp_path / "run" / "logs" / "hangs.txt").read_text()
+
+
+def test_a_run_in_which_a_rank_hangs_stops_soon_and_loses_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    file = written(folder, 0, {"how": "hang", "at": 7})
+    limits = "--recovery.watchdog={least: 0.5, end_after: null}"
+    words = [limits, "--launch.timeout=600", "--recovery.snapshot_every=1"]
+    running = start_lockstep("train", file, *words, cwd=tmp_path)
+    running.wait_for(lambda: "rank 1 hasn't moved" in running.output)
+    began = time.monotonic()
+    running.send(signal.SIGTERM)
+    assert running.end() == 75
+    assert time.monotonic() - began < 60.0  # and not launch.timeout
+    assert "the state after step 6 was in memory, and is saved" in running.output
+    assert diagnose_run(folder).resume
 
 
 def test_a_run_that_gets_further_each_time_goes_on() -> None:

@@ -16,6 +16,7 @@ from lockstep.core import formatting
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.comparison import Comparison, TensorDifference
+    from lockstep.core.records import LeftOutSample
     from lockstep.training.audit import Audit, Span
 
 _MAX_VALUE = 100  # characters
@@ -173,10 +174,14 @@ def audited(step: int, audit: Audit) -> Lines:
     return [
         *_table(rows, ">>>><"),
         *(f"from sample {position:,}: {what}" for position, what in audit.changes),
-        *(f"left out at {sample.position:,}: sample {sample.index}: {sample.reason}" for sample in audit.left_out),
+        *(f"left out {_span(sample)}: sample {sample.index}: {sample.reason}" for sample in audit.left_out),
         f"step {step:,}, {audit.samples:,} samples: "
         + (f"complete, {_once(audit)}" if audit.complete else f"NOT complete: {incomplete(audit)}"),
     ]
+
+
+def _span(sample: LeftOutSample) -> str:
+    return f"from {sample.position:,} on" if sample.until is None else f"from {sample.position:,} to {sample.until:,}"
 
 
 def _once(audit: Audit) -> str:

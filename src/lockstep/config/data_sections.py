@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from lockstep.strategies.section import Auto, Fraction, PathText, PlaceText, Positive, Section
+from lockstep.strategies.section import Auto, Fraction, PathText, PlaceText, Positive, Section, without_effect
 
 SampleIndex = Annotated[int, Field(ge=0, lt=2**62)]
 
@@ -138,6 +138,12 @@ class BadSamples(Section):
     timeout: Annotated[float, Field(gt=0)] | None = 30.0
     """skip: seconds after which reading a sample counts as endless, and ends; null: never. A dataset that reads several
     at once (`__getitems__`) may take as long for a micro-batch."""
+
+    @model_validator(mode="after")
+    def _options_have_an_effect(self) -> BadSamples:
+        if not self.skips and (options := without_effect(self, "policy")):
+            raise ValueError(f"{options} without effect: write policy: skip, too, or leave it out")
+        return self
 
     @property
     def skips(self) -> bool:

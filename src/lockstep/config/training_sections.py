@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.numbers_sections import BadNumbers
 from lockstep.core.closest import closest_match
-from lockstep.strategies.section import Auto, Fraction, PathText, Positive, Section
+from lockstep.strategies.section import Auto, Fraction, PathText, Positive, Section, without_effect
 
 
 def _settle_target(section: ObjectiveConfig | Optim, selector: str) -> None:
@@ -328,6 +328,12 @@ class Watchdog(Section):
     end_start_after: Annotated[float, Field(ge=0)] | None = 7200.0
     """Seconds instead of `end_after` at the start, which may prepare data, and at the end of the run; twice `other`, at
     least. Null: such a rank is only named."""
+
+    @model_validator(mode="after")
+    def _limits_have_an_effect(self) -> Watchdog:
+        if not self.enabled and (limits := without_effect(self, "enabled")):
+            raise ValueError(f"{limits} without effect: enabled is false; leave one of them out")
+        return self
 
 
 class Recovery(Section):

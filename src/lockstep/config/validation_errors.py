@@ -107,8 +107,19 @@ def _refused(path: Path, node: Node, at: ValueShape, tree: Table) -> str:
         return str(answer)
     example = next((f"; {text}" for start, text in _EXAMPLES if key.startswith(start)), "")
     of_tool = other_tools().value_hint(key, node)
-    hint = _as_text(key, node) or (f"; {of_tool}" if of_tool else "") or _hint(node, at) or example
-    return f"{shown(node)} is not {expectation(at)}{hint}"
+    hint = _as_text(key, node) or (f"; {of_tool}" if of_tool else "") or _hint(node, at) or _inside(key, node, at)
+    return f"{shown(node)} is not {expectation(at)}{hint or example}"
+
+
+def _inside(key: str, node: Node, at: ValueShape) -> str:
+    """Return the key of a section for which a value is valid that was written for the section."""
+    if not isinstance(node, Leaf) or len(at.sections()) != 1:
+        return ""
+    text = node.text or node.value
+    for name, inner in shape.fields(at.sections()[0]).items():
+        if (inner.boolean and isinstance(node.value, bool)) or text in inner.choices:
+            return f"; did you mean {key}.{name}: {shown(node)}?"
+    return ""
 
 
 def _as_text(key: str, node: Node) -> str:

@@ -40,6 +40,10 @@ class RunFailed(Failure):
     """The run failed, and trying again would not help."""
 
 
+class UnusableSamples(RunFailed):
+    """Samples can't be read, or not be put into one batch."""
+
+
 class OutOfMemory(RunFailed):
     """Memory ran out, on a rank's device or on its machine.
 

@@ -14,17 +14,19 @@ Inputs = Mapping[str, Any] | tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class LeftOutSample:
-    """A sample that is left out of its update, because it can't be read or put into a batch.
+    """A sample that is left out of its update, and of those of all later epochs, such as one that can't be read.
 
     Attributes:
         index: In the dataset.
-        reason: The exception and the line that raised it.
-        position: In the order of the run, over all epochs; -1: not known yet.
+        reason: The exception and the line that raised it, or what else leaves it out.
+        position: The first one, in the order of the run, over all epochs; -1: not known yet.
+        until: Position from which it is used again, because the config no longer leaves it out; None: it never is.
     """
 
     index: int
     reason: str
     position: int = -1
+    until: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ Items that torch's own function collates must therefore have the shapes that mos
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -87,6 +87,13 @@ class SkippingSource:
     def leaves_out(self, sample: int) -> bool:
         """Return whether a sample is known to be left out."""
         return sample in self._known
+
+    def lacks(self, indices: Indices, left_out: Sequence[LeftOutSample]) -> bool:
+        """Return whether a batch of these samples lacks all that are known to be left out; a worker may not know."""
+        if not self._known:
+            return True
+        lacked = {sample.index for sample in left_out}
+        return all(index in lacked for index in indices.tolist() if index in self._known)
 
     @contextmanager
     def without(self, samples: Mapping[int, str]) -> Iterator[None]:

@@ -36,6 +36,7 @@ from lockstep.core.records import Batch, GlobalBatch, LeftOutSample
 from lockstep.data.bad_samples import positioned, sum_of_digests
 from lockstep.data.fetching import FetchRequest, Workers, fetch, fetch_all
 from lockstep.data.order import SampleOrder, digests
+from lockstep.data.sources import skipping_part
 from lockstep.plan.batch import BatchPlan, micro_ranges
 
 _BLOCK = 4096  # positions whose order is computed at once: 0.04 us each; 8 us each for a single batch of 8
@@ -82,6 +83,7 @@ class TrainingLoader:
         samples = source.facts.samples
         self.epoch_samples = _epoch_samples(samples, batch.global_size, drop_last)
         self._source = source
+        self._skipping = skipping_part(source)
         self._batch = batch
         self._rank = rank
         self._seed = seed
@@ -190,7 +192,8 @@ class TrainingLoader:
     def _update(self, share: _Share, micro_batches: tuple[Batch, ...]) -> GlobalBatch:
         count, tokens = 0.0, 0
         left_out: tuple[LeftOutSample, ...] = ()
-        for batch, request in zip(micro_batches, share.requests, strict=True):
+        batches = [self._lacking(batch, request) for batch, request in zip(micro_batches, share.requests, strict=True)]
+        for batch, request in zip(batches, share.requests, strict=True):
             if batch.samples:
                 count += self._count(batch)
                 tokens += batch.tokens
@@ -198,8 +201,14 @@ class TrainingLoader:
                 left_out += positioned(batch.left_out, request.indices, request.position)
         used = share.digest - sum_of_digests(share.epoch, left_out) if left_out else share.digest
         return GlobalBatch(
-            micro_batches, share.samples, count, tokens, share.epoch, share.cursor, share.step, used, left_out
+            tuple(batches), share.samples, count, tokens, share.epoch, share.cursor, share.step, used, left_out
         )
+
+    def _lacking(self, batch: Batch, request: FetchRequest) -> Batch:
+        """Return the batch without samples of which a worker didn't know yet that they are left out."""
+        if self._skipping is None or request.is_padding or self._skipping.lacks(request.indices, batch.left_out):
+            return batch
+        return fetch(self._source, request)
 
     def _shares(self, step: int, cursor: int, stop: int | None) -> Iterator[_Share]:
         """Yield the shares from `cursor` to `stop`, in blocks of equal updates."""

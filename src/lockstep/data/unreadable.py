@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
-from lockstep.core.errors import Failure, RunFailed
+from lockstep.core.errors import Failure, UnusableSamples
 from lockstep.core.out_of_memory import note_location, out_of_memory_cause
 from lockstep.data.order import Indices
 
@@ -25,7 +25,7 @@ _warned = 0
 
 
 def read_or_explain(read: Callable[[Indices], T], indices: Indices) -> T:
-    """Return `read(indices)`; if it raises, and again, raise a RunFailed that names the sample."""
+    """Return `read(indices)`; if it raises, and again, raise an UnusableSamples that names the sample."""
     try:
         return read(indices)
     except Failure:
@@ -38,14 +38,14 @@ def read_again(read: Callable[[Indices], T], indices: Indices, error: Exception)
     """Read the samples again, for which `read(indices)` raised `error`, and return them.
 
     Raises:
-        RunFailed: They can't be read, or not be put into one batch; it names the sample.
+        UnusableSamples: They can't be read, or not be put into one batch; it names the sample.
         Exception: The error itself, marked with the samples, if memory ran out.
     """
     reraise_out_of_memory(error, indices)
     for index in indices:
         sample_error = _error_of(read, indices[indices == index])
         if sample_error is not None:
-            raise RunFailed(f"sample {index} can't be read: {describe(sample_error)}") from error
+            raise UnusableSamples(f"sample {index} can't be read: {describe(sample_error)}") from error
     try:
         values = read(indices)
     except Failure:
@@ -55,7 +55,7 @@ def read_again(read: Callable[[Indices], T], indices: Indices, error: Exception)
         remedy = "; a custom collate function can pad them" if "equal size" in str(batch_error) else ""
         reason = f"{describe(batch_error)}{remedy}"
         message = f"samples {named(indices)} can each be read, but not put into one batch: {reason}"
-        raise RunFailed(message) from error
+        raise UnusableSamples(message) from error
     _warn(f"reading samples {named(indices)} failed once and succeeded when it was tried again: {describe(error)}")
     return values
 

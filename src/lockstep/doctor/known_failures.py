@@ -98,6 +98,14 @@ _PROGRAM = (
         "Lower optim.lr, use bf16, set optim.clip_norm: 1.0, and see which step was first in metrics.jsonl.",
     ),
     row(
+        "bad numbers",
+        r"\(recovery\.bad_numbers\.(nonfinite|spike): stop\)|so it is hardly the samples",
+        "The loss or the gradient of an update was not finite, or far above those before, and the config ends the run "
+        "then.",
+        "See the suspected samples in that line and in events.jsonl: leave them out (data.leave_out), or let the run "
+        "do it (recovery.bad_numbers: nonfinite: rollback, bisect: true); if other samples follow, lower optim.lr.",
+    ),
+    row(
         "mismatched collectives",
         r"[Mm]ismatch between collectives|mismatched collective|op\.preamble\.length <= op\.nbytes|"
         r"ran (on|collective) .* but .* (ran|is running)",
@@ -163,10 +171,13 @@ _SEEN_BY_RANKS = (
     ),
     row(
         "a rank hangs",
-        r"\branks? [\d, and]+( more)?( on hosts? .*)? did not answer within",
-        "This rank did not reach a collective while others waited for launch.timeout: it hangs (a lock, a data source, "
-        "a file server), or is slow (a compilation).",
-        "Start again, and see where it hangs: py-spy dump --pid PID; if it is only slow, raise launch.timeout.",
+        r"\branks? [\d, and]+( more)?( on hosts? .*)? "
+        r"(did not answer within|hangs? |(is|are|was|were) stopped \(SIGSTOP)|"
+        r"the ranks wait in collectives that don't match",
+        "This rank did not move while others waited for it: it hangs (a lock, a data source, a file server, another "
+        "operation in its place), was stopped, or is slow (a compilation).",
+        "Read the stacks of all ranks in logs/hangs.txt; without that file, start again, and run py-spy dump --pid "
+        "PID. If the rank is only slow, raise the limit: recovery.watchdog, launch.timeout.",
     ),
     row(
         "NCCL fails",

@@ -37,12 +37,13 @@ from lockstep.doctor.losses import finding_of_losses
 from lockstep.doctor.saved import saved_state
 from lockstep.doctor.starts import changes_since_saved, differences_of_hosts
 from lockstep.launch.ends_file import EXITED, LaunchEnds, RankEnd
-from lockstep.launch.last_launch import LastLaunch, full_disk, last_launch
+from lockstep.launch.last_launch import LastLaunch, full_disk, last_launch, survived_failures
 from lockstep.monitor.folder import ENVIRONMENT, LOGS, held_by, is_finished, is_run, refuse_escaping_links
 from lockstep.report.run_data import RunData, read_run
 from lockstep.training.store_lock import GONE_S
 
 _SHORTEST_HANG_S = 10.0
+_MOST_SURVIVED = 5  # failures in a note
 _INTERVALS = 5  # between records, after which a run without a further one hangs
 
 
@@ -99,8 +100,12 @@ def diagnose_run(run: Path) -> Diagnosis:
 def _continuing(run: Path, data: RunData, seen: list[SeenFailure], state: str) -> Diagnosis:
     """Return the diagnosis of a run that is finished, or runs: what it survived is no fault."""
     losses = finding_of_losses(data.columns["loss"])
-    notes = [losses.text] if losses is not None else []
+    notes = [*_survived(run), *([losses.text] if losses is not None else [])]
     return Diagnosis(run, state, losses is not None and losses.is_wrong, _remarks(seen), (*notes, *data.flaws))
+
+
+def _survived(run: Path) -> list[str]:
+    return [text] if (text := survived_failures(run, _MOST_SURVIVED)) else []
 
 
 def _remarks(seen: Sequence[SeenFailure]) -> tuple[SeenFailure, ...]:
@@ -169,6 +174,7 @@ def _ended(
     texts = [*notes, *([losses.text] if losses is not None else [])]
     if failed:
         texts += changes_since_saved(run, data)
+    texts += _survived(run)
     if data.restarts:
         times = len(data.restarts)
         texts.append(f"It was resumed {times} time{'s' * (times > 1)}, last from step {data.restarts[-1][0]}.")

@@ -4,7 +4,7 @@
                 |- all return          -> done
                 |- one fails           the others may fail because of it, then SIGTERM, then SIGKILL
                 |- stop requested      SIGTERM once; SIGKILL after `patience` seconds, or at the second request, or
-                |                      if one dies of SIGTERM: the others can't save without it
+                |                      if one dies of SIGTERM, or hangs: the others can't save without it
                 |- save requested      SIGUSR2
 
 The launcher sleeps until a rank reports, a process ends, a signal arrives or a deadline passes; four times a second it
@@ -249,6 +249,8 @@ def watch(
         if requests.stops > stops:
             stops = requests.stops
             _stop(stops, living, deadlines, min(patience, requests.patience))
+        if stops and hangs is not None and hangs.has_named:  # the others can't save without it
+            deadlines.kill = min(deadlines.kill, time.monotonic() + _GRACE)
         _set_deadlines(_ends(members, hosts), deadlines, patience, hosts.size if hosts is not None else len(members))
         _enforce(living, deadlines, _GRACE_CUT_OFF if hosts is not None and hosts.is_cut_off else _GRACE)
         if hosts is not None:

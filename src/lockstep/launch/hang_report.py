@@ -78,7 +78,7 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """Ranks that hang.
+    """Ranks that hang; none if all ranks of this host wait for those of other hosts.
 
     Attributes:
         stacks: By process, of all ranks of this host.
@@ -113,11 +113,21 @@ def name_text(hang: Hang, ranks: int, ends_at: float | None, report: str) -> str
 
 def hang_text(hang: Hang, ranks: int, report: str) -> str:
     """Return the message about a rank that was killed because it hung."""
+    if not hang.culprits:
+        return f"the ranks of this host wait for those of other hosts: {hang.collectives}{report}"
     if hang.collectives:
         return f"the ranks wait in collectives that don't match: {hang.collectives}{report}"
     stopped = "is stopped (SIGSTOP), and is let continue" if hang.continues else "was stopped (SIGSTOP), and killed"
     verb = stopped if hang.is_stopped else "hangs"
     return f"{_described(hang, verb)}{_waiting(hang, ranks)}{report}"
+
+
+def wait_text(hang: Hang, seconds: float, report: str) -> str:
+    """Return the line about ranks that wait for those of other hosts."""
+    return (
+        f"lockstep: the ranks of this host have waited {seconds:.0f} s for those of other hosts: "
+        f"{hang.collectives}{report}"
+    )
 
 
 def collectives_text(sights: Sequence[Sight], stacks: Mapping[int, str]) -> str:

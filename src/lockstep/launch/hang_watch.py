@@ -28,7 +28,7 @@ from lockstep.core import heartbeat
 from lockstep.core.heartbeat import Heartbeat, Stage
 from lockstep.core.phase_clock import Phase
 from lockstep.launch.ends import End, EndKind
-from lockstep.launch.hang_report import Hang, Sight, append_report, collectives_text, hang_text, name_text
+from lockstep.launch.hang_report import Hang, Sight, append_report, collectives_text, hang_text, name_text, wait_text
 from lockstep.launch.outcome import print_on_stderr
 from lockstep.launch.rank_stacks import (
     compiles,
@@ -54,6 +54,7 @@ _SLOWEST = 2.0  # times the slowest of the last updates
 _AGAIN = 2.0  # times the limit until a rank is killed; of one that moved again by itself, times that time
 _LONG = 4.0  # times the limit of what may take long, such as a save, until it is killed
 _DEADLOCK_S = 5.0  # after which the stacks of ranks are looked at that may wait without a mark
+_ELSEWHERE_S = 10.0  # after which a wait of all ranks of this host for those of others is reported
 _LOADED_S = 0.5  # after which waits for a processor are subtracted
 _CODE = 124  # of timeout(1)
 _OUTSIDE = (Phase.EVALUATION, Phase.SAVE)
@@ -147,6 +148,11 @@ class HangWatch:
     def __post_init__(self) -> None:
         """Note the time that the rounds before took for their first updates; 0: there were none."""
         self._first_before = self.times.first
+
+    @property
+    def has_named(self) -> bool:
+        """True while a rank that was named doesn't move."""
+        return self._incident is not None and self._incident.hang is not None
 
     def close(self) -> None:
         for beat in self.heartbeats:
@@ -281,6 +287,9 @@ class HangWatch:
     def _name(self, incident: _Incident, suspects: Sequence[Sight], sights: Sequence[Sight]) -> None:
         """Find out from the stacks which rank it is; name it, unless it compiles or is debugged."""
         hang = _found(suspects, sights, alone=self.alone)
+        if hang is not None and not hang.culprits:
+            self._report_wait(incident, hang, sights)
+            return
         if hang is None or not all(
             each.age > each.limit - _EARLIER * self.interval or hang.collectives for each in hang.culprits
         ):
@@ -301,6 +310,19 @@ class HangWatch:
         for culprit in hang.culprits if hang.continues else ():
             self._continued.add(culprit.place)
             os.kill(culprit.process, signal.SIGCONT)
+
+    def _report_wait(self, incident: _Incident, wait: Hang, sights: Sequence[Sight]) -> None:
+        """Report, once, that all ranks of this host wait for those of others, whose launchers name one that hangs.
+
+        None does if the ranks have called collectives that don't match; the hosts' reports then show which.
+        """
+        limit = max(_ELSEWHERE_S, *(sight.limit for sight in sights))
+        seconds = min(sight.age for sight in sights)
+        if seconds < limit:
+            incident.limit = limit
+            return
+        incident.limit = math.inf
+        print_on_stderr(wait_text(wait, seconds, append_report(self.logs, wait, sights)))
 
     def _ends_at(self, hang: Hang, ranks: int, limit: float) -> float | None:
         """Return after how many seconds without a move the rank is killed; None: never."""
@@ -323,7 +345,7 @@ class HangWatch:
         before = incident.hang
         assert before is not None, "only a rank that was named is killed"
         hang = before if before.is_stopped else _found(suspects, sights, alone=self.alone)
-        if hang is None:  # a debugger is attached by now
+        if hang is None or not hang.culprits:  # a debugger is attached by now, or it waits for other hosts
             incident.hang, incident.ends_at, incident.limit = None, None, 2 * max(sight.age for sight in suspects)
             return
         report = append_report(self.logs, hang, sights)
@@ -346,7 +368,7 @@ def _marks(suspects: Sequence[Sight]) -> tuple[float, ...]:
 
 
 def _found(suspects: Sequence[Sight], sights: Sequence[Sight], *, alone: bool) -> Hang | None:
-    """Return which rank hangs, by the stacks of all; None if one is being debugged, or all wait for other hosts."""
+    """Return which rank hangs, by the stacks of all: none if all wait for other hosts. None: one is being debugged."""
     if any(sight.state == "t" for sight in sights):  # a debugger holds it
         return None
     stacks = write_stacks({sight.process: sight.beat for sight in sights if sight.state != "T"})
@@ -360,7 +382,7 @@ def _found(suspects: Sequence[Sight], sights: Sequence[Sight], *, alone: bool) -
     idle = [sight for sight in sights if not waits_in_collective(frames.get(sight.process, []), marked=sight.waits)]
     idle = [sight for sight in idle if sight in suspects] or idle
     if not idle and not alone:
-        return None
+        return Hang((), stacks, collectives=collectives_text(sights, stacks))
     if not idle:
         return Hang((_odd_one(suspects),), stacks, collectives=collectives_text(sights, stacks))
     behind = min((sight.updates, sight.calls) for sight in idle)

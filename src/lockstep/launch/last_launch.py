@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.errors import ConfigError
 from lockstep.core.formatting import size
 from lockstep.core.ranks import LAUNCHER
 from lockstep.launch.ends_file import LaunchEnds, read_ends
-from lockstep.monitor.folder import LOGS, lock_holder
+from lockstep.monitor.attempts import ENDS
+from lockstep.monitor.folder import LOGS, held_by, is_finished, lock_holder
 
 _FULL = 1 << 20  # bytes that are free on a disk that counts as full
+_OTHER_ROUNDS = ("grows", "rolled_back")  # ends after which a new round follows by itself, and isn't a failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,27 @@ def last_launch(run: Path, environment: Mapping[str, Any]) -> LastLaunch:
     variables = environment.get("variables")
     was_own = LAUNCHER in variables if isinstance(variables, Mapping) else bool(entries)
     return LastLaunch((), was_own, starts)
+
+
+def survived_failures(run: Path, most: int) -> str:
+    """Return a sentence about the failures after which ranks were started again, the newest last; empty: none."""
+    entries = [entry for entry in read_ends(run / LOGS) if entry.file == f"{LOGS}/{ENDS}"]
+    goes_on = is_finished(run) or held_by(run) is not None
+    failures = [entry for entry in (entries if goes_on else entries[:-1]) if _is_failure(entry)]
+    if not failures:
+        return ""
+    shown = [
+        f"{entry.text}{f' (after step {entry.step:,})' if entry.step is not None else ''}" for entry in failures[-most:]
+    ]
+    number = "one failure" if len(failures) == 1 else f"{len(failures)} failures"
+    newest = ", the newest of which are" if len(failures) > most else ""
+    return f"It survived {number}{newest}: {'; '.join(shown)}."
+
+
+def _is_failure(entry: LaunchEnds) -> bool:
+    cause = next((rank.end for rank in entry.ranks if rank.rank == entry.cause), "")
+    is_refused = entry.code == ConfigError.exit_code and not entry.has_exited
+    return entry.code != 0 and not entry.is_stop and not is_refused and cause not in _OTHER_ROUNDS
 
 
 def full_disk(run: Path) -> str:

@@ -59,7 +59,10 @@ def watched_from_outside(options: Watchdog, logs: Path | None) -> Iterator[None]
         yield
         return
     rank = RankEnvironment.read(environ)
-    own, before = mapped_heartbeats(folder, rank.local_world_size)[rank.local_rank], heartbeat.own()
+    beats, before = mapped_heartbeats(folder, rank.local_world_size), heartbeat.own()
+    own = beats.pop(rank.local_rank)
+    for beat in beats:
+        os.close(beat.stacks)
     own.numbers[:] = before.numbers
     faulthandler.register(STACKS_SIGNAL, file=own.stacks)
     own.numbers[READY], own.numbers[PROCESS] = 1, os.getpid()

@@ -100,7 +100,7 @@ class Round:
         return begun
 
     def open_gate(self) -> bool:
-        """Let the ranks go on that have waited; return whether all of them do."""
+        """Let the ranks continue that have waited; return whether all of them do."""
         for member in self.members:
             member.update()
         if self.gate is None or any(member.ended or member.reported for member in self.members):
@@ -144,7 +144,7 @@ class NextRound:
             self._trains_since = now
         if self._trains_since is not None and now - self._trains_since >= _AHEAD_AFTER_S:
             self._prepared = True
-            with contextlib.suppress(OSError):  # no process can be made now: they are started when they are needed
+            with contextlib.suppress(OSError, ConfigError):  # they are started when they are needed
                 self._round = Round.begin(replace(job, entry=self.resumed()), waits=True)
 
     def take(self, entry: Callable[[], int]) -> Round | None:

@@ -1,6 +1,6 @@
 """Starts the ranks again after failures that another round may not meet.
 
-    round 1   ranks --> rank 1 was killed, at step 120      transient  --> again, from the newest checkpoint
+    round 1   ranks --> rank 1 was killed, at step 120      transient  --> again, from the newest state
     round 2   ranks --> rank 0 was killed, at step 340      transient  --> again: the run has got further
     round 3   ranks --> KeyError at step 400                program    --> once more: it may have been the host
     round 4   ranks --> KeyError at step 400                program    --> ends: it is the program, or its data
@@ -88,7 +88,7 @@ class Supervisor:
         text = result.text.replace(result.advice, "").rstrip() if result.advice else result.text
         print_on_stderr(
             f"lockstep: {gist(text)}\n"
-            f"lockstep: the run was at step {step:,} or later; its ranks start again, from the newest checkpoint"
+            f"lockstep: the run was at step {step:,} or later; its ranks start again, from the newest state"
             f"{change and '; '}{change}"
         )
         return self.resumed()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TextIO
 
 from lockstep.core import formatting
-from lockstep.core.errors import Stopped
+from lockstep.core.errors import Stopped, blames_a_peer
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport, Verdict
 from lockstep.core.terminal import plain, plain_line
 from lockstep.monitor.background import WorkQueue
@@ -201,8 +201,7 @@ class Console(ThrottledMonitor):
         ]
 
     def _summary(self, facts: RunInfo, error: BaseException | None) -> list[str]:
-        is_stop = isinstance(error, Stopped | KeyboardInterrupt)
-        end, last = "done:" if error is None else "stopped after" if is_stop else "failed after", self._last
+        end, last = _end_of(error), self._last
         if last is None:
             return [f"{end} 0 steps", _row("folder", _shortest_path(facts.folder))]
         of = f" of {facts.steps:,}" if facts.steps is not None and last.step < facts.steps else ""
@@ -219,6 +218,15 @@ class Console(ThrottledMonitor):
             _row("discarded", f"{last.discarded:,} of {last.step:,} updates" if last.discarded else "none"),
             _row("folder", _shortest_path(facts.folder)),
         ]
+
+
+def _end_of(error: BaseException | None) -> str:
+    """Return how an attempt ended, as the first words of its summary; after a peer's failure another may follow."""
+    if error is None:
+        return "done:"
+    if isinstance(error, Stopped | KeyboardInterrupt):
+        return "stopped after"
+    return "interrupted after" if blames_a_peer(error) else "failed after"
 
 
 def _remark(report: StepReport) -> str:

@@ -174,7 +174,8 @@ def _rewind_file(
         return
     data = file.read_bytes()
     entries = list(split(data))
-    last, steps = len(entries), []
+    last = len(entries)
+    steps: list[float | None] = []
     while last and (not steps or steps[-1] is None or steps[-1] > step - _LATE):
         last -= 1
         steps.append(step_of_entry(entries[last]))

@@ -15,6 +15,7 @@ import numpy as np
 
 from lockstep.core import formatting
 from lockstep.core.command_lines import command_line
+from lockstep.launch.last_launch import survived_failures
 from lockstep.monitor.attempts import Attempt, read_attempts
 from lockstep.monitor.folder import held_by
 from lockstep.monitor.goodput import Goodput, goodput, saved_steps
@@ -28,6 +29,7 @@ from lockstep.training.smaller_batches import sentences_on_sizes
 
 _UNSTEADY = 3.0  # 95th percentile of an update to its mean
 _MOST = 10
+_MOST_SURVIVED = 3  # failures in a sentence
 _NOTABLE = 0.01
 
 
@@ -110,6 +112,7 @@ def _sentences(evidence: _Evidence) -> list[str]:
         (3, [cause.sentences for cause in evidence.causes[1:]]),
         (2, memory(evidence.attempts[-1] if evidence.attempts else None, ranks)),
         (1, sentences_on_sizes(run.folder)),
+        (1, [text] if (text := survived_failures(run.folder, _MOST_SURVIVED)) else []),
         (1, _events(run)),
         (1, _goodput(evidence.goodput, is_finished=run.summary is not None)),
         (0, _next(evidence)),

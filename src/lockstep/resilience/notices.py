@@ -125,4 +125,6 @@ def _azure(endpoint: str) -> str | None:
 
 
 def _file(path: Path) -> str | None:
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent}")
     return f"{path} exists" if path.exists() else None

@@ -29,3 +29,10 @@ class Section(BaseModel):
         defer_build=True,
         protected_namespaces=(),
     )
+
+
+def without_effect(section: Section, switch: str) -> str:
+    """Return the keys of a section that aren't as by default, but for its switch, as the subject of a sentence."""
+    fields = type(section).model_fields
+    names = [name for name, field in fields.items() if name != switch and getattr(section, name) != field.default]
+    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}" if names else ""

@@ -133,13 +133,40 @@ def _left_out(state: Mapping[str, Any], samples: int) -> list[LeftOutSample]:
         raise VerificationError(f"its list of samples that are left out can't be read: {error}") from None
 
 
-def _digest_of(left_out: Iterable[LeftOutSample], segment: Segment) -> int:
+def _digest_of(left_out: Sequence[LeftOutSample], segment: Segment) -> int:
     """Return the digest of the samples that are left out of a segment."""
-    epoch_samples, total = segment.order.epoch_samples, 0
-    for sample in left_out:
-        if segment.first <= sample.position < segment.last:
-            total += digest(sample.position // epoch_samples, np.array([sample.index], dtype=np.int64))
+    epoch_samples, total, first = segment.order.epoch_samples, 0, segment.first
+    while first < segment.last:
+        epoch = first // epoch_samples
+        last = min(segment.last, (epoch + 1) * epoch_samples)
+        of_epoch = [sample for sample in left_out if sample.position < last and first < (sample.until or last)]
+        lacked = np.array(sorted(_lacked(of_epoch, segment.order, first, last)), dtype=np.int64)
+        total += digest(epoch, lacked) if len(lacked) else 0
+        first = last
     return total
+
+
+def _lacked(left_out: Sequence[LeftOutSample], order: OrderFacts, first: int, last: int) -> set[int]:
+    """Return which of the samples are left out at the positions `first` to `last`, exclusive, of one epoch."""
+    is_whole_epoch = last - first == order.samples
+    everywhere = {s.index for s in left_out if is_whole_epoch and s.position <= first and s.until is None}
+    somewhere = [sample for sample in left_out if sample.index not in everywhere]
+    if not somewhere:
+        return everywhere
+    wanted = np.array([sample.index for sample in somewhere], dtype=np.int64)
+    places: dict[int, int] = {}
+    sample_order = SampleOrder(order.samples, order.seed, shuffle=order.shuffle)
+    epoch = first // order.epoch_samples
+    for start in range(first, last, _CHUNK):
+        positions = np.arange(start, min(start + _CHUNK, last), dtype=np.int64)
+        indices = sample_order.indices(epoch, positions - epoch * order.epoch_samples)
+        is_wanted = np.isin(indices, wanted)
+        places.update(zip(indices[is_wanted].tolist(), positions[is_wanted].tolist(), strict=True))
+    return everywhere | {
+        sample.index
+        for sample in somewhere
+        if sample.position <= places.get(sample.index, -1) < (last if sample.until is None else sample.until)
+    }
 
 
 def _coverage(segments: Iterable[Segment], samples: int) -> tuple[list[Span], list[Span]]:

@@ -36,7 +36,10 @@ _MOST_PRINTED = 5  # bad updates of an attempt
 _MOST_NAMED = 12  # samples in a message
 _MOST_UNSEEN = 100  # records that nothing takes: a custom loop has no history
 _MOST_RECORDED = 1_000  # samples in the history
-_ACTIONS = {"warn": "kept", "skip": "discarded", "retry": "discarded", "rollback": "rolled back", "stop": "stopped"}
+_ACTIONS = {
+    "warn": "kept", "skip": "discarded", "retry": "repeated in vain, discarded", "rollback": "rolled back",
+    "stop": "stopped",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class BadUpdates:
         if bad.where and self._printed < _MOST_PRINTED:
             self._printed += 1
             last = "; further ones are in events.jsonl" if self._printed == _MOST_PRINTED else ""
-            print_once(f"lockstep: update {report.step:,}: {text}{last}")
+            print_once(f"lockstep: update {report.step:,}, {bad.action}: {text}{last}")
 
     def add(self, report: NumbersReport) -> None:
         """Add what is known of an update whose report isn't bad any more."""
@@ -154,9 +157,12 @@ _OUTCOMES = {
 
 
 def _text(bad: NumbersReport) -> str:
-    samples = listed([f"{sample}" for sample in bad.samples], _MOST_NAMED)
-    of = bad.where or "the whole update"
-    return f"{bad.what}; suspected: {of}, samples {samples}" if bad.samples else bad.what
+    if not bad.samples:
+        return bad.what
+    number = len(bad.samples)
+    samples = f"sample{'s' * (number > 1)} {listed([str(sample) for sample in bad.samples], _MOST_NAMED)}"
+    more = " (all in events.jsonl; recovery.bad_numbers.bisect finds which)" if number > _MOST_NAMED else ""
+    return f"{bad.what}; suspected: {bad.where or 'the whole update'}, {samples}{more}"
 
 
 def _badness(loss: float) -> float:

@@ -95,8 +95,15 @@ class Ledger:
 
 
 def left_out_in(state: Iterable[Mapping[str, Any]]) -> list[LeftOutSample]:
-    """Return the samples that a checkpoint lists as left out. Raises TypeError if the list isn't of that form."""
-    return [LeftOutSample(**sample) for sample in state]
+    """Return the samples that a checkpoint lists as left out, each once: earlier versions listed it for each epoch.
+
+    Raises:
+        TypeError: The list isn't of that form.
+    """
+    listed: dict[tuple[int, int | None], LeftOutSample] = {}
+    for sample in (LeftOutSample(**fields) for fields in state):
+        listed.setdefault((sample.index, sample.until), sample)
+    return [*listed.values()]
 
 
 def order_of(components: Components) -> OrderFacts:

@@ -4,12 +4,15 @@ update      8                  9                              10
 rank 0      fetches 9's batch  fetches 10's, lacks sample 17
 rank 1      fetches 9's batch  fetches 10's
 vote                           LEFT_OUT --> all ranks exchange which --> more than the limit? --> the run ends
+
+A sample is listed once, with the first update that lacks it. All later epochs lack it, too, whatever reading it does by
+then, so checkpoints don't grow with the epochs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.core.errors import RunFailed
@@ -34,18 +37,19 @@ class LeftOutSamples:
     def __init__(self, components: Components) -> None:
         self._axis = components.world.axis
         self._limit = components.config.data.bad_samples.limit
+        self._configured = components.config.data.leave_out
         self._source = skipping_part(components.source)
         self._position = components.position
         self._pending: list[LeftOutSample] = []
         self._samples: list[LeftOutSample] = []
+        self._listed: set[int] = set()  # those of `_samples` that are left out now
         self._unseen: list[LeftOutSample] = []
 
     def fetched(self, batch: GlobalBatch) -> tuple[Request, ...]:
         """Return this rank's request for the next vote, after it has fetched a batch."""
-        if not batch.left_out:
-            return ()
-        self._pending += batch.left_out
-        return (Request.LEFT_OUT,)
+        new = [sample for sample in batch.left_out if sample.index not in self._listed]
+        self._pending += new
+        return (Request.LEFT_OUT,) if new else ()
 
     def receive(self, report: StepReport, failure_state: FailureState) -> None:
         """Exchange what ranks leave out, if one has requested it; all ranks together.
@@ -61,10 +65,10 @@ class LeftOutSamples:
         knew, failure_state.fails_together = failure_state.fails_together, True  # if it fails here
         _refuse_different(shares)
         before = {sample.index for sample in _bad(self._samples)}
-        new = sorted((sample for _, counts, part in shares if counts for sample in part), key=_by_position)
+        new = self._first_of_each(sample for _, counts, part in shares if counts for sample in part)
         self._samples += new
         self._unseen += new
-        self._leave_out()
+        self._leave_out(new)
         for sample in _bad(new):
             if sample.index not in before:
                 before.add(sample.index)
@@ -85,20 +89,39 @@ class LeftOutSamples:
         return new
 
     def state(self) -> list[dict[str, Any]]:
-        """Return the samples as plain JSON, with those of updates that are not finished."""
+        """Return the samples as plain JSON, also those of updates that are not finished."""
         return [asdict(sample) for sample in self._samples]
 
     def restore(self, state: Iterable[Mapping[str, Any]], consumed: int) -> None:
         """Continue the list of a checkpoint after `consumed` samples; those that follow are found again."""
-        self._samples = [sample for sample in left_out_in(state) if sample.position < consumed]
+        listed = [sample for sample in left_out_in(state) if sample.position < consumed]
+        self._samples = [
+            replace(sample, until=consumed) if sample.until is None and not self._stays(sample) else sample
+            for sample in listed
+        ]
         self._pending = []
-        self._leave_out()
+        self._listed = set()
+        self._leave_out([sample for sample in self._samples if sample.until is None])
 
-    def _leave_out(self) -> None:
+    def _stays(self, sample: LeftOutSample) -> bool:
+        """Return whether a sample of an earlier attempt is left out of this one, too."""
+        if sample.reason == CONFIGURED:
+            return any(first <= sample.index <= last for first, last in map(sorted, self._configured))
+        return self._source is not None
+
+    def _first_of_each(self, samples: Iterable[LeftOutSample]) -> list[LeftOutSample]:
+        """Return the samples that aren't listed yet, each once: two updates of a tiny epoch may have lacked it."""
+        new: dict[int, LeftOutSample] = {}
+        for sample in sorted(samples, key=_by_position):
+            if sample.index not in self._listed:
+                new.setdefault(sample.index, sample)
+        return [*new.values()]
+
+    def _leave_out(self, samples: Sequence[LeftOutSample]) -> None:
         """Have the source of this process read none of them again."""
+        self._listed.update(sample.index for sample in samples)
         if self._source is not None:
-            listed = (sample for sample in self._samples if sample.reason != CONFIGURED)
-            self._source.leave_out({sample.index: sample.reason for sample in listed})
+            self._source.leave_out({sample.index: sample.reason for sample in samples if sample.reason != CONFIGURED})
 
 
 def _bad(samples: Iterable[LeftOutSample]) -> list[LeftOutSample]:

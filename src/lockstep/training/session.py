@@ -13,10 +13,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from lockstep.core.errors import PeerFailed, Stopped
+from lockstep.core.errors import PeerFailed, RunFailed, Stopped, UnusableSamples
 from lockstep.core.out_of_memory import located
 from lockstep.core.phase_clock import Phase
 from lockstep.core.progress import Progress
@@ -98,7 +99,8 @@ class Session:
         if self._batch is not None:
             return
         self._batches = self._components.loader.updates(self.progress)
-        self._batch = next(self._batches)
+        with _remedy_named():
+            self._batch = next(self._batches)
         self.request(self._left_out.fetched(self._batch))
         count, tokens = self._components.consensus.announce(*self._counts(self._batch))
         if not float(count) and not self._batch.left_out:
@@ -276,7 +278,8 @@ class Session:
     def _next_batch(self, batches: Iterator[GlobalBatch]) -> GlobalBatch:
         """Return the next update's batch. If its data fails, all ranks finish the current update and learn of it."""
         try:
-            return next(batches)
+            with _remedy_named():
+                return next(batches)
         except Stopped:
             raise
         except Exception as error:
@@ -308,6 +311,15 @@ class Session:
         plan = self._components.plan
         done = fraction_done(self._components.config.run, self.progress, plan.epoch_samples)
         return self._components.rate(done, self.progress.steps, plan.steps)
+
+
+@contextmanager
+def _remedy_named() -> Iterator[None]:
+    """Name the key of the config that leaves out training samples which can't be used."""
+    try:
+        yield
+    except UnusableSamples as error:
+        raise RunFailed(f"{error}; data.bad_samples.policy: skip leaves such samples out") from error.__cause__
 
 
 # --- what other parts of Lockstep need of a session, and users don't ----------------------------------------------

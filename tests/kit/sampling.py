@@ -1,0 +1,107 @@
+"""Tests of which `make test` runs some rows, evenly spread; `make drill` runs the others.
+
+Each of these rows is a run, or many, and most of them differ from their neighbors in one option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+ROWS = {
+    "checkpoint/test_corruption.py::test_each_corruption_is_detected_and_the_checkpoint_before_it_is_used": 10,
+    "checkpoint/test_hostile.py::test_a_damaged_checkpoint_is_moved_aside_and_the_one_before_it_used": 70,
+    "checkpoint/test_hostile.py::test_no_damaged_checkpoint_takes_much_memory": 7,
+    "cli/test_init.py::test_every_template_passes_the_check_and_trains": 2,
+    "cli/test_json_output.py::test_stdout_is_json_alone": 5,
+    "cli/test_network_recipes.py::test_a_tiny_model_trains_with_the_settings_of_the_recipe": 1,
+    "docs/test_places.py::test_the_command_can_be_launched": 3,
+    "interop/test_zero_import.py::test_weights_are_bitwise_identical_to_the_engine_s": 8,
+    "launch/test_elastic_restarts.py::test_nodes_that_count_restarts_differently_meet": 0,
+    "launch/test_host_ends.py::test_all_hosts_end_with_the_first_cause": 3,
+    "launch/test_hosts_with_bucket.py::test_a_killed_run_in_a_bucket_resumes_with_the_hosts_swapped_and_then_on_one_of_them": 0,  # noqa: E501
+    "launch/test_local.py::test_a_rank_that_hangs_is_named_by_those_that_waited": 3,
+    "launchers/test_aws.py::test_a_fault_at_each_call_leaves_nothing": 4,
+    "launchers/test_aws_follow.py::test_what_fails_for_a_while_is_borne": 2,
+    "profiling/test_planted.py::test_of_one_rank": 2,
+    "profiling/test_planted_explained.py::test_the_meters_name_it_first": 2,
+    "proof/test_proof.py::test_every_strategy_matches_the_single_process_on_ragged_text": 1,
+    "simulation/test_cells.py::test_layouts_run_as_on_an_accelerator": 1,
+    "simulation/test_cells.py::test_products_run_as_on_an_accelerator": 0,
+    "simulation/test_choice_of_strategy.py::test_a_process_answers_and_is_not_waited_for_longer_than_it_may_take": 0,
+    "simulation/test_estimated_models.py::test_ddp_sends_the_order_of_the_buckets_of_hundreds_of_parameters": 0,
+    "simulation/test_estimated_models.py::test_state_on_nvme_is_not_on_the_accelerator": 0,
+    "simulation/test_estimated_models.py::test_the_fullest_stage_of_a_pipeline_is_its_peak": 0,
+    "simulation/test_large_models.py::test_a_rank_holds_its_share_and_waits_for_nothing": 1,
+    "simulation/test_peak_memory.py::test_a_module_of_the_user_is_left_as_it_is": 0,
+    "simulation/test_peak_memory.py::test_the_prediction_equals_the_measurement_by_category": 3,
+    "simulation/test_sent_bytes.py::test_a_simulated_update_gathers_the_bytes_of_the_formula": 2,
+    "simulation/test_zero_start.py::test_no_rank_holds_the_whole_model": 1,
+    "simulation/test_zero_waits.py::test_an_update_waits_only_where_it_must": 4,
+    "training/test_bad_numbers.py::test_a_nan_that_does_not_come_again_leaves_no_trace": 3,
+    "training/test_context.py::test_products_on_four_ranks": 0,
+    "training/test_deepspeed.py::test_a_discarded_update_leaves_no_bit": 5,
+    "training/test_deepspeed.py::test_a_run_goes_on_to_the_bit_under_the_same_stage": 2,
+    "training/test_deepspeed.py::test_memory_is_what_the_plan_says": 1,
+    "training/test_deepspeed.py::test_stage_3_gathers_in_the_precision_of_autocast_and_trains_the_same_to_the_bit": 0,
+    "training/test_deepspeed.py::test_weights_in_bf16_beside_fp32_masters_make_the_run_of_bf16": 1,
+    "training/test_deferred_values.py::test_an_evaluation_has_no_optimizer_and_draws_nothing": 2,
+    "training/test_deferred_values.py::test_values_can_be_drawn_after_all": 1,
+    "training/test_deleted_folder.py::test_what_is_deleted_is_made_again": 4,
+    "training/test_divided_models.py::test_first_weights_are_the_single_process": 2,
+    "training/test_families.py::test_every_family_in_two_replicas_of_two_parts": 0,
+    "training/test_families.py::test_every_family_is_the_single_process": 2,
+    "training/test_features.py::test_what_is_tested_is_the_single_process": 4,
+    "training/test_fsdp.py::test_memory_is_what_the_plan_says": 4,
+    "training/test_fsdp.py::test_precisions_round_as_much_as_they_must": 2,
+    "training/test_histograms.py::test_two_ranks_count_what_one_counts": 2,
+    "training/test_interrupted_evaluations.py::test_it_is_done_when_the_run_resumes": 3,
+    "training/test_invariant.py::test_any_number_of_ranks_gives_the_same_bits": 5,
+    "training/test_out_of_memory.py::test_one_sentence_names_place_sizes_and_remedy": 2,
+    "training/test_out_of_memory.py::test_the_advised_micro_batch_fits": 0,
+    "training/test_pipeline.py::test_models_of_a_users_own": 2,
+    "training/test_pipeline.py::test_products": 0,
+    "training/test_pipeline.py::test_two_stages_of_ragged_text": 2,
+    "training/test_published_weights.py::test_a_divided_run_publishes_the_whole_model": 3,
+    "training/test_publishing.py::test_a_disk_may_take_longer_than_a_collective": 0,
+    "training/test_publishing.py::test_files_hold_the_model_once": 3,
+    "training/test_resume.py::test_cut_runs_end_as_uncut_ones": 6,
+    "training/test_resume.py::test_every_optimizer_goes_on": 4,
+    "training/test_resume.py::test_three_ranks_sum_in_one_order_from_the_first_update_on": 2,
+    "training/test_same_run.py::test_divided_state_is_the_single_process": 4,
+    "training/test_signals.py::test_sigusr2_saves_and_continues_and_sigusr1_saves_and_stops": 2,
+    "training/test_tensor.py::test_plans_of_the_transformers_library": 0,
+    "training/test_tensor.py::test_products_on_four_ranks": 0,
+    "training/test_transactions.py::test_a_loss_scale_that_overflows_halves_until_it_fits": 5,
+    "training/test_transactions.py::test_an_update_that_is_not_finite_leaves_no_trace": 8,
+    "training/test_unused_parameters.py::test_a_layer_that_one_rank_leaves_out": 3,
+    "training/test_unused_parameters.py::test_modules_that_some_ranks_leave_out": 1,
+    "training/test_whole_matrices.py::test_options_of_a_run_leave_it_the_single_process": 1,
+    "training/test_whole_matrices.py::test_stages_and_parts_of_sequences_share_the_matrices_of_their_own_ranks": 0,
+    "transforms/test_activation_checkpointing.py::test_a_run_is_bitwise_identical": 2,
+    "transforms/test_activation_checkpointing.py::test_models_of_every_family_are_computed_again": 0,
+}
+"""Test function --> rows that `make test` runs; 0: none."""
+
+
+def spread(items: Sequence[Any], number: int) -> set[int]:
+    """Return the places of this many items, evenly spread, the first and the last among them if there are two."""
+    if number >= len(items):
+        return set(range(len(items)))
+    return {round(place * (len(items) - 1) / max(number - 1, 1)) for place in range(number)}
+
+
+def mark_drilled(items: Iterable[pytest.Item], root: str) -> None:
+    """Mark the other rows of these tests as drills."""
+    by_function: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        function = item.nodeid.partition("[")[0].removeprefix(root)
+        if function in ROWS and item.get_closest_marker("drill") is None:
+            by_function.setdefault(function, []).append(item)
+    for function, rows in by_function.items():
+        stay = spread(rows, ROWS[function])
+        for place, row in enumerate(rows):
+            if place not in stay:
+                row.add_marker(pytest.mark.drill)
