@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import threading
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, cast
 
 _LONGEST_S = 30.0  # an import may hang, as that from a network's file system
 _importing = threading.RLock()
@@ -20,6 +24,20 @@ def import_beside(name: str) -> Any:
     """Return a module, in any thread."""
     with _importing:
         return importlib.import_module(name)
+
+
+@contextmanager
+def not_importable(name: str) -> Iterator[None]:
+    """Let a module, unless it is there already, count as not installed for what the block imports."""
+    with _importing:
+        is_there = name in sys.modules
+        if not is_there:
+            sys.modules[name] = cast("ModuleType", None)
+        try:
+            yield
+        finally:
+            if not is_there:
+                del sys.modules[name]
 
 
 def _before_fork() -> None:

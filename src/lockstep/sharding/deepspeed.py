@@ -32,6 +32,7 @@ from lockstep.config.deepspeed import derived_of, engine_config
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.protocols import GradientStep
+from lockstep.core.slow_imports import not_importable
 from lockstep.distributed.shard_boxes import FlatShard
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Builder, Sharding, ShardingContext
@@ -172,7 +173,7 @@ def _import(device: torch.device) -> Any:
     for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):  # DeepSpeed uses their old names
         warnings.filterwarnings("ignore", f".*{name}. is deprecated", FutureWarning)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), not_importable("mlflow"):  # two seconds, for an autotuner that isn't used
             warnings.simplefilter("ignore")
             use_accelerator(device)
             import deepspeed
