@@ -104,7 +104,8 @@ def main() -> None:
             "failure": end if not rows else "",
         }
         layouts = {name: kept[name] for name in LAYOUTS if name in kept}
-        results = {"command": f"python drills/chaos_drill.py --rounds {given.rounds}", "machine": machine()}
+        seed = f" --seed {given.seed}" if given.seed else ""
+        results = {"command": f"python drills/chaos_drill.py --rounds {given.rounds}{seed}", "machine": machine()}
         RESULTS.write_text(json.dumps({**results, "layouts": layouts}, indent=1) + "\n")
     print(table({"layouts": layouts}))
     rows = [row for layout in given.only or LAYOUTS for row in kept[layout]["rows"]]

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from kit.reports import FACTS, report
 
 from lockstep.core import formatting
-from lockstep.core.errors import Stopped
+from lockstep.core.errors import PeerFailed, Stopped
 from lockstep.core.records import EvaluationReport, Verdict
 from lockstep.monitor.console import Console
 from lockstep.monitor.live import LiveDisplay, Status, rows
@@ -130,6 +130,7 @@ def test_without_progress_start_evaluations_and_end_remain() -> None:
         (Stopped("please"), "stopped after 12 of 30 steps"),
         (KeyboardInterrupt(), "stopped after 12 of 30 steps"),
         (ValueError("x"), "failed after 12 of 30 steps"),
+        (PeerFailed("rank 1 has failed"), "interrupted after 12 of 30 steps"),
     ],
 )
 def test_the_summary_states_how_the_run_ended(error: BaseException | None, end: str) -> None:
