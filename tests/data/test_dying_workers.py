@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import re
 import signal
 import time
+from typing import Any
 
 import pytest
 from index_sources import IndexSource, make_loader
 from kit.worlds import in_world
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.core.control_groups import Kills
 from lockstep.core.errors import RunFailed
@@ -96,3 +99,38 @@ def _users_own_worker_killed() -> str:
 
 def test_the_death_of_a_users_own_worker_is_not_translated() -> None:
     assert in_world(1, _users_own_worker_killed)[0].startswith("DataLoader worker (pid ")
+
+
+def _killed_after_the_end() -> int:
+    loader = make_loader(IndexSource(100), workers=1, shuffle=False)
+    next(loader.updates(Progress()))
+    kept = [thing for thing in gc.get_objects() if isinstance(thing, _BaseDataLoaderIter)]  # as by a traceback
+    loader.close()
+    _kill_the_worker()
+    time.sleep(1.0)  # torch's handler would raise in here
+    return len(kept)
+
+
+def test_a_worker_that_dies_after_the_end_is_no_failure() -> None:
+    assert in_world(1, _killed_after_the_end) == [1]
+
+
+class _OneSampleFails(IndexSource):
+    def fetch(self, indices: Any) -> Any:
+        if 9 in indices:
+            raise RunFailed("sample 9 can't be read")
+        if 13 in indices:
+            time.sleep(600.0)
+        return super().fetch(indices)
+
+
+def test_after_a_failure_no_worker_is_left() -> None:
+    """Though the failure, which holds all frames, is kept, and one worker still reads."""
+    loader = make_loader(_OneSampleFails(100), workers=2, shuffle=False)
+    began = time.monotonic()
+    with pytest.raises(RunFailed, match="sample 9") as kept:
+        for _ in loader.updates(Progress()):
+            pass
+    assert multiprocessing.active_children() == []
+    assert time.monotonic() - began < 60.0
+    assert kept.tb is not None

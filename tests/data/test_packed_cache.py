@@ -164,3 +164,14 @@ def test_drafts_of_writers_that_live_elsewhere_stay(folder):
         os.utime(folder / draft / "tokens", (time.time() - age,) * 2)
     cached_stream("key", blocks, 5, "data")
     assert names(folder) == ["key", "key@elsewhere@1.part"]
+
+
+def test_a_killed_writer_has_ended_though_its_parent_does_not_know_it_yet():
+    process = os.fork()
+    if process == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    assert not packed_cache._is_running(process)
+    os.waitpid(process, 0)
+    assert not packed_cache._is_running(process)
+    assert packed_cache._is_running(os.getpid())

@@ -68,6 +68,8 @@ class ForkServer:
         return answer
 
     def close(self) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps({"quit": True}), file=self._process.stdin, flush=True)  # a child of the test may have it open
         self._process.communicate()
 
 

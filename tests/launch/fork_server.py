@@ -22,6 +22,8 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
+        if "quit" in request:
+            return
         if "wait" in request:
             _, status = os.waitpid(request["wait"], 0)
             print(json.dumps({"code": os.waitstatus_to_exitcode(status)}), flush=True)

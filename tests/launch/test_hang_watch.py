@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lockstep.config.training_sections import Watchdog
 from lockstep.core import heartbeat
+from lockstep.core.collective_names import NAMES
 from lockstep.core.heartbeat import READY, Stage
 from lockstep.core.phase_clock import Phase, PhaseClock
 from lockstep.core.stopping import STACKS_SIGNAL
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.failure_kinds import FailureKind, kind_of
 from lockstep.launch.hang_watch import HangWatch, LearnedTimes, hang_watch
+from lockstep.launch.host_waits import HostWaits
 from lockstep.launch.rank_stacks import Frame, line_of, main_frames, waits_in_collective
 
 Act = Callable[[PhaseClock], None]
@@ -71,6 +76,13 @@ def waits(clock: PhaseClock) -> None:
     updates(clock)
     clock.enter(Phase.COMMUNICATION)
     sleep_in("/x/torch/distributed/distributed_c10d.py")
+
+
+def moves_later(clock: PhaseClock) -> None:
+    updates(clock)
+    for _ in range(40):
+        clock.enter(Phase.COMMUNICATION)
+        sleep_in("/x/torch/distributed/distributed_c10d.py", 0.9)
 
 
 def hangs(clock: PhaseClock) -> None:
@@ -147,10 +159,16 @@ def pauses(clock: PhaseClock) -> None:
 
 @contextmanager
 def watched(
-    folder: Path, *acts: Act, options: Watchdog = QUICK, alone: bool = True, times: LearnedTimes | None = None
+    folder: Path,
+    *acts: Act,
+    options: Watchdog = QUICK,
+    alone: bool = True,
+    times: LearnedTimes | None = None,
+    first: int = 0,
+    others: HostWaits | None = None,
 ) -> Iterator[tuple[HangWatch, list[Member]]]:
     """Yield the watch over ranks that perform acts."""
-    watch = hang_watch(options, len(acts), folder, 0, alone=alone, times=times)
+    watch = hang_watch(options, len(acts), folder, first, alone=alone, times=times, others=others)
     assert watch is not None
     watch.interval = 0.02
     members = []
@@ -300,6 +318,55 @@ def test_beside_other_hosts_a_rank_hangs_that_is_in_no_collective_by_its_stack(
     err = capfd.readouterr().err
     assert err.count("the ranks of this host have waited") == 1
     assert "for those of other hosts: rank 0 in a collective at " in err
+
+
+class TwoHosts:
+    """What the launchers of two hosts report to each other, as JSON."""
+
+    def __init__(self, ranks: int) -> None:
+        self.waits = [HostWaits(partial(self._send, node), lambda: ranks) for node in range(2)]
+
+    def _send(self, node: int, message: Mapping[str, Any]) -> None:
+        self.waits[1 - node].receive(json.loads(json.dumps({**message, "node": node})))
+
+
+@pytest.mark.parametrize(
+    ("operations", "acts", "killed"),
+    [
+        ((1, 1, 4), (waits, waits, waits), [2]),
+        ((1, 4, 4), (waits, waits, waits), [0]),
+        ((1, 1, 1), (waits, waits, waits), []),  # the network may be slow
+        ((1, 1, 4), (waits, waits, moves_later), []),
+    ],
+    ids=["the second host's", "the first host's", "all in the same", "one moves again"],
+)
+def test_ranks_of_two_hosts_that_wait_in_other_collectives(
+    operations: tuple[int, ...], acts: tuple[Act, ...], killed: list[int], tmp_path: Path,
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("lockstep.launch.hang_watch._ELSEWHERE_S", 0.4)
+    options = Watchdog(least=0.25, end_after=1.0)
+    hosts = TwoHosts(3)
+    with (
+        watched(tmp_path, *acts[:2], options=options, alone=False, others=hosts.waits[0]) as (one, ones),
+        watched(tmp_path, acts[2], options=options, alone=False, first=2, others=hosts.waits[1]) as (two, twos),
+    ):
+        for beats, operation in zip([*one.heartbeats, *two.heartbeats], operations, strict=True):
+            beats.numbers[heartbeat.OPERATION] = operation
+        began = time.monotonic()
+        while time.monotonic() - began < 2.0 and not any(member.end for member in [*ones, *twos]):
+            one.look(ones)  # type: ignore[arg-type]
+            two.look(twos)  # type: ignore[arg-type]
+            time.sleep(0.02)
+        ends = {rank: member.end.text for rank, member in enumerate([*ones, *twos]) if member.end is not None}
+    err = capfd.readouterr().err
+    assert sorted(ends) == killed
+    assert err.count("the ranks of this host have waited") == (2 if operations == (1, 1, 1) else 0)
+    for text in ends.values():
+        assert text.startswith("the ranks wait in collectives that don't match: rank")
+        assert "all_reduce at" in text
+        assert f"{NAMES[3]} at" in text
+    assert err.count("no rank has moved for") == (2 if operations != (1, 1, 1) else 0)
 
 
 def test_time_in_which_the_launcher_was_stopped_does_not_count(

@@ -11,10 +11,11 @@ import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from kit.commands import Running, run_lockstep, start_lockstep
 from kit.hosts import folder_of, needs_hosts, network
-from kit.waiting import UNHURRIED
+from kit.waiting import UNHURRIED, wait_until
 from kit.worlds import free_port
 
 from lockstep.config.schema import Launch
@@ -127,14 +128,15 @@ def test_a_host_that_is_cut_off_is_named_by_both_and_the_run_resumes(tmp_path: P
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stop_before_all_hosts_are_there_ends_those_that_are(tmp_path: Path, stopped: int) -> None:
-    address = f"127.0.0.1:{free_port()}"
+    port = free_port()
     launched = []
     for host in range(2):
         folder = tmp_path / f"host-{host}"
         folder.mkdir()
-        command = (*RUN, "--ranks", 1, "--nodes", 3, "--rendezvous", address, "--node-rank", host)
+        command = (*RUN, "--ranks", 1, "--nodes", 3, "--rendezvous", f"127.0.0.1:{port}", "--node-rank", host)
         launched.append(start_lockstep(*command, cwd=folder))
         launched[host].wait_for(partial(has_relay, launched[host]))
+    wait_until(lambda: any(each.laddr[1:] == (port,) and each.raddr for each in psutil.net_connections("tcp4")))
     time.sleep(1.0)  # until they have met: nothing shows that
     launched[stopped].send(signal.SIGINT)
     assert [launcher.end() for launcher in launched] == [130, 130], launched[1 - stopped].output

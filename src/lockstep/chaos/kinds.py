@@ -79,8 +79,6 @@ def _reasons(config: Config, world: Cluster, steps: int) -> Iterator[tuple[str, 
     """Yield the kinds that don't apply, each with what follows its name in a message."""
     if world.size == 1:
         yield "collective", "is a collective that other ranks don't call; start 2 ranks at least"
-    elif world.hosts > 1:
-        yield "collective", "is found only by launch.timeout on several hosts; leave it out"
     if not _has_copies(config, world.size):
         why = "2 ranks at least" if world.size == 1 else "2 replicas of the training state, as ddp has on 2 ranks"
         yield "diverge", f"changes one of several copies of a parameter; start {why}"

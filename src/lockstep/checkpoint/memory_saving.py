@@ -10,19 +10,18 @@ newest two stay. On several hosts each publishes the part of its ranks (`host_pa
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.hashing import BlockHasher
 from lockstep.checkpoint.host_parts import PART, HostPart
 from lockstep.checkpoint.manifest import to_bytes
 from lockstep.checkpoint.rank_records import (
-    encoded,
     manifest_of,
     read_record,
     taken_record,
@@ -156,7 +155,8 @@ class MemorySaver:
         record = write_rank_file(draft, layout, snapshot.image, hasher)
         if self._axis.rank == self._ranks.start:
             environment = {**self._run_metadata.environment, **metadata.environment}
-            text = json.dumps(asdict(replace(metadata, environment=environment)))
+            fields = {each.name: getattr(metadata, each.name) for each in dataclasses.fields(metadata)}
+            text = json.dumps({**fields, "environment": environment})
             draft.write(_METADATA, memoryview(text.encode()))
         write_record(draft, self._axis.rank, record)
 
@@ -176,7 +176,7 @@ class MemorySaver:
             if self._is_part:
                 part = HostPart(made.run, self.attempt, made.step, made.ranks, tuple(self._ranks))
                 draft.write(PART, memoryview(part.encoded()))
-            draft.publish(to_bytes(made) if self._is_part else encoded(made))
+            draft.publish(to_bytes(made))
         for old in [*names_by_step(self._storage.names()).values()][:-KEPT]:
             with suppress(OSError):
                 self._storage.delete(old)

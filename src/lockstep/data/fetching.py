@@ -148,7 +148,7 @@ def _from_workers(source: Source, requests: Iterable[FetchRequest], workers: Wor
     forks = multiprocessing.get_start_method() == "fork"
     with nullcontext() if forks else safe_interpreters(), blocked_signals(forks=forks):
         answers = iter(loader)
-    with _handling_deaths(worker_set):
+    with _handling_deaths(worker_set, answers):
         while True:
             try:
                 answer = next(answers, None)
@@ -294,16 +294,45 @@ def _death(error: Exception, worker_sets: Sequence[_WorkerSet]) -> RunFailed:
 
 
 @contextmanager
-def _handling_deaths(workers: _WorkerSet) -> Iterator[None]:
-    """Name the samples of a worker that dies within the block, wherever torch's handler of SIGCHLD raises."""
+def _handling_deaths(workers: _WorkerSet, answers: Any) -> Iterator[None]:
+    """Name the samples of a worker that dies within the block, wherever torch's handler of SIGCHLD raises.
+
+    A failure would keep torch's iterator of their answers alive, and with it the workers.
+    """
     handler = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and not isinstance(handler, _ChildHandler) and _in_main_thread():
         signal.signal(signal.SIGCHLD, _ChildHandler(handler))
     _running.append(workers)
     try:
         yield
+    except Exception:
+        _end_at_once(answers)
+        raise
     finally:
+        _ignore_deaths(answers)
         _running.remove(workers)
+
+
+def _ignore_deaths(answers: Any) -> None:
+    """Let torch's handler of SIGCHLD raise for none of these workers any more."""
+    if answers._worker_pids_set:
+        torch._C._remove_worker_pids(id(answers))
+        answers._worker_pids_set = False
+
+
+def _end_at_once(answers: Any) -> None:
+    """Kill the workers, also one that is busy; torch would wait for it."""
+    _ignore_deaths(answers)
+    answers._shutdown = True  # or torch would set an event that a killed worker may have locked
+    for worker in answers._workers:
+        worker.terminate()
+    for worker in answers._workers:
+        worker.join()
+    for queue in answers._index_queues:
+        queue.cancel_join_thread()
+        queue.close()
+    if answers._pin_memory:
+        answers._pin_memory_thread_done_event.set()
 
 
 class _ChildHandler:

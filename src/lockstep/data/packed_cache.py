@@ -166,13 +166,14 @@ def _is_abandoned(draft: Path) -> bool:
 
 
 def _is_running(process: int) -> bool:
+    import psutil
+
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE  # killed, and its parent doesn't know it yet
+    except psutil.NoSuchProcess:
         return False
-    except OSError:  # another user's
+    except psutil.Error:
         return True
-    return True
 
 
 def _publish(draft: Path, entry: Path) -> None:

@@ -18,9 +18,11 @@ from __future__ import annotations
 import signal
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
+from time import monotonic
 from types import TracebackType
+from typing import Any
 
 from lockstep.core.errors import (
     CollectiveTimeout,
@@ -97,6 +99,18 @@ class End:
     problems: tuple[Problem, ...] = ()
     advice: str = ""
     too_large: Mapping[str, int] = field(default_factory=dict)
+
+
+def end_fields(end: End) -> dict[str, Any]:
+    """Return an end for a message to another host, whose clock is another one."""
+    return {**asdict(end), "kind": end.kind.name, "age": monotonic() - end.time}
+
+
+def end_of_fields(fields: Mapping[str, Any]) -> End:
+    """Return the end that a message states."""
+    known = {name: value for name, value in fields.items() if name != "age"}
+    problems = tuple(Problem(**problem) for problem in known["problems"])
+    return End(**{**known, "kind": EndKind[known["kind"]], "time": monotonic() - fields["age"], "problems": problems})
 
 
 def end_of_return(code: int, time: float) -> End:

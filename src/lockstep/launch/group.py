@@ -7,7 +7,7 @@
                 |                      if one dies of SIGTERM, or hangs: the others can't save without it
                 |- save requested      SIGUSR2
 
-The launcher sleeps until a rank reports, a process ends, a signal arrives or a deadline passes; ten times a second it
+The launcher sleeps until a rank reports, a process ends, a signal arrives or a deadline passes; four times a second it
 looks whether all ranks move (`hang_watch`).
 """
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from lockstep.core import heartbeat
 from lockstep.core.collective_names import NAMES
@@ -76,6 +77,21 @@ class Sight:
         return _PLACES[self.phase]
 
 
+class Wait(NamedTuple):
+    """A rank that waits in a collective.
+
+    Attributes:
+        operation: The collective's number, see `heartbeat.OPERATION`.
+        calls: Collectives that it has called.
+        text: The collective, and the line that called it.
+    """
+
+    rank: int
+    operation: int
+    calls: int
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class Hang:
     """Ranks that hang; none if all ranks of this host wait for those of other hosts.
@@ -84,14 +100,22 @@ class Hang:
         stacks: By process, of all ranks of this host.
         is_stopped: Whether they are stopped (SIGSTOP).
         continues: Whether the launcher lets them continue.
-        collectives: Which collectives the ranks wait in, if all do.
+        waits: What the ranks wait in, if all do; those of all hosts, if it is known.
     """
 
     culprits: tuple[Sight, ...]
     stacks: Mapping[int, str]
     is_stopped: bool = False
     continues: bool = False
-    collectives: str = ""
+    waits: tuple[Wait, ...] = ()
+
+    @property
+    def collectives(self) -> str:
+        """The ranks that wait in each collective, as text."""
+        ranks: dict[str, list[int]] = {}
+        for wait in self.waits:
+            ranks.setdefault(wait.text, []).append(wait.rank)
+        return "; ".join(f"{named_ranks(each)} in {text}" for text, each in ranks.items())
 
 
 def name_text(hang: Hang, ranks: int, ends_at: float | None, report: str) -> str:
@@ -105,7 +129,7 @@ def name_text(hang: Hang, ranks: int, ends_at: float | None, report: str) -> str
         follows = "; it is killed, and all ranks end"
     else:
         follows = f"; the ranks are ended if that lasts {ends_at:.0f} s (recovery.watchdog)"
-    if hang.collectives:
+    if hang.waits:
         return f"lockstep: no rank has moved for {seconds:.1f} s: {hang.collectives}{follows}{report}"
     verb = "is stopped" if hang.is_stopped else f"hasn't moved for {seconds:.1f} s,"
     return f"lockstep: {_described(hang, verb)}{_waiting(hang, ranks)}{follows}{report}"
@@ -115,7 +139,7 @@ def hang_text(hang: Hang, ranks: int, report: str) -> str:
     """Return the message about a rank that was killed because it hung."""
     if not hang.culprits:
         return f"the ranks of this host wait for those of other hosts: {hang.collectives}{report}"
-    if hang.collectives:
+    if hang.waits:
         return f"the ranks wait in collectives that don't match: {hang.collectives}{report}"
     stopped = "is stopped (SIGSTOP), and is let continue" if hang.continues else "was stopped (SIGSTOP), and killed"
     verb = stopped if hang.is_stopped else "hangs"
@@ -130,17 +154,17 @@ def wait_text(hang: Hang, seconds: float, report: str) -> str:
     )
 
 
-def collectives_text(sights: Sequence[Sight], stacks: Mapping[int, str]) -> str:
+def waits_of(sights: Sequence[Sight], stacks: Mapping[int, str]) -> tuple[Wait, ...]:
     """Return which collective each rank waits in, and the line that called it."""
-    texts: dict[str, list[int]] = {}
+    waits = []
     for sight in sights:
-        number = int(sight.beat.numbers[heartbeat.OPERATION])
-        name = NAMES[number - 1] if number else "a collective"
+        operation = int(sight.beat.numbers[heartbeat.OPERATION])
+        name = NAMES[operation - 1] if operation else "a collective"
         if sight.phase in (Phase.SAVE, Phase.EVALUATION) and not sight.waits:
             name = "a wait for the others"
         line = line_of(main_frames(stacks.get(sight.process, "")))
-        texts.setdefault(f"{name} at {line}" if line is not None else name, []).append(sight.rank)
-    return "; ".join(f"{named_ranks(ranks)} in {text}" for text, ranks in texts.items())
+        waits.append(Wait(sight.rank, operation, sight.calls, f"{name} at {line}" if line is not None else name))
+    return tuple(waits)
 
 
 def append_report(logs: Path | None, hang: Hang, sights: Sequence[Sight]) -> str:

@@ -28,24 +28,23 @@ from lockstep.core import heartbeat
 from lockstep.core.heartbeat import Heartbeat, Stage
 from lockstep.core.phase_clock import Phase
 from lockstep.launch.ends import End, EndKind
-from lockstep.launch.hang_report import Hang, Sight, append_report, collectives_text, hang_text, name_text, wait_text
+from lockstep.launch.hang_report import Hang, Sight, Wait, append_report, hang_text, name_text, wait_text
+from lockstep.launch.hang_verdict import odd_one, verdict
+from lockstep.launch.host_waits import HostWaits
 from lockstep.launch.outcome import print_on_stderr
 from lockstep.launch.rank_stacks import (
     compiles,
-    is_debugged,
     main_frames,
     process_state,
     seconds_without_processor,
-    stack_from_outside,
-    waits_in_collective,
-    write_stacks,
 )
 
 if TYPE_CHECKING:
     from lockstep.config.training_sections import Watchdog
 
-_TICK_S = 0.1
-_EARLIER = 3  # looks before its limit, so that a rank is named within it, with its stack
+_TICK_S = 0.25
+_EARLIER = 1.5  # looks before its limit, so that a rank is named within it, with its stack
+_MOVES = 0.25  # of the least limit: a rank with a mark as new moves
 _GAP_S = 1.0  # between two looks: this process didn't run
 _NOTED = 64  # updates
 _FIRST = 5  # updates of a process that may be slow
@@ -77,6 +76,7 @@ def hang_watch(
     *,
     alone: bool,
     times: LearnedTimes | None = None,
+    others: HostWaits | None = None,
 ) -> HangWatch | None:
     """Return the watch over the ranks of this host; None: they aren't watched.
 
@@ -84,11 +84,12 @@ def hang_watch(
         first: The first of them among all.
         alone: Whether there are no other hosts.
         times: What the rounds before have learned.
+        others: What the launchers of other hosts report; None: nothing is known of them.
     """
     if options is None or not options.enabled:
         return None
     beats = heartbeat.heartbeats(ranks)
-    return HangWatch(options, beats, logs, first, alone=alone, times=times or LearnedTimes())
+    return HangWatch(options, beats, logs, first, alone=alone, times=times or LearnedTimes(), others=others)
 
 
 class ProcessOfRank(Protocol):
@@ -136,6 +137,7 @@ class HangWatch:
     alone: bool
     interval: float = _TICK_S
     times: LearnedTimes = field(default_factory=LearnedTimes)
+    others: HostWaits | None = None
     _first_before: float = field(init=False)
     _looked: float = field(default_factory=time.perf_counter, init=False)
     _ignored_until: float = field(default=0.0, init=False)
@@ -178,7 +180,7 @@ class HangWatch:
         failed = any(
             end.kind is not EndKind.DONE for member in members if (end := member.reported or member.ended) is not None
         )
-        if failed or not living:
+        if failed or not living or (self._incident is None and all(self._moves(place, now) for place in living)):
             return
         sights = [self._sight(place, members[place].process.pid or 0, now) for place in living]
         suspects = self._suspects(sights)
@@ -205,6 +207,10 @@ class HangWatch:
                 self.times.slowest_start = max(self.times.slowest_start, seconds)
             elif updates > 1:
                 self.times.recent.append(seconds)
+
+    def _moves(self, place: int, now: float) -> bool:
+        mark = self.heartbeats[place].numbers[heartbeat.TIME]
+        return not mark or now - mark < _MOVES * self.options.least
 
     def _sight(self, place: int, process: int, now: float) -> Sight:
         beat = self.heartbeats[place]
@@ -277,7 +283,9 @@ class HangWatch:
             self._incident = incident = _Incident(_marks(suspects))
             self._name(incident, suspects, sights)
         age = max(sight.age for sight in suspects)
-        if incident.hang is None:
+        if incident.hang is None and self.others is not None and (waits := self.others.mismatched()):
+            self._name_mismatch(incident, waits, sights)
+        elif incident.hang is None:
             if age > incident.limit:  # a compilation that takes too long, or a debugger: look again
                 incident.limit = 2 * age
                 self._name(incident, suspects, sights)
@@ -286,16 +294,16 @@ class HangWatch:
 
     def _name(self, incident: _Incident, suspects: Sequence[Sight], sights: Sequence[Sight]) -> None:
         """Find out from the stacks which rank it is; name it, unless it compiles or is debugged."""
-        hang = _found(suspects, sights, alone=self.alone)
+        hang = verdict(suspects, sights, alone=self.alone)
         if hang is not None and not hang.culprits:
             self._report_wait(incident, hang, sights)
             return
         if hang is None or not all(
-            each.age > each.limit - _EARLIER * self.interval or hang.collectives for each in hang.culprits
+            each.age > each.limit - _EARLIER * self.interval or hang.waits for each in hang.culprits
         ):
             incident.limit = 2 * max(sight.age for sight in suspects)
             return
-        limit = min(each.limit for each in sights) if hang.collectives else max(each.limit for each in hang.culprits)
+        limit = min(each.limit for each in sights) if hang.waits else max(each.limit for each in hang.culprits)
         compiling = any(compiles(main_frames(hang.stacks.get(each.process, ""))) for each in hang.culprits)
         if compiling and max(each.age for each in hang.culprits) < self.options.other:
             incident.limit = self.options.other
@@ -312,10 +320,12 @@ class HangWatch:
             os.kill(culprit.process, signal.SIGCONT)
 
     def _report_wait(self, incident: _Incident, wait: Hang, sights: Sequence[Sight]) -> None:
-        """Report, once, that all ranks of this host wait for those of others, whose launchers name one that hangs.
+        """Report that all ranks of this host wait for those of others, whose launchers name one that hangs.
 
-        None does if the ranks have called collectives that don't match; the hosts' reports then show which.
+        None does if the ranks have called collectives that don't match; the launchers then find the odd one together.
         """
+        if self.others is not None:
+            self.others.report(wait.waits)
         limit = max(_ELSEWHERE_S, *(sight.limit for sight in sights))
         seconds = min(sight.age for sight in sights)
         if seconds < limit:
@@ -323,6 +333,15 @@ class HangWatch:
             return
         incident.limit = math.inf
         print_on_stderr(wait_text(wait, seconds, append_report(self.logs, wait, sights)))
+
+    def _name_mismatch(self, incident: _Incident, waits: Sequence[Wait], sights: Sequence[Sight]) -> None:
+        """Report that no rank of any host moves; the host of the odd one will kill it."""
+        all_here = Hang(tuple(sights), {}, waits=tuple(waits))
+        ends_at = self._ends_at(all_here, len(sights), min(sight.limit for sight in sights))
+        odd = odd_one(waits).rank
+        incident.hang = replace(all_here, culprits=tuple(sight for sight in sights if sight.rank == odd))
+        incident.ends_at = ends_at if incident.hang.culprits else None
+        print_on_stderr(name_text(all_here, len(sights), ends_at, ""))
 
     def _ends_at(self, hang: Hang, ranks: int, limit: float) -> float | None:
         """Return after how many seconds without a move the rank is killed; None: never."""
@@ -344,7 +363,9 @@ class HangWatch:
     ) -> None:
         before = incident.hang
         assert before is not None, "only a rank that was named is killed"
-        hang = before if before.is_stopped else _found(suspects, sights, alone=self.alone)
+        hang = before if before.is_stopped else verdict(suspects, sights, alone=self.alone)
+        if hang is not None and not hang.culprits and self.others is not None and self.others.mismatched():
+            hang = replace(before, stacks=hang.stacks)
         if hang is None or not hang.culprits:  # a debugger is attached by now, or it waits for other hosts
             incident.hang, incident.ends_at, incident.limit = None, None, 2 * max(sight.age for sight in suspects)
             return
@@ -355,6 +376,8 @@ class HangWatch:
 
     def _end_incident(self, sights: Sequence[Sight]) -> None:
         incident, self._incident = self._incident, None
+        if self.others is not None:
+            self.others.report(())
         if incident is None or incident.hang is None:
             return
         for culprit in incident.hang.culprits:
@@ -365,34 +388,3 @@ class HangWatch:
 
 def _marks(suspects: Sequence[Sight]) -> tuple[float, ...]:
     return tuple(suspect.mark for suspect in suspects)
-
-
-def _found(suspects: Sequence[Sight], sights: Sequence[Sight], *, alone: bool) -> Hang | None:
-    """Return which rank hangs, by the stacks of all: none if all wait for other hosts. None: one is being debugged."""
-    if any(sight.state == "t" for sight in sights):  # a debugger holds it
-        return None
-    stacks = write_stacks({sight.process: sight.beat for sight in sights if sight.state != "T"})
-    stacks.update({sight.process: stack_from_outside(sight.process) for sight in sights if sight.state == "T"})
-    frames = {process: main_frames(text) for process, text in stacks.items()}
-    if any(is_debugged(each) for each in frames.values()):
-        return None
-    stopped = [sight for sight in suspects if sight.state == "T"]
-    if stopped:
-        return Hang(tuple(stopped), stacks, is_stopped=True)
-    idle = [sight for sight in sights if not waits_in_collective(frames.get(sight.process, []), marked=sight.waits)]
-    idle = [sight for sight in idle if sight in suspects] or idle
-    if not idle and not alone:
-        return Hang((), stacks, collectives=collectives_text(sights, stacks))
-    if not idle:
-        return Hang((_odd_one(suspects),), stacks, collectives=collectives_text(sights, stacks))
-    behind = min((sight.updates, sight.calls) for sight in idle)
-    culprits = [sight for sight in idle if (sight.updates, sight.calls) == behind]
-    return Hang(tuple(culprits), stacks)
-
-
-def _odd_one(sights: Sequence[Sight]) -> Sight:
-    """Return the rank to kill where all wait in collectives that don't match: that whose collective fewest are in."""
-    numbers = [sight.beat.numbers[heartbeat.OPERATION] for sight in sights]
-    return min(
-        sights, key=lambda sight: (numbers.count(sight.beat.numbers[heartbeat.OPERATION]), sight.calls, -sight.rank)
-    )

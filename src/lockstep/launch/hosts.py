@@ -18,14 +18,15 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import Paused, Problem, RunFailed, Stopped, named_ranks
 from lockstep.core.stopping import stop_code
-from lockstep.launch.ends import End, EndKind
+from lockstep.launch.ends import End, EndKind, end_fields, end_of_fields
+from lockstep.launch.host_waits import HostWaits
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from lockstep.launch.memory_serving import Address
 
 _RELAY_ENDS_S = 10.0  # seconds by which a relay must have ended
-_OF_ROUND = ("folder", "end", "stop", "save", "gone", "lost", "arrived")  # messages that mean one round only
+_OF_ROUND = ("folder", "end", "stop", "save", "gone", "lost", "arrived", "waits")  # messages that mean one round only
 _LOST_NOTED = 4  # lost hosts that are noted; one that is cut off itself loses all others
 
 
@@ -75,6 +76,7 @@ class Hosts:
         pauses: Whether this round's ranks have been stopped for it.
         decision: What the leader has decided for this round, as of `open_folder`.
         memories: The addresses of all hosts' snapshots in memory; none: the run takes none.
+        waits: Which ranks wait in collectives, on all hosts.
     """
 
     def __init__(
@@ -104,8 +106,8 @@ class Hosts:
         self._stops_sent = self._saves_sent = 0
         self._result: LaunchResult | None = None
         self._folder: str | None = None
-        self._is_over = False
-        self._lost = 0
+        self._is_over, self._lost = False, 0
+        self.waits = HostWaits(self._send, lambda: self.size)
 
     # --- facts, once they have met ---
 
@@ -163,6 +165,7 @@ class Hosts:
         self.pauses = self.has_gone = self.is_cut_off = False
         self._ended, self._published, self._lost = set(), {}, 0
         self._result = self._folder = None
+        self.waits.clear()
 
     def call(self, number: int, result: LaunchResult, wait: float) -> None:
         """Let all hosts meet for the next round, which they have `wait` seconds for; only the leader does."""
@@ -229,9 +232,8 @@ class Hosts:
                 if rank in ended:
                     self._ended.add(rank)
                 by_sigkill = end.kind is EndKind.KILLED and end.text.endswith("SIGKILL")
-                text = f"{end.text}: {self.why_killed()}" if by_sigkill else end.text
-                fields = {**asdict(end), "text": text, "kind": end.kind.name, "age": time.monotonic() - end.time}
-                self._send({"type": "end", "rank": rank, "ended": rank in ended, "end": fields})
+                explained = replace(end, text=f"{end.text}: {self.why_killed()}") if by_sigkill else end
+                self._send({"type": "end", "rank": rank, "ended": rank in ended, "end": end_fields(explained)})
         if requests.own_stops > self._stops_sent and requests.last_stop is not None:
             self._stops_sent = requests.own_stops
             self._send({"type": "stop", "count": self._stops_sent, "signal": int(requests.last_stop)})
@@ -336,6 +338,8 @@ class Hosts:
                 self._result = LaunchResult(message["code"], message["text"], traceback, problems)
             case "end":
                 self._note_end(message)
+            case "waits":
+                self.waits.receive(message)
             case "stop" if requests is not None:
                 requests.stop_elsewhere(message["count"], signal.Signals(message["signal"]))
             case "save" if requests is not None:
@@ -358,10 +362,7 @@ class Hosts:
         self.memories = [(host, port) for host, port in message.get("memories", ())]
 
     def _note_end(self, message: Mapping[str, Any]) -> None:
-        fields = dict(message["end"])
-        moment = time.monotonic() - fields.pop("age")
-        problems = tuple(Problem(**problem) for problem in fields.pop("problems"))
-        end = End(**{**fields, "kind": EndKind[fields["kind"]], "time": moment, "problems": problems})
+        end = end_of_fields(message["end"])
         known = self.ends.get(message["rank"])
         self.ends[message["rank"]] = end if known is None else replace(end, time=min(end.time, known.time))
         if message["ended"]:

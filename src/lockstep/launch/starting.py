@@ -85,7 +85,16 @@ class Round:
     @classmethod
     def begin(cls, job: Ranks, *, waits: bool = False) -> Round:
         """Start the ranks of a round; `waits`: ahead."""
-        hangs = hang_watch(job.watchdog, job.ranks, job.logs, job.first, alone=job.hosts is None, times=job.times)
+        hosts = job.hosts
+        hangs = hang_watch(
+            job.watchdog,
+            job.ranks,
+            job.logs,
+            job.first,
+            alone=hosts is None,
+            times=job.times,
+            others=None if hosts is None else hosts.waits,
+        )
         begun = cls(job, hangs, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE) if waits else None)
         try:
             with blocked_signals(forks=job.forks), _store_listener(job) as listener:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from lockstep.launch.outcome import LaunchResult
     from lockstep.training.job import Job
 
-_SHARE = 0.01  # of the time that automatic snapshots may cost
+_SHARE = 0.005  # of the time that automatic snapshots may cost
 _SHORTEST_S = 0.2  # between automatic snapshots
 _LARGEST_SHARE = 0.5  # of the free memory
 _COPY_BEGINS_S = 5.0  # by which a copy of the other host's part has begun
