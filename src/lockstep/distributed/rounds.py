@@ -45,15 +45,16 @@ def next_round(store: Store, rank: int, size: int, limit: float) -> str:
     return _hand_out(store, range(1, size), deadline) if rank == 0 else _ask(store, rank, deadline)
 
 
-def poll(condition: Callable[[], bool], until: float, longest: float = _LONGEST) -> bool:
+def poll(condition: Callable[[], bool], until: float, longest: float = _LONGEST, shortest: float = _SHORTEST) -> bool:
     """Return whether a condition became true before `until` (of `time.monotonic`).
 
     The store's own `wait` prints a warning when it ends in vain, and keeps torch's watchdog from the store meanwhile.
 
     Args:
         longest: Seconds between two looks, if it takes long.
+        shortest: The same at first.
     """
-    pause = _SHORTEST
+    pause = shortest
     while not condition():
         if time.monotonic() >= until:
             return False

@@ -32,6 +32,7 @@ from lockstep.distributed.rounds import poll
 _WOKEN_S = 30.0  # seconds to wait for other ranks, which may be busy between two collectives
 _NOT_WOKEN_S = 10.0  # the same where nothing interrupts a collective: for ranks that fail by themselves
 _PAUSE_PER_RANK_S, _LONGEST_PAUSE_S = 0.002, 0.2  # between two looks of a rank in a barrier: a thousand looks a second
+_FIRST_PAUSE_PER_RANK_S, _LONGEST_FIRST_PAUSE_S = 0.00005, 0.001  # the same at first
 _LEFT = "left"
 _log = logging.getLogger("lockstep")
 _numbers = itertools.count()  # process-wide: the exchanges of all sessions share the store
@@ -109,11 +110,13 @@ class StoreExchange:
             self._store.set(f"waits/{self._rank}", name)
             if self._store.add(name, 1) == size:
                 self._store.set(f"{name}/all", "")
-            began, pause = time.monotonic(), min(size * _PAUSE_PER_RANK_S, _LONGEST_PAUSE_S)
-            while not poll(is_over, time.monotonic() + self._timeout, pause):
+            began, longest = time.monotonic(), min(size * _PAUSE_PER_RANK_S, _LONGEST_PAUSE_S)
+            shortest = min(size * _FIRST_PAUSE_PER_RANK_S, _LONGEST_FIRST_PAUSE_S)
+            while not poll(is_over, time.monotonic() + self._timeout, longest, shortest):
                 self._log_missing(name, ranks, time.monotonic() - began)
             if self._store.add(f"{name}/left", 1) < size and self._rank == 0:  # the store may end with it
-                poll(lambda: self._store.add(f"{name}/left", 0) == size, time.monotonic() + self._meeting_timeout)
+                until = time.monotonic() + self._meeting_timeout
+                poll(lambda: self._store.add(f"{name}/left", 0) == size, until, longest, shortest)
         except RuntimeError as error:
             raise PeerFailed("rank 0, which keeps the ranks' store, has ended") from error
 
