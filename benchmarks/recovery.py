@@ -5,7 +5,7 @@
 
     kills      a random rank gets a SIGKILL at a random moment; seconds from there to the end of the first update beyond
                all that were made before; updates that were made again; processes that are left at the end
-    goodput    a random rank gets a SIGKILL every 15 s; new updates x the median time of an update / wall time
+    goodput    a random rank gets a SIGKILL every 15 s; the share of the time that isn't lost by that
 
 Contestants: `lockstep train`, `torchrun --max-restarts` with a script that saves snapshots, and torchft, if
 `--torchft PYTHON` names an interpreter that can import it beside the torch here:
@@ -44,7 +44,6 @@ from rounds import about_here, markdown, save
 PACKAGES = ("torch",)
 KILLS, SECONDS, EVERY = 200, 600.0, 15.0
 RANKS = 2
-UNDISTURBED_S = 60.0  # of a run whose updates are timed, at most
 CALM = 5  # updates before the next kill
 JITTER_S = 2.5  # the next kill comes at a random moment of these
 IN_FLIGHT_S = 0.025  # for an update to end whose collectives were over when the rank was killed
@@ -376,39 +375,55 @@ def attempts_of(run: Run, rank: int) -> int:
 def goodput(name: str, contestant: Contestant, seconds: float, every: float, seed: int) -> dict[str, Any]:
     """Return the figures of a contestant of which a rank is killed at an interval of seconds."""
     draws = random.Random(seed)
-    with running(name, contestant) as undisturbed:
-        began, first = time.time(), undisturbed.last_step()
-        time.sleep(min(seconds, UNDISTURBED_S))
-        ended, last = time.time(), undisturbed.last_step()
-        usual = usual_time(undisturbed)
-        calm = (last - first) * usual / (ended - began)
     with running(name, contestant) as run:
         began, first = time.time(), run.last_step()
-        kills = launches = 0
+        kills: list[float] = []
         while time.time() < began + seconds:
             time.sleep(0.1)  # rarely: what this process computes, the ranks lack
             if run.ended:
                 run.end()
                 run.launch()
-            if time.time() < began + seconds and time.time() >= began + every * (kills + 1):
-                kills += 1
+            if began + seconds > time.time() >= began + every * (len(kills) + 1):
                 run.read()
                 if (pid := run.rank(draws.randrange(RANKS))) is not None:
                     os.kill(pid, signal.SIGKILL)
+                kills.append(time.time())
         ended, last = time.time(), run.last_step()
-        launches = run.launches
-        whole = {event["step"] for event in run.updates if event["ranks"] == RANKS}
-        kept = len([step for step in whole if first < step <= last])
-        own = usual_time(run)  # a machine is faster in some minutes than in others
-    return {"undisturbed": calm, "undisturbed_update_s": usual, "update_s": own,
-            "goodput": kept * own / (ended - began), "kills": kills, "relaunched": launches - 1,
-            "updates": last - first, "alone": last - first - kept}  # fmt: skip
+        ends = new_updates(run)
+        made = [end for end in ends if began < end <= ended]
+        median = statistics.median(after - before for before, after in pairwise(made))
+    lost = [seconds for kill in kills if (seconds := lost_by(kill, ends, every)) is not None]
+    return {"goodput": 1.0 - statistics.fmean(lost) / every, "lost_s": statistics.fmean(lost),
+            "median_lost_s": statistics.median(lost), "update_s": median,
+            "by_median": len(made) * median / (ended - began), "kills": len(kills),
+            "relaunched": run.launches - 1, "updates": last - first, "alone": last - first - len(made)}  # fmt: skip
 
 
-def usual_time(run: Run) -> float:
-    """Return the median time from an update of the first rank to its next one."""
-    times = [event["time"] for event in run.updates if event["rank"] == 0 and event["step"] > CALM]
-    return statistics.median(after - before for before, after in pairwise(times))
+def new_updates(run: Run) -> list[float]:
+    """Return when each update of all ranks ended that was made for the first time, in order."""
+    furthest, ends = 0, []
+    for event in sorted(run.updates, key=lambda event: float(event["time"])):
+        if event["ranks"] == RANKS and event["step"] > furthest:
+            furthest = event["step"]
+            ends.append(float(event["time"]))
+    return ends
+
+
+def lost_by(kill: float, ends: Sequence[float], every: float) -> float | None:
+    """Return the seconds that a kill has cost, given when new updates ended; None: too near to the end.
+
+    The half of the interval that follows the kill is compared with the quarters before and after it: a machine is
+    faster in some seconds than in others.
+    """
+    quarter = every / 4
+    if ends[-1] < kill + 3 * quarter:
+        return None
+    before = [end for end in ends if kill - quarter <= end <= kill]
+    after = [end for end in ends if kill + 2 * quarter <= end <= kill + 3 * quarter]
+    usual = statistics.fmean((part[-1] - part[0]) / (len(part) - 1) for part in (before, after) if len(part) > 1)
+    begin = max(end for end in ends if end <= kill)
+    end = min(end for end in ends if end >= kill + 2 * quarter)
+    return end - begin - usual * sum(begin < each <= end for each in ends)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -490,12 +505,11 @@ def quantiles_of(kills: Sequence[Mapping[str, Any]], what: str) -> list[float]:
 
 def goodput_table(results: Mapping[str, Any]) -> str:
     """Return the table of goodput."""
-    columns = ["", "goodput", "ms an update", "without kills: goodput", "ms an update", "kills", "updates",
-               "made by one rank alone", "launched again"]  # fmt: skip
+    columns = ["", "goodput", "s lost by a kill", "median", "kills", "updates", "made by one rank alone",
+               "launched again", "updates x their median / time"]  # fmt: skip
     lines = [
-        [name, f"{row['goodput']:.1%}", f"{1e3 * row['update_s']:.1f}", f"{row['undisturbed']:.1%}",
-         f"{1e3 * row['undisturbed_update_s']:.1f}", str(row["kills"]), f"{row['updates']:,}", f"{row['alone']:,}",
-         str(row["relaunched"])]
+        [name, f"{row['goodput']:.1%}", f"{row['lost_s']:.2f}", f"{row['median_lost_s']:.2f}", str(row["kills"]),
+         f"{row['updates']:,}", f"{row['alone']:,}", str(row["relaunched"]), f"{row['by_median']:.1%}"]
         for name, row in results["rows"].items()
     ]  # fmt: skip
     return f"{markdown(columns, lines)}\n\n{provenance_of(results)}"
