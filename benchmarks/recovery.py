@@ -45,6 +45,7 @@ PACKAGES = ("torch",)
 KILLS, SECONDS, EVERY = 200, 600.0, 15.0
 RANKS = 2
 CALM = 5  # updates before the next kill
+AFTERMATH_S = 3.0  # after the first new update, in which updates may be slow
 JITTER_S = 2.5  # the next kill comes at a random moment of these
 IN_FLIGHT_S = 0.025  # for an update to end whose collectives were over when the rank was killed
 GIVES_UP_S = 60.0  # after a kill, without a new update
@@ -392,8 +393,8 @@ def goodput(name: str, contestant: Contestant, seconds: float, every: float, see
         ends = new_updates(run)
         made = [end for end in ends if began < end <= ended]
         median = statistics.median(after - before for before, after in pairwise(made))
-    lost = [seconds for kill in kills if (seconds := lost_by(kill, ends, every)) is not None]
-    return {"goodput": 1.0 - statistics.fmean(lost) / every, "lost_s": statistics.fmean(lost),
+    lost = losses_by_kills(kills, ends, median, ended)
+    return {"goodput": 1.0 - sum(lost) / (ended - began), "lost_s": sum(lost) / len(kills),
             "median_lost_s": statistics.median(lost), "update_s": median,
             "by_median": len(made) * median / (ended - began), "kills": len(kills),
             "relaunched": run.launches - 1, "updates": last - first, "alone": last - first - len(made)}  # fmt: skip
@@ -409,21 +410,23 @@ def new_updates(run: Run) -> list[float]:
     return ends
 
 
-def lost_by(kill: float, ends: Sequence[float], every: float) -> float | None:
-    """Return the seconds that a kill has cost, given when new updates ended; None: too near to the end.
+def losses_by_kills(kills: Sequence[float], ends: Sequence[float], median: float, ended: float) -> list[float]:
+    """Return the seconds that kills have cost, given when new updates ended; kills before one is over count with it.
 
-    The half of the interval that follows the kill is compared with the quarters before and after it: a machine is
-    faster in some seconds than in others.
+    From the last update before a kill to some seconds after the next new one, without what the new updates would have
+    taken at the pace of the seconds after that: a machine is faster in some minutes than in others.
     """
-    quarter = every / 4
-    if ends[-1] < kill + 3 * quarter:
-        return None
-    before = [end for end in ends if kill - quarter <= end <= kill]
-    after = [end for end in ends if kill + 2 * quarter <= end <= kill + 3 * quarter]
-    usual = statistics.fmean((part[-1] - part[0]) / (len(part) - 1) for part in (before, after) if len(part) > 1)
-    begin = max(end for end in ends if end <= kill)
-    end = min(end for end in ends if end >= kill + 2 * quarter)
-    return end - begin - usual * sum(begin < each <= end for each in ends)
+    lost, over = [], 0.0
+    for kill in kills:
+        if kill <= over:
+            continue
+        begin = max(end for end in ends if end <= kill)
+        first = min((end for end in ends if end > kill), default=ended)
+        over = max((end for end in ends if first <= end <= first + AFTERMATH_S), default=ended)
+        calm = [end for end in ends if over <= end <= over + AFTERMATH_S and not any(over < k <= end for k in kills)]
+        usual = (calm[-1] - calm[0]) / (len(calm) - 1) if len(calm) > CALM else median
+        lost.append(over - begin - usual * sum(begin < end <= over for end in ends))
+    return lost
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
