@@ -84,7 +84,7 @@ def test_faults_of_the_disk_and_of_the_data(tmp_path: Path, kinds: str) -> None:
     for row in rows:
         output = Path(row["output"])
         texts = [file.read_text() for file in (output, *output.parent.glob("run/logs/*.log"))]
-        assert LINES[row["fault"]] in "".join(texts)
+        assert LINES[row["fault"]] in "".join(texts), row
 
 
 LINES = {

@@ -42,7 +42,7 @@ from lockstep.launch.rank_stacks import (
 if TYPE_CHECKING:
     from lockstep.config.training_sections import Watchdog
 
-_TICK_S = 0.25
+_TICK_S, _TICKS = 0.25, 8  # between two looks, at most; looks within the least limit, at least
 _EARLIER = 1.5  # looks before its limit, so that a rank is named within it, with its stack
 _MOVES = 0.25  # of the least limit: a rank with a mark as new moves
 _GAP_S = 1.0  # between two looks: this process didn't run
@@ -149,6 +149,7 @@ class HangWatch:
 
     def __post_init__(self) -> None:
         """Note the time that the rounds before took for their first updates; 0: there were none."""
+        self.interval = min(self.interval, self.options.least / _TICKS)
         self._first_before = self.times.first
 
     @property

@@ -20,6 +20,7 @@ from typing import Any
 DISK_KINDS = ("full", "readonly", "gone", "slow")
 SAMPLE, FLIP = "sample", "flip"
 _DRAFT, _PUBLISHED = "/.draft-", "step-*/*.safetensors"
+_MEMORY = "/dev/shm/lockstep-"  # where snapshots are
 _LASTS_S = {"full": 0.0, "readonly": 0.5, "gone": 0.5}
 _ERRORS = {"full": errno.ENOSPC, "readonly": errno.EROFS, "gone": errno.EIO}
 _SLOW_S, _SLOW_CALLS = 0.1, 20
@@ -101,4 +102,7 @@ class _DiskFault:
 
 
 def _is_draft(path: Any) -> bool:
-    return isinstance(path, str | os.PathLike) and _DRAFT in os.fspath(path)
+    if not isinstance(path, str | os.PathLike):
+        return False
+    text = os.fspath(path)
+    return _DRAFT in text and not text.startswith(_MEMORY)
