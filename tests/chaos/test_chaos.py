@@ -102,7 +102,7 @@ LINES = {
     ("hosts", "kinds"),
     [
         ("2", "host"),
-        pytest.param("2", "partition,one-way,slow-link,kill", marks=pytest.mark.drill),
+        pytest.param("2", "partition,one-way,slow-link,kill,collective", marks=pytest.mark.drill),
         pytest.param("1:2", "shrink", marks=pytest.mark.drill),
     ],
 )

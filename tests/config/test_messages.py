@@ -148,11 +148,24 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "custom, given\n"
         "/run.yaml: run: the length of the run is missing; give exactly one of steps, samples, tokens, epochs",
     ),
+    "a range that ends before it begins": (
+        GOOD,
+        ["data.leave_out=[[5, 3]]"],
+        "--data.leave_out: [5, 3] ends before its first sample; write [3, 5]",
+    ),
     "lists and mappings": (
         GOOD + "optim: adamw_torch\n",
-        ["model.freeze=head.*", "--data.loader=3", "--launch.ranks", "--evaluation.every=often"],
+        [
+            "model.freeze=head.*",
+            "data.leave_out=17",
+            "--data.loader=3",
+            "--launch.ranks",
+            "--evaluation.every=often",
+        ],
         "--launch.ranks: has no value; write --launch.ranks VALUE\n"
         "--model.freeze: 'head.*' is not a list of text; write [head.*]\n"
+        "--data.leave_out: 17 is not a list of lists of 2 whole numbers from 0 up to, not including, 2^62; write "
+        "[[17, 17]]\n"
         "--data.loader: 3 is not a mapping\n"
         "/run.yaml:4:8: optim: Lockstep's key is optim.name: write `optim.name: adamw`\n"
         "--evaluation.every: 'often' is not an interval; write a number of steps (100), or '100 steps', '64k samples', "

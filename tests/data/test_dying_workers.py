@@ -134,3 +134,18 @@ def test_after_a_failure_no_worker_is_left() -> None:
     assert multiprocessing.active_children() == []
     assert time.monotonic() - began < 60.0
     assert kept.tb is not None
+
+
+class _Exits(IndexSource):
+    def fetch(self, indices: Any) -> Any:
+        if 9 in indices:
+            raise SystemExit(4)
+        return super().fetch(indices)
+
+
+def test_a_worker_that_exits_is_named_with_its_samples_and_its_code() -> None:
+    loader = make_loader(_Exits(100), workers=1, shuffle=False)
+    how = r"a data worker died while samples 8, 9, .* were fetched: DataLoader worker .* with exit code 4\. Set data\.l"
+    with pytest.raises(RunFailed, match=how):
+        for _ in loader.updates(Progress()):
+            pass

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -135,6 +137,20 @@ def test_a_run_that_died_before_its_first_update_is_named(tmp_path: Path) -> Non
     assert text.startswith("run: failed before its first update: ")
     assert "ZeroDivisionError: division by zero" in text
     assert "No checkpoint exists: the run starts from the beginning." in text
+
+
+def test_the_state_in_the_memory_of_a_killed_launcher_is_named(tmp_path: Path) -> None:
+    write_program(tmp_path, "time.sleep(60)")
+    words = ("--ranks", 2, "recovery.snapshot_every=1", "checkpoint.every=null", "recovery.watchdog.enabled=false")
+    running = start_lockstep("train", "run.json", *words, cwd=tmp_path)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    running.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") == 2)
+    running.send(signal.SIGKILL)
+    assert running.end() == -signal.SIGKILL
+    text = run_lockstep("doctor", "run", cwd=tmp_path).stdout
+    (folder,) = re.findall(r"The state after step [12] is in this host's memory, in (\S+)\.", text)
+    shutil.rmtree(folder)
+    assert "No checkpoint exists" in run_lockstep("doctor", "run", cwd=tmp_path).stdout
 
 
 def test_a_hang_that_the_timeout_ends_is_named(tmp_path: Path) -> None:

@@ -367,6 +367,8 @@ def test_ranks_of_two_hosts_that_wait_in_other_collectives(
         assert "all_reduce at" in text
         assert f"{NAMES[3]} at" in text
     assert err.count("no rank has moved for") == (2 if operations != (1, 1, 1) else 0)
+    report = (tmp_path / "hangs.txt").read_text()
+    assert all(f"--- rank {rank}, process" in report for rank in range(3)), "the stacks of both hosts"
 
 
 def test_time_in_which_the_launcher_was_stopped_does_not_count(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.memory_folder import MemoryFolder, note_attempt
+from lockstep.launch.memory_folder import MemoryFolder, left_by, note_attempt
 
 
 def made(run: Path, root: Path) -> MemoryFolder:
@@ -52,6 +52,14 @@ def test_the_next_start_of_the_run_finds_what_a_killed_launcher_has_left(run: Pa
     left = abandoned(run, root)
     assert made(run, root).path == left.parent
     assert left.exists()
+
+
+def test_what_a_killed_launcher_has_left_is_known_as_long_as_the_run_resumes_from_it(run: Path, root: Path) -> None:
+    assert left_by(run, root) is None
+    left = abandoned(run, root)
+    assert left_by(run, root) == left.parent
+    (run / "attempts.jsonl").write_text("first\nsecond, on another host\n")
+    assert left_by(run, root) is None
 
 
 def test_after_an_attempt_elsewhere_it_is_empty(run: Path, root: Path) -> None:

@@ -26,6 +26,7 @@ from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Supervisor
 from lockstep.monitor.attempts import read_attempts
 
+EXITED_WORKER = "a data worker died while sample 9 was fetched: DataLoader worker (pid 7) exited unexpectedly with "
 WORKER = "a data worker died: DataLoader worker (pid 7) is killed by signal: Killed. Reason: "
 MODEL = f"{Path(__file__).parent / 'failing_models.py'}:Failing"
 
@@ -177,6 +178,7 @@ def rounds_of(failures: Sequence[tuple[EndKind, int]], restarts: int | Recovery)
         (End(EndKind.MESSAGE, 1, "out of memory", 0.0, advice="set batch.micro_size"), "memory"),
         (End(EndKind.MESSAGE, 1, f"{WORKER}by a person or a scheduler", 0.0), "transient"),
         (End(EndKind.MESSAGE, 1, f"{WORKER}out of memory (the kernel's OOM killer, in", 0.0), "memory"),
+        (End(EndKind.MESSAGE, 1, f"{EXITED_WORKER}exit code 4. Set", 0.0), "program"),
         (End(EndKind.MESSAGE, 1, "out of memory", 0.0, too_large={"evaluation.micro_size": 8}), "memory"),
         (End(EndKind.KILLED, 1, "was killed by SIGKILL: out of memory (the kernel's OOM killer, in", 0.0), "memory"),
         (End(EndKind.PAUSED, 75, "", 0.0), "request"),

@@ -10,6 +10,7 @@ A round's folder has the run, what was printed, and the plan of its faults; that
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import time
@@ -20,6 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lockstep.chaos import references
 from lockstep.chaos.drawing import balanced, draw_faults, updates_between_saves
 from lockstep.chaos.hosts import output_of, train_on_several
@@ -29,6 +32,7 @@ from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.config.every import Every
 from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped, VerificationError, message_of
+from lockstep.launch.devices import threads_per_rank
 from lockstep.launch.local import import_ahead
 from lockstep.monitor.folder import METRICS
 from lockstep.resilience.disk_faults import FLIP
@@ -128,6 +132,7 @@ def run_rounds(job: Job, settings: Settings, stop: StopRequest) -> Iterator[Chao
     kinds = applicable(job.config, settings.kinds, settings.world, settings.steps)
     rounds = _Rounds(replace(job, config=prepared(job.config, kinds)), settings, stop)
     import_ahead(imports_ahead(job.config))
+    _set_threads(settings.world.size)
     rounds.train_undisturbed()
     if not settings.kinds and not references.can_be_halved(rounds.undisturbed):
         kinds = tuple(kind for kind in kinds if kind != OOM)
@@ -138,6 +143,12 @@ def run_rounds(job: Job, settings: Settings, stop: StopRequest) -> Iterator[Chao
         yield rows[-1]
     if not settings.keep and all(row.passed for row in rows):
         shutil.rmtree(settings.folder)
+
+
+def _set_threads(ranks: int) -> None:
+    """Give all ranks the same number of threads, on however many hosts, and this process one: it will be forked."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
+    torch.set_num_threads(1)
 
 
 def free_folder(chosen: Path | None, recipe: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lockstep.strategies.section import Auto, Fraction, PathText, PlaceText, Positive, Section, without_effect
 
@@ -171,3 +171,11 @@ class Data(Section):
     """Samples of `train` that every epoch leaves out of their updates, as ranges [first, last] of indices:
     `[[17, 17], [100, 163]]`. Positions, global batches, rates and all other samples stay the same."""
     loader: Loader = Loader()
+
+    @field_validator("leave_out")
+    @classmethod
+    def _ranges_ascend(cls, ranges: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        for first, last in ranges:
+            if first > last:
+                raise ValueError(f"[{first}, {last}] ends before its first sample; write [{last}, {first}]")
+        return ranges

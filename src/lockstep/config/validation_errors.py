@@ -170,8 +170,14 @@ def _hint(node: Node, at: ValueShape) -> str:
     if bounds and (number := nearest(value, bounds, whole=at.real is None)):
         return f"; the nearest is {number}"
     if at.items and not at.items.sections() and value is not None:
-        return f"; write [{', '.join([str(text)] * (at.length or 1))}]"
+        return f"; write {_in_list(str(text), at)}"
     return ""
+
+
+def _in_list(text: str, at: ValueShape) -> str:
+    """Return a value as a list of this shape."""
+    item = _in_list(text, at.items) if at.items is not None and at.items.items is not None else text
+    return f"[{', '.join([item] * (at.length or 1))}]"
 
 
 # --- locations ----------------------------------------------------------------------------------------------------

@@ -183,12 +183,12 @@ class _WorkerDataset(Dataset[Any]):
         heartbeat.own().worker_fetches(int(request.indices[0]))
         try:
             batch = fetch(self._source, request)
+            answer = {name: getattr(batch, name) for name in ("inputs", "targets", "samples", "tokens", "left_out")}
         except Exception as failure:  # a `RunFailed`, or memory ran out
-            return {"failure": failure, "traceback": traceback.format_exc()}
-        finally:
-            self._busy[worker.id] = -1
-            heartbeat.own().worker_fetches(-1)
-        return {name: getattr(batch, name) for name in ("inputs", "targets", "samples", "tokens", "left_out")}
+            answer = {"failure": failure, "traceback": traceback.format_exc()}
+        self._busy[worker.id] = -1  # not if it exits
+        heartbeat.own().worker_fetches(-1)
+        return answer
 
     def __getitem__(self, index: int) -> Any:
         raise AssertionError("a request is answered as a whole")
@@ -271,6 +271,7 @@ class _WorkerSet(NamedTuple):
 
 
 _FEWER = "Set fewer data.loader.workers, or a smaller data.loader.prefetch"
+_TORCHS_ADVICE = "Details are lost due to multiprocessing."  # and what follows
 _running: list[_WorkerSet] = []
 
 
@@ -280,10 +281,10 @@ def _death(error: Exception, worker_sets: Sequence[_WorkerSet]) -> RunFailed:
         return error.__cause__
     busy = [named(request.indices) for workers in worker_sets for request in workers.busy()]
     samples = f" while samples {' or '.join(busy)} were fetched" if busy else ""
-    message = str(error).strip(" .")
+    message = str(error).partition(_TORCHS_ADVICE)[0].strip(" .")
     if message.endswith("signal: Killed"):
         reason = f". Reason: {why_killed(worker_sets[0].kills_before, kernel_kills(), _FEWER)}"
-    elif "killed by signal" in message:  # another one, such as a segmentation fault
+    elif "killed by signal" in message or "with exit code" in message:  # another one, such as a segmentation fault
         reason = ""
     else:
         reason = f". If it was killed: {why_killed(worker_sets[0].kills_before, kernel_kills(), _FEWER)}"

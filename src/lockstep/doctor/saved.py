@@ -19,10 +19,12 @@ from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import Failure
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
+from lockstep.launch.memory_folder import left_by
 from lockstep.monitor.folder import ENVIRONMENT, is_finished
 from lockstep.report.run_data import RunData
 from lockstep.training.finished_run import run_config
 from lockstep.training.locations import storage_of
+from lockstep.training.memory_snapshots import snapshots_in
 from lockstep.training.working_copy import place_of
 
 _OF_HOSTS = ("--nodes", "--rendezvous", "--job-id", "--ranks")
@@ -55,6 +57,12 @@ def saved_state(run: Path, data: RunData) -> SavedState:
         if is_finished(folder):
             return SavedState(f"{note} The run was resumed there, and is finished.")
         return SavedState(note, command_line("lockstep", "train", folder))
+    memory = left_by(run)
+    in_memory = max(names_by_step(snapshots_in(memory, None).names()), default=-1) if memory is not None else -1
+    if in_memory > (-1 if own is None else own):
+        return SavedState(
+            f"The state after step {in_memory:,} is in this host's memory, in {memory}.", _resume(run, data)
+        )
     if own is None:
         return SavedState("No checkpoint exists: the run starts from the beginning.", _resume(run, data))
     return SavedState(f"The newest checkpoint is that of step {own:,}.", _resume(run, data))

@@ -53,6 +53,7 @@ _BY_END = {
 }
 _CONFIG_CODE = 2
 _KILLED_WORKER = re.compile("^a data worker died.*killed by signal: Killed")
+_EXITED_WORKER = re.compile("^a data worker died.*exited unexpectedly with exit code")
 # Exceptions of connections, disks and drivers. A wrong path or a missing permission is the program's.
 _TRANSIENT = re.compile(
     r"^(OSError|IOError|ConnectionError|Connection\w+Error|TimeoutError|BrokenPipeError|InterruptedError|socket\.\w+"
@@ -73,6 +74,8 @@ def kind_of(end: End, text: str = "") -> FailureKind:
         return FailureKind.MEMORY
     if was_killed(end):
         return FailureKind.TRANSIENT
+    if end.kind is EndKind.MESSAGE and _EXITED_WORKER.search(end.text):
+        return FailureKind.PROGRAM
     kind = _BY_END.get(end.kind, FailureKind.REQUEST)
     if kind is FailureKind.PROGRAM and end.kind is EndKind.TRACEBACK and _TRANSIENT.search(gist(end.text)):
         return FailureKind.TRANSIENT

@@ -19,7 +19,7 @@ import statistics
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -113,10 +113,11 @@ class ObservedRank(Protocol):
 
 @dataclass
 class _Incident:
-    """A rank that doesn't move: which marks it had, and what was decided."""
+    """A rank that doesn't move: which marks it had, the last stacks, and what was decided."""
 
     marks: tuple[float, ...]
     limit: float = 0.0
+    stacks: Mapping[int, str] = field(default_factory=dict)
     hang: Hang | None = None
     ends_at: float | None = None
 
@@ -325,6 +326,7 @@ class HangWatch:
 
         None does if the ranks have called collectives that don't match; the launchers then find the odd one together.
         """
+        incident.stacks = wait.stacks
         if self.others is not None:
             self.others.report(wait.waits)
         limit = max(_ELSEWHERE_S, *(sight.limit for sight in sights))
@@ -337,12 +339,12 @@ class HangWatch:
 
     def _name_mismatch(self, incident: _Incident, waits: Sequence[Wait], sights: Sequence[Sight]) -> None:
         """Report that no rank of any host moves; the host of the odd one will kill it."""
-        all_here = Hang(tuple(sights), {}, waits=tuple(waits))
+        all_here = Hang(tuple(sights), incident.stacks, waits=tuple(waits))
         ends_at = self._ends_at(all_here, len(sights), min(sight.limit for sight in sights))
         odd = odd_one(waits).rank
         incident.hang = replace(all_here, culprits=tuple(sight for sight in sights if sight.rank == odd))
         incident.ends_at = ends_at if incident.hang.culprits else None
-        print_on_stderr(name_text(all_here, len(sights), ends_at, ""))
+        print_on_stderr(name_text(all_here, len(sights), ends_at, append_report(self.logs, all_here, sights)))
 
     def _ends_at(self, hang: Hang, ranks: int, limit: float) -> float | None:
         """Return after how many seconds without a move the rank is killed; None: never."""

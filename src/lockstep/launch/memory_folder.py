@@ -47,7 +47,7 @@ class MemoryFolder:
             hosts: Number of hosts of a run on several. What is in the folder stays then: who reads it checks whether
                 it is valid (`checkpoint.host_parts`). Launchers on one machine have a folder each.
         """
-        name = f"{prefix()}{hashlib.sha256(os.fsencode(run.absolute())).hexdigest()[:24]}"
+        name = _name_of(run)
         try:
             _remove_abandoned(root)
             for number in range(max(1, hosts)):
@@ -59,7 +59,7 @@ class MemoryFolder:
                     break
             else:
                 return None
-            if not hosts and _content(path / _ATTEMPTS) != _content(run / ATTEMPTS):
+            if not hosts and not _is_of_last_attempt(path, run):
                 _empty(path)
         except OSError:
             return None
@@ -80,6 +80,23 @@ class MemoryFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def left_by(run: Path, root: Path = ROOT) -> Path | None:
+    """Return the folder that a killed launcher of a run on one host has left, if the run resumes from it."""
+    path = root / _name_of(run)
+    with suppress(OSError):
+        if is_own(path) and _is_of_last_attempt(path, run):
+            return path
+    return None
+
+
+def _name_of(run: Path) -> str:
+    return f"{prefix()}{hashlib.sha256(os.fsencode(run.absolute())).hexdigest()[:24]}"
+
+
+def _is_of_last_attempt(path: Path, run: Path) -> bool:
+    return _content(path / _ATTEMPTS) == _content(run / ATTEMPTS)
 
 
 def note_attempt(folder: Path, run: Path) -> None:
