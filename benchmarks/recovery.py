@@ -395,7 +395,7 @@ def goodput(name: str, contestant: Contestant, seconds: float, every: float, see
         median = statistics.median(after - before for before, after in pairwise(made))
     lost = losses_by_kills(kills, ends, median, ended)
     return {"goodput": 1.0 - sum(lost) / (ended - began), "lost_s": sum(lost) / len(kills),
-            "update_s": median, "kills": len(kills),
+            "update_s": median, "by_median": len(made) * median / (ended - began), "kills": len(kills),
             "relaunched": run.launches - 1, "updates": last - first, "alone": last - first - len(made)}  # fmt: skip
 
 
@@ -507,10 +507,11 @@ def quantiles_of(kills: Sequence[Mapping[str, Any]], what: str) -> list[float]:
 
 def goodput_table(results: Mapping[str, Any]) -> str:
     """Return the table of goodput."""
-    columns = ["", "goodput", "s lost by a kill", "kills", "new updates", "made by one rank alone", "launched again"]
+    columns = ["", "goodput", "s lost by a kill", "kills", "new updates", "made by one rank alone", "launched again",
+               "updates x their median / time"]  # fmt: skip
     lines = [
         [name, f"{row['goodput']:.1%}", f"{row['lost_s']:.2f}", str(row["kills"]), f"{row['updates'] - row['alone']:,}",
-         f"{row['alone']:,}", str(row["relaunched"])]
+         f"{row['alone']:,}", str(row["relaunched"]), f"{row['by_median']:.1%}"]
         for name, row in results["rows"].items()
     ]  # fmt: skip
     return f"{markdown(columns, lines)}\n\n{provenance_of(results)}"
