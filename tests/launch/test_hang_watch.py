@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -17,16 +17,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.waiting import wait_until
 
 from lockstep.config.training_sections import Watchdog
 from lockstep.core import heartbeat
 from lockstep.core.collective_names import NAMES
 from lockstep.core.heartbeat import READY, Stage
+from lockstep.core.pending_collective import PendingCollective
 from lockstep.core.phase_clock import Phase, PhaseClock
 from lockstep.core.stopping import STACKS_SIGNAL
+from lockstep.launch import flight_records
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.failure_kinds import FailureKind, kind_of
 from lockstep.launch.hang_watch import HangWatch, LearnedTimes, hang_watch
+from lockstep.launch.hang_report import Wait
 from lockstep.launch.host_waits import HostWaits
 from lockstep.launch.rank_stacks import Frame, line_of, main_frames, waits_in_collective
 
@@ -136,6 +140,24 @@ def waits_in_save(clock: PhaseClock) -> None:
     sleep_in("/x/lockstep/distributed/store_exchange.py")
 
 
+def pending(operation: str, number: int, ranks: Sequence[int] = (0, 1), **options: Any) -> PendingCollective:
+    options = {"group": "0", "sizes": [[4]], "on_device": True, "is_started": False, **options}
+    return PendingCollective(operation=operation, number=number, ranks=ranks, **options)
+
+
+def records(*collectives: PendingCollective) -> Act:
+    """Waits for a device in the user's code, and has a flight record of what isn't complete."""
+
+    def act(clock: PhaseClock) -> None:
+        flight_records._record = lambda: (list(collectives), b"the record")  # type: ignore[assignment]
+        flight_records.answer_requests(heartbeat.own())
+        updates(clock)
+        clock.enter(Phase.OPTIMIZER)
+        time.sleep(60)
+
+    return act
+
+
 def begins(clock: PhaseClock) -> None:
     heartbeat.begin_stage(Stage.START)
     time.sleep(60)
@@ -155,6 +177,10 @@ def pauses(clock: PhaseClock) -> None:
         clock.enter(Phase.FORWARD)
         time.sleep(0.01)
         clock.updated()
+
+
+def is_in(beats: heartbeat.Heartbeat, phase: Phase) -> bool:
+    return beats.numbers[heartbeat.PHASE] == phase
 
 
 @contextmanager
@@ -189,7 +215,7 @@ def watched(
 
 def run_rank(beats: heartbeat.Heartbeat, act: Act) -> None:
     try:
-        faulthandler.register(STACKS_SIGNAL, file=beats.stacks)
+        faulthandler.register(STACKS_SIGNAL, file=beats.files.stacks)
         heartbeat.use(beats)
         beats.numbers[READY] = 1
         heartbeat.begin_stage(Stage.TRAINING)
@@ -304,6 +330,40 @@ def test_ranks_that_wait_in_other_collectives(tmp_path: Path) -> None:
     assert "collectives that don't match: rank 0 in all_reduce at" in ends[0].text
 
 
+@pytest.mark.parametrize(
+    ("collectives", "odd", "text"),
+    [
+        (
+            [[pending("all_reduce", 17)], [pending("broadcast", 17)], [pending("all_reduce", 17)]], 1,
+            "collectives that don't match: ranks 0 and 2 in all_reduce 17 of group 0 (4 elements) at "
+            "tests/launch/test_hang_watch.py",
+        ),
+        (
+            [[pending("all_reduce", 17, is_started=each != 1), pending("barrier", 18)] for each in range(3)], 1,
+            "rank 1 in all_reduce 17 of group 0 (4 elements) at tests/launch/test_hang_watch.py",
+        ),
+        ([[pending("all_reduce", 17)], [pending("all_reduce", 17)], []], 2, "rank 2 hangs in its optimizer's step at "),
+    ],
+    ids=["another collective", "a device that hasn't started it", "a rank whose device waits for nothing"],
+)  # fmt: skip
+def test_the_flight_records_of_devices(
+    tmp_path: Path, collectives: Sequence[Sequence[PendingCollective]], odd: int, text: str
+) -> None:
+    with watched(tmp_path, *(records(*each) for each in collectives)) as (watch, members):
+        watch.heartbeats[odd].numbers[
+            heartbeat.CALLS
+        ] = -1  # the host of this one is behind, where nothing else decides
+        for place in set(range(3)) - {odd} if collectives[odd] else ():
+            watch.heartbeats[place].numbers[heartbeat.CALLS] = -2
+        look(watch, members, 5.0)
+    ((rank, end),) = [(rank, member.end) for rank, member in enumerate(members) if member.end is not None]
+    assert rank == odd
+    assert text in end.text
+    report = (tmp_path / "hangs.txt").read_text()
+    assert report.count("not complete: ") == 2 * sum(map(bool, collectives)), "named, and killed"
+    assert [path.read_bytes() for path in sorted((tmp_path / "flight_record").iterdir())] == [b"the record"] * 3
+
+
 def test_beside_other_hosts_a_rank_hangs_that_is_in_no_collective_by_its_stack(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,6 +413,7 @@ def test_ranks_of_two_hosts_that_wait_in_other_collectives(
     ):
         for beats, operation in zip([*one.heartbeats, *two.heartbeats], operations, strict=True):
             beats.numbers[heartbeat.OPERATION] = operation
+            wait_until(partial(is_in, beats, Phase.COMMUNICATION))
         began = time.monotonic()
         while time.monotonic() - began < 2.0 and not any(member.end for member in [*ones, *twos]):
             one.look(ones)  # type: ignore[arg-type]
@@ -401,3 +462,24 @@ def test_the_line_of_a_stack() -> None:
     assert not waits_in_collective(frames, marked=False)
     assert waits_in_collective(frames, marked=True)
     assert line_of(main_frames("")) is None
+
+
+@pytest.mark.parametrize(
+    ("collectives", "differ"),
+    [
+        ([pending("all_reduce", 7, [0, 1]), pending("all_reduce", 7, [0, 1])], False),
+        ([pending("all_reduce", 7, [0, 1]), pending("all_reduce", 8, [0, 1])], True),
+        ([pending("all_reduce", 7, [0, 1]), pending("all_gather", 7, [0, 1])], True),
+        ([pending("all_reduce", 7, [0, 1], group="1")] * 2 + [pending("all_reduce", 9, [2, 3], group="2")] * 2, False),
+        # 0 waits for 1, which waits for 2: not for each other
+        ([pending("all_reduce", 7, [0, 1]), *[pending("all_gather", 3, [1, 2], group="1")] * 2], False),
+        ([pending("all_reduce", 7, [0, 1, 2]), *[pending("all_gather", 3, [0, 1, 2], group="1")] * 2], True),
+        ([pending("all_reduce", 7, [0, 1]), None], True),  # by the last calls
+    ],
+)
+def test_ranks_that_wait_for_each_other(collectives: Sequence[PendingCollective | None], differ: bool) -> None:
+    hosts = TwoHosts(len(collectives))
+    waits = [Wait(rank, rank, 5, "", each) for rank, each in enumerate(collectives)]
+    hosts.waits[0].report(waits[:1])
+    hosts.waits[1].report(waits[1:])
+    assert [bool(each.mismatched()) for each in hosts.waits] == [differ, differ]

@@ -15,17 +15,19 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-TIME, PHASE, UPDATES, SECONDS, MICRO, CALLS, OPERATION, STAGE, STEPS, READY, FETCHING, SAMPLE, PROCESS = range(13)
+TIME, PHASE, UPDATES, SECONDS, MICRO, CALLS, OPERATION, STAGE, STEPS, READY, FETCHING, SAMPLE = range(12)
+PROCESS, RECORDS = range(12, 14)
 """The numbers of a row: time of the last mark (CLOCK_MONOTONIC) and its phase, `IN_WHOLE` added in a collective of a
 save or an evaluation; updates ended; seconds of the last one; micro-batch, from 0; collectives called, and which one
 runs (a number of `OPERATIONS`, 0: none); `Stage`; updates of the run before this process; whether the rank writes its
 stacks on request; the micro-batch that is fetched; the sample that is read, + 1; of a rank that another launcher has
-started, its process."""
+started, its process; how often the rank has written its flight record, + 1, or 0 if it doesn't."""
 IN_WHOLE = 100
 _NUMBERS = 16
 _MOST_WORKERS, _WORKER = 32, 3  # a worker: process, first sample of its request + 1, sample that it reads + 1
@@ -61,16 +63,29 @@ class Worker:
     sample: int | None
 
 
+class Files(NamedTuple):
+    """The descriptors of a rank's files.
+
+    Attributes:
+        stacks: The file for its stacks.
+        record: The file for its flight record.
+        bell: Numbers of 8 bytes that are written into it are read by the rank: a request for its flight record.
+    """
+
+    stacks: int = -1
+    record: int = -1
+    bell: int = -1
+
+
 class Heartbeat:
-    """The heartbeat of a rank: its row of the shared memory, and a file for its stacks.
+    """The heartbeat of a rank: its row of the shared memory, and its files.
 
     Attributes:
         numbers: See `TIME` and the others.
-        stacks: A descriptor of the file.
     """
 
-    def __init__(self, memory: Any, place: int, stacks: int) -> None:
-        self._memory, self._place, self.stacks = memory, place, stacks
+    def __init__(self, memory: Any, place: int, files: Files) -> None:
+        self._memory, self._place, self.files = memory, place, files
         row = memoryview(memory).cast("B")[place * _ROW * _BYTES : (place + 1) * _ROW * _BYTES]
         self.numbers = row.cast("d")
         self._integers = row.cast("l")
@@ -79,7 +94,11 @@ class Heartbeat:
     def __reduce__(self) -> tuple[Any, ...]:
         from multiprocessing.reduction import DupFd
 
-        return _received, (self._memory, self._place, DupFd(self.stacks))
+        return _received, (self._memory, self._place, *map(DupFd, self.files))
+
+    def close(self) -> None:
+        for file in self.files:
+            os.close(file)
 
     # --- what a rank writes ---
 
@@ -134,8 +153,8 @@ class Heartbeat:
         return busy
 
 
-def _received(memory: Any, place: int, stacks: Any) -> Heartbeat:
-    return Heartbeat(memory, place, stacks.detach())
+def _received(memory: Any, place: int, *files: Any) -> Heartbeat:
+    return Heartbeat(memory, place, Files(*(file.detach() for file in files)))
 
 
 def heartbeats(ranks: int) -> list[Heartbeat]:
@@ -143,7 +162,7 @@ def heartbeats(ranks: int) -> list[Heartbeat]:
     from multiprocessing import get_context
 
     memory = get_context("spawn").RawArray("B", ranks * _ROW * _BYTES)  # a mapped file: forked processes share it, too
-    return [Heartbeat(memory, place, _stacks_file()) for place in range(ranks)]
+    return [Heartbeat(memory, place, Files(_file(), _file(), os.eventfd(0))) for place in range(ranks)]
 
 
 def mapped_heartbeats(folder: Path, ranks: int) -> list[Heartbeat]:
@@ -157,11 +176,19 @@ def mapped_heartbeats(folder: Path, ranks: int) -> list[Heartbeat]:
         memory = mmap(handle, size)
     finally:
         os.close(handle)
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-    return [Heartbeat(memory, place, os.open(folder / f"stacks-{place}", flags, 0o600)) for place in range(ranks)]
+    return [Heartbeat(memory, place, _named_files(folder, place)) for place in range(ranks)]
 
 
-def _stacks_file() -> int:
+def _named_files(folder: Path, place: int) -> Files:
+    bell, flags = folder / f"bell-{place}", os.O_RDWR | os.O_NOFOLLOW
+    with suppress(FileExistsError):
+        os.mkfifo(bell, 0o600)
+    stacks = os.open(folder / f"stacks-{place}", flags | os.O_CREAT | os.O_APPEND, 0o600)
+    record = os.open(folder / f"record-{place}", flags | os.O_CREAT, 0o600)
+    return Files(stacks, record, os.open(bell, flags))
+
+
+def _file() -> int:
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
@@ -174,7 +201,7 @@ def begin_stage(stage: Stage, steps: int = 0) -> None:
         numbers[STEPS] = steps - numbers[UPDATES]
 
 
-_own = [Heartbeat(bytearray(_ROW * _BYTES), 0, -1)]
+_own = [Heartbeat(bytearray(_ROW * _BYTES), 0, Files())]
 
 
 def own() -> Heartbeat:

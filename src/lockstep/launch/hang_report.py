@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +18,10 @@ from lockstep.core.collective_names import NAMES
 from lockstep.core.errors import named_ranks
 from lockstep.core.files import append_to
 from lockstep.core.heartbeat import Heartbeat, Stage, Worker
+from lockstep.core.pending_collective import PendingCollective
 from lockstep.core.phase_clock import Phase
 from lockstep.core.secrets import masked, secrets_in
+from lockstep.launch.flight_records import FlightRecord, save_records
 from lockstep.launch.rank_stacks import line_of, main_first, main_frames, process_state, write_stacks
 
 REPORT = "hangs.txt"
@@ -84,12 +86,14 @@ class Wait(NamedTuple):
         operation: The collective's number, see `heartbeat.OPERATION`.
         calls: Collectives that it has called.
         text: The collective, and the line that called it.
+        pending: The first that isn't complete, by its flight record; None: it isn't known.
     """
 
     rank: int
     operation: int
     calls: int
     text: str
+    pending: PendingCollective | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,7 @@ class Hang:
 
     Attributes:
         stacks: By process, of all ranks of this host.
+        records: By rank, of those of this host that have written one.
         is_stopped: Whether they are stopped (SIGSTOP).
         continues: Whether the launcher lets them continue.
         waits: What the ranks wait in, if all do; those of all hosts, if it is known.
@@ -105,6 +110,7 @@ class Hang:
 
     culprits: tuple[Sight, ...]
     stacks: Mapping[int, str]
+    records: Mapping[int, FlightRecord] = field(default_factory=dict)
     is_stopped: bool = False
     continues: bool = False
     waits: tuple[Wait, ...] = ()
@@ -154,7 +160,9 @@ def wait_text(hang: Hang, seconds: float, report: str) -> str:
     )
 
 
-def waits_of(sights: Sequence[Sight], stacks: Mapping[int, str]) -> tuple[Wait, ...]:
+def waits_of(
+    sights: Sequence[Sight], stacks: Mapping[int, str], records: Mapping[int, FlightRecord]
+) -> tuple[Wait, ...]:
     """Return which collective each rank waits in, and the line that called it."""
     waits = []
     for sight in sights:
@@ -162,18 +170,30 @@ def waits_of(sights: Sequence[Sight], stacks: Mapping[int, str]) -> tuple[Wait, 
         name = NAMES[operation - 1] if operation else "a collective"
         if sight.phase in (Phase.SAVE, Phase.EVALUATION) and not sight.waits:
             name = "a wait for the others"
+        record = records.get(sight.rank)
+        pending = record.pending[0] if record is not None and record.pending else None
         line = line_of(main_frames(stacks.get(sight.process, "")))
-        waits.append(Wait(sight.rank, operation, sight.calls, f"{name} at {line}" if line is not None else name))
+        shown = name if pending is None else str(pending)
+        text = f"{shown} at {line}" if line is not None else shown
+        waits.append(Wait(sight.rank, operation, sight.calls, text, pending))
     return tuple(waits)
+
+
+def are_recorded(waits: Sequence[Wait]) -> bool:
+    """Return whether the flight records of all ranks have what they wait in."""
+    return all(wait.pending is not None for wait in waits)
 
 
 def append_report(logs: Path | None, hang: Hang, sights: Sequence[Sight]) -> str:
     """Append the stacks of all ranks to the run's report; return the end of a message that names it."""
     if logs is None:
         return ""
+    save_records(logs, hang.records)
     lines = [f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {hang_text(hang, len(sights), '')}", ""]
     for sight in sights:
         doing = f"{sight.where}, update {sight.step:,}, for {sight.age:.1f} s; {sight.calls} collectives called"
+        if (record := hang.records.get(sight.rank)) is not None and record.pending:
+            doing += f"; not complete: {'; '.join(map(str, record.pending))}"
         lines += [f"--- rank {sight.rank}, process {sight.process}, state {sight.state or '?'}: {doing}"]
         lines += [
             masked(main_first(hang.stacks.get(sight.process, "")) or _NO_STACK, secrets_in(os.environ)),

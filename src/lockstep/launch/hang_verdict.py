@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from lockstep.launch.hang_report import Hang, Sight, Wait, waits_of
+from lockstep.launch.flight_records import read_records, request_records
+from lockstep.launch.hang_report import Hang, Sight, Wait, are_recorded, waits_of
 from lockstep.launch.rank_stacks import (
     is_debugged,
     main_frames,
@@ -18,26 +19,41 @@ def verdict(suspects: Sequence[Sight], sights: Sequence[Sight], *, alone: bool) 
     """Return which rank hangs, by the stacks of all: none if all wait for other hosts. None: one is being debugged."""
     if any(sight.state == "t" for sight in sights):  # a debugger holds it
         return None
-    stacks = write_stacks({sight.process: sight.beat for sight in sights if sight.state != "T"})
+    moving = [sight for sight in sights if sight.state != "T"]
+    beats = {sight.rank: sight.beat for sight in moving}
+    requested = request_records(beats)
+    stacks = write_stacks({sight.process: sight.beat for sight in moving})
+    records = read_records(beats, requested, [sight.rank for sight in moving if sight.waits])
     stacks.update({sight.process: stack_from_outside(sight.process) for sight in sights if sight.state == "T"})
     frames = {process: main_frames(text) for process, text in stacks.items()}
     if any(is_debugged(each) for each in frames.values()):
         return None
     stopped = [sight for sight in suspects if sight.state == "T"]
     if stopped:
-        return Hang(tuple(stopped), stacks, is_stopped=True)
+        return Hang(tuple(stopped), stacks, records, is_stopped=True)
     idle = [sight for sight in sights if not waits_in_collective(frames.get(sight.process, []), marked=sight.waits)]
     idle = [sight for sight in idle if sight in suspects] or idle
-    if not idle:
-        waits = waits_of(sights, stacks)
+    waits = waits_of(sights, stacks, records)
+    if not idle or (are_recorded(waits) and any(wait.pending and wait.pending.on_device for wait in waits)):
         odd = odd_one([wait for wait, sight in zip(waits, sights, strict=True) if sight in suspects])
-        return Hang(tuple(sight for sight in sights if alone and sight.rank == odd.rank), stacks, waits=waits)
+        return Hang(tuple(sight for sight in sights if alone and sight.rank == odd.rank), stacks, records, waits=waits)
     behind = min((sight.updates, sight.calls) for sight in idle)
     culprits = [sight for sight in idle if (sight.updates, sight.calls) == behind]
-    return Hang(tuple(culprits), stacks)
+    return Hang(tuple(culprits), stacks, records)
 
 
 def odd_one(waits: Sequence[Wait]) -> Wait:
-    """Return the rank to kill where all wait in collectives that don't match: that whose collective fewest are in."""
-    operations = [wait.operation for wait in waits]
-    return min(waits, key=lambda wait: (operations.count(wait.operation), wait.calls, -wait.rank))
+    """Return the rank to kill where all wait: that whose collective fewest are in, or that hasn't started it."""
+    if are_recorded(waits):
+        return _odd_of(waits, lambda wait: wait.pending.call if wait.pending else None)
+    return _odd_of(waits, lambda wait: wait.operation)
+
+
+def _odd_of(waits: Sequence[Wait], collective: Callable[[Wait], object]) -> Wait:
+    collectives = [collective(wait) for wait in waits]
+
+    def key(wait: Wait) -> tuple[int, bool, int, int]:
+        is_started = wait.pending is not None and wait.pending.is_started
+        return collectives.count(collective(wait)), is_started, wait.calls, -wait.rank
+
+    return min(waits, key=key)

@@ -160,7 +160,7 @@ class HangWatch:
 
     def close(self) -> None:
         for beat in self.heartbeats:
-            os.close(beat.stacks)
+            beat.close()
 
     def look(self, members: Sequence[ObservedRank]) -> None:
         """Check the ranks; name or kill one that hangs. A watch that fails ends, and the run doesn't."""

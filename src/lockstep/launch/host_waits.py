@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lockstep.launch.hang_report import Wait
+from lockstep.core.pending_collective import PendingCollective
+from lockstep.launch.hang_report import Wait, are_recorded
 
 
 class HostWaits:
@@ -39,10 +40,28 @@ class HostWaits:
 
     def receive(self, message: Mapping[str, Any]) -> None:
         """Note what another host's launcher has reported."""
-        self._others[message["node"]] = tuple(Wait(*fields) for fields in message["ranks"])
+        waits = (Wait(*fields) for fields in message["ranks"])
+        self._others[message["node"]] = tuple(
+            wait if wait.pending is None else wait._replace(pending=PendingCollective(*wait.pending)) for wait in waits
+        )
 
     def mismatched(self) -> tuple[Wait, ...]:
-        """Return the waits of all ranks if each is in one and they aren't in the same; else none."""
-        waits = sorted(wait for each in (self._own, *self._others.values()) for wait in each)
-        same = len({(wait.operation, wait.calls) for wait in waits}) <= 1
-        return () if same or len(waits) < self._ranks() else tuple(waits)
+        """Return the waits of all ranks if each is in one, and two wait for each other in different ones; else none."""
+        waits = sorted((wait for each in (self._own, *self._others.values()) for wait in each), key=lambda w: w.rank)
+        return tuple(waits) if len(waits) >= self._ranks() and _differ(waits) else ()
+
+
+def _differ(waits: Sequence[Wait]) -> bool:
+    """Return whether ranks wait for each other in different collectives."""
+    if not are_recorded(waits):
+        return len({(wait.operation, wait.calls) for wait in waits}) > 1
+    calls = {wait.rank: wait.pending for wait in waits if wait.pending is not None}
+    waiting: dict[tuple[str, int, str], set[int]] = {}
+    for rank, pending in calls.items():
+        waiting.setdefault(pending.call, set()).add(rank)
+    groups = {pending.call: set(pending.ranks) for pending in calls.values()}
+    return any(
+        ranks & groups[calls[other].call]
+        for call, ranks in waiting.items()
+        for other in (groups[call] - ranks) & calls.keys()
+    )

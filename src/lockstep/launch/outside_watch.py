@@ -31,6 +31,7 @@ from lockstep.core.heartbeat import PROCESS, READY, Heartbeat, mapped_heartbeats
 from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.core.stopping import STACKS_SIGNAL
 from lockstep.launch.ends import End, EndKind
+from lockstep.launch.flight_records import answer_no_more, answer_requests
 from lockstep.launch.hang_watch import HangWatch
 from lockstep.launch.memory_folder import ROOT, is_own, prefix
 from lockstep.launch.outcome import print_on_stderr
@@ -62,9 +63,10 @@ def watched_from_outside(options: Watchdog, logs: Path | None) -> Iterator[None]
     beats, before = mapped_heartbeats(folder, rank.local_world_size), heartbeat.own()
     own = beats.pop(rank.local_rank)
     for beat in beats:
-        os.close(beat.stacks)
+        beat.close()
     own.numbers[:] = before.numbers
-    faulthandler.register(STACKS_SIGNAL, file=own.stacks)
+    faulthandler.register(STACKS_SIGNAL, file=own.files.stacks)
+    answer_requests(own)
     own.numbers[READY], own.numbers[PROCESS] = 1, os.getpid()
     heartbeat.use(own)
     if rank.local_rank == 0:
@@ -73,6 +75,7 @@ def watched_from_outside(options: Watchdog, logs: Path | None) -> Iterator[None]
         yield
     finally:
         own.numbers[PROCESS] = _LEFT
+        answer_no_more(own)
         heartbeat.use(before)
 
 

@@ -51,6 +51,7 @@ from lockstep.core.stopping import (
 )
 from lockstep.launch import streams
 from lockstep.launch.ends import End, EndKind, end_of_exception, end_of_return
+from lockstep.launch.flight_records import answer_requests
 from lockstep.launch.other_launchers import set_threads
 
 
@@ -201,8 +202,9 @@ def _handle_launcher_signals(channel: Connection) -> None:
 
 
 def _beat(beats: Heartbeat) -> None:
-    """Let the launcher watch where this rank is, and request its stacks, also while it holds the interpreter's lock."""
-    faulthandler.register(STACKS_SIGNAL, file=beats.stacks)
+    """Let the launcher watch where this rank is, and request its stacks and its flight record."""
+    faulthandler.register(STACKS_SIGNAL, file=beats.files.stacks)
+    answer_requests(beats)
     heartbeat.use(beats)
     beats.numbers[READY] = 1
 

@@ -55,7 +55,8 @@ class Frame:
 
 def write_stacks(processes: Mapping[int, Heartbeat]) -> dict[int, str]:
     """Let processes write their stacks; return what each has written, by process. A rank's workers share its file."""
-    began = {process: os.fstat(beat.stacks).st_size for process, beat in processes.items() if beat.numbers[READY]}
+    files = {process: beat.files.stacks for process, beat in processes.items() if beat.numbers[READY]}
+    began = {process: os.fstat(file).st_size for process, file in files.items()}
     for process in began:
         try:
             os.kill(process, STACKS_SIGNAL)
@@ -64,13 +65,13 @@ def write_stacks(processes: Mapping[int, Heartbeat]) -> dict[int, str]:
     sizes, until, changed = dict(began), time.monotonic() + _WAIT_S, time.monotonic()
     while time.monotonic() < until:
         time.sleep(_QUIET_S)
-        now = {process: os.fstat(processes[process].stacks).st_size for process in began}
+        now = {process: os.fstat(files[process]).st_size for process in began}
         if now != sizes:
             sizes, changed = now, time.monotonic()
         elif all(sizes[process] > began[process] for process in began) and time.monotonic() - changed > _QUIET_S:
             break
     return {
-        process: os.pread(processes[process].stacks, sizes[process] - start, start).decode(errors="replace").strip()
+        process: os.pread(files[process], sizes[process] - start, start).decode(errors="replace").strip()
         for process, start in began.items()
     }
 

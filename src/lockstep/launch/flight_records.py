@@ -1,0 +1,121 @@
+"""The flight records of ranks that don't move, as a thread of each rank writes them on request.
+
+    launcher -- bell --> a thread of the rank: torch's flight record --> its file --> launcher
+
+A rank that holds the interpreter's lock, or is stopped, writes none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.core.heartbeat import RECORDS, Heartbeat
+from lockstep.core.pending_collective import PendingCollective
+
+FOLDER = "flight_record"
+_REQUEST = 1
+_LEAVE = 1 << 32
+_LENGTH = 8
+_WAIT_S = 0.25
+_LOOK_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class FlightRecord:
+    """The last collectives of a rank.
+
+    Attributes:
+        pending: Those that aren't complete, the oldest first.
+        content: The whole record, as torchfrtrace reads it.
+    """
+
+    pending: Sequence[PendingCollective]
+    content: bytes
+
+
+# --- in a rank --------------------------------------------------------------------------------------------------------
+
+
+def answer_requests(beat: Heartbeat) -> None:
+    """Let a thread write this rank's flight record whenever it is requested."""
+    beat.numbers[RECORDS] = 1
+    threading.Thread(target=_answer, args=(beat,), name="flight record", daemon=True).start()
+
+
+def answer_no_more(beat: Heartbeat) -> None:
+    """Let the thread end."""
+    beat.numbers[RECORDS] = 0
+    _ring(beat, _LEAVE)
+
+
+def _answer(beat: Heartbeat) -> None:
+    while int.from_bytes(os.read(beat.files.bell, _LENGTH), sys.byteorder) < _LEAVE:
+        try:
+            pending, content = _record()
+        except Exception:  # torch's records are another version's: the stacks are there
+            pending, content = [], traceback.format_exc().encode()
+        os.ftruncate(beat.files.record, 0)
+        os.pwrite(beat.files.record, json.dumps(pending).encode() + b"\n" + content, 0)
+        beat.numbers[RECORDS] += 1
+
+
+def _record() -> tuple[list[PendingCollective], bytes]:
+    if "torch.distributed" not in sys.modules:
+        return [], b""
+    from lockstep.distributed.flight_record import flight_record
+
+    return flight_record()
+
+
+# --- in the launcher --------------------------------------------------------------------------------------------------
+
+
+def request_records(beats: Mapping[int, Heartbeat]) -> dict[int, float]:
+    """Request the flight records of some ranks; return by rank how many they have written until now."""
+    written = {rank: beat.numbers[RECORDS] for rank, beat in beats.items() if beat.numbers[RECORDS]}
+    for rank in written:
+        _ring(beats[rank], _REQUEST)
+    return written
+
+
+def read_records(
+    beats: Mapping[int, Heartbeat], before: Mapping[int, float], awaited: Sequence[int]
+) -> dict[int, FlightRecord]:
+    """Return the records that were requested, by rank.
+
+    Args:
+        before: What `request_records` has returned.
+        awaited: The ranks that are waited for, a moment; others may hold the interpreter's lock.
+    """
+    until = time.monotonic() + _WAIT_S
+    while time.monotonic() < until and any(beats[r].numbers[RECORDS] == before[r] for r in awaited if r in before):
+        time.sleep(_LOOK_S)
+    return {rank: _read(beats[rank]) for rank, written in before.items() if beats[rank].numbers[RECORDS] != written}
+
+
+def save_records(logs: Path, records: Mapping[int, FlightRecord]) -> None:
+    """Write the records into a folder of the run's logs, a file for each rank, instead of earlier ones."""
+    with suppress(OSError):
+        (logs / FOLDER).mkdir(exist_ok=True)
+        for rank, record in records.items():
+            (logs / FOLDER / f"rank_{rank}").write_bytes(record.content)
+
+
+def _read(beat: Heartbeat) -> FlightRecord:
+    line, _, content = os.pread(beat.files.record, os.fstat(beat.files.record).st_size, 0).partition(b"\n")
+    with suppress(ValueError, TypeError):
+        return FlightRecord([PendingCollective(*fields) for fields in json.loads(line)], content)
+    return FlightRecord((), content)
+
+
+def _ring(beat: Heartbeat, number: int) -> None:
+    os.write(beat.files.bell, number.to_bytes(_LENGTH, sys.byteorder))
