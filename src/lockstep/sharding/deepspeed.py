@@ -134,7 +134,7 @@ def import_for(model: nn.Module, device: torch.device) -> Any:
     Raises:
         ConfigError: It is not installed, or can't train parameters such as the model's.
     """
-    deepspeed = _import(device)
+    deepspeed = import_deepspeed(device)
     refuse_other_than_fp32(model.named_parameters(), "parallel.strategy", "deepspeed keeps parameters")
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:  # parameters are sent as bytes, and torch can't view a 0-dim tensor as bytes
@@ -169,7 +169,12 @@ def _initialize(deepspeed: Any, model: nn.Module, optimizer: torch.optim.Optimiz
     return engine
 
 
-def _import(device: torch.device) -> Any:
+def import_deepspeed(device: torch.device) -> Any:
+    """Import DeepSpeed for a device; return its module.
+
+    Raises:
+        ConfigError: It isn't installed.
+    """
     for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):  # DeepSpeed uses their old names
         warnings.filterwarnings("ignore", f".*{name}. is deprecated", FutureWarning)
     try:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
+import torch
+
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.manifest import CorruptCheckpoint
 from lockstep.config.writing import plain_yaml, to_public
@@ -53,6 +55,11 @@ def imports_ahead(config: Config) -> list[str]:
 @contextmanager
 def prepared_ahead(config: Config, ranks: int) -> Iterator[None]:
     """Hold what ranks that are forked while the block runs have in common."""
+    if config.parallel.strategy == "deepspeed" and _trains_on_cpu(config):
+        from lockstep.sharding.deepspeed import import_deepspeed
+
+        with suppress(Failure):  # which the ranks report
+            import_deepspeed(torch.device("cpu"))
     if config.model.kind not in _OWN_MODELS or not may_fork():  # other models run code of their own, or are given
         yield
         return
@@ -62,6 +69,12 @@ def prepared_ahead(config: Config, ranks: int) -> Iterator[None]:
                 held.enter_context(built_ahead(config.model, source.facts, config.run.seed))
             _rehearse(config, ranks, source)
         yield
+
+
+def _trains_on_cpu(config: Config) -> bool:
+    """Return whether ranks certainly train on the CPU; no driver is asked, or they couldn't be forked."""
+    device = config.launch.device
+    return device == "cpu" or (device == "auto" and torch.accelerator.current_accelerator() is None)
 
 
 def _rehearse(config: Config, ranks: int, source: Source | None) -> None:
