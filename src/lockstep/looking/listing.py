@@ -112,7 +112,7 @@ def listed(run: Path) -> ListedRun:
     unit, wanted = _planned_length(run)
     share = _share(summary, last, max(step, 0), unit, wanted)
     tokens, samples = (number(last.get(f"{name}_per_second")) for name in ("tokens", "samples"))
-    speed, name = (samples, "samples") if tokens == samples or not tokens > 0 else (tokens, "tokens")
+    speed, name = (tokens, "tokens") if tokens > samples else (samples, "samples")
     host = environment.get("host")
     return ListedRun(
         run=str(run),

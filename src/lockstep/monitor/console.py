@@ -191,7 +191,7 @@ class Console(ThrottledMonitor):
     def _rates(self, rates: Rates) -> list[str]:
         if not rates.steps:
             return []
-        tokens = [f"{formatting.short(rates.tokens)} tokens/s"] if rates.tokens != rates.samples else []
+        tokens = [f"{formatting.short(rates.tokens)} tokens/s"] if rates.tokens > rates.samples else []
         mfu = model_flops_utilization(self._facts, rates.tokens) if self._facts else None
         return [
             *tokens,
@@ -205,7 +205,7 @@ class Console(ThrottledMonitor):
         if last is None:
             return [f"{end} 0 steps", _row("folder", _shortest_path(facts.folder))]
         of = f" of {facts.steps:,}" if facts.steps is not None and last.step < facts.steps else ""
-        tokens = f", {last.tokens:,} tokens" if last.tokens != last.samples else ""
+        tokens = f", {last.tokens:,} tokens" if last.tokens > last.samples else ""
         return [
             f"{end} {last.step:,}{of} steps, {last.samples:,} samples{tokens} in {formatting.duration(last.seconds)}",
             _row("loss", f"{formatting.value(last.loss)} (of the last update)"),

@@ -68,8 +68,7 @@ def evaluation_series(run: RunData, metric: str) -> list[Series]:
 def throughput(run: RunData) -> Series:
     """Return tokens per second if samples have tokens, otherwise samples; by the series' name."""
     samples, tokens = run.columns["samples_per_second"], run.columns["tokens_per_second"]
-    are_alike = np.array_equal(samples.values, tokens.values, equal_nan=True)
-    name, chosen = ("samples", samples) if are_alike else ("tokens", tokens)
+    name, chosen = ("tokens", tokens) if np.any(tokens.values > samples.values) else ("samples", samples)
     known = ~(chosen.values <= 0)  # 0: nothing was measured yet
     return Series(name, chosen.steps[known], chosen.values[known], noisy=True)
 

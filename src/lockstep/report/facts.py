@@ -110,7 +110,6 @@ def evaluation_table(run: RunData) -> list[list[str]]:
 def facts(run: RunData) -> list[tuple[str, str]]:
     """Return (name, value); unknown ones are left out."""
     summary = run.summary or {}
-    tokens, samples = _at_end(run, "tokens"), _at_end(run, "samples")
     parameters, trainable = summary.get("parameters"), summary.get("trainable")
     batch, ranks = _resolved(run, "global_size", "batch"), _resolved(run, "ranks", "launch")
     if run.summary is None and run.restarts and run.restarts[-1][1]:
@@ -118,8 +117,8 @@ def facts(run: RunData) -> list[tuple[str, str]]:
     backend = _resolved(run, "backend", "launch") if ranks != "1" else ""
     entries = [
         ("Steps", count_text(_at_end(run, "steps"))),
-        ("Samples", count_text(samples)),
-        ("Tokens", count_text(tokens) if tokens != samples else ""),
+        ("Samples", count_text(_at_end(run, "samples"))),
+        ("Tokens", count_text(_at_end(run, "tokens")) if throughput(run).name == "tokens" else ""),
         ("Parameters", count_text(parameters)),
         ("Trained parameters", count_text(trainable) if trainable != parameters else ""),
         ("Global batch", f"{batch} samples" if batch else ""),
