@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ def _vote(consensus: votes.Consensus, rank: int, ranks: int, norm: float) -> Any
     consensus.open(
         torch.tensor(1.5 + rank), 10 + rank, 20 + rank, (2.0, 3.0 * rank, 0.0), [Request.EVALUATE] if rank == 1 else []
     )
-    result = consensus.close(torch.tensor(norm))
+    result = consensus.close(lambda: torch.tensor(norm))
     slots = torch.as_tensor(result.slots, dtype=torch.float64).tolist()
     numbers = (result.loss_sum, result.squared_norm, result.next_count, result.next_tokens)
     return [float(number) for number in numbers], votes.requests_in(slots), votes.gradients_agree(slots, ranks)
@@ -95,5 +96,26 @@ def test_a_sum_of_losses_in_the_strategy_s_own_order_replaces_the_vote_s(kind: s
     axis, ordered = LocalGroup(), partial(torch.tensor, 7.25)
     vote = votes.HostConsensus(axis, ordered) if kind == "host" else votes.DeviceConsensus(axis, CPU, ordered)
     vote.open(torch.tensor(1.5), 10, 20, (0.0,) * 3, [])
-    result = vote.close(torch.tensor(3.0))
+    result = vote.close(lambda: torch.tensor(3.0))
     assert float(result.loss_sum) == float(result.slots[votes.LOSS_SUM]) == 7.25
+
+
+class _LoggedSums(LocalGroup):
+    """A group of two ranks that logs when a sum is waited for."""
+
+    size = 2
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def start_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self.log.append("started")
+        return lambda: self.log.append("waited for") or tensor  # type: ignore[func-returns-value]
+
+
+def test_on_a_cpu_no_collective_follows_one_that_was_not_waited_for() -> None:
+    log: list[str] = []
+    vote = votes.HostConsensus(_LoggedSums(log))
+    vote.open(torch.tensor(1.5), 10, 20, (0.0,) * 3, [])
+    vote.close(lambda: log.append("norm") or torch.tensor(3.0))  # type: ignore[func-returns-value]
+    assert log == ["started", "waited for", "norm"]

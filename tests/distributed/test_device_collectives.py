@@ -69,7 +69,7 @@ def test_a_vote_takes_numbers_from_the_host() -> None:
         consensus = DeviceConsensus(rank.world.axis, rank.world.device, lambda: torch.tensor(2.0))
         for _ in range(2):
             consensus.open(torch.tensor(1.5), 10.0, 20, [0.0] * len(Tally), ())
-            result = consensus.close(torch.tensor(9.0))
+            result = consensus.close(lambda: torch.tensor(9.0))
         assert all(value.device == rank.world.device for value in (result.loss_sum, result.squared_norm))  # type: ignore[union-attr]
         assert [float(result.loss_sum), float(result.squared_norm), float(result.next_count)] == [2.0, 9.0, 40.0]
 

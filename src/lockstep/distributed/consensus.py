@@ -89,16 +89,19 @@ class HostConsensus:
             slots[FIRST_REQUEST + request.value] = 1.0
         self._finish = self._start_sum(slots)
 
-    def close(self, squared_norm: Tensor) -> VoteResult:
+    def close(self, squared_norm: Callable[[], Tensor]) -> VoteResult:
         """Return the result of the vote.
 
+        The sum is waited for before another one begins: gloo stops reading from a rank whose sum has failed, and one
+        that comes after it would never end.
+
         Args:
-            squared_norm: Of the gradient summed over ranks, 0-dim; the same on all.
+            squared_norm: Returns that of the gradient summed over ranks, 0-dim; the same on all.
         """
-        norm = squared_norm.item()
+        slots = self._finish()
+        norm = squared_norm().item()
         if self._axis.size > 1:
             self._norm_before = agreement.slots_of(norm)
-        slots = self._finish()
         if self._loss_sum is not None:
             slots[LOSS_SUM] = self._loss_sum().item()
         return VoteResult(slots[LOSS_SUM], norm, slots[NEXT_COUNT], slots[NEXT_TOKENS], slots)
@@ -135,9 +138,9 @@ class DeviceConsensus:
         slots = torch.cat([own_loss, host[:2], self._norm_before, host[2:]])
         self._finish = self._axis.start_sum(slots)
 
-    def close(self, squared_norm: Tensor) -> VoteResult:
+    def close(self, squared_norm: Callable[[], Tensor]) -> VoteResult:
         assert self._finish is not None, "a vote is opened before it is closed"
-        norm = squared_norm.to(self._device, torch.float64, non_blocking=True)  # offloaded gradients are on the host
+        norm = squared_norm().to(self._device, torch.float64, non_blocking=True)  # offloaded gradients are on the host
         if self._axis.size > 1:
             self._norm_before = agreement.slots_on_device(norm)
         slots = self._finish()

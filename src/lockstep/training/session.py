@@ -265,7 +265,7 @@ class Session:
     def _close_vote(self) -> UpdateAttempt:
         """Return the attempt that the vote is about."""
         components, batch, count = self._components, self._current, self._count
-        outcome = components.consensus.close(components.sharding.step.squared_norm())
+        outcome = components.consensus.close(components.sharding.step.squared_norm)
         norm = outcome.squared_norm**0.5 / components.scaler.scale
         decision = self._verdicts.decide(batch.step + 1, outcome.loss_sum, count, norm)
         return UpdateAttempt(batch, count, outcome, norm, decision)
