@@ -101,18 +101,19 @@ LINES = {
 @pytest.mark.parametrize(
     ("hosts", "kinds"),
     [
-        ("2", "host"),
+        ("2", "host,badsample"),
         pytest.param("2", "partition,one-way,slow-link,kill,collective", marks=pytest.mark.drill),
         pytest.param("1:2", "shrink", marks=pytest.mark.drill),
     ],
 )
 def test_faults_of_hosts(tmp_path: Path, hosts: str, kinds: str) -> None:
-    words = ("--launch.ranks", "1", "--nodes", hosts, "--rounds", str(len(kinds.split(","))), "--json")
+    words = ("--launch.ranks", "1", "--nodes", hosts, "--rounds", str(len(kinds.split(","))), "--json", "--keep")
     done = chaos(tmp_path, "--faults", kinds, *words, "--batch.global_size", "16")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(done.stdout)
     assert {row["fault"] for row in rows} == set(kinds.split(","))
     assert all(row["passed"] for row in rows)
+    assert all("goes back to step" in Path(row["output"]).read_text() for row in rows if row["fault"] == "badsample")
 
 
 @pytest.mark.parametrize(

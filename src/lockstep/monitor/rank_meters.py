@@ -182,7 +182,7 @@ class MeterReport:
         return {name: (min(of_ranks), statistics.fmean(of_ranks), max(of_ranks)) for name, of_ranks in values.items()}
 
     def stragglers(self) -> list[Straggler]:
-        """Return the ranks that the others wait for, the slowest first; none of an interval too short to tell."""
+        """Return the ranks that the others wait for, the slowest first; none of too short an interval."""
         if self.seconds < SHORTEST_S:
             return []
         known = [rank for rank in self.ranks if rank.split]
