@@ -59,8 +59,9 @@ def make_sample_nan(model: nn.Module, inputs: Inputs, fired: Callable[[], None])
         for part in parts:
             if isinstance(part, torch.Tensor) and part.ndim > 1:
                 for sample in own:
-                    if part.shape[1:] == sample.shape[1:]:
-                        same: Tensor = (part == sample.to(part)).flatten(1).all(1)
+                    if sample.shape[2:] == part.shape[2:] and sample.ndim == part.ndim:
+                        length = min(part.shape[1], sample.shape[1])  # of texts that are padded with others, or alone
+                        same: Tensor = (part[:, :length] == sample[:, :length].to(part)).flatten(1).all(1)
                         return same
         return None
 
