@@ -33,7 +33,7 @@ _SLOW = 1.2
 _SLOW_SHARE = 0.05
 """A straggler computes 1.2 times as long as the median rank, and by 5 % of an update longer."""
 SHORTEST_S = POST_S
-"""Of an interval that can name stragglers: a shorter one, of a run that has just begun, is chance."""
+"""The shortest interval that names stragglers: in a shorter one, of a run that has just begun, they are chance."""
 
 Gauges = Callable[[], Mapping[str, float]]
 
