@@ -32,6 +32,7 @@ RUN = (
 LAYOUTS: Mapping[str, Sequence[str]] = {
     "ddp, 2 ranks": ("--ranks=2", "--parallel.strategy=ddp"),
     "fsdp, 2 ranks": ("--ranks=2", "--parallel.strategy=fsdp"),
+    "fsdp, 4 ranks": ("--ranks=4", "--parallel.strategy=fsdp"),
     "zero2, 2 ranks": ("--ranks=2", "--parallel.strategy=deepspeed", "--parallel.deepspeed.zero_stage=2"),
     "zero3, 2 ranks": ("--ranks=2", "--parallel.strategy=deepspeed", "--parallel.deepspeed.zero_stage=3"),
     "pipeline x fsdp, 4 ranks": ("--ranks=4", "--parallel.strategy=fsdp", "--parallel.pipeline=2"),

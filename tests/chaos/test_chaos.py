@@ -51,8 +51,11 @@ def test_each_kind_of_fault(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_memory_that_runs_out(tmp_path: Path) -> None:
-    done = chaos(tmp_path, "--rounds", "1", "--faults", "oom", "--json", "--keep", "--batch.global_size", "16")
+@pytest.mark.parametrize(
+    "words", [[], pytest.param(["--model.compile", "true"], marks=pytest.mark.drill)], ids=["eager", "compiled"]
+)
+def test_memory_that_runs_out(tmp_path: Path, words: list[str]) -> None:
+    done = chaos(tmp_path, "--rounds", "1", "--faults", "oom", "--json", "--keep", "--batch.global_size", "16", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads(done.stdout)
     assert row["passed"]
@@ -101,18 +104,34 @@ LINES = {
 @pytest.mark.parametrize(
     ("hosts", "kinds"),
     [
-        ("2", "host"),
+        ("2", "host,badsample"),
         pytest.param("2", "partition,one-way,slow-link,kill,collective", marks=pytest.mark.drill),
         pytest.param("1:2", "shrink", marks=pytest.mark.drill),
     ],
 )
 def test_faults_of_hosts(tmp_path: Path, hosts: str, kinds: str) -> None:
-    words = ("--launch.ranks", "1", "--nodes", hosts, "--rounds", str(len(kinds.split(","))), "--json")
+    words = ("--launch.ranks", "1", "--nodes", hosts, "--rounds", str(len(kinds.split(","))), "--json", "--keep")
     done = chaos(tmp_path, "--faults", kinds, *words, "--batch.global_size", "16")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(done.stdout)
     assert {row["fault"] for row in rows} == set(kinds.split(","))
     assert all(row["passed"] for row in rows)
+    assert all("goes back to step" in Path(row["output"]).read_text() for row in rows if row["fault"] == "badsample")
+
+
+@pytest.mark.drill
+def test_a_bad_sample_of_divided_sequences_is_left_out(tmp_path: Path) -> None:
+    sizes = (
+        "--model.layers=2",
+        "--model.width=32",
+        "--model.heads=2",
+        "--data.train.length=32",
+        "--evaluation.every=null",
+    )
+    layout = ("--ranks=2", "--parallel.context=2", "--batch.global_size=8", "--launch.device=cpu")
+    words = ("--folder", tmp_path / "runs", "--rounds=1", "--faults=badsample")
+    done = run_lockstep("chaos", "stdlib-lm", *words, *sizes, *layout)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

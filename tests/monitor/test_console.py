@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from kit.reports import FACTS, report
 
 from lockstep.core import formatting
-from lockstep.core.errors import PeerFailed, Stopped
+from lockstep.core.errors import OutOfMemory, PeerFailed, RolledBack, RunFailed, Stopped
+from lockstep.core.ranks import LAUNCHER
 from lockstep.core.records import EvaluationReport, Verdict
 from lockstep.monitor.console import Console
 from lockstep.monitor.live import LiveDisplay, Status, rows
@@ -131,6 +132,7 @@ def test_without_progress_start_evaluations_and_end_remain() -> None:
         (KeyboardInterrupt(), "stopped after 12 of 30 steps"),
         (ValueError("x"), "failed after 12 of 30 steps"),
         (PeerFailed("rank 1 has failed"), "interrupted after 12 of 30 steps"),
+        (RolledBack("step 12: loss nan"), "interrupted after 12 of 30 steps"),
     ],
 )
 def test_the_summary_states_how_the_run_ended(error: BaseException | None, end: str) -> None:
@@ -140,6 +142,20 @@ def test_the_summary_states_how_the_run_ended(error: BaseException | None, end: 
     console.see(report(12))
     console.finish(error)
     assert end in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("error", "end"), [(ValueError("x"), "interrupted"), (OutOfMemory("x"), "interrupted"), (RunFailed("x"), "failed")]
+)
+def test_what_the_launcher_tries_again_has_not_failed(
+    error: Exception, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LAUNCHER, str(os.getppid()))
+    stream = io.StringIO()
+    console = Console(10, "none", stream)
+    console.start(FACTS)
+    console.finish(error)
+    assert f"{end} after 0 steps" in stream.getvalue()
 
 
 def test_epochs_and_what_user_code_logs_are_printed() -> None:

@@ -33,9 +33,9 @@ def notice(rank: int, times: UpdateTimes, **gauges: float) -> RankNotice:
     return RankNotice(rank, "a", 1, 0.0, times.measured, Phase.FORWARD, 0.5, times, gauges)
 
 
-def report(*times: UpdateTimes) -> MeterReport:
+def report(*times: UpdateTimes, seconds: float = 10.0) -> MeterReport:
     ranks = [RankInterval.between(None, notice(rank, of_rank)) for rank, of_rank in enumerate(times)]
-    return MeterReport(10, 10.0, tuple(ranks))
+    return MeterReport(10, seconds, tuple(ranks))
 
 
 numbers = st.floats(0, 1e9)
@@ -95,6 +95,7 @@ def test_the_rank_that_the_others_wait_for_is_named_with_what_it_does(slow: dict
     stragglers = report(usual, times_of(5, **slow), usual).stragglers()
     assert [(straggler.rank, straggler.phase) for straggler in stragglers] == [(1, phase)]
     assert stragglers[0].ratio == pytest.approx(sum(slow.values()) / 1.1)
+    assert report(usual, times_of(5, **slow), usual, seconds=0.3).stragglers() == []
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

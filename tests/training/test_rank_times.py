@@ -14,6 +14,7 @@ from kit import small
 from kit.worlds import in_world
 
 import lockstep
+from lockstep.monitor import rank_meters
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
@@ -39,7 +40,9 @@ def train(folder: Path, name: str, model: str) -> list[dict[str, Any]]:
         parallel=STRATEGIES[name],
         monitor={"every": 4, "tensorboard": False, "progress": "plain", "meter_seconds": 0.05},
     )
-    lockstep.train(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_meters, "SHORTEST_S", 0.0)
+        lockstep.train(config)
     path = folder / name / "ranks.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if dist.get_rank() == 0 else []
 

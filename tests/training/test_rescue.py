@@ -380,12 +380,12 @@ _MORE = [
 ]
 
 
-def _check_rows(rows: list[tuple[str, str, int]], folder: Path, patience: float) -> None:
-    told = in_world(2, _ended_and_resumed, rows, folder, patience=patience)
+def _check_rows(rows: list[tuple[str, str, int]], folder: Path, patience: float, ranks: int = 2) -> None:
+    told = in_world(ranks, _ended_and_resumed, rows, folder, patience=patience)
     oracle = in_world(1, _followed, "single", folder / "oracle", "", 0)[0][1]
-    for (variant, kind, rank), *ranks in zip(rows, *told, strict=True):
+    for (variant, kind, rank), *ends in zip(rows, *told, strict=True):
         row = f"{variant}: {kind} of rank {rank}"
-        for raised, steps, began, loss in ranks:
+        for raised, steps, began, loss in ends:
             assert "the state after step 3 is saved in" in raised, row
             assert (steps, began) == ([3], 3), row
             if "norm" not in variant:  # a rank's statistics are those of its samples
@@ -395,6 +395,11 @@ def _check_rows(rows: list[tuple[str, str, int]], folder: Path, patience: float)
 def test_ranks_that_hold_parts_save_them_together(tmp_path: Path) -> None:
     """Also those that wait in a collective for the one that fails."""
     _check_rows(_ROWS, tmp_path, 120)
+
+
+def test_a_rank_that_waits_for_others_than_the_one_that_fails_saves_with_them(tmp_path: Path) -> None:
+    """Four ranks gather in a ring: the one opposite is connected only to ranks that were called themselves."""
+    _check_rows([("fsdp", "forward", 1)], tmp_path, 60, ranks=4)
 
 
 @pytest.mark.drill

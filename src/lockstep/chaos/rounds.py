@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _RESTARTS = 3
 _KEPT = 2  # checkpoints
 _END_AFTER_S = 4.0  # a planted hang doesn't resolve itself
-_OTHER_S = 15.0  # nor one in a save
+_OTHER_S, _COMPILING_S = 15.0, 60.0  # nor one in a save; a compilation takes longer
 _LEAST_LIMIT_S, _SLOWER = 600.0, 20  # a round that takes longer than this, and than 20 undisturbed runs, hangs
 _MAY_DIFFER = ("data.leave_out", "recovery.snapshot_every")
 """Keys in which a round's config and that of the run with which it is compared may differ."""
@@ -237,7 +237,8 @@ class _Rounds:
 
 
 def _config_of_round(config: Config, run: Path, steps: int) -> Config:
-    limits = {"enabled": True, "end_after": _END_AFTER_S, "other": _OTHER_S}
+    other = _COMPILING_S if config.model.compile else _OTHER_S
+    limits = {"enabled": True, "end_after": _END_AFTER_S, "other": other}
     watchdog = config.recovery.watchdog.model_copy(update=limits)
     sections: dict[str, dict[str, Any]] = {
         "run": {**dict.fromkeys(LENGTHS), "steps": steps, "folder": str(run)},

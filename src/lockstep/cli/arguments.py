@@ -260,11 +260,10 @@ def add_untested(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-untested", action="store_true", help="allow combinations that were never tested")
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add `--json`."""
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on stdout, everything else on stderr"
-    )
+def add_json(parser: argparse.ArgumentParser, value: str = "object") -> None:
+    """Add `--json`, which prints one value: an object, or a list of objects."""
+    text = f"print one JSON {value} on stdout, everything else on stderr"
+    parser.add_argument("--json", action="store_true", help=text)
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
@@ -273,11 +272,11 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-run", action="store_true", help="run code that another user's run names in its config")
 
 
-def add_run(parser: argparse.ArgumentParser, ranks_text: str) -> None:
+def add_run(parser: argparse.ArgumentParser, ranks_text: str, json_value: str = "object") -> None:
     """Add the arguments of all verbs that start or describe a run."""
     add_config(parser)
     add_ranks(parser, ranks_text)
-    add_json(parser)
+    add_json(parser, json_value)
     add_trust(parser)
     add_untested(parser)
 

@@ -52,7 +52,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     """Read and check the arguments."""
     summary = "Proves that a run recovers from faults by itself, and ends as the undisturbed one."
     parser = Parser("chaos", summary, _EPILOG, "[RECIPE ...] [options] [overrides]")
-    add_run(parser, "train on N ranks of this machine, or of each host")
+    add_run(parser, "train on N ranks of this machine, or of each host", "list, an object for each round,")
     kinds = "kinds of faults; by default all that apply to the recipe, its ranks and hosts"
     parser.add_argument("--faults", type=_faults, default=(), metavar="A,B", help=kinds)
     parser.add_argument("--rounds", type=whole, default=10, metavar="N", help="runs with a fault; default %(default)s")

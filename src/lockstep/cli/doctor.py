@@ -56,7 +56,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     parser.add_argument(
         "--size", type=size, default=16 << 20, metavar="SIZE", help="with --ranks: the largest buffer; default 16MiB"
     )
-    add_json(parser)
+    add_json(parser, "object (with --known: a list)")
     args = parser.parse_args(arguments)
     measures = args.ranks is not None or args.launch_nodes is not None
     questions = {_diagnose: args.run is not None, _show_known: args.known, _measure: measures}

@@ -18,7 +18,7 @@ def run(arguments: Sequence[str]) -> int:
     """List runs with their state, step, loss, speed, age and host."""
     parser = Parser("ls", "Lists the runs of a folder, the last started first: what each does, and how far it is.")
     parser.add_argument("folder", nargs="*", type=path, metavar="FOLDER", help="default: the current one, and runs")
-    add_json(parser)
+    add_json(parser, "list, an object for each run,")
     args = parser.parse_args(arguments)
     for folder in args.folder:
         if not folder.is_dir():

@@ -29,7 +29,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     """Read and check the arguments."""
     summary = "Measures what each way to save memory saves, and what it costs, on your model and data."
     parser = Parser("memory", summary, _EPILOG, "[RECIPE ...] [options] [overrides]")
-    add_run(parser, "processes on this machine")
+    add_run(parser, "processes on this machine", "list, an object for each mode,")
     parser.add_argument("--modes", default="all", metavar="all|A,B", help="names; default %(default)s")
     parser.add_argument("--steps", type=whole, default=5, metavar="N", help="timed updates; default %(default)s")
     args, overrides = parser.parse(arguments)

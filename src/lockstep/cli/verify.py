@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_config, add_trust, approved_config, path, whole
+from lockstep.cli.arguments import (
+    CONFIG_EPILOG,
+    Parser,
+    Prepared,
+    add_config,
+    add_json,
+    add_trust,
+    approved_config,
+    path,
+    whole,
+)
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
@@ -37,7 +47,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     parser.add_argument(
         "--html", type=path, metavar="FILE", help="where to write the page; by default runs/verify-RECIPE.html"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON list on stdout, an object for each run")
+    add_json(parser, "list, an object for each run,")
     add_trust(parser)
     args, overrides = parser.parse(arguments)
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)

@@ -2,7 +2,8 @@
 
     rank 1   raises  -> call(): a key in the store, then its connections are closed --.
     rank 0   in a collective, which raises "connection closed by peer" at once  <-----'
-    both     meet(): each posts its status and waits for the others' -> over_store(): gather and broadcast by the store
+             closes its connections, too: in a ring of ranks, rank 2 waits for this one alone
+    all      meet(): each posts its status and waits for the others' -> over_store(): gather and broadcast by the store
 
 A collective that one rank has left can't be finished, and the group can't be used again. The store can: it is a server
 in the first rank's process, to which every rank is connected.
@@ -145,10 +146,14 @@ class StoreExchange:
     def meet(self, status: object) -> list[object]:
         """Return every rank's status, in the order of ranks.
 
+        A rank may wait in a collective for ranks that were called, not for the one that has called: this one's
+        connections are closed, too.
+
         Raises:
             RunFailed: A rank doesn't answer, or has left the session.
         """
         self._has_met = True
+        self._disconnect()
         self._barriers.clear()  # some ranks may have left one
         self._post(status)
         statuses = self._read("status", self._all, self._meeting_timeout)

@@ -16,7 +16,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TextIO
 
 from lockstep.core import formatting
-from lockstep.core.errors import Stopped, blames_a_peer
+from lockstep.core.errors import (
+    CollectiveTimeout,
+    Failure,
+    OutOfMemory,
+    ReplicasDiffer,
+    RolledBack,
+    Stopped,
+    blames_a_peer,
+)
+from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport, Verdict
 from lockstep.core.terminal import plain, plain_line
 from lockstep.monitor.background import WorkQueue
@@ -40,6 +49,8 @@ _STRAGGLERS = 3
 _MOST_LINES = 1000  # that wait for a reader
 _BATCH_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _NOT_CI = ("", "0", "false")
+_TRIED_AGAIN = (CollectiveTimeout, OutOfMemory, ReplicasDiffer, RolledBack)
+"""Failures after which Lockstep's launcher starts the ranks again, as after an exception that is none."""
 _REASONS = {Verdict.OVERFLOW: "fp16 overflow", Verdict.NON_FINITE: "gradient not finite", Verdict.SPIKE: "spike"}
 
 
@@ -221,12 +232,14 @@ class Console(ThrottledMonitor):
 
 
 def _end_of(error: BaseException | None) -> str:
-    """Return how an attempt ended, as the first words of its summary; after a peer's failure another may follow."""
+    """Return how an attempt ended, as the first words of its summary; where another may follow, it was interrupted."""
     if error is None:
         return "done:"
     if isinstance(error, Stopped | KeyboardInterrupt):
         return "stopped after"
-    return "interrupted after" if blames_a_peer(error) else "failed after"
+    is_final = isinstance(error, Failure) and not isinstance(error, _TRIED_AGAIN)
+    starts_again = isinstance(error, RolledBack) or (started_by_lockstep(os.environ) and not is_final)
+    return "interrupted after" if starts_again or blames_a_peer(error) else "failed after"
 
 
 def _remark(report: StepReport) -> str:

@@ -32,6 +32,8 @@ POST_S = 2.0
 _SLOW = 1.2
 _SLOW_SHARE = 0.05
 """A straggler computes 1.2 times as long as the median rank, and by 5 % of an update longer."""
+SHORTEST_S = POST_S
+"""The shortest interval that names stragglers: in a shorter one, of a run that has just begun, they are chance."""
 
 Gauges = Callable[[], Mapping[str, float]]
 
@@ -180,7 +182,9 @@ class MeterReport:
         return {name: (min(of_ranks), statistics.fmean(of_ranks), max(of_ranks)) for name, of_ranks in values.items()}
 
     def stragglers(self) -> list[Straggler]:
-        """Return the ranks that the others wait for, the slowest first."""
+        """Return the ranks that the others wait for, the slowest first; none of too short an interval."""
+        if self.seconds < SHORTEST_S:
+            return []
         known = [rank for rank in self.ranks if rank.split]
         return stragglers_of(
             [RankTimes(rank.notice.rank, rank.notice.host, rank.seconds, rank.split) for rank in known]

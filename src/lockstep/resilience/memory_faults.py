@@ -69,6 +69,19 @@ def plant_in(trained: Trained, phase: str, runs_out: Callable[[bool], bool]) -> 
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda gradient: refuse(True))  # type: ignore[no-untyped-call]
 
+    compiled = getattr(trained.model, "_compiled_call_impl", None)
+    if compiled is not None:  # hooks of its layers would be compiled, into graphs that round otherwise
+
+        def call(*inputs: Any, **named: Any) -> Any:
+            if phase != "backward":
+                before(trained.model, inputs)
+            output = compiled(*inputs, **named)
+            if phase == "backward":
+                after(trained.model, inputs, output)
+            return output
+
+        trained.model._compiled_call_impl = call
+        return
     leaves = [module for module in trained.model.modules() if next(module.parameters(recurse=False), None) is not None]
     for leaf in leaves[len(leaves) // 2 :]:
         if phase == "backward":

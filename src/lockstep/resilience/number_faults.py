@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lockstep.distributed.forward_mode import current_sequences
 from lockstep.distributed.shard_boxes import live_part
 
 if TYPE_CHECKING:
@@ -46,16 +47,21 @@ def make_sample_nan(model: nn.Module, inputs: Inputs, fired: Callable[[], None])
     import torch
 
     values = inputs if isinstance(inputs, tuple) else tuple(inputs.values())
-    own = [value for value in values if isinstance(value, torch.Tensor)]
+    whole = [value for value in values if isinstance(value, torch.Tensor)]
     of_forward: list[Tensor | None] = [None]
 
     def rows(parts: Iterable[Any]) -> Tensor | None:
-        """Return which rows are the sample, [samples]; None: it can't be seen."""
+        """Return which rows are the sample, or this rank's positions of it, [samples]; None: it can't be seen."""
+        own, sequences = whole, current_sequences()
+        if sequences is not None:
+            positions = sequences.positions.cpu()
+            own = [value[:, positions] for value in whole if value.shape[1:2] == (sequences.length,)]
         for part in parts:
             if isinstance(part, torch.Tensor) and part.ndim > 1:
                 for sample in own:
-                    if part.shape[1:] == sample.shape[1:]:
-                        same: Tensor = (part == sample.to(part)).flatten(1).all(1)
+                    if sample.shape[2:] == part.shape[2:] and sample.ndim == part.ndim:
+                        length = min(part.shape[1], sample.shape[1])  # of texts that are padded with others, or alone
+                        same: Tensor = (part[:, :length] == sample[:, :length].to(part)).flatten(1).all(1)
                         return same
         return None
 

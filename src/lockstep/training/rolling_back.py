@@ -100,12 +100,12 @@ def recorded(due: RollbackDue, components: Components, checkpoints: Checkpoints)
     checkpoints.finish()  # a save in progress exists then
     checkpoints.snapshots.finish()
     components.world.axis.barrier()
+    resumable = checkpoints.snapshots.resumable(checkpoints.storage)  # several hosts find out together
     run, outcome = checkpoints.home, cast("Failure | None", None)
     assert run is not None, "a session under a custom loop doesn't roll back"
     if components.world.rank == 0:
         try:
-            kept = names_by_step(checkpoints.snapshots.resumable(checkpoints.storage).names())
-            outcome = _recorded(due, components, [*kept], run)
+            outcome = _recorded(due, components, [*names_by_step(resumable.names())], run)
         except OSError as error:
             where = run / LOGS / _FILE
             outcome = RunFailed(f"{due}; the run can't go back: {where} can't be written: {error.strerror or error}")
