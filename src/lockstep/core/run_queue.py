@@ -1,4 +1,4 @@
-"""What Linux counts of a process's threads: how long each was on a core, and how long it waited for one.
+"""Linux's count of the time in which each thread of a process was on a core, or waited for one.
 
 `schedstat` of a thread has nanoseconds on a core, nanoseconds in the queue for one, and slices
 (Documentation/scheduler/sched-stats.rst).

@@ -10,9 +10,9 @@ from lockstep.monitor.media_folder import MEDIA
 from lockstep.report.run_data import LoggedFile, RunData
 
 MOST = 12
-"""Images of a page, and tables."""
+"""Images in a page at most, and tables."""
 MOST_BYTES = 1 << 25
-"""Of a file, and of an image's pixels; a run logs at most 2,048 x 2,048 pixels."""
+"""Bytes of a file at most, and of an image's pixels; a run logs at most 2,048 x 2,048 pixels."""
 
 
 def newest_of_each(files: Sequence[LoggedFile]) -> list[LoggedFile]:
