@@ -100,7 +100,7 @@ class Console(ThrottledMonitor):
         self._throughput.pause(report.step, report.seconds)
         self._evaluations[report.name] = report
         metrics, seconds = formatting.metrics(report.metrics), formatting.duration(report.seconds)
-        size = f"({report.samples:,} samples in {seconds})"
+        size = f"({formatting.counted(report.samples, 'sample')} in {seconds})"
         self._output.print(f"step {report.step:,}: evaluation {report.name}: {metrics} {size}")
         return ()
 

@@ -200,7 +200,7 @@ def _of_saves(run: RunData, shares: Mapping[str, float]) -> Limit | None:
     return Limit(
         "saves",
         share,
-        f"Training waited for {number:,} saves, {100 * share:.0f} % of the time",
+        f"Training waited for {formatting.counted(number, 'save')}, {100 * share:.0f} % of the time",
         "checkpoint.every larger, or checkpoint.asynchronous: true",
     )
 

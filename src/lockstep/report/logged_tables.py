@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.core.formatting import counted
 from lockstep.report.logged_files import content, newest_of_each
 from lockstep.report.run_data import LoggedFile, RunData
 
@@ -55,15 +56,11 @@ def _table(run: RunData, file: LoggedFile) -> ShownTable | None:
 
 
 def _cut(rows: int, columns: int, left_out: int, file: str) -> str:
-    parts = [_counted(number, what) for number, what in ((rows, "row"), (columns, "column")) if number > 0]
+    parts = [counted(number, what) for number, what in ((rows, "row"), (columns, "column")) if number > 0]
     if not parts:
         return ""
-    lost = f", but for {_counted(left_out, 'row')} that the run didn't keep" if left_out else ""
+    lost = f", but for {counted(left_out, 'row')} that the run didn't keep" if left_out else ""
     return f"{' and '.join(parts)} more: all are in {file}{lost}."
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _is_number(cell: Any) -> bool:
