@@ -51,7 +51,7 @@ docs: .venv/.installed-docs  ## builds the documentation site into build/site; a
 	@echo "build/site/index.html"
 
 drill: .venv/.installed-dev  ## kills runs and saves by the hundred, for an hour; nothing may be lost
-	$(PIP) --editable '.[ray,wandb,trackio]' comet_ml
+	$(PIP) --editable '.[ray,wandb,trackio]' comet_ml 'aim<3.28'
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m drill -rs --timeout 1800
 	$(BIN)/python -m pytest -n 0 tests/launchers/test_ray.py
 	$(BIN)/python drills/cells_drill.py

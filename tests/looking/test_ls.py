@@ -20,7 +20,7 @@ from lockstep.core.progress import Progress
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.ends_file import append_ends
 from lockstep.launch.outcome import LaunchResult
-from lockstep.looking.listing import describe, list_runs
+from lockstep.looking.listing import describe, list_runs, runs_in
 from lockstep.looking.states import RunState, status_of
 from lockstep.monitor.events import EventLog, summarize
 from lockstep.monitor.folder import RunFolder, is_finished
@@ -267,3 +267,11 @@ def test_500_runs_are_listed_without_torch_in_milliseconds_each(tmp_path: Path) 
     *rows, seconds = done.stdout.splitlines()
     assert len(rows) == 1 + 2 * 500
     assert float(seconds) < 3.0, seconds
+
+
+def test_runs_are_in_the_order_of_the_numbers_in_their_names(tmp_path: Path) -> None:
+    names = ["lr-0.1", "seed", "seed-1", "seed-2", "seed-10", "seed-10b", "step-0", "x" + "9" * 40, "x²"]
+    for name in reversed(names):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("")
+    assert [run.name for run in runs_in(tmp_path)] == names

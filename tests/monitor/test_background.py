@@ -15,10 +15,11 @@ from kit.reports import FACTS, report
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import EvaluationReport, SaveReport
-from lockstep.monitor.background import BackgroundMonitor, BackgroundMonitors, WorkQueue
+from lockstep.monitor.background import BackgroundMonitor, BackgroundMonitors
 from lockstep.monitor.events import EventLog
 from lockstep.monitor.history import HistoryFiles
 from lockstep.monitor.monitors import Monitors, ReportWriter
+from lockstep.monitor.work_queue import WorkQueue
 
 
 class Hanging(ReportWriter):
@@ -213,3 +214,26 @@ def test_a_batch_that_does_not_fit_loses_only_what_does_not(caplog: pytest.LogCa
     group.finish(None)
     assert writer.seen == [1, 2, 3, 4, 5, 6, None]
     assert caplog.records[-1].message == "Hanging was too slow for 5 reports, which are lost"
+
+
+def test_the_end_waits_longer_for_a_writer_at_work_and_not_for_one_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    class Computes(Hanging):
+        def see(self, report: object) -> tuple[()]:
+            while not self.released.is_set():
+                sum(range(1000))
+            self.seen.append(report.step)  # type: ignore[attr-defined]
+            return ()
+
+    bound = 0.4
+    working, hanging = Computes(), Hanging()
+    monitors = BackgroundMonitors(
+        [BackgroundMonitor(writer, 1, bound, name=type(writer).__name__) for writer in (hanging, working)], 1
+    )
+    monitors.see(report(1))
+    threading.Timer(2.5 * bound, working.released.set).start()
+    began = time.monotonic()
+    monitors.finish(None)
+    assert time.monotonic() - began < 4.5 * bound, "the bound is four times that of writers that hang"
+    assert working.seen == [1, None], "what it had to write isn't lost"
+    assert caplog.messages == [f"Hanging has not ended within {bound} s: its last reports are lost"]
+    hanging.released.set()

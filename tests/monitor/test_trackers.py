@@ -285,3 +285,37 @@ def test_comet_without_a_network_writes_one_experiment(tmp_path: Path) -> None:
 
 def _recorded_by_comet(folder: Path) -> None:
     run_twice(import_target(f"{COMET}:Comet"), folder)
+
+
+AIM = Path(__file__).parents[2] / "examples" / "aim_tracker.py"
+
+
+def test_aim_reads_one_run_whose_repeated_steps_are_the_later_ones(tmp_path: Path) -> None:
+    pytest.importorskip("aim", reason="aim isn't installed")
+    recorded = in_process(_recorded_by_aim, tmp_path / "trackers")
+    assert recorded["losses"] == [(1, 2), (4, 5), (8, 9), (12, 14), (16, 18)]
+    assert recorded["values"]["config"]["optim"]["lr"] == 0.1
+    assert recorded["values"]["environment"]["python"] == "3"
+    assert recorded["values"]["attempt 2"] == "repeats what follows step 8"
+    assert (recorded["values"]["checkpoint"], recorded["values"]["failure"]) == ("/checkpoints/8", "none")
+    assert recorded["texts"] == {"sample": "def f", "errors": "| text | label |\n| --- | --- |\n| a | 1 |\n|  | 2.5 |"}
+    assert recorded["picture"] == ((3, 2), PIXELS)
+    assert recorded["counts"] == 4
+
+
+def _recorded_by_aim(folder: Path) -> dict[str, Any]:
+    import aim
+    from aim.storage.context import Context
+
+    run_twice(import_target(f"{AIM}:Aim"), folder)
+    (run,) = aim.Repo.from_path(str(folder / "aim")).iter_runs()
+    empty = Context({})
+    steps, (values, *_) = run.get_metric("train/loss", empty).data.items_list()
+    picture = run.get_image_sequence("picture", empty).values.last_value().to_pil_image()
+    return {
+        "losses": list(zip(steps, values, strict=True)),
+        "values": run[...],
+        "texts": {name: run.get_text_sequence(name, empty).values.last_value().data for name in ("sample", "errors")},
+        "picture": (picture.size, picture.tobytes()),
+        "counts": run.get_distribution_sequence("weights", empty).values.last_value().weights.sum(),
+    }

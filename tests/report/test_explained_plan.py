@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit.commands import run_lockstep
+from torch.utils.flop_counter import FlopCounterMode
 
+from lockstep.config.loading import load
+from lockstep.config.recipes import resolve_recipe
+from lockstep.config.schema import Loader
+from lockstep.data.loader import evaluation_batches
+from lockstep.measuring.device_peak import peak_of_run
+from lockstep.measuring.operations import operations_of_run
+from lockstep.models.build import build_model
 from lockstep.monitor.attempts import Attempt, Planned, attempts_text
 from lockstep.report.explanation import explain
 from lockstep.report.roofline import DevicePeak
+from lockstep.training.sources import open_sources
+from lockstep.training.user_objects import UserObjects
 
 GPU = Attempt(
     launched=1.79e9,
@@ -88,7 +100,34 @@ def test_no_peak_is_invented(tmp_path: Path) -> None:
     assert "(measured now)" in "\n".join(measured.sentences)
     unknown = replace(on_cpu("a"), facts={**on_cpu("a").facts, "flops_per_token": None})
     (run / "attempts.jsonl").write_text(attempts_text([unknown]))
-    assert "Its MFU isn't known: the operations of its model aren't counted on a CPU." in explain(run).sentences
+    text = "\n".join(explain(run).sentences)
+    assert "the operations of its model aren't counted on a CPU while it trains: `lockstep explain" in text
+    counted = explain(run, peak=DevicePeak(1e15, 1e12, flops_per_token=GPU.facts["flops_per_token"]))
+    assert counted.roofline is not None
+    assert counted.roofline.mfu == pytest.approx(0.375)
+    refused = "\n".join(explain(run, peak=DevicePeak(1e15, 1e12, uncounted="it is given")).sentences)
+    assert "Its MFU isn't known: the operations of its model can't be counted: it is given." in refused
+
+
+def test_the_operations_of_a_run_on_a_cpu_are_those_of_a_real_update(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", on_cpu("a"))
+    shutil.copy(resolve_recipe("digits").path, run / "config.yaml")
+    config = load([run / "config.yaml"]).config
+    source, _ = open_sources(config, UserObjects(), None)
+    inputs = next(evaluation_batches(source, 4, 0, 1, Loader(), torch.device("cpu"))).inputs
+    model = build_model(config.model, source.facts, 0)
+    with FlopCounterMode(display=False) as counter:
+        (model(*inputs) if isinstance(inputs, tuple) else model(**inputs)).sum().backward()
+    assert operations_of_run(run) == counter.get_total_flops() / 4 > 0
+
+
+def test_the_operations_of_a_model_that_was_handed_over_are_not_known(tmp_path: Path) -> None:
+    unknown = replace(on_cpu(socket.gethostname()), facts={**on_cpu("a").facts, "flops_per_token": None})
+    run = write_run(tmp_path / "run", unknown)
+    (run / "config.yaml").write_text("model: {kind: given}\ndata: {train: {kind: digits}}\nrun: {steps: 1}\n")
+    peak = peak_of_run(run)
+    assert peak.flops_per_token is None
+    assert peak.uncounted == "model.kind of its config was handed over in Python"
 
 
 def test_the_peak_is_measured_on_a_host_of_the_run(tmp_path: Path) -> None:

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 from kit.commands import run_lockstep
+from kit.pages import make_run, saved
+from kit.reports import report
 
+from lockstep.core.records import Verdict
 from lockstep.monitor.attempts import read_attempts
+from lockstep.monitor.events import EventLog
 from lockstep.report import explanation
 from lockstep.report.explanation import explain
 from lockstep.report.limits import Limit, limits
@@ -181,3 +185,13 @@ def test_a_checkpoint_that_no_event_has_is_resumed_from(tmp_path: Path) -> None:
     assert not any("resumes it" in sentence for sentence in explain(folder).sentences)
     (folder / "checkpoints" / "step-00000100").mkdir(parents=True)
     assert any("resumes it from the newest checkpoint" in sentence for sentence in explain(folder).sentences)
+
+
+def test_one_of_a_thing_is_not_called_many(tmp_path: Path) -> None:
+    def discard(log: EventLog) -> None:
+        log.see(report(2, verdict=Verdict.NON_FINITE))
+
+    text = " ".join(explain(make_run(tmp_path / "one", steps=1)).sentences)
+    assert "The run is finished: 1 of 30 updates, the loss was 2." in text
+    text = " ".join(explain(make_run(tmp_path / "two", steps=1, happenings={1: [discard, saved(1)]})).sentences)
+    assert "1 update was discarded, at step 2" in text

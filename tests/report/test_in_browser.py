@@ -11,18 +11,20 @@ import pytest
 from kit.browser import CHROMIUM, OVERFLOWING, Chromium, browser
 from kit.pages import evaluated, interval, logged, make_run, resumed, saved, write_intervals
 
-from lockstep.core.media import LoggedImage
+from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.monitor.metric_log import Logged
 from lockstep.report import write_report
 from lockstep.report.comparison import compare
 from lockstep.report.comparison_page import write_comparison
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
-PICTURES = {
+NASTY = "\"</script><b>'" + "Ünïcödé-名前" * 16
+MEDIA: dict[str, LoggedImage | LoggedTable] = {
     "wide": LoggedImage(2048, 8, 3, bytes(range(256)) * 192),
     "attention-" * 12: LoggedImage(8, 8, 1, bytes(range(0, 256, 4))),
+    "errors": LoggedTable(("text", "label", "share"), (("def f(): " * 60, NASTY, 0.5), ("x" * 900, "y", None)) * 20),
+    "confused " * 12: LoggedTable(tuple(NASTY + str(n) for n in range(40)), (tuple(range(40)),) * 3),
 }
-NASTY = "\"</script><b>'" + "Ünïcödé-名前" * 16
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def report_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
             evaluated(NASTY, step, loss=3.0, **{NASTY: 0.1}),
             saved(step, NASTY if step == 150 else None),
             logged(step, **{NASTY: NASTY}),
-            lambda log, step=step: log.logged(step, Logged(media=PICTURES)),
+            lambda log, step=step: log.logged(step, Logged(media=MEDIA)),
         ]
         for step in range(50, 301, 50)
     }

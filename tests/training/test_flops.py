@@ -93,6 +93,50 @@ def test_what_checkpointing_computes_again_is_not_counted(saves_memory: bool) ->
     assert per_image == 3 * (first + second + head) - first  # no gradient for the pixels
 
 
+IN, HIDDEN, STEPS = 16, 32, 5
+
+
+@pytest.mark.parametrize(("kind", "gates"), [(nn.RNN, 1), (nn.GRU, 3), (nn.LSTM, 4)])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_recurrent_layers_are_counted_though_a_cpu_fuses_them(kind: type[nn.RNNBase], gates: int, layers: int) -> None:
+    inputs = torch.randn(IMAGES, STEPS, IN)
+    enabled = torch.backends.mkldnn.enabled
+    found = counted_flops(kind(IN, HIDDEN, layers, batch_first=True), Batch((inputs,), None, IMAGES, IMAGES))
+    assert torch.backends.mkldnn.enabled == enabled
+    of_state, of_inputs = 2 * gates * HIDDEN * HIDDEN, 2 * gates * HIDDEN * IN
+    first = STEPS * (3 * of_state + 2 * of_inputs) - of_state  # no gradient for the inputs and the first state
+    assert found == first + (layers - 1) * (6 * STEPS - 1) * of_state
+
+
+class Small(nn.Module):
+    """A perceptron that counts for more than its layers: a product of what it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(IN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.layers(inputs)
+        return torch.einsum("bi,bj->bij", hidden, hidden).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (Small(), (IN,)),
+        (nn.Sequential(nn.ConvTranspose2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(400, 3)), (1, 8, 8)),
+        (nn.Sequential(nn.Conv1d(4, 8, 3, groups=4, stride=2), nn.BatchNorm1d(8), nn.Flatten()), (4, 16)),
+        (nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2), (5, 16)),
+    ],
+    ids=["products", "transposed", "grouped", "encoder"],
+)
+def test_any_module_is_counted_as_torch_does(model: nn.Module, shape: tuple[int, ...]) -> None:
+    inputs = torch.randn(IMAGES, *shape)
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model(inputs).sum().backward()
+    assert counted_flops(model, Batch((inputs,), None, IMAGES, IMAGES)) == counter.get_total_flops() / IMAGES > 0
+
+
 LENGTH = 32
 SIZES = {
     "vocab_size": 128, "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96,

@@ -14,6 +14,11 @@ def listed(words: Sequence[str], most: int) -> str:
     return ", ".join(words[:most]) + more
 
 
+def counted(number: int, word: str) -> str:
+    """Return a number and a word, whose plural has an s: 1 update, 2,000 updates."""
+    return f"{number:,} {word}{'s' * (number != 1)}"
+
+
 def short(number: float) -> str:
     """Return three digits and a magnitude: 12.3k, 1.23M, 640, 12.3, 0.25; a small int unchanged; 1.00e+20."""
     if not math.isfinite(number):

@@ -1,21 +1,37 @@
-"""How long a process's main thread has waited for a core that other threads and processes had."""
+"""Linux's count of the time in which each thread of a process was on a core, or waited for one.
+
+`schedstat` of a thread has nanoseconds on a core, nanoseconds in the queue for one, and slices
+(Documentation/scheduler/sched-stats.rst).
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 _NANO = 1e-9
+_TASKS = Path("/proc/self/task")
 
 
-def waited_for_core(tasks: Path = Path("/proc/self/task")) -> float | None:
-    """Return the seconds in which this process's main thread was ready, but had no core; None if unknown.
+def waited_for_core(tasks: Path = _TASKS) -> float | None:
+    """Return the seconds in which this process's main thread was ready, but had no core; None if unknown."""
+    times = _times(tasks, os.getpid())
+    return None if times is None else times[1]
+
+
+def seconds_at_work(threads: Iterable[int]) -> float:
+    """Return the seconds in which threads of this process were on a core, or ready for one; 0 for those unknown.
 
     Args:
-        tasks: Folder of the process's threads. Linux counts in its `schedstat`: seconds on a core, seconds in the
-            queue, slices (Documentation/scheduler/sched-stats.rst).
+        threads: As `threading.Thread.native_id`.
     """
+    return sum(sum(_times(_TASKS, thread) or ()) for thread in threads)
+
+
+def _times(tasks: Path, thread: int) -> tuple[float, float] | None:
     try:
-        return int((tasks / str(os.getpid()) / "schedstat").read_text().split()[1]) * _NANO
-    except (OSError, ValueError, IndexError):
+        running, waiting, *_ = (tasks / str(thread) / "schedstat").read_text().split()
+        return int(running) * _NANO, int(waiting) * _NANO
+    except (OSError, ValueError):
         return None

@@ -89,7 +89,7 @@ def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
 
 
 def runs_in(folder: Path, depth: int = 2) -> Iterator[Path]:
-    """Yield the folder if it is a run, otherwise the runs in it and in its folders, by name."""
+    """Yield the folder if it is a run, otherwise the runs in it and in its folders, by name: seed-2 before seed-10."""
     with suppress(OSError):
         if is_run(folder):
             yield folder
@@ -98,9 +98,14 @@ def runs_in(folder: Path, depth: int = 2) -> Iterator[Path]:
             return
         with os.scandir(folder) as entries:
             inside = [entry for entry in itertools.islice(entries, _MOST_ENTRIES) if not entry.name.startswith(".")]
-        for entry in sorted(inside, key=lambda entry: entry.name):
+        for entry in sorted(inside, key=lambda entry: (_natural(entry.name), entry.name)):
             if entry.is_dir():
                 yield from runs_in(Path(entry.path), depth - 1)
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    """Return a key that sorts names by the numbers in them."""
+    return [(text, int(digits or -1)) for text, digits in re.findall(r"([^0-9]*)([0-9]{0,18})", name)]
 
 
 def listed(run: Path) -> ListedRun:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import Failure, RunFailed
 from lockstep.monitor.attempts import read_attempts
 from lockstep.report.roofline import DevicePeak
 
@@ -22,7 +23,7 @@ _COPIED = 1 << 27  # bytes: more than any cache has
 
 
 def peak_of_run(run: Path) -> DevicePeak:
-    """Measure the peak of a rank's device, on this host.
+    """Measure the peak of a rank's device, on this host, and count the operations of the model if the run didn't.
 
     Raises:
         RunFailed: This host is none of the run's, or it isn't known where the run was.
@@ -46,7 +47,18 @@ def peak_of_run(run: Path) -> DevicePeak:
         return measured_peak(accelerator, dtype)
     peak = measured_peak(torch.device("cpu"), dtype)
     ranks = max(1, sum(number for host, number in attempts[-1].hosts if host == here))
-    return DevicePeak(peak.flops / ranks, peak.bandwidth / ranks)
+    peak = DevicePeak(peak.flops / ranks, peak.bandwidth / ranks)
+    return peak if attempts[-1].number("flops_per_token") else _with_operations(peak, run)
+
+
+def _with_operations(peak: DevicePeak, run: Path) -> DevicePeak:
+    from lockstep.measuring.operations import operations_of_run
+
+    try:
+        return replace(peak, flops_per_token=operations_of_run(run))
+    except Exception as error:  # of the config, or of the model's forward
+        reason = str(error).splitlines()[0] if isinstance(error, Failure) else repr(error)
+        return replace(peak, uncounted=reason.rstrip("."))
 
 
 def measured_peak(device: object, dtype: object) -> DevicePeak:

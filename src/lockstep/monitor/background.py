@@ -16,7 +16,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -31,130 +30,24 @@ from lockstep.core.records import (
     SaveReport,
     StepReport,
 )
+from lockstep.monitor.ending import WritersAtWork
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, NextReport, ReportWriter, ThrottledMonitor
 from lockstep.monitor.rank_meters import MeterReport
+from lockstep.monitor.work_queue import MOST_WEIGHT, WorkQueue
 
 if TYPE_CHECKING:
     from lockstep.monitor.report_buffer import ReportBuffer
 
 _log = logging.getLogger("lockstep.monitor")
-_MOST_WEIGHT = 10_000
 _HISTOGRAM_WEIGHT = 10
 _LONGEST_REASON = 400  # characters
 _CHARACTERS = 500  # of a text that weigh as much as a report
-END_S = 20.0  # how long the end of a run waits for a queue
+END_S = 20.0
+"""How long the end of a run waits for writers that hang; for those at work it waits longer (`ending`)."""
 LINGER_S = 1.0
 """Seconds that an update's report may wait for the next ones, so that threads wake once a second and not at every
 update. `report_buffer` keeps them if the process is killed meanwhile."""
-_Work = tuple[Callable[..., object], tuple[object, ...], int]
-
-
-class WorkQueue:
-    """Calls functions in the order in which they were put, in a thread that starts with the first.
-
-    Args:
-        name: of the thread.
-        most: weight of the waiting functions, at most. A single one is always taken, and those without weight.
-        linger: seconds between wakes of the thread, for functions that may wait for others.
-
-    Attributes:
-        dropped: Number of functions that were not called, since the queue was full or closed.
-    """
-
-    def __init__(self, name: str, most: int = _MOST_WEIGHT, linger: float = 0.0) -> None:
-        self._name = name
-        self._most = most
-        self._linger = linger
-        self._changed = threading.Condition()
-        self._waiting: deque[_Work] = deque()
-        self._weight = 0
-        self._busy_since = math.inf
-        self._hurried = False  # nothing waits for others
-        self._woken = -math.inf  # when the thread last began to work
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        self.dropped = 0
-
-    def put(
-        self,
-        act: Callable[..., object],
-        *arguments: object,
-        weight: int = 1,
-        hurry: bool = True,
-        counted: bool = True,
-    ) -> bool:
-        """Add a call of a function, which must not raise; return whether it fitted. Never waits.
-
-        Args:
-            hurry: false: it may wait for others.
-            counted: false: if it doesn't fit, it isn't counted as dropped.
-        """
-        with self._changed:
-            if self._closed or (self._waiting and weight and self._weight + weight > self._most):
-                self.dropped += counted
-                return False
-            self._waiting.append((act, arguments, weight))
-            self._weight += weight
-            hurries = not self._hurried and (hurry or self._weight > self._most // 2)
-            self._hurried |= hurries
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            elif hurries or len(self._waiting) == 1:
-                self._changed.notify_all()
-        return True
-
-    def drain(self, seconds: float = math.inf) -> bool:
-        """Wait until all functions have been called; return False if that takes longer, or one already does."""
-        limit = time.monotonic() + seconds
-        with self._changed:
-            if self._waiting:
-                self._hurried = True
-                self._changed.notify_all()
-            while self._waiting or self._busy_since < math.inf:
-                left = min(limit, self._busy_since + seconds) - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changed.wait(None if left == math.inf else left)
-        return True
-
-    def close(self, seconds: float = math.inf) -> bool:
-        """Wait as `drain` does, and call nothing more; return whether all functions were called."""
-        done = self.drain(seconds)
-        with self._changed:
-            self._closed = True
-            self.dropped += len(self._waiting)
-            self._waiting.clear()
-            self._changed.notify_all()
-        return done
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                since = time.monotonic() - self._woken
-                self._changed.wait_for(lambda: self._hurried or self._closed, max(0.0, self._linger - since))
-                self._woken = time.monotonic()
-            while (work := self._next()) is not None:
-                act, arguments, weight = work
-                act(*arguments)
-                del act, arguments, work  # and what they hold
-                with self._changed:
-                    self._weight -= weight
-            if self._closed:
-                return
-
-    def _next(self) -> _Work | None:
-        """Return the next call; None if nothing waits."""
-        with self._changed:
-            if self._waiting:
-                self._busy_since = time.monotonic()
-                return self._waiting.popleft()
-            self._busy_since = math.inf
-            self._hurried = False
-            self._changed.notify_all()
-            return None
 
 
 class BackgroundMonitor(ThrottledMonitor):
@@ -173,13 +66,13 @@ class BackgroundMonitor(ThrottledMonitor):
         writer: ReportWriter,
         every: int,
         end_seconds: float = END_S,
-        most: int = _MOST_WEIGHT,
+        most: int = MOST_WEIGHT,
         name: str | None = None,
     ) -> None:
         self._writer = writer
         self._name = name or type(writer).__name__
         self._every = every
-        self._end_seconds = end_seconds
+        self.end_seconds = end_seconds
         self._queue = WorkQueue(f"lockstep-{self._name}", most)
         self._next_step = 0
         self._failed = False
@@ -220,7 +113,7 @@ class BackgroundMonitor(ThrottledMonitor):
         cells = sum(len(table.rows) * len(table.columns) for table in logged.tables.values())
         histograms = len(logged.histograms) + len(logged.of_model)
         weight = 1 + len(logged.values) // 10 + _HISTOGRAM_WEIGHT * histograms + texts + pixels + cells
-        weight = min(weight, _MOST_WEIGHT // 2)  # else dropped if any wait
+        weight = min(weight, MOST_WEIGHT // 2)  # else dropped if any wait
         self._put(self._writer.logged, step, logged, weight=weight)
 
     def measured(self, report: MeterReport) -> None:
@@ -235,18 +128,26 @@ class BackgroundMonitor(ThrottledMonitor):
     def finish(self, error: BaseException | None) -> None:
         """Let the writer finish, and wait for it up to the limit."""
         self.begin_finish(error)
-        self.end_finish(0.0)
+        self.end_finish(_at_work([self]))
 
     def begin_finish(self, error: BaseException | None) -> None:
         """Let the writer finish, without waiting for it."""
         self._put(self._writer.finish, error, weight=0)
 
-    def end_finish(self, waited: float) -> None:
-        """Wait for the writer up to the limit, of which `waited` seconds are over."""
-        if not self._queue.close(max(0.0, self._end_seconds - waited)):
-            _log.warning("%s has not ended within %g s: its last reports are lost", self._name, self._end_seconds)
+    def end_finish(self, work: WritersAtWork) -> None:
+        """Wait for the writer up to the limit, which begins with `work`, and longer while there is some."""
+        done = self._queue.drain(max(0.0, self.end_seconds - work.seconds))
+        while not done and work.continues():
+            done = self._queue.wait(work.interval)
+        if not self._queue.close(0.0):
+            _log.warning("%s has not ended within %g s: its last reports are lost", self._name, self.end_seconds)
         elif self._queue.dropped:
             _log.warning("%s was too slow for %d reports, which are lost", self._name, self._queue.dropped)
+
+    @property
+    def thread(self) -> int | None:
+        """The system's number of the writer's thread, once it has begun."""
+        return self._queue.thread
 
     def drain(self, seconds: float) -> bool:
         """Wait until the writer has taken all reports, in any thread; return False if it takes longer."""
@@ -287,6 +188,12 @@ def _known_reason(error: BaseException) -> str | None:
     first = str(error).partition("\n")[0][:_LONGEST_REASON] or repr(error)
     cause = f"{chain.strerror}: {chain.filename}" if chain.strerror and chain.filename else str(chain)
     return first if chain is error or cause[:_LONGEST_REASON] in first else f"{first} ({cause[:_LONGEST_REASON]})"
+
+
+def _at_work(monitors: Sequence[BackgroundMonitor]) -> WritersAtWork:
+    threads = [monitor.thread for monitor in monitors]
+    bound = max((monitor.end_seconds for monitor in monitors), default=0.0)
+    return WritersAtWork([thread for thread in threads if thread is not None], bound)
 
 
 class BackgroundMonitors(ThrottledMonitor):
@@ -361,9 +268,9 @@ class BackgroundMonitors(ThrottledMonitor):
         self._queue.close(END_S)  # it never waits for a writer
         for monitor in self._monitors:
             monitor.begin_finish(error)
-        began = time.monotonic()
+        work = _at_work(self._monitors)
         for monitor in self._monitors:
-            monitor.end_finish(time.monotonic() - began)
+            monitor.end_finish(work)
 
     def drain(self, seconds: float) -> bool:
         """Wait that long at most until the writers have taken all reports; return False if it takes longer."""

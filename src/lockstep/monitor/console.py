@@ -28,13 +28,13 @@ from lockstep.core.errors import (
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport, Verdict
 from lockstep.core.terminal import plain, plain_line
-from lockstep.monitor.background import WorkQueue
 from lockstep.monitor.gpu_health import GpuHealth
 from lockstep.monitor.live import LiveDisplay, Status, terminal_width
 from lockstep.monitor.meters import Rates, Throughput, model_flops_utilization
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, NextReport, ThrottledMonitor
 from lockstep.monitor.rank_meters import MeterReport
+from lockstep.monitor.work_queue import WorkQueue
 from lockstep.plan.batch import BatchPlan
 
 Progress = Literal["auto", "live", "plain", "none"]
@@ -111,7 +111,7 @@ class Console(ThrottledMonitor):
         self._throughput.pause(report.step, report.seconds)
         self._evaluations[report.name] = report
         metrics, seconds = formatting.metrics(report.metrics), formatting.duration(report.seconds)
-        size = f"({report.samples:,} samples in {seconds})"
+        size = f"({formatting.counted(report.samples, 'sample')} in {seconds})"
         self._output.print(f"step {report.step:,}: evaluation {report.name}: {metrics} {size}")
         return ()
 

@@ -24,6 +24,7 @@ from torch.profiler import ProfilerAction, profile
 
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.formatting import counted
 from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Request
 from lockstep.core.run_queue import waited_for_core
@@ -145,7 +146,7 @@ class Profiler:
         ranks = tuple(range(size)) if options.ranks is None else options.ranks
         missing = [rank for rank in ranks if rank >= size]
         if missing:
-            return TraceAnswer(request.name, refusal=f"the run has {size} ranks, and no rank {missing[0]}")
+            return TraceAnswer(request.name, refusal=f"the run has {counted(size, 'rank')}, and no rank {missing[0]}")
         span = next_free(step, request, [planned for planned, _ in self._planned])
         self._planned = sorted([*self._planned, (span, options)], key=lambda item: item[0].first)
         return TraceAnswer(request.name, span.first, span.last, ranks)

@@ -119,7 +119,7 @@ def _unknown(roofline: Roofline) -> str:
     if roofline.compute is not None:
         return ""
     if roofline.flops is None:
-        return "the operations of the model aren't known"
+        return "the operations of the model aren't known; --measure counts them"
     return f"the peak of {roofline.attempt.facts.get('device')} isn't known; --measure measures it"
 
 

@@ -13,8 +13,8 @@ from lockstep.monitor.rank_meters import RankTimes, stragglers_of
 from lockstep.profiling.device_findings import device_findings, device_line
 from lockstep.profiling.finding import ProfileFinding
 from lockstep.profiling.traces import Trace
+from lockstep.report.limits import COMMUNICATION_SHARE, CROWDED_SHARE, DATA_SHARE, SAVE_SHARE
 
-_NOTABLE = 0.1
 _MANY_READS = 4
 _SMALL_SHARE = 0.4
 _LONG_GAP = 0.15
@@ -53,14 +53,14 @@ def _stragglers(traces: Sequence[Trace]) -> Iterator[ProfileFinding]:
 def _phases(trace: Trace) -> Iterator[ProfileFinding]:
     waits = trace.split.get("data", 0.0) if trace.device is None else trace.device.stalled
     data, save, who = waits / trace.seconds, trace.share("save"), "an update" if trace.device is None else "the GPU"
-    if data > _NOTABLE:
+    if data > DATA_SHARE:
         yield ProfileFinding(
             "data",
             f"{who} waits {short_time(waits)} for data in an update, {data:.0%} of its time",
             "raise data.loader.workers, or prepare the samples once instead of in each epoch",
             data,
         )
-    if save > _NOTABLE:
+    if save > SAVE_SHARE:
         yield ProfileFinding(
             "save",
             f"an update waits {short_time(trace.split['save'])} for checkpoints, {save:.0%} of its time",
@@ -70,7 +70,7 @@ def _phases(trace: Trace) -> Iterator[ProfileFinding]:
 
 
 def _host(trace: Trace) -> Iterator[ProfileFinding]:
-    if trace.queued > _NOTABLE * trace.seconds:
+    if trace.queued > CROWDED_SHARE * trace.seconds:
         yield ProfileFinding(
             "crowded host",
             f"an update waits {short_time(trace.queued)} for a core that other threads and processes have, "
@@ -108,7 +108,7 @@ def _communication(trace: Trace, traced: int) -> Iterator[ProfileFinding]:
     if trace.device is not None:  # on the host, a wait for a collective is one for all work of the GPU
         return
     share = trace.share("communication")
-    if share <= 2 * _NOTABLE:
+    if share <= COMMUNICATION_SHARE:
         return
     hidden = f", and {trace.overlap:.0%} of the collectives' time is hidden" if trace.overlap is not None else ""
     alone = traced < int(trace.facts["ranks"])

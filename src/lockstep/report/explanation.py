@@ -128,13 +128,16 @@ def _progress(run: RunData) -> Iterator[str]:
         return
     steps = run.columns["loss"].steps
     planned = run.configured("run", "steps")
-    of = f" of {planned:,}" if isinstance(planned, int) and planned > steps[-1] else ""
+    made = int(steps[-1])
+    whole = planned if isinstance(planned, int) and planned > made else made
+    updates = f"{made:,} of " * (whole > made) + formatting.counted(whole, "update")
     is_running = run.summary is None and held_by(run.folder) is not None
     state = "is running" if is_running else "is finished" if run.summary is not None else "is not finished"
     loss = run.columns["loss"]
     first, last = (formatting.value(float(loss.values[index])) for index in (0, -1))
     attempts = f" over {len(run.restarts) + 1} attempts" if run.restarts else ""
-    yield f"The run {state}: {steps[-1]:,.0f}{of} updates, the loss went from {first} to {last}{attempts}."
+    went = f"went from {first} to {last}" if len(steps) > 1 else f"was {last}"
+    yield f"The run {state}: {updates}, the loss {went}{attempts}."
 
 
 def _speed(run: RunData, ranks: RankHistory) -> Iterator[str]:
@@ -169,7 +172,9 @@ def _events(run: RunData) -> Iterator[str]:
         more = f" and {len(run.restarts) - 5} more times" if len(run.restarts) > 5 else ""
         parts.append(f"it was resumed from step {steps}{more}")
     if run.discarded:
-        parts.append(f"{len(run.discarded):,} updates were discarded, the last at step {run.discarded[-1][0]:,}")
+        number, step = len(run.discarded), run.discarded[-1][0]
+        were = "was discarded, at" if number == 1 else "were discarded, the last at"
+        parts.append(f"{formatting.counted(number, 'update')} {were} step {step:,}")
     saved = [save for save in run.saves if save.failure is None]
     evaluations = sum(len(next(iter(metrics.values()), {})) for metrics in run.evaluations.values())
     if evaluations:

@@ -18,11 +18,12 @@ from lockstep.monitor.attempts import Attempt
 from lockstep.report.rank_history import RankHistory
 from lockstep.report.run_data import RunData
 
-_DATA_SHARE = 0.10
-_COMMUNICATION_SHARE = 0.25
+# of an update's time, beyond which a cause is named, here and by a profile
+DATA_SHARE = 0.10
+COMMUNICATION_SHARE = 0.25
+CROWDED_SHARE = 0.15
+SAVE_SHARE = 0.05
 _HOST_SHARE = 0.10
-_CORE_WAIT_PERCENT = 15.0
-_SAVE_SHARE = 0.05
 _OPTIMIZER_SHARE = 0.35
 _EVALUATION_SHARE = 0.25
 SPARE = 1.1
@@ -105,7 +106,7 @@ def _of_stragglers(ranks: RankHistory) -> Limit | None:
 def _of_crowded_host(ranks: RankHistory) -> Limit | None:
     """Return a limit if main threads wait for a core, by the median of the rank that waits most."""
     column = ranks.medians("core_wait_percent")
-    if not column or max(column.values()) < _CORE_WAIT_PERCENT:
+    if not column or max(column.values()) <= 100 * CROWDED_SHARE:
         return None
     rank, percent = max(column.items(), key=lambda item: item[1])
     return Limit(
@@ -122,7 +123,7 @@ def _of_data(
     run: RunData, shares: Mapping[str, float], split: Mapping[str, float], attempts: Sequence[Attempt]
 ) -> Limit | None:
     share = shares.get("data", 0.0)
-    if share < _DATA_SHARE:
+    if share <= DATA_SHARE:
         return None
     measured = command_line("lockstep", "profile", "data", run.folder)
     given, most = _workers(run), _cores_of_a_rank(run, attempts)
@@ -168,7 +169,7 @@ def _cores_of_a_rank(run: RunData, attempts: Sequence[Attempt]) -> int:
 def _of_communication(shares: Mapping[str, float], ranks: RankHistory) -> Limit | None:
     straggler = _of_stragglers(ranks)
     share = shares.get("communication", 0.0) - (straggler.share if straggler is not None else 0.0)
-    if share < _COMMUNICATION_SHARE:
+    if share <= COMMUNICATION_SHARE:
         return None
     return Limit(
         "communication",
@@ -193,13 +194,13 @@ def _of_host(shares: Mapping[str, float], split: Mapping[str, float]) -> Limit |
 
 def _of_saves(run: RunData, shares: Mapping[str, float]) -> Limit | None:
     share = shares.get("save", 0.0)
-    if share < _SAVE_SHARE:
+    if share <= SAVE_SHARE:
         return None
     number = sum(save.failure is None for save in run.saves)
     return Limit(
         "saves",
         share,
-        f"Training waited for {number:,} saves, {100 * share:.0f} % of the time",
+        f"Training waited for {formatting.counted(number, 'save')}, {100 * share:.0f} % of the time",
         "checkpoint.every larger, or checkpoint.asynchronous: true",
     )
 

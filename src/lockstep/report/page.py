@@ -23,10 +23,12 @@ from lockstep.report import facts
 from lockstep.report.charts import Marks, draw
 from lockstep.report.curves import MAX_LOGGED, charts
 from lockstep.report.html import render
+from lockstep.report.logged_files import remark
+from lockstep.report.logged_tables import logged_tables
 from lockstep.report.rank_charts import draw_filled, filled_charts, gauge_charts, straggler_rows
 from lockstep.report.rank_history import RankHistory, read_rank_history
 from lockstep.report.run_data import RunData, read_run
-from lockstep.report.thumbnails import remark, thumbnails
+from lockstep.report.thumbnails import thumbnails
 
 REPORT = "report.html"
 
@@ -60,7 +62,7 @@ def write_report(run: Path, output: Path | None = None, ended: str = "") -> Path
 
 def compose(run: RunData, ended: str = "") -> str:
     """Return the page. Arguments as of `write_report`."""
-    drawn, images = charts(run), thumbnails(run)
+    drawn, images, tables = charts(run), thumbnails(run), logged_tables(run)
     ranks = read_rank_history(run.folder)
     span = (drawn[0].first, drawn[0].last, drawn[0].marks) if drawn else (0, 1, Marks())
     samples = np.unique(np.linspace(0, len(run.texts) - 1, min(_SAMPLES, len(run.texts))).round().astype(int))
@@ -90,7 +92,9 @@ def compose(run: RunData, ended: str = "") -> str:
         events=facts.events(run),
         samples=[run.texts[index] for index in samples],
         images=images,
-        images_remark=remark(run, images),
+        images_remark=remark(run.images, images),
+        tables=tables,
+        tables_remark=remark(run.tables, tables),
         hidden_samples=len(run.texts) - len(samples),
         config=[_config_line(line) for line in run.config_text[: _LONGEST_CONFIG + 1].rstrip().splitlines()],
         config_is_cut=len(run.config_text) > _LONGEST_CONFIG,

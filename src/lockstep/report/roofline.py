@@ -30,10 +30,14 @@ class DevicePeak:
     Attributes:
         flops: Operations per second.
         bandwidth: Bytes of its memory per second.
+        flops_per_token: Operations of the run's model, if they were counted with it.
+        uncounted: Why they couldn't be.
     """
 
     flops: float
     bandwidth: float
+    flops_per_token: float | None = None
+    uncounted: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class Roofline:
         compute, memory: The bounds.
         bubble: Share of the time that a rank of a pipeline waits by the plan.
         measured: Whether the peaks were measured; otherwise they are of data sheets.
+        uncounted: Why the operations couldn't be counted with them.
     """
 
     attempt: Attempt
@@ -55,6 +60,7 @@ class Roofline:
     memory: float | None
     bubble: float
     measured: bool
+    uncounted: str = ""
 
     @classmethod
     def of(cls, attempt: Attempt, last: Mapping[str, Any], seconds: float, peak: DevicePeak | None = None) -> Roofline:
@@ -67,6 +73,8 @@ class Roofline:
         """
         if peak is not None:
             facts = {**attempt.facts, "peak_flops": peak.flops, "memory_bandwidth": peak.bandwidth}
+            if peak.flops_per_token is not None:
+                facts["flops_per_token"] = peak.flops_per_token
             attempt = replace(attempt, facts=facts)
         per_token, tokens, steps = attempt.number("flops_per_token"), last.get("tokens"), last.get("step")
         flops = None
@@ -81,6 +89,7 @@ class Roofline:
             bytes_of(attempt) / bandwidth if bandwidth else None,
             attempt.planned.bubble,
             peak is not None,
+            peak.uncounted if peak is not None else "",
         )
 
     @property
@@ -119,7 +128,9 @@ def sentences(roofline: Roofline, run: str) -> Iterator[str]:
     ranks = attempt.number("ranks") or 1.0
     device, precision = attempt.facts.get("device"), attempt.facts.get("precision")
     if flops is None:
-        why = "aren't counted on a CPU" if device == "cpu" else "can't be counted"
+        why = f"can't be counted{f': {roofline.uncounted}' if roofline.uncounted else ''}"
+        if device == "cpu" and not roofline.measured:
+            why = f"aren't counted on a CPU while it trains: {run} counts them"
         yield f"Its MFU isn't known: the operations of its model {why}."
         return
     achieved = f"It computes {_flops(flops / roofline.seconds / ranks)} on each rank"

@@ -60,7 +60,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class LoggedFile:
-    """An image that user code logged; `file` is relative to the run's folder."""
+    """An image or a table that user code logged; `file` is relative to the run's folder."""
 
     step: int
     name: str
@@ -102,6 +102,7 @@ class RunData:
     logged: dict[str, dict[int, float]] = field(default_factory=dict)
     texts: list[Text] = field(default_factory=list)
     images: list[LoggedFile] = field(default_factory=list)
+    tables: list[LoggedFile] = field(default_factory=list)
     restarts: list[tuple[int, int]] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
@@ -254,8 +255,8 @@ def _take_event(run: RunData, step: int, record: Json) -> None:
                 text = value if len(value) <= _LONGEST_TEXT else value[:_LONGEST_TEXT] + "…"
                 run.texts.append(Text(step, name, text))
             elif isinstance(value, dict):
-                if isinstance(file := value.get("file"), str) and file.endswith(".png"):
-                    run.images.append(LoggedFile(step, name, file))
+                if isinstance(file := value.get("file"), str):
+                    (run.images if file.endswith(".png") else run.tables).append(LoggedFile(step, name, file))
             elif _is_number(value):
                 run.logged.setdefault(name, {})[step] = _number(value)
 

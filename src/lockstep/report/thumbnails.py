@@ -8,21 +8,16 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.core.files import read_bounded
 from lockstep.core.media import LoggedImage
-from lockstep.monitor.media_folder import MEDIA
+from lockstep.report.logged_files import MOST_BYTES, content, newest_of_each
 from lockstep.report.run_data import LoggedFile, RunData
 
-MOST = 12
-"""Images of a page."""
 _SIDE = 256  # pixels of a thumbnail, at most
 _SMALLEST = 96  # pixels on the screen, to which smaller images are enlarged
-_MOST_BYTES = 1 << 25  # of a file and of its pixels; a run logs at most 2,048 x 2,048 pixels
 _CHANNELS = {0: 1, 2: 3, 6: 4}  # by the color type of a PNG
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -46,26 +41,14 @@ class Thumbnail:
 
 
 def thumbnails(run: RunData) -> list[Thumbnail]:
-    """Return the last image of each name, in the order in which names first came, as far as they can be read."""
-    newest: dict[str, LoggedFile] = {}
-    for image in run.images:
-        newest[image.name] = image
-    shown = (_thumbnail(run, image) for image in list(newest.values())[:MOST])
+    """Return the last image of each name, as far as they can be read."""
+    shown = (_thumbnail(run, image) for image in newest_of_each(run.images))
     return [thumbnail for thumbnail in shown if thumbnail is not None]
 
 
-def remark(run: RunData, shown: Sequence[Thumbnail]) -> str:
-    """Return where the other images are; empty if all are shown."""
-    others = len(run.images) - len(shown)
-    return f"The last of each name; {others:,} more {'is' if others == 1 else 'are'} in {MEDIA}/." if others else ""
-
-
 def _thumbnail(run: RunData, image: LoggedFile) -> Thumbnail | None:
-    place = run.folder / image.file
     try:
-        if place.is_symlink() or place.parent != run.folder / MEDIA:
-            return None
-        decoded = _decoded(read_bounded(place, _MOST_BYTES))
+        decoded = _decoded(content(run, image))
     except (OSError, ValueError, IndexError, struct.error, zlib.error):
         return None
     small = _shrunk(decoded)
@@ -88,7 +71,7 @@ def _decoded(data: bytes) -> LoggedImage:
     width, height, bits, color, *rest = struct.unpack(">IIBBBBB", chunks.get(b"IHDR", b""))
     channels = _CHANNELS.get(color, 0)
     stride = 1 + width * channels
-    if bits != 8 or not channels or any(rest) or not 0 < height * stride <= _MOST_BYTES:
+    if bits != 8 or not channels or any(rest) or not 0 < height * stride <= MOST_BYTES:
         raise ValueError("not as a run writes it")
     pixels = zlib.decompressobj().decompress(chunks.get(b"IDAT", b""), height * stride)
     if len(pixels) != height * stride or any(pixels[::stride]):

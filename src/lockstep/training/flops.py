@@ -7,11 +7,13 @@ other models                                                        torch's coun
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.config.schema import Loader
@@ -33,7 +35,8 @@ def training_flops(model: nn.Module, source: Source, device: torch.device) -> fl
 
     Args:
         model: whole, on the CPU or on the meta device.
-        device: where it is trained. A CPU has no known peak to compare with, so nothing is counted there.
+        device: where it is trained. A CPU has no known peak to compare with, so nothing is counted there, which would
+            take a second; `lockstep explain --measure` does.
     """
     flops = None
     with suppress(Exception):
@@ -41,17 +44,33 @@ def training_flops(model: nn.Module, source: Source, device: torch.device) -> fl
     if flops is not None or device.type == "cpu":
         return flops
     try:
-        return counted_flops(model, next(evaluation_batches(source, _SAMPLES, 0, 1, Loader(), torch.device("cpu"))))
+        return flops_of_first_samples(model, source)
     except Exception as error:  # a forward may do anything with fake tensors
         _LOG.debug("operations can't be counted: %r", error)
         return None
+
+
+def flops_of_first_samples(model: nn.Module, source: Source) -> float:
+    """Return the operations per token, counted. Raises what the model's forward does with fake tensors."""
+    return counted_flops(model, next(evaluation_batches(source, _SAMPLES, 0, 1, Loader(), torch.device("cpu"))))
+
+
+@contextmanager
+def _without_fused_layers() -> Iterator[None]:
+    """Let the CPU compute attention and recurrent layers by matrix products: the counter knows no fused ones."""
+    enabled = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mkldnn.enabled = enabled
 
 
 def counted_flops(model: nn.Module, batch: Batch) -> float:
     """Return the operations per token of the batch, by torch's counter, without recomputation."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.func import functional_call
-    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     class WithoutRecomputation(FlopCounterMode):
@@ -68,9 +87,8 @@ def counted_flops(model: nn.Module, batch: Batch) -> float:
         empty = torch.empty(value.shape, dtype=value.dtype, device="cpu")
         return empty.requires_grad_(value.requires_grad)
 
-    # the counter doesn't know the fused attention of the CPU, only the matrix products that it consists of
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with recording(MetricLog()), unchanged(model), fake_mode, sdpa_kernel(SDPBackend.MATH):
+    with recording(MetricLog()), unchanged(model), fake_mode, _without_fused_layers():
         tensors = {name: fake(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         with WithoutRecomputation(display=False) as counter:
             inputs = tree_map(fake, batch.inputs)
