@@ -29,8 +29,8 @@ from lockstep.core.stopping import STACKS_SIGNAL
 from lockstep.launch import flight_records
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.failure_kinds import FailureKind, kind_of
-from lockstep.launch.hang_watch import HangWatch, LearnedTimes, hang_watch
 from lockstep.launch.hang_report import Wait
+from lockstep.launch.hang_watch import HangWatch, LearnedTimes, hang_watch
 from lockstep.launch.host_waits import HostWaits
 from lockstep.launch.rank_stacks import Frame, line_of, main_frames, waits_in_collective
 

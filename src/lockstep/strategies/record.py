@@ -203,6 +203,8 @@ class Strategy:
     Attributes:
         build: A `sharding.context.Builder`, which builds the strategy on a rank; or `module:NAME` of one, which is
             imported when a run starts.
+        import_on_cpu: `module:function`, (torch's device of the CPU): it imports what every rank needs, in a launcher
+            that forks ranks. It must start no threads.
         check_model: `module:function`, (model, config): it raises ConfigError for what the modules alone show.
         variants: The first is the default.
         family: The heading of its table in docs/strategies.md.
@@ -266,6 +268,7 @@ class Strategy:
     check: str = ""
     check_alone: str = ""
     check_model: str = ""
+    import_on_cpu: str = ""
 
     @property
     def section(self) -> str:

@@ -26,6 +26,7 @@ from lockstep.models.build import built_ahead, describe_model
 from lockstep.monitor.environment import described_ahead
 from lockstep.monitor.meters import peak_flops
 from lockstep.plan.plan import make_plan
+from lockstep.strategies.record import resolved
 from lockstep.strategies.registry import AUTO, find_strategy
 from lockstep.training.sources import opened_ahead
 
@@ -55,11 +56,10 @@ def imports_ahead(config: Config) -> list[str]:
 @contextmanager
 def prepared_ahead(config: Config, ranks: int) -> Iterator[None]:
     """Hold what ranks that are forked while the block runs have in common."""
-    if config.parallel.strategy == "deepspeed" and _trains_on_cpu(config):
-        from lockstep.sharding.deepspeed import import_deepspeed
-
+    chosen = config.parallel.strategy
+    if chosen != AUTO and (name := find_strategy(chosen).import_on_cpu) and _trains_on_cpu(config):
         with suppress(Failure):  # which the ranks report
-            import_deepspeed(torch.device("cpu"))
+            resolved(name)(torch.device("cpu"))
     if config.model.kind not in _OWN_MODELS or not may_fork():  # other models run code of their own, or are given
         yield
         return
