@@ -333,6 +333,13 @@ class Watchdog(Section):
     def _limits_have_an_effect(self) -> Watchdog:
         if not self.enabled and (limits := without_effect(self, "enabled")):
             raise ValueError(f"{limits} without effect: enabled is false; leave one of them out")
+        for end, least in (("end_after", "least"), ("end_start_after", "other")):
+            seconds, named = getattr(self, end), getattr(self, least)
+            if seconds is not None and seconds < named:
+                raise ValueError(
+                    f"{end} {seconds:g} is less than {least} {named:g}, after which a rank is named, and it is killed "
+                    f"after twice as long at the earliest; write {end}: {2 * named:g}, or a smaller {least}"
+                )
         return self
 
 
