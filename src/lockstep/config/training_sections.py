@@ -336,10 +336,10 @@ class Watchdog(Section):
         for end, least in (("end_after", "least"), ("end_start_after", "other")):
             seconds, named = getattr(self, end), getattr(self, least)
             if seconds is not None and seconds < named:
-                raise ValueError(
-                    f"{end} {seconds:g} is less than {least} {named:g}, after which a rank is named, and it is killed "
-                    f"after twice as long at the earliest; write {end}: {2 * named:g}, or a smaller {least}"
+                why = (
+                    f"less than {least} {named:g}, after which a rank is named; it is killed after twice that or later"
                 )
+                raise ValueError(f"{end} {seconds:g} is {why}: write {end}: {2 * named:g}, or a smaller {least}")
         return self
 
 

@@ -76,7 +76,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a rank, or a data worker of it, is reading.
+    """The samples that a rank, or a data worker of it, is reading.
 
     Attributes:
         samples: The sample; several: one of them.

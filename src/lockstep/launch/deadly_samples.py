@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,11 +42,11 @@ class _Death(NamedTuple):
     what: str
 
 
-class Verdict(NamedTuple):
+class Consequence(NamedTuple):
     """What follows from the end of a rank that was reading samples.
 
     Attributes:
-        again: Whether another round may help.
+        again: Whether another round may help as far as training samples are concerned.
         left_out: What is left out from now on, as a sentence; empty: nothing.
         advice: What to do if the run ends.
     """
@@ -89,7 +90,7 @@ class DeadlySamples:
 
     def add(self, samples: Sequence[int], what: str) -> None:
         """Record the end of a process that was reading one of these samples."""
-        line = {"data": self.data, "samples": [*samples[:_MOST]], "what": what}
+        line = {"data": self.data, "samples": [*samples[:_MOST]], "what": re.split("; |\\. ", gist(what))[0]}
         with suppress(OSError):  # the run starts again as after any other failure
             handle = append_to(self.logs / FILE)
             try:
@@ -97,7 +98,7 @@ class DeadlySamples:
             finally:
                 os.close(handle)
 
-    def after(self, ends: Sequence[End], first: int = 0) -> Verdict | None:
+    def after(self, ends: Sequence[End], first: int = 0) -> Consequence | None:
         """Record which samples the ranks of a round were reading as they ended; return what follows.
 
         None: the rank that failed first was reading none.
@@ -110,9 +111,13 @@ class DeadlySamples:
         for samples, what in deaths.items():
             self.add(samples, what)
         cause = first_cause(ends)
-        return None if cause is None or not ends[cause].samples else self._verdict(ends[cause].samples, before)
+        if cause is None or not (ends[cause].samples or ends[cause].reading):
+            return None
+        if not ends[cause].samples:
+            return Consequence(False, "", f"mend {ends[cause].reading}, which data.bad_samples doesn't cover")
+        return self._verdict(ends[cause].samples, before)
 
-    def _verdict(self, samples: Sequence[int], before: Mapping[int, str]) -> Verdict:
+    def _verdict(self, samples: Sequence[int], before: Mapping[int, str]) -> Consequence:
         deaths = self._deaths()
         times, name = _times(deaths, {*samples}), str(Reading((*samples,)))
         new = [sample for sample in self.known().reasons if sample not in before] if self.skips else []
@@ -120,17 +125,17 @@ class DeadlySamples:
             left_out = f"sample{'s' * (len(new) > 1)} {', '.join(map(str, new))}"
             verb = "are" if len(new) > 1 else "is"
             advice = f"start the run again to resume: {left_out} {verb} left out then"
-            return Verdict(True, f"{left_out} {verb} left out from here on (data.bad_samples)", advice)
+            return Consequence(True, f"{left_out} {verb} left out from here on (data.bad_samples)", advice)
         often = "once" if times == 1 else f"{times} times"
         follows = f"reading {name} has ended the process {often}"
         if self.skips and times < _ENOUGH:
-            return Verdict(
+            return Consequence(
                 True, "", f"{follows}; start the run again to resume: a sample that does so again is left out"
             )
         keys = f"data.leave_out='[[{samples[0]}, {samples[0]}]]'" if len(samples) == 1 else "data.leave_out"
         skip = "" if self.skips else ", or data.bad_samples='{policy: skip}'"
         advice = f"{follows}: mend it, or leave it out by {keys}{skip}, then start the run again to resume"
-        return Verdict(times < _ENOUGH, "", advice)
+        return Consequence(times < _ENOUGH, "", advice)
 
     def _deaths(self) -> list[_Death]:
         try:
@@ -154,7 +159,4 @@ def _times(deaths: Iterable[_Death], samples: set[int]) -> int:
 
 
 def _what(rank: int, end: End) -> str:
-    """Return how a rank, or its data worker, ended, for a list."""
-    if end.kind in (EndKind.HUNG, EndKind.MESSAGE):
-        return gist(end.text).partition("; ")[0].partition(". ")[0]
-    return f"rank {rank} {end.text}"
+    return end.text if end.kind in (EndKind.HUNG, EndKind.MESSAGE) else f"rank {rank} {end.text}"

@@ -192,7 +192,8 @@ def while_reading(end: End, reading: Reading | None) -> End:
     if reading is None or end.kind is EndKind.INTERRUPTED:
         return end
     # an abort in a decoder is no broken connection, and an exit in a dataset is neither an end nor a stop of the run
-    kind = EndKind.EXITED if end.kind not in (EndKind.KILLED, EndKind.PEER_FAILED) else EndKind.KILLED
+    by_signal = end.kind in (EndKind.KILLED, EndKind.PEER_FAILED)
+    kind = EndKind.KILLED if by_signal else EndKind.CODE if end.kind is EndKind.CODE else EndKind.EXITED
     code = end.code if end.kind is EndKind.CODE else RunFailed.exit_code
     text = end.text or f"ended with exit code {end.code}"
     samples = () if reading.evaluates else reading.samples

@@ -377,7 +377,8 @@ class HangWatch:
         for culprit in hang.culprits:
             reading = None if hang.is_stopped or hang.waits else culprit.beat.waits_for()
             samples = () if reading is None or reading.evaluates else reading.samples
-            members[culprit.place].kill_hung(End(EndKind.HUNG, _CODE, text, time.monotonic(), samples=samples))
+            end = End(EndKind.HUNG, _CODE, text, time.monotonic(), samples=samples, reading=str(reading or ""))
+            members[culprit.place].kill_hung(end)
 
     def _end_incident(self, sights: Sequence[Sight]) -> None:
         incident, self._incident = self._incident, None

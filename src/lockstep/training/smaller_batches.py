@@ -216,7 +216,7 @@ def sentences_on_sizes(run: Path) -> list[str]:
 
 
 def recovery_notes(run: Path, config: Config, ranks: int) -> list[str]:
-    """Return notes on how the run recovers: sizes and samples it has failed with, vain keys, deadly samples."""
+    """Return notes on how the run recovers: what has failed before, keys without effect."""
     notes = _notes_on_sizes(run, config, ranks)
     if config.data.bad_samples.skips:
         deadly = DeadlySamples.of(config, run / LOGS).known().reasons
