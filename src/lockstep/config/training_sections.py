@@ -335,11 +335,8 @@ class Watchdog(Section):
             raise ValueError(f"{limits} without effect: enabled is false; leave one of them out")
         for end, least in (("end_after", "least"), ("end_start_after", "other")):
             seconds, named = getattr(self, end), getattr(self, least)
-            if seconds is not None and seconds < named:
-                why = (
-                    f"less than {least} {named:g}, after which a rank is named; it is killed after twice that or later"
-                )
-                raise ValueError(f"{end} {seconds:g} is {why}: write {end}: {2 * named:g}, or a smaller {least}")
+            if seconds not in (None, type(self).model_fields[end].default) and seconds < named:
+                raise ValueError(f"{end} {seconds:g} is less than {least}: write {2 * named:g} or more, or null")
         return self
 
 

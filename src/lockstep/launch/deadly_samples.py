@@ -43,7 +43,7 @@ class _Death(NamedTuple):
 
 
 class Consequence(NamedTuple):
-    """What follows from the end of a rank that was reading samples.
+    """The consequence of the end of a rank that was reading samples.
 
     Attributes:
         again: Whether another round may help as far as training samples are concerned.
