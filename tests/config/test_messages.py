@@ -44,6 +44,11 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "/run.yaml:5:26: schedule.warmup_ratio: 1.5 is not a number from 0 to 1, or null; the nearest is 1\n"
         "/run.yaml:6:35: precision.loss_scale.initial: -1 is not a number above 0",
     ),
+    "limits of which the later one comes first": (
+        GOOD + "recovery: {watchdog: {least: 3, end_after: 1}}\n",
+        [],
+        "/run.yaml:4:12: recovery.watchdog: end_after 1 is less than least: write 6 or more, or null",
+    ),
     "misspelled keys and values": (
         GOOD + "optim:\n  namee: adam\n  name: adamv\n  momentun: 0.9\nbach: {global_size: 3}\n",
         [],

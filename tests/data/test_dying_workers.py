@@ -48,7 +48,7 @@ def test_a_dead_worker_is_reported_wherever_the_main_thread_is(seconds: float) -
     message = in_world(1, _worker_killed_between_updates, seconds)[0]
     # the second is torch's message if its loader notices the death before the signal is handled
     how = r"\(pid \d+\) is killed by signal: Killed|\(pid\(s\) \d+\) exited unexpectedly"
-    when = r"( while samples .* were fetched)?"  # of this update or of later ones
+    when = r"( while it read .*)?"  # of this update or of later ones
     why = r"(Reason|If it was killed): (by a person or a scheduler|out of memory).*"
     assert re.fullmatch(rf"a data worker died{when}: DataLoader worker ({how})\. {why}", message)
 
@@ -78,7 +78,7 @@ def test_the_reason_of_a_death_follows_the_kernels_counts(
     error: str, kills: Kills, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetching, "kernel_kills", lambda: kills)
-    idle = fetching._WorkerSet(list, Kills(0, 3))
+    idle = fetching._WorkerSet(lambda dead: [], Kills(0, 3))
     message = str(fetching._death(RuntimeError(error), [idle]))
     assert message == f"a data worker died: {error.strip(' .')}{reason}{REMEDY}"
 
@@ -145,7 +145,9 @@ class _Exits(IndexSource):
 
 def test_a_worker_that_exits_is_named_with_its_samples_and_its_code() -> None:
     loader = make_loader(_Exits(100), workers=1, shuffle=False)
-    how = r"a data worker died while samples 8, 9, .* were fetched: DataLoader worker .* with exit code 4\. Set data\.l"
+    how = (
+        r"a data worker died while it read one of samples 8, 9, .*: DataLoader worker .* with exit code 4\. Set data\.l"
+    )
     with pytest.raises(RunFailed, match=how):
         for _ in loader.updates(Progress()):
             pass

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from index_sources import IndexSource, make_loader
 
+from lockstep.config.data_sections import BadSamples
 from lockstep.core.errors import RunFailed, Stopped
 from lockstep.core.out_of_memory import error_location
 from lockstep.core.progress import Progress
 from lockstep.data.custom import adapt_dataset
+from lockstep.data.sources import skipping
 
 
 class Failing(IndexSource):
@@ -51,6 +55,31 @@ def test_an_error_of_the_whole_batch_is_reported_as_that() -> None:
     source = Failing(3, lambda call: ValueError("sizes differ") if call in (1, 5) else None)
     with pytest.raises(RunFailed, match="samples 0, 1, 2 can each be read, but not put into one batch: ValueError"):
         first_update(source)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (None, "the dataset returned None for it"),
+        (
+            object(),
+            "the dataset returned a value of the type object for it, which torch can't put into a batch: return",
+        ),
+        ((torch.zeros(2), {"label": None}), "the dataset returned None as [1]['label'] of its item"),
+        (np.array(["a"]), "the dataset returned a value of the type array of <U1 for it, which torch can't put into"),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_item_that_torch_cant_put_into_a_batch_is_named(item: object, message: str, place: int) -> None:
+    items: list[Any] = [(torch.zeros(2), {"label": 1})] * 3
+    items[place] = item
+    loader = make_loader(adapt_dataset(items), shuffle=False)
+    with pytest.raises(RunFailed, match=re.escape(f"sample {place} can't be used: {message}")):
+        next(loader.updates(Progress()))
+    skips = skipping(adapt_dataset(items), BadSamples(policy="skip"))
+    (left_out,) = skips.fetch(np.arange(3)).left_out
+    assert left_out.index == place
+    assert left_out.reason.startswith(message)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

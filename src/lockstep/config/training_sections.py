@@ -333,6 +333,10 @@ class Watchdog(Section):
     def _limits_have_an_effect(self) -> Watchdog:
         if not self.enabled and (limits := without_effect(self, "enabled")):
             raise ValueError(f"{limits} without effect: enabled is false; leave one of them out")
+        for end, least in (("end_after", "least"), ("end_start_after", "other")):
+            seconds, named = getattr(self, end), getattr(self, least)
+            if seconds not in (None, type(self).model_fields[end].default) and seconds < named:
+                raise ValueError(f"{end} {seconds:g} is less than {least}: write {2 * named:g} or more, or null")
         return self
 
 

@@ -44,6 +44,18 @@ class UnusableSamples(RunFailed):
     """Samples can't be read, or not be put into one batch."""
 
 
+class WorkerDied(RunFailed):
+    """A data worker died.
+
+    Attributes:
+        samples: Of the training data: the one that it read, or those of its request; empty if it isn't known.
+    """
+
+    def __init__(self, message: str, samples: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.samples = samples
+
+
 class OutOfMemory(RunFailed):
     """Memory ran out, on a rank's device or on its machine.
 

@@ -14,29 +14,38 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lockstep.core.formatting import listed
+
 TIME, PHASE, UPDATES, SECONDS, MICRO, CALLS, OPERATION, STAGE, STEPS, READY, FETCHING, SAMPLE = range(12)
-PROCESS, RECORDS = range(12, 14)
+PROCESS, FETCHED, RECORDS = range(12, 15)
 """The numbers of a row: time of the last mark (CLOCK_MONOTONIC) and its phase, `IN_WHOLE` added in a collective of a
 save or an evaluation; updates ended; seconds of the last one; micro-batch, from 0; collectives called, and which one
 runs (a number of `OPERATIONS`, 0: none); `Stage`; updates of the run before this process; whether the rank writes its
-stacks on request; the micro-batch that is fetched; the sample that is read, + 1; of a rank that another launcher has
-started, its process; how often the rank has written its flight record, + 1, or 0 if it doesn't."""
+stacks on request; the micro-batch that is fetched; the mark of the sample that is read, see `mark_of`; of a rank that
+another launcher has started, its process; the update whose samples are fetched now, from 0, + 1; how often the rank
+has written its flight record, + 1, or 0 if it doesn't."""
 IN_WHOLE = 100
 _NUMBERS = 16
-_MOST_WORKERS, _WORKER = 32, 3  # a worker: process, first sample of its request + 1, sample that it reads + 1
+_MOST_WORKERS, _WORKER = 32, 3  # a worker: process, mark of the first sample of its request, and of that it reads
 _UPDATES = 4  # whose samples are noted: on an accelerator, two are fetched ahead
 _MOST_SAMPLES, _HEAD = 512, 4  # an update: its number, samples of its first micro-batch, samples noted, samples in all
 _WORKERS_AT = _NUMBERS
 _SAMPLES_AT = _WORKERS_AT + _MOST_WORKERS * _WORKER
 _ROW = _SAMPLES_AT + _UPDATES * (_HEAD + _MOST_SAMPLES)
 _BYTES = 8
+_MOST_NAMED = 8  # samples
+
+
+def mark_of(sample: int, evaluates: bool) -> int:
+    """Return the number for a sample that is read, of the training data or an evaluation set; 0: none is."""
+    return -sample - 1 if evaluates else sample + 1
 
 
 class Stage(IntEnum):
@@ -55,12 +64,32 @@ class Worker:
     Attributes:
         first: The first sample of its request.
         sample: The one that it reads; None: it isn't known.
+        evaluates: Whether they are of an evaluation set.
     """
 
     number: int
     process: int
     first: int
     sample: int | None
+    evaluates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The samples that a rank, or a data worker of it, is reading.
+
+    Attributes:
+        samples: The sample; several: one of them.
+        evaluates: Whether they are of an evaluation set.
+    """
+
+    samples: tuple[int, ...]
+    evaluates: bool = False
+
+    def __str__(self) -> str:
+        names = listed([*map(str, self.samples)], _MOST_NAMED)
+        head = "sample" if len(self.samples) == 1 else "one of samples"
+        return f"{head} {names}{' of an evaluation set' if self.evaluates else ''}"
 
 
 class Files(NamedTuple):
@@ -114,6 +143,11 @@ class Heartbeat:
                 integers[end : end + number] = memoryview(indices)
                 end += number
         integers[at], integers[at + 1], integers[at + 2], integers[at + 3] = step, len(requests[0]), end - first, total
+        self.numbers[FETCHED] = step + 1
+
+    def end_fetch(self) -> None:
+        """Note that the samples of the update are here."""
+        self.numbers[FETCHED] = 0
 
     def become_worker(self, number: int) -> None:
         """Write as a data worker from now on, in its process."""
@@ -121,14 +155,14 @@ class Heartbeat:
             at = _WORKERS_AT + number * _WORKER
             self._is_worker, self._sample_at = True, at + 2
 
-    def worker_fetches(self, sample: int) -> None:
-        """Note the first sample of the request that this data worker answers; -1: none."""
+    def worker_fetches(self, mark: int) -> None:
+        """Note the first sample of the request that this data worker answers; 0: none."""
         if self._is_worker:
             at = self._sample_at - 2
-            self._integers[at], self._integers[at + 1], self._integers[at + 2] = os.getpid(), sample + 1, 0
+            self._integers[at], self._integers[at + 1], self._integers[at + 2] = os.getpid(), mark, 0
 
     def sample_slot(self) -> tuple[memoryview[Any], int]:
-        """Return where to write the sample that is read, + 1; 0 afterwards."""
+        """Return where to write the mark of the sample that is read; 0 afterwards."""
         return self._integers if self._is_worker else self.numbers, self._sample_at
 
     # --- what the launcher reads ---
@@ -149,8 +183,34 @@ class Heartbeat:
             at = _WORKERS_AT + number * _WORKER
             process, first, sample = self._integers[at : at + _WORKER].tolist()
             if process and first:
-                busy.append(Worker(number, process, first - 1, sample - 1 if sample else None))
+                busy.append(Worker(number, process, abs(first) - 1, abs(sample) - 1 if sample else None, first < 0))
         return busy
+
+    def awaited(self) -> tuple[list[int], Worker | None]:
+        """Return the samples of the training data that this rank waits for, and the data worker that fetches them."""
+        if not (update := int(self.numbers[FETCHED])):
+            return [], None
+        samples, _ = self.samples(update - 1, int(self.numbers[FETCHING]))
+        workers = [worker for worker in self.workers() if not worker.evaluates]
+        return samples, next((worker for worker in workers if samples and worker.first == samples[0]), None)
+
+    def reading(self) -> Reading | None:
+        """Return what this rank's own process reads; None: nothing, as far as it is known."""
+        if mark := int(self.numbers[SAMPLE]):
+            return Reading((abs(mark) - 1,), mark < 0)
+        samples, _ = self.awaited()
+        return Reading((*samples,)) if samples and not self.workers() else None
+
+    def waits_for(self) -> Reading | None:
+        """Return what this rank reads, or waits for while a data worker reads it."""
+        samples, worker = self.awaited()
+        if self.numbers[SAMPLE] or worker is None:
+            return self.reading() or next((_read_by(each) for each in self.workers() if each.evaluates), None)
+        return _read_by(worker) or Reading((*samples,))
+
+
+def _read_by(worker: Worker) -> Reading | None:
+    return None if worker.sample is None else Reading((worker.sample,), worker.evaluates)
 
 
 def _received(memory: Any, place: int, *files: Any) -> Heartbeat:
@@ -207,6 +267,19 @@ _own = [Heartbeat(bytearray(_ROW * _BYTES), 0, Files())]
 def own() -> Heartbeat:
     """Return the heartbeat of this process."""
     return _own[0]
+
+
+@contextmanager
+def reads(mark: int) -> Iterator[None]:
+    """Note a sample while the block reads it; if that ends the process, the note stays for its launcher."""
+    slots, at = own().sample_slot()
+    slots[at] = mark
+    try:
+        yield
+    except Exception:
+        slots[at] = 0
+        raise
+    slots[at] = 0
 
 
 def use(heartbeat: Heartbeat) -> None:

@@ -12,15 +12,17 @@ Items that torch's own function collates must therefore have the shapes that mos
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from lockstep.core import heartbeat
 from lockstep.core.errors import Failure, OutOfMemory, RunFailed
+from lockstep.core.heartbeat import mark_of
 from lockstep.core.records import Batch, LeftOutSample
 from lockstep.data import noise
 from lockstep.data.order import Indices, digest
@@ -38,6 +40,22 @@ _LOOKED_AT = 16
 _MOST = 0.75  # of the samples that are looked at have the shapes that all must have
 
 
+@dataclass(frozen=True, slots=True)
+class Deadly:
+    """Samples whose reading has ended the process that read them.
+
+    Attributes:
+        reasons: Those that are left out, with the reasons, by index.
+        suspects: Those among which there is another one.
+    """
+
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    suspects: frozenset[int] = frozenset()
+
+
+NONE_DEADLY = Deadly()
+
+
 class _OtherShapes(Exception):
     """A sample can't be put into a batch with most others."""
 
@@ -50,6 +68,7 @@ class SkippingSource:
         skips: Whether other samples than `known` may be left out.
         known: Reasons of samples to leave out, by index.
         timeout: Seconds after which reading a sample counts as endless; None: never.
+        suspects: Samples to read alone before they are read with others: one of them may end the process.
     """
 
     def __init__(
@@ -60,6 +79,7 @@ class SkippingSource:
         skips: bool = True,
         known: Mapping[int, str] | None = None,
         timeout: float | None = None,
+        suspects: Collection[int] = (),
     ) -> None:
         self.source = source
         self.facts = source.facts
@@ -69,6 +89,7 @@ class SkippingSource:
         self._skips = skips
         self._timeout = timeout if skips else None
         self._uniform = uniform
+        self._suspects = frozenset(suspects if skips else ())
         self._shapes: str | None = None
         self._reference: Indices | None = None
         if uniform:
@@ -115,6 +136,8 @@ class SkippingSource:
         )
         tried_again = False
         generators = noise.generator_states() if self.draws else None
+        if self._suspects and self._read_suspects(indices, left_out) and generators is not None:
+            noise.restore_generators(generators)
         while True:
             usable = indices[[index not in left_out for index in indices.tolist()]] if left_out else indices
             if not len(usable):
@@ -134,6 +157,14 @@ class SkippingSource:
                     noise.restore_generators(generators)
                 continue
             return replace(batch, left_out=_listed(indices, left_out)) if left_out else batch
+
+    def _read_suspects(self, indices: Indices, left_out: Collection[int]) -> bool:
+        """Read each suspect among these samples alone, so that the launcher learns which one ends this process."""
+        suspects = [index for index in indices.tolist() if index in self._suspects and index not in left_out]
+        for index in suspects:
+            with suppress(Exception), heartbeat.reads(mark_of(index, evaluates=False)):
+                self._fetch(np.array([index]))
+        return bool(suspects)
 
     def _fetch(self, indices: Indices) -> Batch:
         with time_limit(self._timeout):

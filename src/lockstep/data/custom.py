@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,22 +26,42 @@ from lockstep.config.data_sections import FATAL, BadSamples, CustomData
 from lockstep.core import heartbeat
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.extensions import construct, import_target, source_file
+from lockstep.core.heartbeat import mark_of
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data import noise
 from lockstep.data.order import Indices
 from lockstep.data.time_limit import time_limit
-from lockstep.data.unreadable import read_or_explain, reraise_out_of_memory
+from lockstep.data.unreadable import UnfitItem, read_or_explain, reraise_out_of_memory
 from lockstep.data.windows import fingerprint
 
 Collate = Callable[[list[Any]], Any]
 
+
+@dataclass(frozen=True, slots=True)
+class ItemReading:
+    """How a user's items are read.
+
+    Attributes:
+        bad_samples: What becomes of those that can't be read.
+        leaves_out: Whether an item is never read.
+        evaluates: Whether they are an evaluation set.
+    """
+
+    bad_samples: BadSamples = FATAL
+    leaves_out: Callable[[int], bool] = lambda index: False
+    evaluates: bool = False
+
+
+TRAINING = ItemReading()
+
 _TARGETS = ("labels", "label", "targets", "target")
 _FINGERPRINT_ITEMS = 16
+_UNREADABLE = "unreadable"
 
 
-def open_custom(section: CustomData, bad_samples: BadSamples = FATAL) -> Source:
-    """Return the source that the section names; `bad_samples` as of `adapt_dataset`.
+def open_custom(section: CustomData, reading: ItemReading = TRAINING) -> Source:
+    """Return the source that the section names; `reading` as of `adapt_dataset`.
 
     Raises:
         ConfigError: It can't be imported or called, or is neither a map-style Dataset nor a source.
@@ -50,16 +70,16 @@ def open_custom(section: CustomData, bad_samples: BadSamples = FATAL) -> Source:
     collate = import_target(section.collate) if section.collate else None
     if collate is not None and not callable(collate):
         raise ConfigError(f"{section.collate} is a {type(collate).__name__}, not a function that collates items")
-    return adapt_dataset(dataset, collate, bad_samples)
+    return adapt_dataset(dataset, collate, reading)
 
 
-def adapt_dataset(dataset: Any, collate: Collate | None = None, bad_samples: BadSamples = FATAL) -> Source:
+def adapt_dataset(dataset: Any, collate: Collate | None = None, reading: ItemReading = TRAINING) -> Source:
     """Return a source for a map-style Dataset: anything with `__len__` and `__getitem__`, such as a list.
 
     Args:
         dataset: Its `__getitems__` is used if its class defines it; a `Source` is returned as it is.
         collate: Makes a batch of items; None: torch's function.
-        bad_samples: What becomes of items that can't be read; those that are left out later are accepted.
+        reading: What becomes of items that can't be read; those that are left out later are accepted.
 
     Raises:
         ConfigError: The dataset has no length or can't be indexed.
@@ -71,7 +91,7 @@ def adapt_dataset(dataset: Any, collate: Collate | None = None, bad_samples: Bad
     _check_map_style(dataset)
     if type(dataset) is TensorDataset and collate is None:
         return TensorSource(dataset.tensors)
-    return ItemSource(dataset, collate, bad_samples)
+    return ItemSource(dataset, collate, reading)
 
 
 def _check_map_style(dataset: Any) -> None:
@@ -134,7 +154,7 @@ class ItemSource:
 
     draws = True
 
-    def __init__(self, dataset: Any, collate: Collate | None, bad_samples: BadSamples = FATAL) -> None:
+    def __init__(self, dataset: Any, collate: Collate | None, reading: ItemReading = TRAINING) -> None:
         self.dataset = dataset
         self.collate = collate or collate_values
         # looked up on the class: torch's Subset inherits nothing from the dataset that it wraps
@@ -142,10 +162,10 @@ class ItemSource:
         self.facts = DataFacts(len(dataset), None)
         sources = [_source_hash(part) for part in (dataset, collate) if part is not None]
         kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
+        self._evaluates = reading.evaluates
         with noise.keyed_generators(0):  # random items are the same each time
-            read = partial(_contents_or_unreadable, bad_samples.timeout) if bad_samples.skips else _contents_of
             contents = read_or_explain(
-                lambda indices: [read(dataset, index) for index in indices.tolist()], _spread(len(dataset))
+                lambda indices: [self._contents(index, reading) for index in indices.tolist()], _spread(len(dataset))
             )
         self.fingerprint = fingerprint(kind, len(dataset), sources, contents)
 
@@ -161,11 +181,29 @@ class ItemSource:
         else:
             items = []
             slots, at = heartbeat.own().sample_slot()
-            for index in numbers:
-                slots[at] = index + 1
-                items.append(self.dataset[index])
+            try:
+                for index in numbers:
+                    slots[at] = mark_of(index, self._evaluates)
+                    items.append(self.dataset[index])
+            except Exception:  # after any other the process may end, and its launcher looks what it was reading
+                slots[at] = 0
+                raise
             slots[at] = 0
         return as_batch(self.collate(items), len(numbers))
+
+    def _contents(self, index: int, reading: ItemReading) -> Any:
+        """Return what the fingerprint covers of an item."""
+        if reading.leaves_out(index):
+            return _UNREADABLE
+        skips, timeout = reading.bad_samples.skips, reading.bad_samples.timeout
+        try:
+            with heartbeat.reads(mark_of(index, self._evaluates)), time_limit(timeout if skips else None):
+                return _contents(self.dataset[index])
+        except Exception as error:
+            if not skips:
+                raise
+            reraise_out_of_memory(error, np.array([index]))
+            return _UNREADABLE
 
 
 def collate_values(items: list[Any]) -> Any:
@@ -179,7 +217,28 @@ def collate_values(items: list[Any]) -> Any:
             return {name: _as_tensor(value) for name, value in item.items()}
         return tuple(map(_as_tensor, item)) if type(item) is tuple else item
 
-    return default_collate([with_tensors(item) for item in items])
+    try:
+        return default_collate([with_tensors(item) for item in items])
+    except TypeError as error:
+        if len(items) == 1 and (part := _unfit_part(items[0])):
+            raise UnfitItem(part) from error
+        raise
+
+
+def _unfit_part(item: Any, place: str = "") -> str:
+    """Return what torch can't put into a batch, as a sentence's end; empty if it is not a part of the item."""
+    if isinstance(item, Mapping | tuple | list):
+        named = item.items() if isinstance(item, Mapping) else enumerate(item)
+        return next((part for name, value in named if (part := _unfit_part(value, f"{place}[{name!r}]"))), "")
+    if isinstance(item, Tensor | int | float | str | bytes):
+        return ""
+    if isinstance(item, np.ndarray | np.generic) and item.dtype.kind not in "OSU":
+        return ""
+    kind = f"array of {item.dtype}" if isinstance(item, np.ndarray) else type(item).__name__
+    what = "None" if item is None else f"a value of the type {kind}"
+    at = f" as {place} of its item" if place else " for it"
+    remedy = "" if item is None else ", which torch can't put into a batch: return tensors or numbers, or set collate"
+    return f"the dataset returned {what}{at}{remedy}"
 
 
 def _as_tensor(value: Any) -> Any:
@@ -221,19 +280,6 @@ def _spread(samples: int) -> Indices:
 def _source_hash(part: Any) -> str:
     path = source_file(part)
     return fingerprint(path.read_bytes()) if path is not None and os.path.isfile(path) else ""
-
-
-def _contents_of(dataset: Any, index: int) -> Any:
-    return _contents(dataset[index])
-
-
-def _contents_or_unreadable(timeout: float | None, dataset: Any, index: int) -> Any:
-    try:
-        with time_limit(timeout):
-            return _contents(dataset[index])
-    except Exception as error:
-        reraise_out_of_memory(error, np.array([index]))
-        return "unreadable"
 
 
 def _contents(item: Any) -> Any:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +34,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lockstep.core import heartbeat
 from lockstep.core.control_groups import Kills, kernel_kills, why_killed
-from lockstep.core.errors import Failure, RunFailed
+from lockstep.core.errors import Failure, RunFailed, WorkerDied
+from lockstep.core.heartbeat import Reading, mark_of
 from lockstep.core.planted import raise_planted
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch
@@ -48,7 +50,7 @@ from lockstep.core.stopping import (
 )
 from lockstep.data import noise
 from lockstep.data.order import Indices
-from lockstep.data.unreadable import named, read_again
+from lockstep.data.unreadable import read_again
 
 _SIGCHLD_WAIT_S = 1.0
 
@@ -62,6 +64,7 @@ class FetchRequest(NamedTuple):
         epoch_key: Key of the samples' noise.
         generator_key: Seed of the process' generators; None for sources that don't draw.
         position: Of the first sample in the order of the run, over all epochs.
+        evaluates: Whether the samples are of an evaluation set.
     """
 
     indices: Indices
@@ -69,6 +72,7 @@ class FetchRequest(NamedTuple):
     epoch_key: int
     generator_key: int | None
     position: int = 0
+    evaluates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +148,12 @@ def _from_workers(source: Source, requests: Iterable[FetchRequest], workers: Wor
         # without it, torch would draw from the process' generator and change what the model draws
         generator=torch.Generator().manual_seed(workers.key),
     )
-    worker_set = _WorkerSet(lambda: dataset.busy_with(pending), kernel_kills())
+    kills = kernel_kills()
     forks = multiprocessing.get_start_method() == "fork"
     with nullcontext() if forks else safe_interpreters(), blocked_signals(forks=forks):
         answers = iter(loader)
+    processes = [worker.pid for worker in answers._workers]  # type: ignore[attr-defined]
+    worker_set = _WorkerSet(lambda dead: dataset.busy_with(pending, processes, dead), kills)
     with _handling_deaths(worker_set, answers):
         while True:
             try:
@@ -180,21 +186,25 @@ class _WorkerDataset(Dataset[Any]):
         worker = get_worker_info()
         assert worker is not None
         self._busy[worker.id] = int(request.indices[0])
-        heartbeat.own().worker_fetches(int(request.indices[0]))
+        heartbeat.own().worker_fetches(mark_of(int(request.indices[0]), request.evaluates))
         try:
             batch = fetch(self._source, request)
             answer = {name: getattr(batch, name) for name in ("inputs", "targets", "samples", "tokens", "left_out")}
         except Exception as failure:  # a `RunFailed`, or memory ran out
             answer = {"failure": failure, "traceback": traceback.format_exc()}
         self._busy[worker.id] = -1  # not if it exits
-        heartbeat.own().worker_fetches(-1)
+        heartbeat.own().worker_fetches(0)
         return answer
 
     def __getitem__(self, index: int) -> Any:
         raise AssertionError("a request is answered as a whole")
 
-    def busy_with(self, pending: Iterable[FetchRequest]) -> list[FetchRequest]:
-        firsts = set(self._busy.tolist())
+    def busy_with(
+        self, pending: Iterable[FetchRequest], processes: Sequence[int], dead: Collection[int]
+    ) -> list[FetchRequest]:
+        """Return the requests that dead workers were busy with; of all workers if it isn't known which died."""
+        busy = zip(processes, self._busy.tolist(), strict=True)
+        firsts = {first for process, first in busy if process in dead or not dead}
         return [request for request in pending if int(request.indices[0]) in firsts]
 
 
@@ -264,14 +274,19 @@ def _killable_context() -> BaseContext:
 
 
 class _WorkerSet(NamedTuple):
-    """The workers of a loader: the requests they are busy with, and the kernel's count of kills when they started."""
+    """The workers of a loader, and the kernel's count of kills when they started.
 
-    busy: Callable[[], list[FetchRequest]]
+    Attributes:
+        busy: Returns the requests that some of its processes are busy with.
+    """
+
+    busy: Callable[[Collection[int]], list[FetchRequest]]
     kills_before: Kills
 
 
 _FEWER = "Set fewer data.loader.workers, or a smaller data.loader.prefetch"
 _TORCHS_ADVICE = "Details are lost due to multiprocessing."  # and what follows
+_PROCESSES = re.compile(r"(?<=[( ])\d+(?=[,)])")  # (pid 7), (pid(s) 7, 8)
 _running: list[_WorkerSet] = []
 
 
@@ -279,18 +294,26 @@ def _death(error: Exception, worker_sets: Sequence[_WorkerSet]) -> RunFailed:
     """Return the failure that names the samples that dead workers were fetching."""
     if isinstance(error.__cause__, RunFailed):  # raised in the handler of SIGCHLD
         return error.__cause__
-    busy = [named(request.indices) for workers in worker_sets for request in workers.busy()]
-    samples = f" while samples {' or '.join(busy)} were fetched" if busy else ""
     message = str(error).partition(_TORCHS_ADVICE)[0].strip(" .")
+    dead = {int(process) for process in _PROCESSES.findall(message)}
+    requests = [request for workers in worker_sets for request in workers.busy(dead)]
+    read = [
+        Reading((worker.sample,), worker.evaluates)
+        for worker in heartbeat.own().workers()
+        if worker.process in dead and worker.sample is not None
+    ]
+    read = read or [Reading(tuple(request.indices.tolist()), request.evaluates) for request in requests]
+    samples = f" while it read {' or '.join(map(str, read))}" if read else ""
     if message.endswith("signal: Killed"):
         reason = f". Reason: {why_killed(worker_sets[0].kills_before, kernel_kills(), _FEWER)}"
     elif "killed by signal" in message or "with exit code" in message:  # another one, such as a segmentation fault
         reason = ""
     else:
         reason = f". If it was killed: {why_killed(worker_sets[0].kills_before, kernel_kills(), _FEWER)}"
-    return RunFailed(
+    return WorkerDied(
         f"a data worker died{samples}: {message}{reason}. Set data.loader.workers: 0 to fetch in the rank's own "
-        "process, which shows the error"
+        "process, which shows the error",
+        tuple(sample for reading in read if not reading.evaluates for sample in reading.samples),
     )
 
 

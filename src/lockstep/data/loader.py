@@ -187,6 +187,7 @@ class TrainingLoader:
             for micro in range(len(share.requests)):
                 beat.numbers[heartbeat.FETCHING] = micro
                 fetched.append(next(batches))
+            beat.end_fetch()
             yield self._update(share, tuple(fetched))
 
     def _update(self, share: _Share, micro_batches: tuple[Batch, ...]) -> GlobalBatch:
@@ -266,6 +267,7 @@ def evaluation_batches(
             stop == start,
             key(0, "evaluation"),
             key(0, "evaluation", start) if source.draws else None,
+            evaluates=True,
         )
         for start, stop in micro_ranges(samples, micro_size, rank, ranks)
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from lockstep.config.data_sections import FATAL, BadSamples
+from lockstep.config.data_sections import BadSamples
 from lockstep.config.schema import (
     CustomData,
     DataSource,
@@ -18,8 +19,11 @@ from lockstep.config.schema import (
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch
-from lockstep.data.bad_samples import CONFIGURED, SkippingSource
+from lockstep.data.bad_samples import CONFIGURED, NONE_DEADLY, Deadly, SkippingSource
 from lockstep.data.order import Indices
+
+if TYPE_CHECKING:
+    from lockstep.data.custom import ItemReading
 
 LANGUAGE_MODEL = "language-model"
 """The task of Lockstep's language models."""
@@ -35,7 +39,7 @@ _TASKS = {
 
 
 def open_source(
-    section: DataSource, *, task: str | None, tokenizer: str | None, bad_samples: BadSamples = FATAL
+    section: DataSource, *, task: str | None, tokenizer: str | None, reading: ItemReading | None = None
 ) -> Source:
     """Return the data that `section` describes.
 
@@ -43,7 +47,7 @@ def open_source(
         task: Task of a transformers model, whose inputs have other names (`input_ids`); `LANGUAGE_MODEL` for a
             language model of Lockstep; None for any other.
         tokenizer: The model's, for sections that name none.
-        bad_samples: What becomes of samples that can't be read.
+        reading: How items of a user's dataset are read.
 
     Raises:
         ConfigError: The data isn't on this machine, or doesn't suit the task.
@@ -72,9 +76,9 @@ def open_source(
 
             return open_huggingface(section, task=task, tokenizer=tokenizer)
         case CustomData():
-            from lockstep.data.custom import open_custom
+            from lockstep.data.custom import TRAINING, open_custom
 
-            return open_custom(section, bad_samples)
+            return open_custom(section, reading or TRAINING)
     raise AssertionError(f"{section.kind}: a dataset from the Python API is adapted, not opened")
 
 
@@ -109,12 +113,18 @@ class PreparedSource:
 
 
 def skipping(
-    source: Source, bad_samples: BadSamples, ranges: Sequence[tuple[int, int]] = (), *, later: bool = False
+    source: Source,
+    bad_samples: BadSamples,
+    ranges: Sequence[tuple[int, int]] = (),
+    *,
+    later: bool = False,
+    deadly: Deadly = NONE_DEADLY,
 ) -> Source:
     """Return a source that leaves out samples that can't be used, and those of `data.leave_out` (`ranges`).
 
     Args:
         later: Whether samples may have to be left out for other reasons.
+        deadly: Those whose reading has ended a process; none if bad samples aren't left out.
 
     Raises:
         ConfigError: There are no such samples, or too many.
@@ -126,8 +136,10 @@ def skipping(
         return source
     left_out = _indices_of(ranges, source.facts.samples)
     uniform = skips and isinstance(source, ItemSource) and source.is_uniform
-    known = dict.fromkeys(left_out, CONFIGURED)
-    return SkippingSource(source, uniform=uniform, skips=skips, known=known, timeout=bad_samples.timeout)
+    known = {**deadly.reasons, **dict.fromkeys(left_out, CONFIGURED)}
+    return SkippingSource(
+        source, uniform=uniform, skips=skips, known=known, timeout=bad_samples.timeout, suspects=deadly.suspects
+    )
 
 
 def _indices_of(ranges: Sequence[tuple[int, int]], samples: int) -> list[int]:

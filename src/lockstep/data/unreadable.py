@@ -24,6 +24,10 @@ _log = logging.getLogger("lockstep.data")
 _warned = 0
 
 
+class UnfitItem(TypeError):
+    """A dataset returned what can't be put into a batch."""
+
+
 def read_or_explain(read: Callable[[Indices], T], indices: Indices) -> T:
     """Return `read(indices)`; if it raises, and again, raise an UnusableSamples that names the sample."""
     try:
@@ -45,7 +49,8 @@ def read_again(read: Callable[[Indices], T], indices: Indices, error: Exception)
     for index in indices:
         sample_error = _error_of(read, indices[indices == index])
         if sample_error is not None:
-            raise UnusableSamples(f"sample {index} can't be read: {describe(sample_error)}") from error
+            verb = "used" if isinstance(sample_error, UnfitItem) else "read"
+            raise UnusableSamples(f"sample {index} can't be {verb}: {describe(sample_error)}") from error
     try:
         values = read(indices)
     except Failure:
@@ -69,7 +74,9 @@ def _warn(message: str) -> None:
 
 
 def describe(error: Exception) -> str:
-    """Return the error and the line that raised it."""
+    """Return the error and the line that raised it; of an item, the dataset's, only what is wrong with it."""
+    if isinstance(error, UnfitItem):
+        return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"

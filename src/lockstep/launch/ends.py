@@ -18,7 +18,7 @@ from __future__ import annotations
 import signal
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from time import monotonic
 from types import TracebackType
@@ -37,12 +37,14 @@ from lockstep.core.errors import (
     RolledBack,
     RunFailed,
     Stopped,
+    WorkerDied,
     blames_a_peer,
     message_of,
     named_ranks,
     timeout_message,
 )
 from lockstep.core.formatting import listed
+from lockstep.core.heartbeat import Reading
 from lockstep.core.stopping import STOP_SIGNALS
 
 
@@ -89,6 +91,8 @@ class End:
         problems: The problems of a ConfigError.
         advice: That of an OutOfMemory, which `text` contains.
         too_large: Sizes with which memory has run out; see OutOfMemory.
+        samples: Of the training data: the one whose reading has ended it, or several, one of which has.
+        reading: What it was reading, if `text` doesn't state it.
     """
 
     kind: EndKind
@@ -99,6 +103,8 @@ class End:
     problems: tuple[Problem, ...] = ()
     advice: str = ""
     too_large: Mapping[str, int] = field(default_factory=dict)
+    samples: tuple[int, ...] = ()
+    reading: str = ""
 
 
 def end_fields(end: End) -> dict[str, Any]:
@@ -110,7 +116,8 @@ def end_of_fields(fields: Mapping[str, Any]) -> End:
     """Return the end that a message states."""
     known = {name: value for name, value in fields.items() if name != "age"}
     problems = tuple(Problem(**problem) for problem in known["problems"])
-    return End(**{**known, "kind": EndKind[known["kind"]], "time": monotonic() - fields["age"], "problems": problems})
+    changed = {"kind": EndKind[known["kind"]], "time": monotonic() - fields["age"], "problems": problems}
+    return End(**{**known, **changed, "samples": tuple(known["samples"])})
 
 
 def end_of_return(code: int, time: float) -> End:
@@ -144,7 +151,8 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
             text = message_of(error)
             if isinstance(error, OutOfMemory):
                 return End(EndKind.MESSAGE, error.exit_code, text, time, detail, (), error.advice, error.too_large)
-            return End(EndKind.MESSAGE, error.exit_code, text, time, detail, problems)
+            samples = error.samples if isinstance(error, WorkerDied) else ()
+            return End(EndKind.MESSAGE, error.exit_code, text, time, detail, problems, samples=samples)
         case SystemExit(code=int() | None):
             called = traceback.extract_tb(error.__traceback__)
             where = f" in {called[-1].filename}:{called[-1].lineno}" if called else ""
@@ -179,6 +187,19 @@ def end_of_process(exitcode: int, time: float) -> End:
     return End(EndKind.PEER_FAILED if name == "SIGABRT" else EndKind.KILLED, 1, f"was killed by {name}", time)
 
 
+def while_reading(end: End, reading: Reading | None) -> End:
+    """Return the end of a rank, without a report or by sys.exit(), with what it was reading then."""
+    if reading is None or end.kind is EndKind.INTERRUPTED:
+        return end
+    # an abort in a decoder is no broken connection, and an exit in a dataset is neither an end nor a stop of the run
+    by_signal = end.kind in (EndKind.KILLED, EndKind.PEER_FAILED)
+    kind = EndKind.KILLED if by_signal else EndKind.CODE if end.kind is EndKind.CODE else EndKind.EXITED
+    code = end.code if end.kind is EndKind.CODE else RunFailed.exit_code
+    text = end.text or f"ended with exit code {end.code}"
+    samples = () if reading.evaluates else reading.samples
+    return replace(end, kind=kind, code=code, text=text, samples=samples, reading=str(reading))
+
+
 def first_cause(ends: Iterable[End | None]) -> int | None:
     """Return the rank whose end explains the others'; None if all are done or have not ended (None).
 
@@ -203,6 +224,7 @@ def describe(
     end = ends[rank]
     assert end is not None, "only a rank that has ended is a cause"
     name = f"rank {rank} on host {hosts[rank]}" if hosts else f"rank {rank}"
+    reading = f"; it was reading {end.reading}" if end.reading else ""
     match end.kind:
         case EndKind.ROLLED_BACK:
             return end.text
@@ -215,11 +237,11 @@ def describe(
         case EndKind.TRACEBACK | EndKind.PEER_FAILED if "\n" in end.text:
             return f"{name} failed:\n{end.text}" if len(ends) > 1 else end.text
         case EndKind.KILLED if end.text.endswith("SIGKILL") and sigkill:
-            return f"{name} {end.text}: {sigkill}"
+            return f"{name} {end.text}: {sigkill}{reading}"
         case EndKind.LOST | EndKind.HUNG:
             return end.text
         case EndKind.CODE | EndKind.EXITED | EndKind.KILLED | EndKind.INTERRUPTED | EndKind.PEER_FAILED:
-            return f"{name} {end.text}"
+            return f"{name} {end.text}{reading}"
         case _:
             return f"{name}: {end.text}" if end.text else ""
 

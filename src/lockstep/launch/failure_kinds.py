@@ -7,6 +7,7 @@ message      Lockstep's own verdict on the run              never
 memory       out of memory, the kernel's OOM killer         with smaller micro-batches, while there are any
 program      KeyError in a dataset, sys.exit()              once at the same step: it may have been the host
 transient    SIGKILL, a connection or a disk that failed    up to the limit
+             the end of a process that was reading          with one sample, once (`deadly_samples`)
 hang         a rank that doesn't move and others wait for   up to the limit
 host         a host that can't be reached any more          up to the limit
 rollback     bad numbers, before which the run goes back    always: the ranks count against the limit
@@ -72,7 +73,7 @@ def kind_of(end: End, text: str = "") -> FailureKind:
         return FailureKind.CONFIG
     if end.advice or end.too_large or (was_killed(end) and OOM_KILLER in f"{end.text}{text}"):
         return FailureKind.MEMORY
-    if was_killed(end):
+    if was_killed(end) or (end.samples and end.kind is not EndKind.HUNG):
         return FailureKind.TRANSIENT
     if end.kind is EndKind.MESSAGE and _EXITED_WORKER.search(end.text):
         return FailureKind.PROGRAM

@@ -28,9 +28,10 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS
-from lockstep.launch.ends import End, EndKind, end_of_process
+from lockstep.launch.ends import End, EndKind, end_of_process, while_reading
 
 if TYPE_CHECKING:
+    from lockstep.core.heartbeat import Heartbeat
     from lockstep.launch.hang_watch import HangWatch
     from lockstep.launch.hosts import Hosts
 
@@ -121,10 +122,11 @@ class SignalRequests:
 
 @dataclass
 class RankProcess:
-    """A rank's process, what it has reported, and how it ended."""
+    """A rank's process, its heartbeat, what it has reported, and how it ended."""
 
     process: BaseProcess
     channel: Connection
+    beat: Heartbeat | None = None
     reported: End | None = None
     ended: End | None = None
     _signaled: bool = field(default=False, init=False)  # with a stop signal, on request
@@ -153,11 +155,14 @@ class RankProcess:
                 self._channel_closed = True
         if exitcode is None:
             return
+        reading = None if self.beat is None else self.beat.reading()
         if self.reported is not None and (self.reported.kind is not EndKind.DONE or exitcode == 0):
-            self.ended = self.reported
+            exits = self.reported.kind is EndKind.EXITED
+            self.ended = self.reported = while_reading(self.reported, reading) if exits else self.reported
             return
         end = end_of_process(exitcode, time.monotonic())
-        self.ended = _by_launcher(end) if self._ended_by_launcher and exitcode < 0 else end
+        by_launcher = self._ended_by_launcher and exitcode < 0
+        self.ended = _by_launcher(end) if by_launcher else while_reading(end, reading)
 
     def forward(self, number: signal.Signals) -> None:
         """Forward a requested signal to the rank."""

@@ -226,27 +226,21 @@ def _described(hang: Hang, verb: str) -> str:
 
 def _samples(sight: Sight) -> str:
     """Return the samples that the rank works on; of a data worker that fetches, its own."""
-    numbers, workers = sight.beat.numbers, sight.beat.workers()
-    if sight.phase is Phase.DATA and workers:
-        worker = _awaited(sight, workers)
+    beat, workers = sight.beat, sight.beat.workers()
+    if workers and (sight.phase is Phase.DATA or (sight.phase is Phase.EVALUATION and workers[0].evaluates)):
+        worker = beat.awaited()[1] or workers[0]
         line = line_of(main_frames(_stack_of(worker, sight)))
         return f"data worker {worker.number} reads {_sample_of(worker)}{f' at {line}' if line is not None else ''}"
-    if sight.phase in (Phase.DATA, Phase.EVALUATION) and (sample := int(numbers[heartbeat.SAMPLE])):
-        return f"sample {sample - 1}"
+    if beat.numbers[heartbeat.SAMPLE]:
+        return str(beat.reading())
     fetches = sight.phase is Phase.DATA
-    micro = int(numbers[heartbeat.FETCHING if fetches else heartbeat.MICRO])
-    samples, number = sight.beat.samples(sight.step if fetches else sight.step - 1, micro)
+    micro = int(beat.numbers[heartbeat.FETCHING if fetches else heartbeat.MICRO])
+    samples, number = beat.samples(int(beat.numbers[heartbeat.FETCHED]) - 1 if fetches else sight.step - 1, micro)
     if sight.phase not in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION) or not samples:
         return ""
     more = f" and {number - _MOST_SAMPLES} more" if number > _MOST_SAMPLES else ""
     shown = ", ".join(map(str, samples[:_MOST_SAMPLES]))
     return f"sample{'s' * (number > 1)} {shown}{more}"
-
-
-def _awaited(sight: Sight, workers: Sequence[Worker]) -> Worker:
-    """Return the worker that fetches what the rank waits for."""
-    samples, _ = sight.beat.samples(sight.step, int(sight.beat.numbers[heartbeat.FETCHING]))
-    return next((worker for worker in workers if samples and worker.first == samples[0]), workers[0])
 
 
 def _stack_of(worker: Worker, sight: Sight) -> str:
@@ -256,7 +250,8 @@ def _stack_of(worker: Worker, sight: Sight) -> str:
 
 
 def _sample_of(worker: Worker) -> str:
-    return f"sample {worker.sample}" if worker.sample is not None else f"samples from {worker.first}"
+    of = " of an evaluation set" if worker.evaluates else ""
+    return f"sample {worker.sample}{of}" if worker.sample is not None else f"samples from {worker.first}{of}"
 
 
 def _waiting(hang: Hang, ranks: int) -> str:

@@ -375,7 +375,10 @@ class HangWatch:
         report = append_report(self.logs, hang, sights)
         text = hang_text(hang, len(sights), report)
         for culprit in hang.culprits:
-            members[culprit.place].kill_hung(End(EndKind.HUNG, _CODE, text, time.monotonic()))
+            reading = None if hang.is_stopped or hang.waits else culprit.beat.waits_for()
+            samples = () if reading is None or reading.evaluates else reading.samples
+            end = End(EndKind.HUNG, _CODE, text, time.monotonic(), samples=samples, reading=str(reading or ""))
+            members[culprit.place].kill_hung(end)
 
     def _end_incident(self, sights: Sequence[Sight]) -> None:
         incident, self._incident = self._incident, None

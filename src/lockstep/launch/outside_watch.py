@@ -30,29 +30,31 @@ from lockstep.core import heartbeat
 from lockstep.core.heartbeat import PROCESS, READY, Heartbeat, mapped_heartbeats
 from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.core.stopping import STACKS_SIGNAL
-from lockstep.launch.ends import End, EndKind
+from lockstep.launch.deadly_samples import DeadlySamples
+from lockstep.launch.ends import End, EndKind, while_reading
 from lockstep.launch.flight_records import answer_no_more, answer_requests
 from lockstep.launch.hang_watch import HangWatch
 from lockstep.launch.memory_folder import ROOT, is_own, prefix
 from lockstep.launch.outcome import print_on_stderr
 
 if TYPE_CHECKING:
-    from lockstep.config.training_sections import Watchdog
+    from lockstep.config.schema import Config
 
 _TICK_S = 0.1
 _COMES_S = 600.0  # until all ranks of the host have begun
 _LEFT = -1.0  # instead of its process: the rank has left
+_RUNS = End(EndKind.DONE, 0, "", 0.0)
 _openings = count()
 
 
 @contextlib.contextmanager
-def watched_from_outside(options: Watchdog, logs: Path | None) -> Iterator[None]:
+def watched_from_outside(config: Config, logs: Path | None) -> Iterator[None]:
     """Watch this rank and the others of its host while the block runs, unless Lockstep's launcher does.
 
     Args:
-        logs: Of the run, for the stacks of a rank that hangs.
+        logs: Of the run, for the stacks of a rank that hangs, and the samples whose reading ends one.
     """
-    environ = os.environ
+    environ, options = os.environ, config.recovery.watchdog
     folder = None
     if options.enabled and names_a_rank(environ) and not started_by_lockstep(environ):
         folder = _shared_folder()
@@ -70,7 +72,7 @@ def watched_from_outside(options: Watchdog, logs: Path | None) -> Iterator[None]
     own.numbers[READY], own.numbers[PROCESS] = 1, os.getpid()
     heartbeat.use(own)
     if rank.local_rank == 0:
-        _start(folder, options, logs, rank)
+        _start(folder, config, logs, rank)
     try:
         yield
     finally:
@@ -91,11 +93,13 @@ def _shared_folder() -> Path | None:
         return None
 
 
-def _start(folder: Path, options: Watchdog, logs: Path | None, rank: RankEnvironment) -> None:
+def _start(folder: Path, config: Config, logs: Path | None, rank: RankEnvironment) -> None:
+    deadly = None if logs is None else DeadlySamples.of(config, logs)
     task = {
         "folder": str(folder),
-        "options": options.model_dump(),
+        "options": config.recovery.watchdog.model_dump(),
         "logs": None if logs is None else str(logs),
+        "deadly": None if deadly is None else (deadly.data, deadly.skips),
         "ranks": rank.local_world_size,
         "first": rank.rank,
         "alone": rank.local_world_size == rank.world_size,
@@ -138,7 +142,8 @@ class _OutsideRank:
         if self.beat.numbers[PROCESS] == _LEFT:
             self.ended = End(EndKind.DONE, 0, "", time.monotonic())
         elif self._handle is None or select.select([self._handle], [], [], 0)[0]:
-            self.ended = End(EndKind.ENDED, 1, "", time.monotonic())
+            end = End(EndKind.KILLED, 1, "was killed, or has exited", time.monotonic())
+            self.ended = self.reported or while_reading(end, self.beat.reading())
 
     def kill_hung(self, end: End) -> None:
         self.reported = end
@@ -148,12 +153,17 @@ class _OutsideRank:
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
 
-def _watch(watch: HangWatch, ranks: Sequence[_OutsideRank]) -> None:
+def _watch(watch: HangWatch, ranks: Sequence[_OutsideRank], deadly: DeadlySamples | None) -> None:
     while any(rank.ended is None for rank in ranks):
         watch.look(ranks)
         time.sleep(_TICK_S)
         for rank in ranks:
             rank.update()
+        ends = [rank.ended or _RUNS for rank in ranks]
+        if deadly is not None and any(end.kind is not EndKind.DONE for end in ends):
+            if (verdict := deadly.after(ends, watch.first)) is not None:
+                print_on_stderr(f"lockstep: {verdict.left_out or verdict.advice}")
+            deadly = None  # how the others end is up to their launcher
 
 
 def _all_begun(beats: Sequence[Heartbeat]) -> bool:
@@ -177,7 +187,8 @@ def main(task: str) -> None:
         if _all_begun(beats):
             options, logs = Watchdog(**values["options"]), None if logs is None else Path(logs)
             watch = HangWatch(options, beats, logs, values["first"], alone=values["alone"])
-            _watch(watch, [_OutsideRank(beat) for beat in beats])
+            deadly = None if logs is None else DeadlySamples(logs, *values["deadly"])
+            _watch(watch, [_OutsideRank(beat) for beat in beats], deadly)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

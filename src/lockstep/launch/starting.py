@@ -192,7 +192,7 @@ def _start(job: Ranks, listener: socket.socket | None, begun: Round) -> None:
         with set_environment(variables), safe_interpreters(), _pickling_explained():
             process.start()
         rank_channel.close()
-        begun.members.append(RankProcess(process, channel))
+        begun.members.append(RankProcess(process, channel, beats))
     if stdin is not None:
         os.close(stdin)
 

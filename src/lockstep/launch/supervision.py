@@ -24,6 +24,7 @@ from lockstep.launch.outcome import LaunchResult, print_on_stderr
 
 if TYPE_CHECKING:
     from lockstep.config.training_sections import Recovery
+    from lockstep.launch.deadly_samples import Consequence
 
 
 class Rounds(Protocol):
@@ -44,6 +45,7 @@ class Supervisor:
             long as it is to do the same.
         smaller: Makes micro-batches smaller after memory has run out; returns what changes, empty if nothing can.
         larger: Makes them larger again, and returns what changes.
+        deadly: Records which samples the ranks were reading as they ended; returns what follows, None: they weren't.
         rounds: Number of rounds that have ended.
     """
 
@@ -52,11 +54,13 @@ class Supervisor:
     resumed: Callable[[], Callable[[], int]]
     smaller: Callable[[End], str] = lambda end: ""
     larger: Callable[[], str] = lambda: ""
+    deadly: Callable[[Sequence[End]], Consequence | None] = lambda ends: None
     rounds: int = field(default=0, init=False)
     _furthest: int = field(default=0, init=False)
     _in_vain: Counter[FailureKind] = field(default_factory=Counter, init=False)
     _seen: set[tuple[str, int]] = field(default_factory=set, init=False)
     _last: FailureKind | None = field(default=None, init=False)
+    _verdict: Consequence | None = field(default=None, init=False)
 
     def next_entry(self, ends: Sequence[End], result: LaunchResult) -> Callable[[], int] | None:
         """Return the entry of the next round's ranks, and print why there is one; None: there is none."""
@@ -76,6 +80,10 @@ class Supervisor:
             change = self.smaller(ends[cause])
             if not change and was_killed(ends[cause]):  # perhaps for the memory that another process takes
                 kind = FailureKind.TRANSIENT
+        self._verdict = None if kind is FailureKind.MEMORY else self.deadly(ends)
+        left_out = "" if self._verdict is None else self._verdict.left_out
+        if left_out:  # the run gets further without it
+            change, self._in_vain[kind] = left_out, 0
         self._last = kind
         if kind is FailureKind.ROLLBACK:
             print_on_stderr(f"lockstep: {gist(result.text)}\nlockstep: its ranks start again")
@@ -84,7 +92,7 @@ class Supervisor:
             return None
         if not (change or self._may_help(kind, ends[cause], step)):
             return None
-        self._in_vain[kind] += 1
+        self._in_vain[kind] += not left_out
         text = result.text.replace(result.advice, "").rstrip() if result.advice else result.text
         print_on_stderr(
             f"lockstep: {gist(text)}\n"
@@ -102,6 +110,7 @@ class Supervisor:
         after = "with larger micro-batches" if self._last is FailureKind.MEMORY else "after other failures"
         again = f"its ranks had been started again {times}, {after}" if before > 0 else ""
         advice = advice_after(self._last) if before > 0 else ""
+        advice = advice if self._verdict is None else self._verdict.advice
         text = "\n".join(line for line in (result.text, again, advice) if line)
         return replace(result, text=text)
 
@@ -109,6 +118,8 @@ class Supervisor:
         """Return whether a failure may not come again; an exception of the program gets a second chance at a step."""
         if kind in NEVER_RETRIED or kind is FailureKind.MEMORY:
             return False
+        if self._verdict is not None and end.samples:
+            return self._verdict.again
         if kind is not FailureKind.PROGRAM:
             return True
         failure = gist(end.text), step

@@ -21,12 +21,13 @@ from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config
 from lockstep.core import heartbeat, standby
 from lockstep.core.command_lines import command_line
-from lockstep.core.errors import Failure, OutOfMemory, RunFailed
+from lockstep.core.errors import Failure, OutOfMemory, RunFailed, WorkerDied
 from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.ranks import names_a_rank, started_by_lockstep
 from lockstep.core.records import RestartReport, RunInfo
 from lockstep.distributed.process_group import World, joined
 from lockstep.launch import streams
+from lockstep.launch.deadly_samples import DeadlySamples
 from lockstep.launch.other_launchers import launch_environment
 from lockstep.launch.outside_watch import watched_from_outside
 from lockstep.launch.rank import append
@@ -63,7 +64,7 @@ from lockstep.training.rolling_back import Rollback
 from lockstep.training.run import Results, SaveFailed, run
 from lockstep.training.run_info import run_info
 from lockstep.training.session import Session, components_of, ledger_of, left_out_of
-from lockstep.training.smaller_batches import recovery_notes, remember, with_known
+from lockstep.training.smaller_batches import known_deadly, recovery_notes, remember, with_known
 from lockstep.training.stored_run import StoredRun, in_bucket
 from lockstep.training.text import codec_of, sample
 from lockstep.training.user_logs import UserLogs
@@ -191,7 +192,7 @@ def opened(
     logs = None if folder is None else Path(folder) / LOGS
     with (
         launch_environment(config.launch),
-        watched_from_outside(config.recovery.watchdog, logs),
+        watched_from_outside(config, logs),
         joined(config.launch, grouped=grouped) as world,
     ):
         session: Session | None = None
@@ -199,7 +200,7 @@ def opened(
             standby.wait()
             if job is not None:
                 config, purpose = with_known(config, job, world), _purpose(job)
-            session = assemble(config, world, given, purpose)
+            session = assemble(config, world, given, purpose, known_deadly(config, job, world))
             if world.exchange is not None:
                 world.exchange.listen()
             yield session
@@ -313,6 +314,8 @@ def _logged_tracebacks(job: Job, session: Session) -> Iterator[Path]:
             if is_held and not started_by_lockstep(os.environ):
                 used = components_of(session).config
                 remember(error, _memory_factors(used, world.size, session), used, world.size, folder)
+                if isinstance(error, WorkerDied) and error.samples:
+                    DeadlySamples.of(used, folder / LOGS).add(error.samples, str(error))
             if is_message and is_held and job.folder is None and names_a_rank(os.environ):
                 append(log_path(folder / LOGS, world.rank), "".join(traceback.format_exception(error)))
             raise

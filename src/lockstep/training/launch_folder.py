@@ -29,6 +29,7 @@ from lockstep.training.resuming import Resume
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.distributed.process_group import World
+    from lockstep.training.job import Job
 
 _FOLDER, _BEGUN = "run-folder", "run-begun"  # keys in the launcher's store
 _NO_ID = ("", "none")
@@ -40,6 +41,12 @@ def kept_folder(world: World) -> Path | None:
     """Return the folder that earlier ranks of this launch have used, if the launcher's store has it."""
     store = world.launcher_store
     return Path(store.get(_FOLDER).decode()) if store is not None and store.check([_FOLDER]) else None
+
+
+def begun_folder(config: Config, job: Job, world: World) -> Path | None:
+    """Return the folder of a run before its ranks open it, as far as it is known."""
+    folder = kept_folder(world) or job.folder or config.run.folder
+    return None if folder is None else Path(folder)
 
 
 def keep_folder(world: World, folder: Path) -> None:

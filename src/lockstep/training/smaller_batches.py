@@ -23,11 +23,13 @@ from lockstep.config.writing import to_plain
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
 from lockstep.core.ranks import started_by_lockstep
+from lockstep.data.bad_samples import NONE_DEADLY, Deadly
+from lockstep.launch.deadly_samples import FILE, DeadlySamples
 from lockstep.launch.failure_kinds import was_killed
 from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.folder import LOGS
 from lockstep.plan.plan import check_on_ranks
-from lockstep.training.launch_folder import kept_folder
+from lockstep.training.launch_folder import begun_folder
 from lockstep.training.out_of_memory import sizes_too_large
 
 if TYPE_CHECKING:
@@ -191,9 +193,18 @@ def with_known(config: Config, job: Job, world: World) -> Config:
         return config
     sizes: object = None
     if world.rank == 0 and not job.resume.fresh:
-        folder = kept_folder(world) or job.folder or config.run.folder
-        sizes = too_large(Path(folder), config, world.size) if folder is not None else None
+        folder = begun_folder(config, job, world)
+        sizes = too_large(folder, config, world.size) if folder is not None else None
     return with_smaller(config, cast("dict[str, int] | None", world.axis.broadcast(sizes)) or {})
+
+
+def known_deadly(config: Config, job: Job | None, world: World) -> Deadly:
+    """Return the samples whose reading has ended a process of the run, if it leaves bad ones out; on all ranks."""
+    if job is None or not config.data.bad_samples.skips:
+        return NONE_DEADLY
+    folder = begun_folder(config, job, world) if world.rank == 0 else None
+    known = NONE_DEADLY if folder is None else DeadlySamples.of(config, folder / LOGS).known()
+    return cast("Deadly", world.axis.broadcast(known))
 
 
 # --- what is shown --------------------------------------------------------------------------------------------------
@@ -205,8 +216,12 @@ def sentences_on_sizes(run: Path) -> list[str]:
 
 
 def recovery_notes(run: Path, config: Config, ranks: int) -> list[str]:
-    """Return notes on how the run recovers: sizes that are smaller because memory has run out, keys without effect."""
+    """Return notes on how the run recovers: what has failed before, keys without effect."""
     notes = _notes_on_sizes(run, config, ranks)
+    if config.data.bad_samples.skips:
+        deadly = DeadlySamples.of(config, run / LOGS).known().reasons
+        again = f"delete {LOGS}/{FILE} in the run's folder to read it again"
+        notes += [f"sample {index} of data.train is left out: {reason} ({again})" for index, reason in deadly.items()]
     if config.recovery.model_fields_set and config.recovery.ever and not started_by_lockstep(os.environ):
         why = "it is lockstep's launcher that starts ranks again, not another one"
         notes.append(f"recovery.restarts has no effect here: {why}")

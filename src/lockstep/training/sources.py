@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lockstep.config.data_sections import FATAL, BadSamples
 from lockstep.config.schema import Loader
 from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.protocols import EvaluatedObjective, Source
 from lockstep.core.records import DataFacts
-from lockstep.data.custom import adapt_dataset
+from lockstep.data.bad_samples import NONE_DEADLY, Deadly
+from lockstep.data.custom import ItemReading, adapt_dataset
 from lockstep.data.loader import evaluation_batches
 from lockstep.data.sources import LANGUAGE_MODEL, PreparedSource, open_source, renamed_inputs, skipping
 from lockstep.models.build import build_model, sketch_model
@@ -42,6 +42,7 @@ Sources = tuple[Source, dict[str, Source]]
 _ALIGNMENT_SAMPLES = 4  # enough to determine how labels are aligned
 _USERS_DATA = ("custom", "given")
 _NOTHING = DataFacts(0, None)
+_EVALUATION = ItemReading(evaluates=True)
 _INERT_DATA = ("stdlib-text", "stdlib-functions", "digits")
 """Kinds of data that can be opened before a fork: arrays in memory, read without threads."""
 _TASKS = {"next-token": "causal-lm", "classification": "sequence-classification"}
@@ -72,19 +73,25 @@ def make_model(config: Config, facts: DataFacts, given: UserObjects) -> nn.Modul
     return build_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
 
 
-def open_sources(config: Config, given: UserObjects, model: nn.Module | None = None) -> Sources:
+def open_sources(
+    config: Config, given: UserObjects, model: nn.Module | None = None, deadly: Deadly = NONE_DEADLY
+) -> Sources:
     """Return the training source and the evaluation sources by name.
 
     Args:
         model: the user's, whose inputs' names the data needs; None: it is built if the data needs it.
+        deadly: training samples whose reading has ended a process of the run.
     """
     task, tokenizer = task_of(config, model)
-    bad_samples = config.data.bad_samples
-    train = _open(config.data.train, given, given.train_dataset, "data.train", task, tokenizer, bad_samples)
+    bad_samples, ranges = config.data.bad_samples, [(*sorted(ends),) for ends in config.data.leave_out]
+    reading = ItemReading(
+        bad_samples, lambda index: index in deadly.reasons or any(first <= index <= last for first, last in ranges)
+    )
+    train = _open(config.data.train, given, given.train_dataset, "data.train", task, tokenizer, reading)
     numbers = config.recovery.bad_numbers
     refuse_large_window(numbers, config.batch.global_size)
     later = numbers.rolls_back or numbers.bisect
-    train = skipping(train, bad_samples, config.data.leave_out, later=later)
+    train = skipping(train, bad_samples, config.data.leave_out, later=later, deadly=deadly)
     evaluation = {
         name: _open(section, given, given.eval_datasets.get(name), f"data.evaluation.{name}", task, tokenizer)
         for name, section in config.data.evaluation.items()
@@ -197,15 +204,15 @@ def _open(
     key: str,
     task: str | None,
     tokenizer: str | None,
-    bad_samples: BadSamples = FATAL,
+    reading: ItemReading = _EVALUATION,
 ) -> Source:
     if section.kind in _INERT_DATA and (source := _ahead.get((section, task, tokenizer))) is not None:
         return source
     if section.kind != "given":
-        return open_source(section, task=task, tokenizer=tokenizer, bad_samples=bad_samples)
+        return open_source(section, task=task, tokenizer=tokenizer, reading=reading)
     if dataset is None:
         raise not_given(key, "a map-style Dataset", dataset)
-    return adapt_dataset(dataset, given.collate, bad_samples)
+    return adapt_dataset(dataset, given.collate, reading)
 
 
 def _aligned(section: DataSource, source: Source, head: Head | None) -> bool:

@@ -23,6 +23,7 @@ from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.stopping import blocked_signals, undo_on_stop
 from lockstep.core.terminal import echo
+from lockstep.launch.deadly_samples import DeadlySamples
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.ends_file import append_ends, last_step
 from lockstep.launch.host_rounds import LeaderRounds
@@ -31,7 +32,7 @@ from lockstep.launch.local import launch
 from lockstep.launch.memory_folder import MemoryFolder
 from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Rounds, Supervisor
-from lockstep.monitor.folder import ATTEMPTS, CONFIG, METRICS, RunFolder, is_finished, recipe_of
+from lockstep.monitor.folder import ATTEMPTS, CONFIG, LOGS, METRICS, RunFolder, is_finished, recipe_of
 from lockstep.plan.schedule import used_of_budget
 from lockstep.training.ahead import imports_ahead, prepared_ahead
 from lockstep.training.decisions import decision_of
@@ -320,7 +321,8 @@ def _supervisor(sizes: SmallerBatches) -> Supervisor:
         steps = list(names_by_step(snapshots_in(job.memory, None).names())) if job.memory is not None else []
         return max((*steps, last_step(folder / METRICS) or 0))
 
-    return Supervisor(job.config.recovery, furthest, resumed, sizes.after, sizes.grow)
+    deadly = DeadlySamples.of(job.config, folder / LOGS)
+    return Supervisor(job.config.recovery, furthest, resumed, sizes.after, sizes.grow, deadly.after)
 
 
 def _content(file: Path) -> bytes:

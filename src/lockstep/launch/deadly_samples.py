@@ -1,0 +1,162 @@
+"""The record of samples whose reading ends the process that reads them: by a signal, an exit, a hang out of Python.
+
+    reading sample 17 ends rank 1            recorded; the ranks start again, and read it once more
+    reading sample 17 ends it again          policy skip: it is left out from then on; fail: the run ends
+    reading one of samples 4, 17, 9 does     skip: the next round reads each of them alone, which shows the one
+
+RUN/logs/deadly_samples.jsonl has a line for each such end. It outlives ranks and launches, and a start with `--fresh`:
+what is wrong is the data, of which each line has a digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lockstep.config.writing import to_plain
+from lockstep.core.files import MAX_JSON_BYTES, append_to, read_bounded
+from lockstep.core.heartbeat import Reading
+from lockstep.data.bad_samples import Deadly
+from lockstep.launch.ends import End, EndKind, first_cause
+from lockstep.launch.ends_file import gist
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+FILE = "deadly_samples.jsonl"
+_ENOUGH = 2  # ends of a sample's reader: one may be the host's
+_MOST = 512  # samples of a line
+
+
+class _Death(NamedTuple):
+    """An end of a process, and the samples of which it was reading one."""
+
+    samples: frozenset[int]
+    what: str
+
+
+class Consequence(NamedTuple):
+    """The consequence of the end of a rank that was reading samples.
+
+    Attributes:
+        again: Whether another round may help as far as training samples are concerned.
+        left_out: What is left out from now on, as a sentence; empty: nothing.
+        advice: What to do if the run ends.
+    """
+
+    again: bool
+    left_out: str
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlySamples:
+    """The record of a run.
+
+    Attributes:
+        logs: The folder of the run's logs.
+        data: A digest of the section of the training data.
+        skips: Whether such samples are left out.
+    """
+
+    logs: Path
+    data: str
+    skips: bool
+
+    @classmethod
+    def of(cls, config: Config, logs: Path) -> DeadlySamples:
+        """Return the record of a run with this config."""
+        section = json.dumps(to_plain(config)["data"]["train"], sort_keys=True)
+        return cls(logs, hashlib.sha256(section.encode()).hexdigest()[:16], config.data.bad_samples.skips)
+
+    def known(self) -> Deadly:
+        """Return the samples to leave out, and those to read alone, as far as the record can be read."""
+        deaths = self._deaths()
+        reasons = {
+            sample: f"reading it has ended the process {times} times, the last time: {last}"
+            for sample in sorted({sample for death in deaths if len(death.samples) == 1 for sample in death.samples})
+            if (times := _times(deaths, {sample})) >= _ENOUGH
+            for last in [next(death.what for death in reversed(deaths) if sample in death.samples)]
+        }
+        suspects = {sample for death in deaths if len(death.samples) > 1 for sample in death.samples}
+        return Deadly(reasons, frozenset(suspects.difference(reasons)))
+
+    def add(self, samples: Sequence[int], what: str) -> None:
+        """Record the end of a process that was reading one of these samples."""
+        line = {"data": self.data, "samples": [*samples[:_MOST]], "what": re.split("; |\\. ", gist(what))[0]}
+        with suppress(OSError):  # the run starts again as after any other failure
+            handle = append_to(self.logs / FILE)
+            try:
+                os.write(handle, (json.dumps(line) + "\n").encode())
+            finally:
+                os.close(handle)
+
+    def after(self, ends: Sequence[End], first: int = 0) -> Consequence | None:
+        """Record which samples the ranks of a round were reading as they ended; return what follows.
+
+        None: the rank that failed first was reading none.
+
+        Args:
+            first: The number of the first of these ranks.
+        """
+        before = self.known().reasons
+        deaths = {end.samples: _what(rank, end) for rank, end in enumerate(ends, first) if end.samples}
+        for samples, what in deaths.items():
+            self.add(samples, what)
+        cause = first_cause(ends)
+        if cause is None or not (ends[cause].samples or ends[cause].reading):
+            return None
+        if not ends[cause].samples:
+            return Consequence(False, "", f"mend {ends[cause].reading}, which data.bad_samples doesn't cover")
+        return self._verdict(ends[cause].samples, before)
+
+    def _verdict(self, samples: Sequence[int], before: Mapping[int, str]) -> Consequence:
+        deaths = self._deaths()
+        times, name = _times(deaths, {*samples}), str(Reading((*samples,)))
+        new = [sample for sample in self.known().reasons if sample not in before] if self.skips else []
+        if new:
+            left_out = f"sample{'s' * (len(new) > 1)} {', '.join(map(str, new))}"
+            verb = "are" if len(new) > 1 else "is"
+            advice = f"start the run again to resume: {left_out} {verb} left out then"
+            return Consequence(True, f"{left_out} {verb} left out from here on (data.bad_samples)", advice)
+        often = "once" if times == 1 else f"{times} times"
+        follows = f"reading {name} has ended the process {often}"
+        if self.skips and times < _ENOUGH:
+            return Consequence(
+                True, "", f"{follows}; start the run again to resume: a sample that does so again is left out"
+            )
+        keys = f"data.leave_out='[[{samples[0]}, {samples[0]}]]'" if len(samples) == 1 else "data.leave_out"
+        skip = "" if self.skips else ", or data.bad_samples='{policy: skip}'"
+        advice = f"{follows}: mend it, or leave it out by {keys}{skip}, then start the run again to resume"
+        return Consequence(times < _ENOUGH, "", advice)
+
+    def _deaths(self) -> list[_Death]:
+        try:
+            lines = read_bounded(self.logs / FILE, MAX_JSON_BYTES).decode("utf-8", "replace").splitlines()
+        except OSError:
+            return []
+        return [death for line in lines if (death := self._death(line)) is not None]
+
+    def _death(self, line: str) -> _Death | None:
+        """Return what a line records; None: of other data, or nothing."""
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
+            fields: dict[str, Any] = json.loads(line)
+            samples = frozenset(fields["samples"])
+            if fields["data"] == self.data and samples and all(type(sample) is int for sample in samples):
+                return _Death(samples, str(fields["what"]))
+        return None
+
+
+def _times(deaths: Iterable[_Death], samples: set[int]) -> int:
+    return sum(samples <= death.samples for death in deaths)
+
+
+def _what(rank: int, end: End) -> str:
+    return end.text if end.kind in (EndKind.HUNG, EndKind.MESSAGE) else f"rank {rank} {end.text}"
