@@ -187,12 +187,16 @@ class Heartbeat:
         return busy
 
     def awaited(self) -> tuple[list[int], Worker | None]:
-        """Return the samples of the training data that this rank waits for, and the data worker that fetches them."""
+        """Return the samples of the training data that this rank waits for, and the data worker that it waits for.
+
+        That may already read the next request: a batch is sent by a thread of the worker, which needs its interpreter.
+        """
         if not (update := int(self.numbers[FETCHED])):
             return [], None
         samples, _ = self.samples(update - 1, int(self.numbers[FETCHING]))
         workers = [worker for worker in self.workers() if not worker.evaluates]
-        return samples, next((worker for worker in workers if samples and worker.first == samples[0]), None)
+        fetching = [worker for worker in workers if samples and worker.first == samples[0]]
+        return samples, next(iter(fetching or workers), None)
 
     def reading(self) -> Reading | None:
         """Return what this rank's own process reads; None: nothing, as far as it is known."""
@@ -206,7 +210,8 @@ class Heartbeat:
         samples, worker = self.awaited()
         if self.numbers[SAMPLE] or worker is None:
             return self.reading() or next((_read_by(each) for each in self.workers() if each.evaluates), None)
-        return _read_by(worker) or Reading((*samples,))
+        request = Reading((*samples,)) if samples and worker.first == samples[0] else None
+        return _read_by(worker) or request
 
 
 def _read_by(worker: Worker) -> Reading | None:
