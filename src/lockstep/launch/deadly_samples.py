@@ -4,8 +4,8 @@
     reading sample 17 ends it again          policy skip: it is left out from then on; fail: the run ends
     reading one of samples 4, 17, 9 does     skip: the next round reads each of them alone, which shows the one
 
-RUN/logs/deadly_samples.jsonl has a line for each such end. It outlives ranks and launches, and a start with `--fresh`:
-what is wrong is the data, of which each line has a digest.
+RUN/logs/deadly_samples.jsonl has a line for each such end, with a digest of the data's section. It outlives ranks and
+launches.
 """
 
 from __future__ import annotations
