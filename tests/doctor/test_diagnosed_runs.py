@@ -16,7 +16,12 @@ from lockstep.doctor.known_failures import KNOWN
 from lockstep.doctor.run import diagnose_run
 from lockstep.doctor.run_output import describe_run, run_as_json
 from lockstep.launch.ends_file import file_name, read_ends
+from lockstep.looking.listing import listed
+from lockstep.looking.states import RunState, status_of
 from lockstep.monitor.folder import RunFolder
+from lockstep.report.explanation import explain
+from lockstep.report.facts import large_figures
+from lockstep.report.run_data import read_run
 
 GLOO_CLOSED = "RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.7]:4410"
 
@@ -220,6 +225,21 @@ def test_what_has_changed_since_an_earlier_start_is_named(tmp_path: Path) -> Non
     assert "An earlier start saved step 5; since then this has changed: NCCL_ALGO=none -> Ring." in content["notes"]
 
 
+def test_a_sample_that_all_bad_updates_have_in_common_is_named(tmp_path: Path) -> None:
+    bad = [[135, 30, 143], [44, 30, 192], [30, 7, 8]]
+    lines = [
+        {"bad_numbers": "discarded", "step": 9 * n, "update": 9 * n, "samples": each} for n, each in enumerate(bad, 1)
+    ]
+    run = _run(tmp_path, events="".join(json.dumps(line) + "\n" for line in lines))
+    (run / "summary.json").write_text("{}")
+    (note,) = diagnose_run(run).notes
+    assert note.startswith("Sample 30 is in the suspected micro-batch of each of 3 bad updates: ")
+    assert "data.leave_out='[[30, 30]]'" in note
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"bad_numbers": "discarded", "step": 40, "update": 40, "samples": [1, 2]}\n')
+    assert diagnose_run(run).notes == ()
+
+
 # --- losses ---------------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +250,26 @@ def _losses(folder: Path, *losses: float | None) -> str:
     diagnosis = diagnose_run(run)
     text = describe_run(diagnosis, 1000).partition("\n\n")[2].strip()
     return f"wrong: {text}" if diagnosis.is_wrong else text
+
+
+def test_discarded_updates_count_only_if_they_are_many_in_a_row_at_the_end(tmp_path: Path) -> None:
+    for discarded, is_wrong in (([40], False), ([10, 20, 30, 38, 39, 40], False), ([*range(15, 41)], True)):
+        run = _run(tmp_path / f"{len(discarded)}")
+        lines = [
+            {"step": step, "loss": None if step in discarded else 3.0 - step / 40, "kept": step not in discarded}
+            for step in range(1, 41)
+        ]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (run / "summary.json").write_text("{}")
+        diagnosis, status, first = diagnose_run(run), status_of(run), explain(run).sentences[0]
+        figures = {name: value for name, value, _ in large_figures(read_run(run))}
+        assert diagnosis.is_wrong is is_wrong
+        assert status.state is (RunState.DIVERGED if is_wrong else RunState.DONE)
+        assert listed(run).loss is not None
+        assert ("nan" in first) is is_wrong
+        assert (figures["Training loss"] == "not finite") is is_wrong
+        if is_wrong:
+            assert "The loss is not finite from step 15 on." in " ".join(diagnosis.notes)
 
 
 def test_a_loss_that_diverged_is_named(tmp_path: Path) -> None:

@@ -221,7 +221,8 @@ _SEEN_BY_RANKS = (
         "updates discarded",
         r'"verdict": ?"(non_finite|overflow)"',
         "A loss or a gradient was not finite, and the update was discarded.",
-        "If it happens again and again, lower optim.lr, or use bf16 instead of fp16.",
+        "If it happens again and again, look at the suspected samples (bad_numbers in events.jsonl), and lower "
+        "optim.lr; fp16 overflows where bf16 doesn't.",
         Standing.REMARK,
         "metrics.jsonl",
     ),

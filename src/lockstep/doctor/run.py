@@ -36,6 +36,7 @@ from lockstep.doctor.locks import lock_in_bucket
 from lockstep.doctor.losses import finding_of_losses
 from lockstep.doctor.saved import saved_state
 from lockstep.doctor.starts import changes_since_saved, differences_of_hosts
+from lockstep.doctor.suspects import common_suspects
 from lockstep.launch.ends_file import EXITED, LaunchEnds, RankEnd
 from lockstep.launch.last_launch import LastLaunch, full_disk, last_launch, survived_failures
 from lockstep.monitor.folder import ENVIRONMENT, LOGS, held_by, is_finished, is_run, refuse_escaping_links
@@ -99,8 +100,8 @@ def diagnose_run(run: Path) -> Diagnosis:
 
 def _continuing(run: Path, data: RunData, seen: list[SeenFailure], state: str) -> Diagnosis:
     """Return the diagnosis of a run that is finished, or runs: what it survived is no fault."""
-    losses = finding_of_losses(data.columns["loss"])
-    notes = [*_survived(run), *([losses.text] if losses is not None else [])]
+    losses = finding_of_losses(data.trained_loss)
+    notes = [*common_suspects(data), *_survived(run), *([losses.text] if losses is not None else [])]
     return Diagnosis(run, state, losses is not None and losses.is_wrong, _remarks(seen), (*notes, *data.flaws))
 
 
@@ -170,8 +171,8 @@ def _ended(
     failed: bool = True,
 ) -> Diagnosis:
     """Return the diagnosis of a run that has ended, with what a person needs in order to resume it."""
-    losses, saved = finding_of_losses(data.columns["loss"]), saved_state(run, data)
-    texts = [*notes, *([losses.text] if losses is not None else [])]
+    losses, saved = finding_of_losses(data.trained_loss), saved_state(run, data)
+    texts = [*notes, *common_suspects(data), *([losses.text] if losses is not None else [])]
     if failed:
         texts += changes_since_saved(run, data)
     texts += _survived(run)

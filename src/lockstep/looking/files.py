@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.files import MAX_JSON_BYTES, opened_regular, read_bounded
+from lockstep.monitor.discards import passed
 
-_LOSS = re.compile(rb'^\{"step": (\d{1,15}),.*?"loss": (null|-?[\d.]+(?:e[-+]?\d+)?)[,}]', re.MULTILINE)
+_LOSS = re.compile(
+    rb'^\{"step": (\d{1,15}),.*?"loss": (null|-?[\d.]+(?:e[-+]?\d+)?)[,}](.*"kept": false)?', re.MULTILINE
+)
 _BLOCK = 1 << 12
 _BLOCKS = 12
+_END = 1 << 14
 
 
 def read_object(file: Path) -> Mapping[str, Any]:
@@ -61,20 +65,24 @@ def _object(text: bytes) -> dict[str, Any] | None:
 
 
 def sampled_losses(file: Path) -> list[tuple[int, float]]:
-    """Return step and loss of some records of metrics.jsonl, the first and the last among them; NaN: not finite."""
+    """Return step and loss of some records of metrics.jsonl, the first and the last among them; NaN: not finite.
+
+    Discarded updates count only if they are many in a row at the end.
+    """
     try:
         with opened_regular(file) as handle:
             size = os.fstat(handle).st_size
             if size <= _BLOCK * _BLOCKS:
                 parts = [os.pread(handle, size, 0)]
             else:
-                begins = ((size - _BLOCK) * number // (_BLOCKS - 1) for number in range(_BLOCKS))
-                parts = [os.pread(handle, _BLOCK, begin) for begin in begins]
+                begins = ((size - _BLOCK) * number // (_BLOCKS - 1) for number in range(_BLOCKS - 1))
+                parts = [*(os.pread(handle, _BLOCK, begin) for begin in begins), os.pread(handle, _END, size - _END)]
     except OSError:
         return []
-    matches = (match for part in parts for match in _LOSS.finditer(part))
+    matches = [match for part in parts for match in _LOSS.finditer(part)]
     losses = {int(match[1]): _number(match[2]) for match in matches}
-    return sorted(losses.items())
+    gone = passed([int(match[1]) for match in matches if match[3]], max(losses, default=0))
+    return sorted((step, loss) for step, loss in losses.items() if step not in gone)
 
 
 def changed(*files: Path) -> float:

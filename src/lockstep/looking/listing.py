@@ -111,7 +111,9 @@ def _natural(name: str) -> list[tuple[str, int]]:
 def listed(run: Path) -> ListedRun:
     """Return what the files of a run show. Never raises OSError."""
     status = status_of(run)
-    last = next(iter(last_records(run / METRICS, _TAIL)[-1:]), {})
+    records = last_records(run / METRICS, _TAIL)
+    last = records[-1] if records else {}
+    trained: Mapping[str, Any] = next((each for each in reversed(records) if each.get("kept") is not False), {})
     summary, live, environment = (read_object(run / name) for name in (SUMMARY, LIVE, ENVIRONMENT))
     step = max((number(record.get(key), -1) for record, key in ((summary, "steps"), (last, "step"), (live, "step"))))
     unit, wanted = _planned_length(run)
@@ -125,7 +127,7 @@ def listed(run: Path) -> ListedRun:
         step=int(step) if step >= 0 else None,
         steps=_steps(summary, unit, wanted),
         share=share,
-        loss=_known(number(last.get("loss"))),
+        loss=_known(number(trained.get("loss"))),
         speed=_known(speed) if speed > 0 else None,
         unit=name,
         started=_moment(environment.get("created")),

@@ -133,11 +133,11 @@ def _progress(run: RunData) -> Iterator[str]:
     updates = f"{made:,} of " * (whole > made) + formatting.counted(whole, "update")
     is_running = run.summary is None and held_by(run.folder) is not None
     state = "is running" if is_running else "is finished" if run.summary is not None else "is not finished"
-    loss = run.columns["loss"]
-    first, last = (formatting.value(float(loss.values[index])) for index in (0, -1))
+    loss = run.trained_loss.values
+    losses = [formatting.value(float(value)) for value in (*loss[:1], *loss[1:][-1:])]
     attempts = f" over {len(run.restarts) + 1} attempts" if run.restarts else ""
-    went = f"went from {first} to {last}" if len(steps) > 1 else f"was {last}"
-    yield f"The run {state}: {updates}, the loss {went}{attempts}."
+    went = ("no update was kept", "the loss was {}", "the loss went from {} to {}")[len(losses)].format(*losses)
+    yield f"The run {state}: {updates}, {went}{attempts}."
 
 
 def _speed(run: RunData, ranks: RankHistory) -> Iterator[str]:

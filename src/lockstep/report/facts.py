@@ -70,7 +70,7 @@ def flaws(run: RunData, ended: str = "") -> list[str]:
 def large_figures(run: RunData) -> list[tuple[str, str, str]]:
     """Return (name, value, remark) of what people want to know first."""
     figures = []
-    loss, speed, seconds = run.columns["loss"], throughput(run), _at_end(run, "seconds")
+    loss, speed, seconds = run.trained_loss, throughput(run), _at_end(run, "seconds")
     if len(loss.steps):
         figures.append(("Training loss", value_text(loss.values[-1], "plain"), f"at step {loss.steps[-1]:,.0f}"))
     evaluations = last_evaluations(run)

@@ -53,7 +53,7 @@ def figure_text(value: float, kind: Kind) -> str:
 
 def final_figures(run: RunData, ranks: RankHistory) -> Iterator[tuple[str, Figure]]:
     """Yield name and value of each figure that is known."""
-    loss, summary = run.columns["loss"], run.summary or {}
+    loss, summary = run.trained_loss, run.summary or {}
     if len(loss.steps):
         yield "training loss", Figure(float(loss.values[-1]), "value")
     for name, metrics in last_evaluations(run).items():

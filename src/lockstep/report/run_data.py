@@ -11,7 +11,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy as np
 from lockstep.config.reading import MOST_BYTES, read_yaml, to_python
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.formatting import listed
+from lockstep.monitor.discards import passed
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import CONFIG, EARLIER, ENVIRONMENT, METRICS, SUMMARY
 from lockstep.report.series import Series
@@ -85,6 +86,7 @@ class RunData:
         rollbacks: first and last step of the updates that a restart discarded.
         left_out: reason by index of each sample that could not be used.
         bad_numbers: (update, a clause about it) of each update whose numbers were bad, and that is known more of.
+        suspected: the samples that are suspected of each bad update for which some are.
         earlier: number of attempts whose files are in `earlier`.
         flaws: what could not be read, a sentence each.
         damaged: number of lines that can't be read, by file; a torn last line isn't counted.
@@ -108,9 +110,18 @@ class RunData:
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
     left_out: dict[int, str] = field(default_factory=dict)
     bad_numbers: list[tuple[int, str]] = field(default_factory=list)
+    suspected: list[list[int]] = field(default_factory=list)
     earlier: int = 0
     flaws: list[str] = field(default_factory=list)
     damaged: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def trained_loss(self) -> Series:
+        """The loss without that of discarded updates, unless the run ends with many of those in a row."""
+        loss = self.columns["loss"]
+        gone = passed([step for step, _ in self.discarded], int(loss.steps[-1]) if len(loss.steps) else 0)
+        stays = ~np.isin(loss.steps, list(gone))
+        return replace(loss, steps=loss.steps[stays], values=loss.values[stays])
 
     def configured(self, section: str, key: str) -> object:
         """Return a value of the config; None if there is none."""
@@ -241,7 +252,10 @@ def _take_event(run: RunData, step: int, record: Json) -> None:
     elif "resumed" in record:
         run.restarts.append((step, _step(record.get("ranks")) or 0))
     elif "bad_numbers" in record:
-        run.bad_numbers.append((_step(record.get("update")) or step, _bad_numbers(record)))
+        samples = _samples(record.get("samples"))
+        run.bad_numbers.append((_step(record.get("update")) or step, _bad_numbers(record, samples)))
+        if samples:
+            run.suspected.append(samples)
     elif (index := _step(record.get("left_out"))) is not None:
         run.left_out[index] = _name(record.get("reason"))[:_LONGEST_TEXT]
     elif "saved" in record:
@@ -261,10 +275,12 @@ def _take_event(run: RunData, step: int, record: Json) -> None:
                 run.logged.setdefault(name, {})[step] = _number(value)
 
 
-def _bad_numbers(record: Json) -> str:
-    samples = record.get("samples")
-    shown = [str(sample) for sample in samples if _step(sample) is not None] if isinstance(samples, list) else []
-    named = f"samples {listed(shown, _MOST_SAMPLES)}" if shown else ""
+def _samples(value: object) -> list[int]:
+    return [sample for sample in value if _step(sample) is not None] if isinstance(value, list) else []
+
+
+def _bad_numbers(record: Json, samples: list[int]) -> str:
+    named = f"samples {listed([*map(str, samples)], _MOST_SAMPLES)}" if samples else ""
     parts = (_name(record.get("what")), _name(record.get("where")), named)
     what = "; ".join(part for part in parts if part)[:_LONGEST_TEXT]
     return f"{what}: {_name(record['bad_numbers'])}"
