@@ -245,6 +245,16 @@ RECORDED = {
         "the GPU of rank 3 on node2 reports Xid error 95 (an uncontained memory error)",
     ],
     "crash in native code": ["Fatal Python error: Segmentation fault", "rank 2 was killed by SIGSEGV"],
+    "sample ends its reader": [
+        "rank 0 was killed by SIGSEGV; it was reading sample 17",
+        "rank 0 ended with exit code 3; it was reading one of samples 4, 17, 9",
+        "rank 0 hangs fetching data at mine.py:29 in __getitem__ (update 10, sample 17); the other rank waits for it",
+        "rank 0 hangs fetching data at fetching.py:160 in _from_workers (update 9, data worker 0 reads sample 17 at x)",
+    ],
+    "sample can't be used": [
+        "rank 0: sample 17 can't be used: the dataset returned None for it; data.bad_samples.policy: skip leaves such",
+        "samples 1, 17 can each be read, but not put into one batch: RuntimeError: stack expects each tensor to be ...",
+    ],
     "loss not finite": ["lockstep: 25 updates in a row had a loss or gradient that was not finite; lower optim.lr"],
     "mismatched collectives": [
         "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running collective: "
@@ -316,6 +326,19 @@ def test_a_recorded_record_is_named(name: str) -> None:
     assert failure is not None
     assert failure.name == name
     assert failure_in(line) is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "rank 0 was killed by SIGSEGV; it was reading sample 3 of an evaluation set",
+        "rank 0 was killed by SIGSEGV; it was reading one of samples 3, 4 of an evaluation set",
+        "lockstep: sample 17 of data.train can't be used: reading it has ended the process: left out, 1 of at most 10",
+    ],
+)
+def test_no_training_sample_is_blamed_for_what_it_did_not_do(line: str) -> None:
+    failure = failure_in(line)
+    assert failure is None or "sample" not in failure.name
 
 
 def test_every_failure_of_the_catalog_is_tested() -> None:

@@ -43,6 +43,11 @@ class KnownFailure:
     standing: Standing = Standing.CAUSE
     file: str = ""
 
+    def sample_in(self, line: str) -> str:
+        """Return the number of the sample that a line is about; empty if it names none, or several."""
+        match = self.pattern.search(line) if "sample" in self.pattern.groupindex else None
+        return (match["sample"] or "") if match else ""
+
 
 def row(
     name: str, pattern: str, cause: str, remedy: str, standing: Standing = Standing.CAUSE, file: str = ""

@@ -16,13 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.core.errors import Paused, Stopped
+from lockstep.core.heartbeat import Reading
 from lockstep.doctor.catalog import KnownFailure, Standing
 from lockstep.doctor.failures_of_hosts import BY_A_PERSON, KILLED, OUT_OF_MEMORY
+from lockstep.doctor.failures_of_samples import DEADLY
 from lockstep.doctor.kernel_log import kernel_kills_near
-from lockstep.doctor.known_failures import KNOWN, failure_in
+from lockstep.doctor.known_failures import KNOWN, failure_in, failure_named
+from lockstep.launch.deadly_samples import FILE, deaths_in
 from lockstep.launch.ends_file import LaunchEnds
 from lockstep.launch.last_launch import LastLaunch
-from lockstep.monitor.folder import LOGS
+from lockstep.looking.files import changed
+from lockstep.monitor.folder import ENVIRONMENT, LOGS
 
 _MOST_READ = 16 << 20  # bytes of a file: its end
 _MOST_SKIPPED = 1 << 30  # bytes before them in which lines are counted
@@ -54,7 +58,7 @@ class SeenFailure:
 def seen_failures(run: Path, last: LastLaunch) -> list[SeenFailure]:
     """Return the failures that the files of the last launch show, the cause first."""
     lines: dict[str, list[LogEvidence]] = {}
-    for line, failure in (*_of_ends(last.records), *_of_files(run, last)):
+    for line, failure in (*_of_ends(last.records), *_of_files(run, last), *_of_deadly_samples(run, last)):
         lines.setdefault(failure.name, []).append(line)
     if KILLED in lines:
         _tell_who_killed(lines, last.records)
@@ -88,6 +92,15 @@ def _of_files(run: Path, last: LastLaunch) -> Iterator[tuple[LogEvidence, KnownF
                 line = LogEvidence(str(file.relative_to(run)), number, text.strip(), rank)
                 kept[failure.name] = line, failure
         yield from kept.values()
+
+
+def _of_deadly_samples(run: Path, last: LastLaunch) -> Iterator[tuple[LogEvidence, KnownFailure]]:
+    """Yield the newest end of a sample's reader, if the last launch has recorded one there, and nothing else."""
+    file = run / LOGS / FILE
+    deaths = deaths_in(run / LOGS) if not last.records and changed(file) > changed(run / ENVIRONMENT) else []
+    for _, samples, what in deaths[-1:]:
+        text = f"{what}; it was reading {Reading(tuple(sorted(samples)))}"
+        yield LogEvidence(f"{LOGS}/{FILE}", len(deaths), text), failure_named(DEADLY)
 
 
 def _tell_who_killed(lines: dict[str, list[LogEvidence]], records: Sequence[LaunchEnds]) -> None:

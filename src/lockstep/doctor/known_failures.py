@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lockstep.doctor.catalog import KnownFailure, Standing, row
 from lockstep.doctor.failures_of_hosts import OF_MEMORY, OF_NETWORK
+from lockstep.doctor.failures_of_samples import OF_SAMPLES
 
 NO_PROGRESS = "no progress"
 
@@ -86,7 +87,7 @@ _PROGRAM = (
     ),
     row(
         "crash in native code",
-        r"SIGSEGV|Segmentation fault|exitcode *: -11\b|Fatal Python error",
+        r"^(?!lockstep: sample \d).*(SIGSEGV|Segmentation fault|exitcode *: -11\b|Fatal Python error)",
         "A library crashed, often one that was built for other versions.",
         "Run lockstep doctor for versions that don't fit, and read the stack in the rank's log (PYTHONFAULTHANDLER=1).",
     ),
@@ -254,7 +255,9 @@ _ANY_OTHER = (
     ),
 )
 
-KNOWN: tuple[KnownFailure, ...] = (*OF_MEMORY, *OF_NETWORK, *_SOFTWARE, *_PROGRAM, *_SEEN_BY_RANKS, *_ANY_OTHER)
+KNOWN: tuple[KnownFailure, ...] = (
+    *OF_MEMORY, *OF_NETWORK, *_SOFTWARE, *OF_SAMPLES, *_PROGRAM, *_SEEN_BY_RANKS, *_ANY_OTHER,
+)  # fmt: skip
 
 
 def failure_named(name: str) -> KnownFailure:

@@ -16,6 +16,7 @@ from typing import Any
 from lockstep.core.command_lines import command_line
 from lockstep.core.terminal import plain_line
 from lockstep.doctor.catalog import KnownFailure, Standing
+from lockstep.doctor.evidence import SeenFailure
 from lockstep.doctor.known_failures import KNOWN
 from lockstep.doctor.output import wrapped
 from lockstep.doctor.run import Diagnosis
@@ -54,7 +55,7 @@ def describe_run(diagnosis: Diagnosis, width: int | None) -> str:
             lines += wrapped(_shortened(f"{place}: {line.text}", width), "  ", width, "    ", breaks=True)
         if len(item.evidence) > len(shown):
             lines.append(f"  and {len(item.evidence) - len(shown)} more such lines")
-        lines += wrapped(f"-> {remedy_for(failure, diagnosis.run)}", "  ", width, "     ")
+        lines += wrapped(f"-> {remedy_for(item, diagnosis.run)}", "  ", width, "     ")
     if diagnosis.notes:
         lines += ["", *(line for note in diagnosis.notes for line in wrapped(note, "  ", width))]
     if diagnosis.resume:
@@ -62,11 +63,15 @@ def describe_run(diagnosis: Diagnosis, width: int | None) -> str:
     return "\n".join(lines)
 
 
-def remedy_for(failure: KnownFailure, run: Path) -> str:
-    """Return what to do, with this run in the commands."""
+def remedy_for(seen: SeenFailure, run: Path) -> str:
+    """Return what to do, with this run in the commands, and the sample that the evidence names."""
     place = place_of(run)
     named = command_line(Path(place) if place == str(run) else place)
-    return _COMMANDS_OF_RUN.sub(lambda match: f"{match[1]} {named}", failure.remedy)
+    samples = {sample for line in seen.evidence if (sample := seen.failure.sample_in(line.text))}
+    remedy = seen.failure.remedy
+    if len(samples) == 1:
+        remedy = remedy.replace("[[N, N]]", "[[{0}, {0}]]".format(*samples))
+    return _COMMANDS_OF_RUN.sub(lambda match: f"{match[1]} {named}", remedy)
 
 
 def _shortened(text: str, width: int | None) -> str:
@@ -104,7 +109,7 @@ def run_as_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "failures": [
             {
                 **_as_json(item.failure),
-                "remedy": remedy_for(item.failure, diagnosis.run),
+                "remedy": remedy_for(item, diagnosis.run),
                 "evidence": [
                     {"file": line.file, "line": line.line, "rank": line.rank, "text": line.text}
                     for line in item.evidence

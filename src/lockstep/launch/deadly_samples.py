@@ -36,8 +36,9 @@ _MOST = 512  # samples of a line
 
 
 class _Death(NamedTuple):
-    """An end of a process, and the samples of which it was reading one."""
+    """An end of a process, and the samples of which it was reading one; `data`: a digest of their section."""
 
+    data: str
     samples: frozenset[int]
     what: str
 
@@ -134,24 +135,30 @@ class DeadlySamples:
             )
         keys = f"data.leave_out='[[{samples[0]}, {samples[0]}]]'" if len(samples) == 1 else "data.leave_out"
         skip = "" if self.skips else ", or data.bad_samples='{policy: skip}'"
-        advice = f"{follows}: mend it, or leave it out by {keys}{skip}, then start the run again to resume"
+        again = "then start the run again to resume (mended data may need --accept-changes)"
+        advice = f"{follows}: mend it, or leave it out by {keys}{skip}, {again}"
         return Consequence(times < _ENOUGH, "", advice)
 
     def _deaths(self) -> list[_Death]:
-        try:
-            lines = read_bounded(self.logs / FILE, MAX_JSON_BYTES).decode("utf-8", "replace").splitlines()
-        except OSError:
-            return []
-        return [death for line in lines if (death := self._death(line)) is not None]
+        return [death for death in deaths_in(self.logs) if death.data == self.data]
 
-    def _death(self, line: str) -> _Death | None:
-        """Return what a line records; None: of other data, or nothing."""
-        with suppress(ValueError, LookupError, TypeError, RecursionError):
-            fields: dict[str, Any] = json.loads(line)
-            samples = frozenset(fields["samples"])
-            if fields["data"] == self.data and samples and all(type(sample) is int for sample in samples):
-                return _Death(samples, str(fields["what"]))
-        return None
+
+def deaths_in(logs: Path) -> list[_Death]:
+    """Return what a run's record has, of all data, as far as it can be read."""
+    try:
+        lines = read_bounded(logs / FILE, MAX_JSON_BYTES).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    return [death for line in lines if (death := _death(line)) is not None]
+
+
+def _death(line: str) -> _Death | None:
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
+        fields: dict[str, Any] = json.loads(line)
+        samples = frozenset(fields["samples"])
+        if samples and all(type(sample) is int for sample in samples):
+            return _Death(str(fields["data"]), samples, str(fields["what"]))
+    return None
 
 
 def _times(deaths: Iterable[_Death], samples: set[int]) -> int:

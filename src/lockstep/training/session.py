@@ -319,7 +319,8 @@ def _remedy_named() -> Iterator[None]:
     try:
         yield
     except UnusableSamples as error:
-        raise RunFailed(f"{error}; data.bad_samples.policy: skip leaves such samples out") from error.__cause__
+        remedy = "data.bad_samples.policy: skip leaves such samples out; mended data may need --accept-changes"
+        raise RunFailed(f"{error}; {remedy}") from error.__cause__
 
 
 # --- what other parts of Lockstep need of a session, and users don't ----------------------------------------------
