@@ -15,7 +15,7 @@ from lockstep.doctor.catalog import Standing
 from lockstep.doctor.known_failures import KNOWN
 from lockstep.doctor.run import diagnose_run
 from lockstep.doctor.run_output import describe_run, run_as_json
-from lockstep.launch.ends_file import file_name, read_ends
+from lockstep.launch.ends_file import file_name, gist, read_ends
 from lockstep.looking.listing import listed
 from lockstep.looking.states import RunState, status_of
 from lockstep.monitor.folder import RunFolder
@@ -177,6 +177,23 @@ def test_a_refused_start_is_told_from_a_failure(tmp_path: Path) -> None:
     run = _run(tmp_path, "")
     _ends(run, code=2, text="batch.global_size: 30 isn't divisible by 4", ranks=[], cause=None)
     assert diagnose_run(run).state == "refused before its first update: batch.global_size: 30 isn't divisible by 4"
+
+
+def test_a_refused_resume_keeps_the_failure_before_it(tmp_path: Path) -> None:
+    reason = "the checkpoint of step 3 is of a run with other data, model or seed:\n  a fingerprint: 1 then, 2 now\n"
+    reason = gist(f"{reason}--accept-changes resumes from it all the same")
+    assert reason.endswith("seed: a fingerprint: 1 then, 2 now; --accept-changes resumes from it all the same")
+    run = _run(tmp_path, "", metrics='{"step": 3, "loss": 1.0}\n')
+    _ends(run, text="rank 0: sample 17 can't be used: None", cause=0)
+    _ends(run, code=2, text=reason, ranks=[], cause=0)
+    _ends(run, code=2, text=reason, ranks=[], cause=0)
+    diagnosis, text = diagnose_run(run), describe_run(diagnose_run(run), None)
+    assert diagnosis.state == f"refused after step 3 of 10: {reason}"
+    assert diagnosis.resume.endswith(" --accept-changes")
+    assert "Before that it had failed: rank 0: sample 17 can't be used: None." in diagnosis.notes
+    assert not any("survived" in note for note in diagnosis.notes)
+    assert text.index("cause: checkpoint of other data") < text.index("also seen: sample can't be used")
+    assert "data.leave_out='[[17, 17]]'" in text
 
 
 def test_a_launch_without_a_record_was_killed_and_only_its_own_log_is_read(tmp_path: Path) -> None:

@@ -269,6 +269,7 @@ RECORDED = {
         "RuntimeError: DataLoader worker (pid 3216) is killed by signal: Killed.",
     ],
     "weights of another model": ['\tMissing key(s) in state_dict: "head.weight", "head.bias". '],
+    "checkpoint of other data": ["the checkpoint of step 10 is of a run with other data, model or seed: the fingerpr"],
     "checkpoint damaged": ["RuntimeError: PytorchStreamReader failed reading zip archive"],
     "no permission": ["PermissionError: [Errno 13] Permission denied: '/data'"],
     "file system fails": [

@@ -65,6 +65,7 @@ _SOFTWARE = (
         "Start one rank a GPU, and let each see its own (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task).",
     ),
 )
+OTHER_DATA = "checkpoint of other data"
 _PROGRAM = (
     row(
         "label or token out of range",
@@ -133,6 +134,12 @@ _PROGRAM = (
         r"Missing key\(s\) in state_dict|size mismatch for \S+: copying|doesn't have the weights of this model",
         "The checkpoint was written for a model with other layers or sizes.",
         "Give the model the config that the weights were saved with, or name other weights.",
+    ),
+    row(
+        OTHER_DATA,
+        r"is of a run with other data, model or seed",
+        "The data, the model or the seed differ from those with which the checkpoint was made.",
+        "Undo the change, or resume with it: lockstep train RUN --accept-changes; --fresh starts over.",
     ),
     row(
         "checkpoint damaged",

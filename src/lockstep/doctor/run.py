@@ -31,14 +31,14 @@ from lockstep.doctor.evidence import (
     silent_ranks,
 )
 from lockstep.doctor.failures_of_hosts import DISK_FULL, OUT_OF_MEMORY
-from lockstep.doctor.known_failures import NO_PROGRESS, failure_named
+from lockstep.doctor.known_failures import NO_PROGRESS, OTHER_DATA, failure_in, failure_named
 from lockstep.doctor.locks import lock_in_bucket
 from lockstep.doctor.losses import finding_of_losses
 from lockstep.doctor.saved import saved_state
 from lockstep.doctor.starts import changes_since_saved, differences_of_hosts
 from lockstep.doctor.suspects import common_suspects
 from lockstep.launch.ends_file import EXITED, LaunchEnds, RankEnd
-from lockstep.launch.last_launch import LastLaunch, full_disk, last_launch, survived_failures
+from lockstep.launch.last_launch import LastLaunch, failure_before_refusals, full_disk, last_launch, survived_failures
 from lockstep.monitor.folder import ENVIRONMENT, LOGS, held_by, is_finished, is_run, refuse_escaping_links
 from lockstep.report.run_data import RunData, read_run
 from lockstep.training.store_lock import GONE_S
@@ -129,12 +129,22 @@ def _recorded(run: Path, data: RunData, last: LastLaunch, seen: list[SeenFailure
     if end.code == 0:  # all ranks have exited so, or the summary is gone
         ways = dict.fromkeys(rank.text for rank in ranks if rank.end in EXITED)
         reason = f"all ranks ended with exit code 0 before it was done{': ' * bool(ways)}{'; '.join(ways)}"
-    is_refused = end.code == ConfigError.exit_code and not end.has_exited
-    state = f"{'refused' if is_refused else 'failed'} {_after(data)}: {reason}"
+    state = f"{'refused' if end.is_refused else 'failed'} {_after(data)}: {reason}"
     notes = list(differences_of_hosts(last.records))
-    if _lacks_cause(seen) and not is_refused and (log := rank_logs(run).get(end.cause or 0)) is not None:
+    if end.is_refused and (before := failure_before_refusals(run)) is not None:
+        notes.insert(0, f"Before that it had failed: {before.text}.")
+        seen = [*seen, *_shown_by(before, seen)]
+    if _lacks_cause(seen) and not end.is_refused and (log := rank_logs(run).get(end.cause or 0)) is not None:
         notes.append(f"No known failure shows in the files; read the end of {log}.")
     return _ended(run, data, state, seen, notes, ranks=ranks)
+
+
+def _shown_by(end: LaunchEnds, seen: Sequence[SeenFailure]) -> list[SeenFailure]:
+    """Return the failure that the message of an earlier launch shows, unless it was seen."""
+    failure = failure_in(end.text)
+    if failure is None or any(item.failure is failure for item in seen):
+        return []
+    return [SeenFailure(failure, [LogEvidence(end.file, end.line, end.text, end.cause)])]
 
 
 def _unrecorded(run: Path, data: RunData, last: LastLaunch, seen: list[SeenFailure]) -> Diagnosis:
@@ -180,7 +190,8 @@ def _ended(
         times = len(data.restarts)
         texts.append(f"It was resumed {times} time{'s' * (times > 1)}, last from step {data.restarts[-1][0]}.")
     texts += [saved.note, *data.flaws]
-    return Diagnosis(run, state, failed, tuple(seen), tuple(texts), ranks, saved.resume)
+    accept = " --accept-changes" if saved.resume and any(item.failure.name == OTHER_DATA for item in seen) else ""
+    return Diagnosis(run, state, failed, tuple(seen), tuple(texts), ranks, saved.resume + accept)
 
 
 def _of_last_line(run: Path) -> list[str]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.errors import Paused, Stopped
+from lockstep.core.errors import ConfigError, Paused, Stopped
 from lockstep.core.files import MAX_JSON_BYTES, append_to, read_bounded
 from lockstep.core.secrets import masked, secrets_in
 from lockstep.launch import streams
@@ -45,7 +45,7 @@ class RankEnd:
 
     Attributes:
         end: The name of its `EndKind`, in lower case.
-        text: The first line of its message; of a traceback, the exception.
+        text: The `gist` of its message.
         time: Seconds of the epoch.
     """
 
@@ -85,6 +85,11 @@ class LaunchEnds:
     def has_exited(self) -> bool:
         """True if the program's own exit ended the launch, whose code then has no other meaning."""
         return any(rank.end in EXITED for rank in self.ranks if self.cause is None or rank.rank == self.cause)
+
+    @property
+    def is_refused(self) -> bool:
+        """True if the start was refused: nothing was trained."""
+        return self.code == ConfigError.exit_code and not self.has_exited
 
     @property
     def is_stop(self) -> bool:
@@ -135,12 +140,14 @@ def append_ends(
 
 
 def gist(text: str) -> str:
-    """Return the first line of a message; of one with a traceback, the exception behind it."""
+    """Return the first line of a message, with the others if it ends in a colon; of a traceback, the exception."""
     lines = text.strip().splitlines() or [""]
     starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (")]
     if starts:
         raised = next((line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")), "")
         lines[0] = raised if starts[0] == 0 else f"{lines[0]} {raised}"
+    elif lines[0].endswith(":"):
+        lines[0] = f"{lines[0]} {'; '.join(line.strip() for line in lines[1:] if line.strip())}".rstrip()
     return lines[0][:_LONGEST]
 
 

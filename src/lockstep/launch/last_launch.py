@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.errors import ConfigError
 from lockstep.core.formatting import size
 from lockstep.core.ranks import LAUNCHER
 from lockstep.launch.ends_file import LaunchEnds, read_ends
@@ -57,8 +56,11 @@ def last_launch(run: Path, environment: Mapping[str, Any]) -> LastLaunch:
 def survived_failures(run: Path, most: int) -> str:
     """Return a sentence about the failures after which ranks were started again, the newest last; empty: none."""
     entries = [entry for entry in read_ends(run / LOGS) if entry.file == f"{LOGS}/{ENDS}"]
-    goes_on = is_finished(run) or held_by(run) is not None
-    failures = [entry for entry in (entries if goes_on else entries[:-1]) if _is_failure(entry)]
+    if not (is_finished(run) or held_by(run) is not None):
+        while entries and entries[-1].is_refused:
+            entries.pop()
+        entries = entries[:-1]
+    failures = [entry for entry in entries if _is_failure(entry)]
     if not failures:
         return ""
     shown = [
@@ -69,10 +71,16 @@ def survived_failures(run: Path, most: int) -> str:
     return f"It survived {number}{newest}: {'; '.join(shown)}."
 
 
+def failure_before_refusals(run: Path) -> LaunchEnds | None:
+    """Return the failure after which all starts were refused; None: there is none."""
+    entries = [entry for entry in read_ends(run / LOGS) if entry.file == f"{LOGS}/{ENDS}"]
+    newest = next((entry for entry in reversed(entries) if not entry.is_refused), None)
+    return newest if newest is not None and newest is not entries[-1] and _is_failure(newest) else None
+
+
 def _is_failure(entry: LaunchEnds) -> bool:
     cause = next((rank.end for rank in entry.ranks if rank.rank == entry.cause), "")
-    is_refused = entry.code == ConfigError.exit_code and not entry.has_exited
-    return entry.code != 0 and not entry.is_stop and not is_refused and cause not in _OTHER_ROUNDS
+    return entry.code != 0 and not entry.is_stop and not entry.is_refused and cause not in _OTHER_ROUNDS
 
 
 def full_disk(run: Path) -> str:
