@@ -207,6 +207,18 @@ def test_a_launch_without_a_record_was_killed_and_only_its_own_log_is_read(tmp_p
     assert diagnosis.seen[0].evidence[0].line == 2
 
 
+@pytest.mark.parametrize("metrics", ["", '{"step": 1, "loss": 1.0}\n'])
+def test_the_step_of_a_killed_run_is_that_of_its_newest_checkpoint(metrics: str, tmp_path: Path) -> None:
+    run = _run(tmp_path, "", metrics=metrics)
+    _ends(run, step=1)
+    (run / "checkpoints" / "step-00000008").mkdir(parents=True)
+    assert diagnose_run(run).state.startswith("failed after step 8 of 10: ")
+    assert listed(run).step == 8
+    assert "8" in explain(run).sentences[0]
+    (run / "attempts.jsonl").write_text('{"attempt": 2, "launched": 1.0, "began": 2.0, "step": 9, "seconds": 0.1}\n')
+    assert (listed(run).step, read_run(run).reached) == (9, 9)
+
+
 def test_hosts_with_other_variables_are_named(tmp_path: Path) -> None:
     run = _run(tmp_path, "")
     hosts = [{"host": "a", "packages": {"torch": "2.13.0"}, "variables": {"RANK": "0", "NCCL_IB_DISABLE": "1"}},

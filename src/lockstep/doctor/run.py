@@ -202,14 +202,14 @@ def _of_last_line(run: Path) -> list[str]:
 
 
 def _progress(data: RunData) -> str:
-    step, wanted = data.last.get("step"), data.configured("run", "steps")
-    if not isinstance(step, int):
+    wanted = data.configured("run", "steps")
+    if not data.reached:
         return "no update"
-    return f"step {step}" + (f" of {wanted}" if isinstance(wanted, int) else "")
+    return f"step {data.reached}" + (f" of {wanted}" if isinstance(wanted, int) else "")
 
 
 def _after(data: RunData) -> str:
-    return f"after {_progress(data)}" if isinstance(data.last.get("step"), int) else "before its first update"
+    return f"after {_progress(data)}" if data.reached else "before its first update"
 
 
 def _lacks_cause(seen: Sequence[SeenFailure]) -> bool:

@@ -31,7 +31,8 @@ from lockstep.launch.ends import End, first_cause
 from lockstep.launch.outcome import LaunchResult
 from lockstep.monitor.attempts import ENDS, last_record, number_or_nan
 from lockstep.monitor.environment import short_description
-from lockstep.monitor.folder import METRICS, lock_holder
+from lockstep.monitor.folder import lock_holder
+from lockstep.monitor.goodput import step_reached
 
 EXITED = ("exited", "code")
 """Ends of a rank by the program's own exit."""
@@ -64,7 +65,7 @@ class LaunchEnds:
     Attributes:
         file, line: Where it is.
         cause: The rank that failed first; None: none did, or it isn't known.
-        step: The last update that metrics.jsonl had.
+        step: The last update that the run is known to have made.
         logs: Rank --> where its log began and ended, in bytes of the file.
         environment: Of the launcher.
     """
@@ -126,7 +127,7 @@ def append_ends(
             "time": round(now, 3),
             "code": result.code,
             "text": masked(gist(result.text), hidden),
-            "step": last_step(logs.parent / METRICS),
+            "step": step_reached(logs.parent) or None,
             "cause": first_cause(ends),
             "ranks": [record(rank, end) for rank, end in enumerate(ends)],
             "logs": {str(rank): [start, ended[rank]] for rank, start in began.items()},

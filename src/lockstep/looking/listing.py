@@ -28,7 +28,7 @@ from lockstep.looking.states import RunState, number, status_of
 from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import CONFIG, ENVIRONMENT, METRICS, SUMMARY, is_run
-from lockstep.monitor.goodput import goodput
+from lockstep.monitor.goodput import goodput, step_reached
 from lockstep.monitor.meter_files import LIVE
 
 RUNS = "runs"
@@ -115,7 +115,7 @@ def listed(run: Path) -> ListedRun:
     last = records[-1] if records else {}
     trained: Mapping[str, Any] = next((each for each in reversed(records) if each.get("kept") is not False), {})
     summary, live, environment = (read_object(run / name) for name in (SUMMARY, LIVE, ENVIRONMENT))
-    step = max((number(record.get(key), -1) for record, key in ((summary, "steps"), (last, "step"), (live, "step"))))
+    step = max(number(summary.get("steps"), -1), number(last.get("step"), -1), step_reached(run) or -1)
     unit, wanted = _planned_length(run)
     share = _share(summary, last, max(step, 0), unit, wanted)
     tokens, samples = (number(last.get(f"{name}_per_second")) for name in ("tokens", "samples"))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.files import opened_regular
+from lockstep.core.files import MAX_JSON_BYTES, opened_regular, read_bounded
 from lockstep.monitor.attempts import (
     ENDS,
     Attempt,
@@ -34,6 +34,7 @@ from lockstep.monitor.attempts import (
 )
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import CHECKPOINTS, LOGS, METRICS, held_by, is_finished
+from lockstep.monitor.meter_files import LIVE
 
 _SAVED = re.compile(r"step-(\d{8,15})")
 _FRESH_S = 30.0  # since the last sign of a run on another host, whose lock doesn't show here
@@ -149,6 +150,23 @@ def saved_steps(run: Path) -> Iterator[int]:
         step = number_or_nan(record.get("step"))
         if "saved" in record and record.get("failure") is None and step >= 0:
             yield int(step)
+
+
+def step_reached(run: Path) -> int:
+    """Return the last step that a run is known to have made, 0 for none.
+
+    Metrics have every tenth update or so, and a kill takes the last lines: a checkpoint, the place at which the last
+    attempt resumed, or live.json may be newer.
+    """
+    steps = [*saved_steps(run), *(attempt.step for attempt in read_attempts(run)[-1:])]
+    with suppress(OSError, ValueError, RecursionError, AttributeError):
+        steps.append(_whole(json.loads(read_bounded(run / LIVE, MAX_JSON_BYTES)).get("step")))
+    return max((*steps, _whole(last_record(run / METRICS).get("step"))))
+
+
+def _whole(value: object) -> int:
+    step = number_or_nan(value)
+    return int(step) if step >= 0 else 0
 
 
 def _clock_at(metrics: Path, step: float, before: _ClockedUpdate, after: _ClockedUpdate) -> float:

@@ -124,11 +124,12 @@ def _sentences(evidence: _Evidence) -> list[str]:
 
 def _progress(run: RunData) -> Iterator[str]:
     if not run.columns or not len(run.columns["loss"].steps):
-        yield "No update is recorded yet."
+        step = f": the run was at step {run.reached:,} at least" if run.reached else ""
+        yield f"No update is recorded yet{step}."
         return
     steps = run.columns["loss"].steps
     planned = run.configured("run", "steps")
-    made = int(steps[-1])
+    made = max(int(steps[-1]), run.reached)
     whole = planned if isinstance(planned, int) and planned > made else made
     updates = f"{made:,} of " * (whole > made) + formatting.counted(whole, "update")
     is_running = run.summary is None and held_by(run.folder) is not None

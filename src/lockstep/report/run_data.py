@@ -25,6 +25,7 @@ from lockstep.core.formatting import listed
 from lockstep.monitor.discards import passed
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import CONFIG, EARLIER, ENVIRONMENT, METRICS, SUMMARY
+from lockstep.monitor.goodput import step_reached
 from lockstep.report.series import Series
 
 Json: TypeAlias = Mapping[str, Any]
@@ -79,6 +80,7 @@ class RunData:
         summary: None while the run isn't finished; empty if it can't be read.
         columns: of metrics.jsonl, by `COLUMNS`.
         last: the last line of metrics.jsonl, empty if there is none.
+        reached: the last step that is known to have been made, which the metrics may lack; 0: none.
         discarded: step and verdict of each discarded update.
         evaluations: by set, then metric, then step.
         logged: numbers that user code logged, by name, then step.
@@ -99,6 +101,7 @@ class RunData:
     summary: Json | None = None
     columns: dict[str, Series] = field(default_factory=dict)
     last: Json = field(default_factory=dict)
+    reached: int = 0
     discarded: list[tuple[int, str]] = field(default_factory=list)
     evaluations: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
     logged: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -142,6 +145,7 @@ def read_run(folder: Path) -> RunData:
     _read_updates(run)
     for step, record in _records(run, EVENTS):
         _take_event(run, step, record)
+    run.reached = step_reached(folder)
     run.rollbacks = _rollbacks(run)
     run.earlier = sum(entry.name.isdecimal() for entry in (folder / EARLIER).glob("*"))
     return run
