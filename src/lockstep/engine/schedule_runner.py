@@ -150,7 +150,7 @@ class ScheduleRunner:
             specs: The activation specs, by micro-batch and stage.
 
         Raises:
-            Exception: A stage failed: what it raised, without torch's wrapper, whose message says nothing of it.
+            Exception: A stage failed: what it raised, without torch's wrapper, whose message doesn't name it.
         """
         for stage in self._stages:
             stage.expect(specs)
