@@ -48,28 +48,27 @@ def peak_of_run(run: Path) -> DevicePeak:
     peak = measured_peak(torch.device("cpu"), dtype)
     ranks = max(1, sum(number for host, number in attempts[-1].hosts if host == here))
     peak = DevicePeak(peak.flops / ranks, peak.bandwidth / ranks)
-    return peak if attempts[-1].number("flops_per_token") else with_operations(peak, run)
+    return peak if attempts[-1].number("flops_per_token") else _with_operations(peak, run)
 
 
-def with_operations(peak: DevicePeak, run: Path) -> DevicePeak:
-    """Return the peak with the operations of the run's model, counted, or with why they can't be."""
+def _with_operations(peak: DevicePeak, run: Path) -> DevicePeak:
     from lockstep.measuring.operations import operations_of_run
 
     try:
         return replace(peak, flops_per_token=operations_of_run(run))
     except Exception as error:  # of the config, or of the model's forward
-        return replace(peak, uncounted=_why_uncounted(error).rstrip("."))
+        return replace(peak, uncounted=why_uncounted(error).rstrip("."))
 
 
-def _why_uncounted(error: Exception) -> str:
-    """Return why operations can't be counted, as the end of a sentence; they are counted with tensors without values."""
+def why_uncounted(error: Exception) -> str:
+    """Return why operations can't be counted with tensors that have no values, as the end of a sentence."""
     from torch._subclasses import fake_tensor
 
     message = (str(error).splitlines() or [""])[0]
     if isinstance(error, Failure):
         return message
     if isinstance(error, fake_tensor.DataDependentOutputException):
-        return "its forward reads the value of a tensor (.item(), float(tensor), if tensor), and they are counted without values"
+        return "its forward reads the value of a tensor (.item(), float(tensor), if tensor)"
     if isinstance(error, fake_tensor.DynamicOutputShapeException):
         return "a shape in its forward depends on the values of a tensor (nonzero, a mask as an index)"
     kind = type(error).__name__
