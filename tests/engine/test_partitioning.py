@@ -152,3 +152,24 @@ def test_blocks_that_form_no_chain_are_refused_on_every_rank(kind: type[Chain], 
         stages = PartitionedModel(model, names(model), spec(rank), CPU, INPUTS, nullcontext, ForwardMode())
         with pytest.raises(ConfigError, match=message):
             stages.activation_specs(INPUTS)
+
+
+class Raising(Chain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        raise ValueError("my own bug")
+
+
+class Reaching(Chain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.table(tokens) + self.blocks[3][0].bias + self.blocks[0][0].bias)
+
+
+def test_what_a_model_raises_itself_is_no_fault_of_its_blocks() -> None:
+    for kind, error, message in (
+        (Raising, ValueError, "my own bug"),
+        (Reaching, ConfigError, "needs more of them than"),
+    ):
+        model = kind()
+        stages = PartitionedModel(model, names(model), spec(0), CPU, INPUTS, nullcontext, ForwardMode())
+        with pytest.raises(error, match=message):
+            stages.activation_specs(INPUTS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,3 +69,38 @@ def _gradients() -> list[float]:
 def test_micro_batches_of_unequal_lengths_need_no_padding() -> None:
     sums = [sum(length * (1.0 + number) for number, length in enumerate(lengths)) for lengths in LENGTHS]
     assert in_world(2, _gradients) == [[3.0 * total for total in sums], [2.0 * total for total in sums]]
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, given: Tensor) -> Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        raise ValueError("in the backward")
+
+
+def _raised(where: str) -> tuple[str, str, str]:
+    """Return class, message and origin of what an update raises whose only stage fails."""
+
+    def compute(stage: int, activation: Tensor | None, number: int) -> Tensor:
+        if where == "forward":
+            raise KeyError("in the forward") from OSError("the user's cause")
+        return cast("Tensor", FailsBackward.apply(weight)).sum()
+
+    with in_group():
+        weight = nn.Parameter(torch.ones(2))
+        specs = [ActivationSpec((2,), torch.float32)]
+        group = cast("dist.ProcessGroup", dist.group.WORLD)
+        stage = StageOfSchedule(0, 1, torch.device("cpu"), group, compute, [weight], specs, torch.enable_grad)
+        try:
+            ScheduleRunner("gpipe", [stage], 1, 1).run([specs])
+        except Exception as error:
+            return type(error).__name__, str(error.args[0]), str(error.__cause__)
+    return "", "", ""
+
+
+def test_a_stage_s_exception_is_raised_without_torch_s_wrapper() -> None:
+    assert in_world(1, _raised, "forward") == [("KeyError", "in the forward", "the user's cause")]
+    assert in_world(1, _raised, "backward") == [("ValueError", "in the backward", "None")]

@@ -30,6 +30,8 @@ def test_a_samples_cost(slow: DataProfile) -> None:
     assert (cost.slowest_index, cost.by_sample) == (17, True)
     assert cost.slowest > 0.06
     assert 0.003 < cost.mean < 0.06
+    assert 0.003 < cost.read < 1.5 * cost.mean
+    assert cost.read < cost.slowest
     assert list(cost.stages)[:2] == ["reading", "transform"]
     assert cost.stages["reading"] > 2 * cost.stages["collate"]
     assert sum(cost.stages.values()) == pytest.approx(1, abs=0.05)
@@ -45,7 +47,7 @@ def test_workers_pay_for_samples_that_wait(slow: DataProfile) -> None:
     assert (speeds[1].memory or 0) > 1 << 20
     assert slow.needed == pytest.approx(20 / 0.02)
     text = "\n".join(data_lines(slow))
-    assert "the slowest: sample 17, " in text
+    assert "; the slowest, sample 17, " in text
     assert "the model's updates need 1.00k samples/s on this rank" in text
     assert f"recommended: data.loader.workers: {slow.recommended} (the fastest, and only " in text
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lockstep.profiling.findings import findings_of
-from lockstep.profiling.traces import Trace
+from lockstep.profiling.findings import ProfileFinding, findings_of
+from lockstep.profiling.traces import Trace, read_trace
 from lockstep.report.limits import limits
 from lockstep.report.rank_history import read_rank_history
 from lockstep.report.run_data import read_run
@@ -17,7 +19,7 @@ from lockstep.report.run_data import read_run
 def profiled(split: dict[str, float], waited: float) -> set[str]:
     facts = {"rank": 0, "host": "a", "first": 1, "last": 3, "ranks": 1, "waited_for_core": 3 * waited}
     seconds = sum(split.values())
-    trace = Trace(Path("rank0"), facts, 3, seconds, split, (), 100, 0.0, 0.0, 0.0, (), None, None)
+    trace = Trace(Path("rank0"), facts, 3, seconds, split, (), 100, 0.0, {}, 0.0, (), None, None)
     return {"saves" if finding.name == "save" else finding.name for finding in findings_of([trace])}
 
 
@@ -43,3 +45,33 @@ def test_both_name_it_or_neither_does(tmp_path: Path, cause: str, share: float) 
 
 def least(cause: str) -> float:
     return {"data": 0.10, "save": 0.05, "communication": 0.25, "crowded host": 0.15}[cause]
+
+
+def test_code_outside_of_operators_counts_in_all_micro_batches_and_a_wait_for_a_core_does_not(tmp_path: Path) -> None:
+    """Two updates of 10 ms: 2 x 4 ms of forward, of which 1 ms is an operator's, and 2 ms of the optimizer."""
+    events: list[dict[str, Any]] = []
+
+    def add(category: str, name: str, begin: float, length: float) -> None:
+        common = {"ph": "X", "pid": 1, "tid": 1, "args": {}}
+        events.append({**common, "cat": category, "name": name, "ts": 1e3 * begin, "dur": 1e3 * length})
+
+    for start in (0, 10):
+        add("lockstep", f"lockstep/update {start}", start, 10)
+        events[-1]["args"] = {"update": start}
+        for begin in (start, start + 4):
+            add("lockstep", "lockstep/forward", begin, 4)
+            add("cpu_op", "aten::mm", begin + 3, 1)
+        add("lockstep", "lockstep/optimizer", start + 8, 2)
+        add("cpu_op", "aten::add", start + 8, 1.95)
+
+    def findings(waited: float) -> list[ProfileFinding]:
+        facts = {"rank": 0, "ranks": 1, "first": 1, "last": 2, "host": "a", "waited_for_core": waited}
+        path = tmp_path / "rank0.1.pt.trace.json.gz"
+        path.write_bytes(gzip.compress(json.dumps({"traceEvents": events, "lockstep": facts}).encode()))
+        return [finding for finding in findings_of([read_trace(path)]) if finding.name == "host code"]
+
+    (found,) = findings(waited=0.0)
+    assert found.gain == pytest.approx(0.6)
+    assert "6 ms outside of torch's operators, 60% of its time, in the forward" in found.text
+    assert findings(waited=0.004)[0].gain == pytest.approx(0.4)
+    assert findings(waited=0.010) == []

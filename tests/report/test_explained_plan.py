@@ -12,18 +12,21 @@ from typing import Any
 import pytest
 import torch
 from kit.commands import run_lockstep
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.config.loading import load
 from lockstep.config.recipes import resolve_recipe
 from lockstep.config.schema import Loader
+from lockstep.core.records import Batch
 from lockstep.data.loader import evaluation_batches
-from lockstep.measuring.device_peak import peak_of_run
+from lockstep.measuring.device_peak import peak_of_run, why_uncounted
 from lockstep.measuring.operations import operations_of_run
 from lockstep.models.build import build_model
 from lockstep.monitor.attempts import Attempt, Planned, attempts_text
 from lockstep.report.explanation import explain
 from lockstep.report.roofline import DevicePeak
+from lockstep.training.flops import counted_flops
 from lockstep.training.sources import open_sources
 from lockstep.training.user_objects import UserObjects
 
@@ -128,6 +131,37 @@ def test_the_operations_of_a_model_that_was_handed_over_are_not_known(tmp_path: 
     peak = peak_of_run(run)
     assert peak.flops_per_token is None
     assert peak.uncounted == "model.kind of its config was handed over in Python"
+
+
+class Reading(nn.Module):
+    """Does in its forward what can't be done without values."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self._how = nn.Linear(4, 3), how
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        made = self.layer(points)
+        if self._how == "value":
+            return made / (1.0 + abs(float(made.mean())))
+        if self._how == "shape":
+            return made + made.nonzero().sum()
+        return made + torch.from_numpy(made.detach().numpy())
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("value", "its forward reads the value of a tensor"),
+        ("shape", "a shape in its forward depends on the values of a tensor"),
+        ("array", "counting them, with tensors that have no values, fails: RuntimeError: .numpy()"),
+    ],
+)
+def test_why_operations_can_not_be_counted_is_stated_in_words(how: str, reason: str) -> None:
+    batch = Batch((torch.ones(2, 4),), torch.zeros(2), 2, 2)
+    with pytest.raises(RuntimeError) as failed:
+        counted_flops(Reading(how), batch)
+    assert why_uncounted(failed.value).startswith(reason)
 
 
 def test_the_peak_is_measured_on_a_host_of_the_run(tmp_path: Path) -> None:

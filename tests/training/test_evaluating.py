@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep.config.training_sections import ProfileConfig
+from lockstep.core.errors import Failure
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport
 from lockstep.models.objectives import TargetLoss
 from lockstep.monitor.metric_log import MetricLog
@@ -126,3 +127,46 @@ def test_minutes_are_agreed_on_by_all_ranks(tmp_path: Path) -> None:
     first, second = in_world(2, _steps_of_evaluations, tmp_path, "0.000001 minutes")
     assert first == second
     assert len(first) > 2
+
+
+class Unreadable:
+    """Points of which some can't be read; they are not among those that opening the set looks at, but for the first."""
+
+    def __init__(self, samples: int, bad: int = -1) -> None:
+        self._samples, self._bad = samples, bad
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self._bad:
+            raise OSError("broken image")
+        return torch.zeros(4), 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"samples": 0}, r"^data\.evaluation\.held: the dataset is empty"),
+        ({"samples": 80, "bad": 0}, r"^data\.evaluation\.held: sample 0 can't be read.* training samples alone$"),
+    ],
+)
+def test_a_set_that_can_not_be_read_is_named_before_training(arguments: dict[str, int], message: str) -> None:
+    config = small.config()
+    target = f"{Unreadable.__module__}:Unreadable"
+    config["data"]["evaluation"] = {"held": {"kind": "custom", "target": target, "arguments": arguments}}
+    with pytest.raises(Failure, match=message), lockstep.session(config):
+        pass
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_can_not_be_read_is_of_a_named_set(workers: int) -> None:
+    config = small.config()
+    config["data"]["loader"] = {"workers": workers}
+    named = {"kind": "custom", "target": f"{Unreadable.__module__}:Unreadable", "arguments": {"samples": 80, "bad": 3}}
+    config["data"]["evaluation"] = {"held": named}
+    with (
+        lockstep.session(config) as session,
+        pytest.raises(Failure, match=r"^data\.evaluation\.held: sample 3 can't be read"),
+    ):
+        session.evaluate()

@@ -94,9 +94,9 @@ class PipelineEngine:
         try:
             with self._step.sync_context(False), self._clock.phase(Phase.BACKWARD):  # what isn't a forward or a wait
                 runner.run(specs)
-        except RuntimeError as error:  # torch wraps what a stage raises
-            if isinstance(error.__cause__, Failure):
-                raise error.__cause__ from None
+        except Failure:
+            raise
+        except Exception as error:
             note_location(error, "backward", f"in the pipeline's schedule of update {batch.step + 1}")
             raise
         finally:

@@ -6,6 +6,7 @@ micro-batch, so that ragged text needs no padding beyond that of its own micro-b
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
@@ -147,13 +148,33 @@ class ScheduleRunner:
 
         Args:
             specs: The activation specs, by micro-batch and stage.
+
+        Raises:
+            Exception: A stage failed: what it raised, without torch's wrapper, whose message doesn't name it.
         """
         for stage in self._stages:
             stage.expect(specs)
             stage.has_backward = True
             stage.clear_runtime_states()
         targets = list(range(len(self._numbers)))
-        self._schedule._step_microbatches(self._given, self._numbers, targets, None, return_outputs=False)
+        try:
+            self._schedule._step_microbatches(self._given, self._numbers, targets, None, return_outputs=False)
+            return
+        except RuntimeError as error:
+            raised = _without_wrapper(error)
+        raise raised  # outside of the block, so that the wrapper isn't its context
+
+
+def _without_wrapper(error: BaseException) -> BaseException:
+    """Return the exception that torch's pipelining has wrapped, or `error` itself."""
+    while isinstance(error.__cause__, Exception) and _raised_by_torch(error):
+        error = error.__cause__
+    return error
+
+
+def _raised_by_torch(error: BaseException) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("torch.distributed.pipelining")
 
 
 def _loss_of_stage(loss: Tensor, micro_batch: int) -> Tensor:

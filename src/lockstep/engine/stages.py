@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.core.errors import Failure
+from lockstep.core.out_of_memory import note_location
 from lockstep.core.records import Inputs
 from lockstep.distributed.forward_mode import ALL_SIDES, ForwardMode, Side
 from lockstep.engine.chain_check import ChainCheck, PassedThrough, first_argument, in_form, something_between
-from lockstep.engine.dry_run import entered_modules, first_line, unchanged
+from lockstep.engine.dry_run import entered_modules, first_line, raises_itself, unchanged
 from lockstep.engine.eager import Context, call
 from lockstep.engine.partitioning import PartitionSpec, empty_block, first_blocks, refuse_no_chain
 from lockstep.engine.placeholders import (
@@ -208,6 +209,7 @@ class PartitionedModel:
             except Failure:
                 raise
             except Exception as error:
+                _refuse_own_error(error)
                 why = f"{name} fails on the input of {self._names[0]} ({first_line(error)}): stages pass on one shape"
                 raise no_chain(why) from error
             raise _Abandoned(None)
@@ -254,6 +256,7 @@ class PartitionedModel:
             except Failure:
                 raise
             except Exception as error:  # on all ranks alike
+                _refuse_own_error(error)
                 where = inside[-1] if inside and inside[-1] else "the model"
                 raise no_chain(
                     f"the forward of {where} fails where blocks are on other ranks ({first_line(error)}): it needs "
@@ -337,6 +340,19 @@ def _until_abandoned(forward: Callable[..., Any]) -> Callable[..., Any]:
             return abandoned.output
 
     return run
+
+
+_IN_THE_CHECK = (
+    "in the check of the pipeline's stages, in which blocks of other ranks pass on their input; if the model works "
+    "with another strategy, it needs more of its blocks than that"
+)
+
+
+def _refuse_own_error(error: Exception) -> None:
+    """Raise `error` if the model's code raised it by a statement: that needn't have to do with the stages."""
+    if raises_itself(error):
+        note_location(error, "forward", _IN_THE_CHECK)
+        raise error
 
 
 # --- what blocks take and return ----------------------------------------------------------------------------------

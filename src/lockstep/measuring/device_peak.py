@@ -57,8 +57,22 @@ def _with_operations(peak: DevicePeak, run: Path) -> DevicePeak:
     try:
         return replace(peak, flops_per_token=operations_of_run(run))
     except Exception as error:  # of the config, or of the model's forward
-        reason = str(error).splitlines()[0] if isinstance(error, Failure) else repr(error)
-        return replace(peak, uncounted=reason.rstrip("."))
+        return replace(peak, uncounted=why_uncounted(error).rstrip("."))
+
+
+def why_uncounted(error: Exception) -> str:
+    """Return why operations can't be counted with tensors that have no values, as the end of a sentence."""
+    from torch._subclasses import fake_tensor
+
+    message = (str(error).splitlines() or [""])[0]
+    if isinstance(error, Failure):
+        return message
+    if isinstance(error, fake_tensor.DataDependentOutputException):
+        return "its forward reads the value of a tensor (.item(), float(tensor), if tensor)"
+    if isinstance(error, fake_tensor.DynamicOutputShapeException):
+        return "a shape in its forward depends on the values of a tensor (nonzero, a mask as an index)"
+    kind = type(error).__name__
+    return f"counting them, with tensors that have no values, fails: {kind}{': ' if message else ''}{message}"
 
 
 def measured_peak(device: object, dtype: object) -> DevicePeak:

@@ -55,7 +55,7 @@ def device_findings(trace: Trace) -> Iterator[ProfileFinding]:
 
 
 def _idle(device: DeviceUse, idle: float, share: float) -> ProfileFinding:
-    if device.delay < _SHORT_DELAY_S:
+    if waits_for_launches(device):
         return ProfileFinding(
             "host-bound",
             f"the GPU does nothing for {short_time(idle)} of an update, {idle * share:.0%} of its time, and a kernel "
@@ -70,6 +70,11 @@ def _idle(device: DeviceUse, idle: float, share: float) -> ProfileFinding:
         "see in the trace what the gaps follow: sync calls, saves, waits between streams",
         idle * share,
     )
+
+
+def waits_for_launches(device: DeviceUse) -> bool:
+    """Return whether kernels start as soon as they are launched, so that a GPU that is idle waits for the host."""
+    return device.delay < _SHORT_DELAY_S
 
 
 def device_line(device: DeviceUse, seconds: float) -> str:

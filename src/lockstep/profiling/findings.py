@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from lockstep.core import formatting
 from lockstep.core.formatting import short_time
 from lockstep.monitor.rank_meters import RankTimes, stragglers_of
-from lockstep.profiling.device_findings import device_findings, device_line
+from lockstep.profiling.device_findings import device_findings, device_line, waits_for_launches
 from lockstep.profiling.finding import ProfileFinding
 from lockstep.profiling.traces import Trace
 from lockstep.report.limits import COMMUNICATION_SHARE, CROWDED_SHARE, DATA_SHARE, SAVE_SHARE
 
 _MANY_READS = 4
 _SMALL_SHARE = 0.4
-_LONG_GAP = 0.15
-_WORST = 3.0  # times the mean that an update may wait for a core, which then looks like code outside of torch
+_OUTSIDE_SHARE = 0.15
+_MOSTLY = 0.95
 _MOST_OPERATORS = 10
 
 
@@ -95,13 +95,24 @@ def _host(trace: Trace) -> Iterator[ProfileFinding]:
             "raise batch.micro_size, so that an operator has more to do, or set model.compile: true",
             trace.small / trace.seconds,
         )
-    if trace.longest_gap > _LONG_GAP * trace.seconds + _WORST * trace.queued:
-        yield ProfileFinding(
-            "host code",
-            f"the forward spends {short_time(trace.longest_gap)} at a stretch outside of torch's operators",
-            "find the code with profile.stacks: true; move it out of the forward",
-            min(1.0, trace.longest_gap / trace.seconds),  # it may be one update's, and a mean is less
-        )
+    yield from _host_code(trace)
+
+
+def _host_code(trace: Trace) -> Iterator[ProfileFinding]:
+    if trace.device is not None and not waits_for_launches(trace.device):
+        return
+    outside = sum(trace.outside.values()) - trace.queued  # a thread without a core looks like code outside of torch
+    if outside <= _OUTSIDE_SHARE * trace.seconds:
+        return
+    phase = max(trace.outside, key=lambda name: trace.outside[name])
+    mostly = "" if trace.outside[phase] > _MOSTLY * sum(trace.outside.values()) else " most of all"
+    yield ProfileFinding(
+        "host code",
+        f"an update spends {short_time(outside)} outside of torch's operators, {outside / trace.seconds:.0%} of its "
+        f"time,{mostly} in the {phase}",
+        f"find the code with profile.stacks: true; move it out of the {phase}",
+        min(1.0, outside / trace.seconds),
+    )
 
 
 def _communication(trace: Trace, traced: int) -> Iterator[ProfileFinding]:

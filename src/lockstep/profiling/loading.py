@@ -56,7 +56,8 @@ class SampleCost:
 
     Attributes:
         samples: Number that were read.
-        mean: Seconds, with its part of the collate.
+        mean: Seconds, with its part of what is done for its micro-batch, such as the collate.
+        read: Mean seconds of a sample alone, without that part; the same as `mean`, if `by_sample` is False.
         slow: 95th percentile of a sample's seconds; of those of a micro-batch by samples, if `by_sample` is False.
         slowest: The longest of these.
         slowest_index: Of that sample, or of the first in that micro-batch.
@@ -66,6 +67,7 @@ class SampleCost:
 
     samples: int
     mean: float
+    read: float
     slow: float
     slowest: float
     slowest_index: int
@@ -272,6 +274,7 @@ def _cost(data: _OpenedData, seconds: float) -> SampleCost:
     return SampleCost(
         read,
         total / read,
+        statistics.fmean(ordered) if times.items else total / read,
         ordered[math.ceil(0.95 * len(ordered)) - 1],
         slowest,
         slowest_index,

@@ -35,15 +35,21 @@ def data_lines(profile: DataProfile) -> Iterator[str]:
 
 
 def _cost_lines(cost: SampleCost) -> Iterator[str]:
-    unit = "sample" if cost.by_sample else "sample, as the mean of its micro-batch"
-    which = "sample" if cost.by_sample else "the micro-batch that begins with sample"
-    mean, slow = short_time(cost.mean), short_time(cost.slow)
-    yield f"a {unit}: {mean} on average, over {cost.samples:,}; 95 % take at most {slow}"
-    yield f"the slowest: {which} {cost.slowest_index}, {short_time(cost.slowest)}"
+    mean, slow, slowest = short_time(cost.mean), short_time(cost.slow), short_time(cost.slowest)
+    if cost.by_sample:
+        yield f"a sample: {mean} on average with its part of its micro-batch, over {cost.samples:,}"
+        yield (
+            f"its reading alone: {short_time(cost.read)} on average; 95 % take at most {slow}; the slowest, sample "
+            f"{cost.slowest_index}, {slowest}"
+        )
+    else:
+        average = f"{mean} on average, over {cost.samples:,}"
+        yield f"a sample, as the mean of its micro-batch: {average}; 95 % take at most {slow}"
+        yield f"the slowest: the micro-batch that begins with sample {cost.slowest_index}, {slowest}"
     if cost.stages:
         rest = 1 - sum(cost.stages.values())
         stages = {**cost.stages, **({"other": rest} if rest > 0.005 else {})}
-        yield "its time: " + ", ".join(f"{name} {share:.0%}" for name, share in stages.items())
+        yield "the time: " + ", ".join(f"{name} {share:.0%}" for name, share in stages.items())
 
 
 def _cells(speed: LoaderSpeed) -> tuple[str, ...]:

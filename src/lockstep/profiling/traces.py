@@ -22,7 +22,7 @@ from typing import Any
 
 from lockstep.core.collective_names import OPERATIONS, bus_factor
 from lockstep.core.errors import RunFailed
-from lockstep.core.intervals import Interval, length, union
+from lockstep.core.intervals import Interval, gaps, intersection, length, union
 from lockstep.monitor.profile_spans import PROFILE, TRACE_SUFFIX
 from lockstep.profiling.device_use import (
     KERNELS,
@@ -32,12 +32,15 @@ from lockstep.profiling.device_use import (
     interval_of,
     is_communication,
     kernel_times,
+    launches_of,
 )
 
 _READS = "aten::_local_scalar_dense"
 _BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4, "BFloat16": 2}
 _BYTES |= {"Float": 4, "Double": 8, "Half": 2, "Long": 8, "Int": 4, "unsigned char": 1, "Byte": 1}
 _SMALL_S = 20e-6
+_CLOSE_S = 5 * _SMALL_S  # between operators, by the calls around them
+_COMPUTE = ("forward", "backward", "optimizer")
 _MICRO = 1e-6
 
 
@@ -72,7 +75,8 @@ class Trace:
         operators: By their own seconds, the longest first; on a GPU, by those of their kernels.
         calls: Number of operators that call no others.
         small: Seconds of those that usually take less than 20 us, and between operators that follow each other closely.
-        longest_gap: Seconds of the longest time without an operator in a forward.
+        outside: Seconds by phase in which the host runs no operator for longer than between those that follow closely;
+            on a GPU, those in which it has nothing to do, either.
         reads: Times that forward and backward wait for a number of a tensor on the host.
         device: The use of the GPU; None: there is none.
         overlap: Share of the collectives' time that is hidden behind computation; None: there are none.
@@ -86,7 +90,7 @@ class Trace:
     operators: Sequence[Operator]
     calls: float
     small: float
-    longest_gap: float
+    outside: Mapping[str, float]
     reads: float
     collectives: Sequence[CollectiveUse]
     device: DeviceUse | None
@@ -149,7 +153,7 @@ def _trace(path: Path, facts: Mapping[str, Any], events: list[Event]) -> Trace:
         if event["args"] == {}:
             spans[event["name"].removeprefix("lockstep/")].append(interval_of(event))
     total = (whole[1] - whole[0]) * _MICRO / count
-    small, gap = _between(leaves, phases)
+    outside = _outside([*operators, *launches_of(inside), *kernels], spans)
     return Trace(
         path,
         facts,
@@ -161,8 +165,8 @@ def _trace(path: Path, facts: Mapping[str, Any], events: list[Event]) -> Trace:
             key=lambda operator: -operator.seconds,
         ),
         len(leaves) / count,
-        small * _MICRO / count,
-        gap * _MICRO,
+        _small(leaves, phases) * _MICRO / count,
+        {name: length(parts) * _MICRO / count for name, parts in outside.items()},
         sum(
             event["name"] == _READS and _phase_at(phases, event["ts"]) in ("forward", "backward") for event in operators
         )
@@ -204,26 +208,32 @@ def _own_times(operators: Iterable[Event]) -> tuple[list[Event], dict[str, tuple
     return sorted(leaves, key=lambda event: event["ts"]), times
 
 
-def _between(leaves: Sequence[Event], phases: Sequence[tuple[float, str]]) -> tuple[float, float]:
-    """Return the microseconds of small operators and of small gaps between them, and the longest gap of a forward."""
-    longest, small, limit, end = 0.0, 0.0, _SMALL_S / _MICRO, None
+def _small(leaves: Sequence[Event], phases: Sequence[tuple[float, str]]) -> float:
+    """Return the microseconds of small operators and of small gaps between them."""
+    small, end = 0.0, None
     durations: dict[str, list[float]] = defaultdict(list)
     for event in leaves:
         durations[event["name"]].append(event["dur"])
     usual = {name: statistics.median(of_name) for name, of_name in durations.items()}  # one that is interrupted is long
     for event in leaves:
-        phase = _phase_at(phases, event["ts"])
-        if phase not in ("forward", "backward", "optimizer"):
+        if _phase_at(phases, event["ts"]) not in _COMPUTE:
             end = None
             continue
         gap = event["ts"] - end if end is not None else 0.0
-        small += gap if 0 < gap < 5 * limit else 0.0
-        small += event["dur"] if usual[event["name"]] < limit else 0.0
-        begin = phases[bisect_right(phases, (event["ts"], "~")) - 1][0]
-        if phase == "forward":
-            longest = max(longest, event["ts"] - max(begin, end or begin))
+        small += gap if 0 < gap < _CLOSE_S / _MICRO else 0.0
+        small += event["dur"] if usual[event["name"]] < _SMALL_S / _MICRO else 0.0
         end = event["ts"] + event["dur"]
-    return small, longest
+    return small
+
+
+def _outside(calls: Iterable[Event], spans: Mapping[str, Sequence[Interval]]) -> dict[str, list[Interval]]:
+    """Return when the host computes, by phase, and no call or kernel runs, on no thread."""
+    busy = union(map(interval_of, calls))
+    outside = {}
+    for name in _COMPUTE:
+        idle = (gap for span in spans.get(name, ()) for gap in gaps(intersection([span], busy), span))
+        outside[name] = [(begin, end) for begin, end in idle if end - begin >= _CLOSE_S / _MICRO]
+    return outside
 
 
 def _collectives(events: Iterable[Event], count: int, ranks: int) -> list[CollectiveUse]:

@@ -78,8 +78,6 @@ def explain(
     run, ranks, attempts = read_run(folder), read_rank_history(folder), read_attempts(folder)
     causes = limits(run, ranks, attempts)
     known = {cause.name for cause in causes}
-    if "crowded host" in known:
-        known.add("host code")  # a thread without a core looks like code outside of torch
     causes += [cause for cause in profiled or () if cause.name not in known]
     seconds = ranks.step_seconds()
     evidence = _Evidence(

@@ -19,6 +19,7 @@ from lockstep.core.records import EvaluationReport
 from lockstep.data.loader import evaluation_batches
 from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.metric_log import MetricLog, recording
+from lockstep.training.sources import evaluation_named
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Loader
@@ -106,7 +107,10 @@ class Evaluator:
         began, place, device = time.perf_counter(), self.place, self.world.device
         batches = evaluation_batches(source, self.micro_size, place.share, place.shares, self.loader, device)
         try:
-            with recording(MetricLog()):  # what user code logs here is not part of the training's curves
+            with (
+                evaluation_named(name),
+                recording(MetricLog()),
+            ):  # what user code logs here is not part of the training's curves
                 local_sums = self.engine.evaluate(batches if vote is None else vote.over(batches))
         except EvaluationStopped:
             raise

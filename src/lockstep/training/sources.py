@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.config.schema import Loader
-from lockstep.core.errors import ConfigError, Failure, Problem
+from lockstep.core.errors import ConfigError, Failure, Problem, UnusableSamples
 from lockstep.core.protocols import EvaluatedObjective, Source
 from lockstep.core.records import DataFacts
 from lockstep.data.bad_samples import NONE_DEADLY, Deadly
@@ -93,7 +93,7 @@ def open_sources(
     later = numbers.rolls_back or numbers.bisect
     train = skipping(train, bad_samples, config.data.leave_out, later=later, deadly=deadly)
     evaluation = {
-        name: _open(section, given, given.eval_datasets.get(name), f"data.evaluation.{name}", task, tokenizer)
+        name: _open_evaluation(name, section, given, task, tokenizer)
         for name, section in config.data.evaluation.items()
     }
     if not config.model.inputs:
@@ -147,7 +147,9 @@ def make_objective(
     ):
         aligned = _aligned(config.data.train, train, head)
         for name, source in evaluation.items():
-            if _aligned(config.data.evaluation[name], source, head) is not aligned:
+            with evaluation_named(name):
+                alike = _aligned(config.data.evaluation[name], source, head) is aligned
+            if not alike:
                 kinds = ("the tokens that follow the inputs", "aligned with the inputs")
                 here, there = kinds[not aligned], kinds[aligned]
                 why = f"its targets are {here}, and those of data.train are {there}; make them alike"
@@ -213,6 +215,29 @@ def _open(
     if dataset is None:
         raise not_given(key, "a map-style Dataset", dataset)
     return adapt_dataset(dataset, given.collate, reading)
+
+
+def _open_evaluation(
+    name: str, section: DataSource, given: UserObjects, task: str | None, tokenizer: str | None
+) -> Source:
+    key = f"data.evaluation.{name}"
+    with evaluation_named(name):
+        source = _open(section, given, given.eval_datasets.get(name), key, task, tokenizer)
+    if source.facts.samples < 1:  # found here, before the training whose model it would be read with
+        raise ConfigError(Problem("", key, "the dataset is empty; mend it, or remove the set"))
+    return source
+
+
+@contextmanager
+def evaluation_named(name: str) -> Iterator[None]:
+    """Have errors about samples that are read in the block name the evaluation set that they are of."""
+    try:
+        yield
+    except UnusableSamples as error:
+        raise UnusableSamples(
+            f"data.evaluation.{name}: {error}. Mend the sample, or leave it out of the set: data.bad_samples is for "
+            "training samples alone"
+        ) from error.__cause__
 
 
 def _aligned(section: DataSource, source: Source, head: Head | None) -> bool:
