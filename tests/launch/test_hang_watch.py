@@ -109,6 +109,16 @@ def holds_interpreter(clock: PhaseClock) -> None:
         ctypes.PyDLL(None).sleep(60)
 
 
+def reads_until_a_signal(clock: PhaseClock) -> None:
+    """Read a sample in C, in a wait that a signal ends, then the next ones, between two updates by its clock."""
+    updates(clock)
+    clock.enter(Phase.HOST)
+    for sample in (34, 35, *range(100, 10_000)):
+        with heartbeat.reads(heartbeat.mark_of(sample, evaluates=False)):
+            if sample == 34:
+                ctypes.PyDLL(None).sleep(60)
+
+
 def is_stopped(clock: PhaseClock) -> None:
     updates(clock)
     while True:
@@ -258,6 +268,18 @@ def test_the_rank_that_hangs_is_named_and_killed(
     report = (tmp_path / "hangs.txt").read_text()
     assert "--- rank 0" in report
     assert "distributed_c10d.py" in report
+
+
+def test_the_sample_is_named_whose_reading_the_request_for_a_stack_ends(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with watched(tmp_path, waits, reads_until_a_signal, waits) as (watch, members):
+        look(watch, members, 1.0)
+    named = capfd.readouterr().err.splitlines()[0]
+    assert "rank 1 hasn't moved for" in named
+    assert "fetching data at tests/launch/test_hang_watch.py" in named
+    assert "(update 9, sample 34)" in named
+    assert "(update 9, sample 34)" in (tmp_path / "hangs.txt").read_text().splitlines()[0]
 
 
 def test_a_rank_in_a_collective_and_one_that_waits_in_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

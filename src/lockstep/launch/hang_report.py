@@ -17,12 +17,12 @@ from lockstep.core import heartbeat
 from lockstep.core.collective_names import NAMES
 from lockstep.core.errors import named_ranks
 from lockstep.core.files import append_to
-from lockstep.core.heartbeat import Heartbeat, Stage, Worker
+from lockstep.core.heartbeat import Heartbeat, Reading, Stage, Worker
 from lockstep.core.pending_collective import PendingCollective
 from lockstep.core.phase_clock import Phase
 from lockstep.core.secrets import masked, secrets_in
 from lockstep.launch.flight_records import FlightRecord, save_records
-from lockstep.launch.rank_stacks import line_of, main_first, main_frames, process_state, write_stacks
+from lockstep.launch.rank_stacks import line_of, main_first, main_frames
 
 REPORT = "hangs.txt"
 _NO_STACK = "no stack: it is stopped, or the kernel doesn't interrupt it"
@@ -37,6 +37,31 @@ _PLACES = {
     Phase.SAVE: "in a save",
     Phase.EVALUATION: "in an evaluation",
 }
+
+
+class Work(NamedTuple):
+    """What a rank works on, noted before stacks are asked for: that signal ends a wait in the kernel, such as sleep().
+
+    Attributes:
+        fetches: Whether it fetches data.
+        reading: What it reads, or waits for while a data worker reads it.
+        is_own: Whether its own process reads a sample.
+        worker: The data worker that it waits for.
+        workers: All that fetch.
+        samples: Of its micro-batch, as far as they are noted.
+        number: How many there are.
+    """
+
+    fetches: bool = False
+    reading: Reading | None = None
+    is_own: bool = False
+    worker: Worker | None = None
+    workers: tuple[Worker, ...] = ()
+    samples: tuple[int, ...] = ()
+    number: int = 0
+
+
+_NO_WORK = Work()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +90,19 @@ class Sight:
     updates: int
     calls: int
     limit: float = 0.0
+    work: Work = _NO_WORK
 
     @property
     def step(self) -> int:
         """The update of the run that it makes, from 1."""
-        return int(self.beat.numbers[heartbeat.STEPS]) + self.updates + 1
+        return _step(self.beat)
 
     @property
     def where(self) -> str:
         """The place in its run, as text."""
         if self.stage in (Stage.START, Stage.END):
             return "at the start of the run" if self.stage is Stage.START else "at the end of the run"
-        return _PLACES[self.phase]
+        return _PLACES[Phase.DATA if self.work.fetches else self.phase]
 
 
 class Wait(NamedTuple):
@@ -122,6 +148,26 @@ class Hang:
         for wait in self.waits:
             ranks.setdefault(wait.text, []).append(wait.rank)
         return "; ".join(f"{named_ranks(each)} in {text}" for text, each in ranks.items())
+
+
+def work_of(beat: Heartbeat, phase: Phase) -> Work:
+    """Return what a rank in this phase works on."""
+    fetches = phase is Phase.DATA or (phase is Phase.HOST and bool(beat.numbers[heartbeat.FETCHED]))
+    workers = tuple(beat.workers())
+    awaits = bool(workers) and (fetches or (phase is Phase.EVALUATION and workers[0].evaluates))
+    micro = int(beat.numbers[heartbeat.FETCHING if fetches else heartbeat.MICRO])
+    has_samples = fetches or phase in (Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION)
+    update = int(beat.numbers[heartbeat.FETCHED]) if fetches else _step(beat)
+    samples, number = beat.samples(update - 1, micro) if has_samples else ([], 0)
+    return Work(
+        fetches,
+        beat.waits_for(),
+        bool(beat.numbers[heartbeat.SAMPLE]),
+        (beat.awaited()[1] or workers[0]) if awaits else None,
+        workers,
+        tuple(samples),
+        number,
+    )
 
 
 def name_text(hang: Hang, ranks: int, ends_at: float | None, report: str) -> str:
@@ -199,11 +245,11 @@ def append_report(logs: Path | None, hang: Hang, sights: Sequence[Sight]) -> str
             masked(main_first(hang.stacks.get(sight.process, "")) or _NO_STACK, secrets_in(os.environ)),
             "",
         ]
-        for worker in sight.beat.workers():
+        for worker in sight.work.workers:
             lines += [
                 f"--- data worker {worker.number} of rank {sight.rank}, process {worker.process}: {_sample_of(worker)}"
             ]
-            lines += [masked(main_first(_stack_of(worker, sight)), secrets_in(os.environ)), ""]
+            lines += [masked(main_first(hang.stacks.get(worker.process, "")), secrets_in(os.environ)), ""]
     with suppress(OSError):
         handle = append_to(logs / REPORT)
         try:
@@ -219,34 +265,27 @@ def _described(hang: Hang, verb: str) -> str:
     line = line_of(main_frames(hang.stacks.get(culprit.process, "")))
     at = f" at {line}" if line is not None else ""
     update = f"update {culprit.step:,}" if culprit.stage in (Stage.TRAINING, Stage.UNKNOWN) else ""
-    details = ", ".join(part for part in (update, _samples(culprit)) if part)
+    details = ", ".join(part for part in (update, _samples(culprit.work, hang.stacks)) if part)
     names = named_ranks([each.rank for each in hang.culprits])
     return f"{names} {verb} {culprit.where}{at}{f' ({details})' if details else ''}"
 
 
-def _samples(sight: Sight) -> str:
+def _samples(work: Work, stacks: Mapping[int, str]) -> str:
     """Return the samples that the rank works on; of a data worker that fetches, its own."""
-    beat, workers = sight.beat, sight.beat.workers()
-    if workers and (sight.phase is Phase.DATA or (sight.phase is Phase.EVALUATION and workers[0].evaluates)):
-        worker = beat.awaited()[1] or workers[0]
-        line = line_of(main_frames(_stack_of(worker, sight)))
+    if (worker := work.worker) is not None:
+        line = line_of(main_frames(stacks.get(worker.process, "")))
         return f"data worker {worker.number} reads {_sample_of(worker)}{f' at {line}' if line is not None else ''}"
-    if beat.numbers[heartbeat.SAMPLE]:
-        return str(beat.reading())
-    fetches = sight.phase is Phase.DATA
-    micro = int(beat.numbers[heartbeat.FETCHING if fetches else heartbeat.MICRO])
-    samples, number = beat.samples(int(beat.numbers[heartbeat.FETCHED]) - 1 if fetches else sight.step - 1, micro)
-    if sight.phase not in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION) or not samples:
+    if work.is_own:
+        return str(work.reading)
+    if not work.samples:
         return ""
-    more = f" and {number - _MOST_SAMPLES} more" if number > _MOST_SAMPLES else ""
-    shown = ", ".join(map(str, samples[:_MOST_SAMPLES]))
-    return f"sample{'s' * (number > 1)} {shown}{more}"
+    more = f" and {work.number - _MOST_SAMPLES} more" if work.number > _MOST_SAMPLES else ""
+    shown = ", ".join(map(str, work.samples[:_MOST_SAMPLES]))
+    return f"sample{'s' * (work.number > 1)} {shown}{more}"
 
 
-def _stack_of(worker: Worker, sight: Sight) -> str:
-    if process_state(worker.process) in ("", "T", "Z"):
-        return ""
-    return write_stacks({worker.process: sight.beat}).get(worker.process, "")
+def _step(beat: Heartbeat) -> int:
+    return int(beat.numbers[heartbeat.STEPS] + beat.numbers[heartbeat.UPDATES]) + 1
 
 
 def _sample_of(worker: Worker) -> str:

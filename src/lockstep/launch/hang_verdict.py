@@ -9,6 +9,7 @@ from lockstep.launch.hang_report import Hang, Sight, Wait, are_recorded, waits_o
 from lockstep.launch.rank_stacks import (
     is_debugged,
     main_frames,
+    process_state,
     stack_from_outside,
     waits_in_collective,
     write_stacks,
@@ -28,6 +29,10 @@ def verdict(suspects: Sequence[Sight], sights: Sequence[Sight], *, alone: bool) 
     frames = {process: main_frames(text) for process, text in stacks.items()}
     if any(is_debugged(each) for each in frames.values()):
         return None
+    for sight in sights:  # one after the other: they share a file
+        for worker in sight.work.workers:
+            if process_state(worker.process) not in ("", "T", "Z"):
+                stacks.update(write_stacks({worker.process: sight.beat}))
     stopped = [sight for sight in suspects if sight.state == "T"]
     if stopped:
         return Hang(tuple(stopped), stacks, records, is_stopped=True)

@@ -28,7 +28,7 @@ from lockstep.core import heartbeat
 from lockstep.core.heartbeat import Heartbeat, Stage
 from lockstep.core.phase_clock import Phase
 from lockstep.launch.ends import End, EndKind
-from lockstep.launch.hang_report import Hang, Sight, Wait, append_report, hang_text, name_text, wait_text
+from lockstep.launch.hang_report import Hang, Sight, Wait, append_report, hang_text, name_text, wait_text, work_of
 from lockstep.launch.hang_verdict import odd_one, verdict
 from lockstep.launch.host_waits import HostWaits
 from lockstep.launch.outcome import print_on_stderr
@@ -231,6 +231,7 @@ class HangWatch:
             stage=Stage(int(numbers[heartbeat.STAGE])),
             updates=int(numbers[heartbeat.UPDATES]),
             calls=int(numbers[heartbeat.CALLS]),
+            work=work_of(beat, name),
         )  # fmt: skip
         return replace(sight, waits=sight.waits and sight.state != "T", limit=self._limit(sight))
 
@@ -375,7 +376,7 @@ class HangWatch:
         report = append_report(self.logs, hang, sights)
         text = hang_text(hang, len(sights), report)
         for culprit in hang.culprits:
-            reading = None if hang.is_stopped or hang.waits else culprit.beat.waits_for()
+            reading = None if hang.is_stopped or hang.waits else culprit.work.reading
             samples = () if reading is None or reading.evaluates else reading.samples
             end = End(EndKind.HUNG, _CODE, text, time.monotonic(), samples=samples, reading=str(reading or ""))
             members[culprit.place].kill_hung(end)
