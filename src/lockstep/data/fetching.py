@@ -284,6 +284,7 @@ class _WorkerSet(NamedTuple):
     kills_before: Kills
 
 
+_IN_THE_RANK = ". Set data.loader.workers: 0 to fetch in the rank's own process, which shows the error"
 _FEWER = "Set fewer data.loader.workers, or a smaller data.loader.prefetch"
 _TORCHS_ADVICE = "Details are lost due to multiprocessing."  # and what follows
 _PROCESSES = re.compile(r"(?<=[( ])\d+(?=[,)])")  # (pid 7), (pid(s) 7, 8)
@@ -310,9 +311,10 @@ def _death(error: Exception, worker_sets: Sequence[_WorkerSet]) -> RunFailed:
         reason = ""
     else:
         reason = f". If it was killed: {why_killed(worker_sets[0].kills_before, kernel_kills(), _FEWER)}"
+    # what to do about samples is stated by the launcher; workers that the kernel kills end silently in the rank, too
+    unknown = not read and not message.endswith("signal: Killed")
     return WorkerDied(
-        f"a data worker died{samples}: {message}{reason}. Set data.loader.workers: 0 to fetch in the rank's own "
-        "process, which shows the error",
+        f"a data worker died{samples}: {message}{reason}{_IN_THE_RANK if unknown else ''}",
         tuple(sample for reading in read if not reading.evaluates for sample in reading.samples),
     )
 
