@@ -50,6 +50,7 @@ from lockstep.core.stopping import (
 )
 from lockstep.data import noise
 from lockstep.data.order import Indices
+from lockstep.data.sources import skipping_part
 from lockstep.data.unreadable import read_again
 
 _SIGCHLD_WAIT_S = 1.0
@@ -65,6 +66,7 @@ class FetchRequest(NamedTuple):
         generator_key: Seed of the process' generators; None for sources that don't draw.
         position: Of the first sample in the order of the run, over all epochs.
         evaluates: Whether the samples are of an evaluation set.
+        left_out: Reasons of those that all ranks leave out, by index; a worker may not know them yet.
     """
 
     indices: Indices
@@ -73,6 +75,7 @@ class FetchRequest(NamedTuple):
     generator_key: int | None
     position: int = 0
     evaluates: bool = False
+    left_out: Mapping[int, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,8 @@ def fetch_all(source: Source, requests: Iterable[FetchRequest], workers: Workers
 
 def fetch(source: Source, request: FetchRequest) -> Batch:
     """Return the batch of a request."""
+    if request.left_out and (skipping := skipping_part(source)) is not None:
+        skipping.leave_out(request.left_out)
     try:
         batch = _fetch(source, request)
     except Failure:
