@@ -227,3 +227,29 @@ def test_a_worker_that_does_not_know_brings_no_sample_back(workers: int) -> None
     loader.close()
     assert 3 not in seen
     assert lacked in ([3, 3], [3])  # once an epoch; it may have been in the first update
+
+
+class CountsReads(IndexSource):
+    """Counts how often each sample is read, in memory that data workers share."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.reads = torch.zeros(samples, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def fetch(self, indices: np.ndarray) -> Batch:
+        for index in indices.tolist():
+            self.reads[index] += 1
+        return super().fetch(indices)
+
+
+def test_a_worker_does_not_read_what_all_ranks_leave_out_by_then() -> None:
+    source = CountsReads(400)
+    skipping_source = SkippingSource(source, uniform=False)
+    loader = make_loader(skipping_source, workers=2, shuffle=False)
+    updates = loader.updates(Progress())
+    next(updates)
+    skipping_source.leave_out({371: "another rank's"})
+    left_out = [sample.index for _ in range(49) for sample in next(updates).left_out]
+    loader.close()
+    assert left_out == [371]
+    assert (source.reads[370].item(), source.reads[371].item()) == (1, 0)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.launch.streams import log_path, remarks
+
 _DOUBLED = """
 from pathlib import Path
 from lockstep.launch.streams import doubled
@@ -69,3 +71,10 @@ def test_a_deleted_log_is_created_again(begin: str, tmp_path: Path) -> None:
     done = _run(_REOPENED.replace("{begin}", begin), str(log))
     assert (done.returncode, done.stderr) == (0, "")
     assert log.read_text().splitlines() == ["before", "after"]
+
+
+def test_remarks_of_other_ranks_have_no_null_bytes(tmp_path: Path) -> None:
+    log_path(tmp_path, 1).write_bytes(b"ERROR: Unexpected segmentation fault encountered in worker.\n\0")
+    log_path(tmp_path, 2).write_bytes(b"\0ERROR: another\n")
+    found = remarks(tmp_path, {1: 0, 2: 0})
+    assert found == ["rank 1: ERROR: Unexpected segmentation fault encountered in worker.", "rank 2: ERROR: another"]

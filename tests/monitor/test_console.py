@@ -142,6 +142,7 @@ def test_the_summary_states_how_the_run_ended(error: BaseException | None, end: 
     console.see(report(12))
     console.finish(error)
     assert end in stream.getvalue()
+    assert "  speed" not in stream.getvalue(), "one report has no speed yet"
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,10 @@ class SkippingSource:
         """Return whether a sample is known to be left out."""
         return sample in self._known
 
+    def reasons(self, indices: Indices) -> dict[int, str]:
+        """Return why those of these samples that are known to be left out are, by index."""
+        return {index: self._known[index] for index in indices.tolist() if index in self._known} if self._known else {}
+
     def lacks(self, indices: Indices, left_out: Sequence[LeftOutSample]) -> bool:
         """Return whether a batch of these samples lacks all that are known to be left out; a worker may not know."""
         if not self._known:
@@ -131,9 +135,7 @@ class SkippingSource:
             self._known, self._reference = known, reference
 
     def fetch(self, indices: Indices) -> Batch:
-        left_out = (
-            {index: self._known[index] for index in indices.tolist() if index in self._known} if self._known else {}
-        )
+        left_out = self.reasons(indices)
         tried_again = False
         generators = noise.generator_states() if self.draws else None
         if self._suspects and self._read_suspects(indices, left_out) and generators is not None:

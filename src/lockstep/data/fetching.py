@@ -50,6 +50,7 @@ from lockstep.core.stopping import (
 )
 from lockstep.data import noise
 from lockstep.data.order import Indices
+from lockstep.data.sources import skipping_part
 from lockstep.data.unreadable import read_again
 
 _SIGCHLD_WAIT_S = 1.0
@@ -65,6 +66,7 @@ class FetchRequest(NamedTuple):
         generator_key: Seed of the process' generators; None for sources that don't draw.
         position: Of the first sample in the order of the run, over all epochs.
         evaluates: Whether the samples are of an evaluation set.
+        left_out: Reasons of those that all ranks leave out, by index; a worker may not know them yet.
     """
 
     indices: Indices
@@ -73,6 +75,7 @@ class FetchRequest(NamedTuple):
     generator_key: int | None
     position: int = 0
     evaluates: bool = False
+    left_out: Mapping[int, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,8 @@ def fetch_all(source: Source, requests: Iterable[FetchRequest], workers: Workers
 
 def fetch(source: Source, request: FetchRequest) -> Batch:
     """Return the batch of a request."""
+    if request.left_out and (skipping := skipping_part(source)) is not None:
+        skipping.leave_out(request.left_out)
     try:
         batch = _fetch(source, request)
     except Failure:
@@ -284,6 +289,7 @@ class _WorkerSet(NamedTuple):
     kills_before: Kills
 
 
+_IN_THE_RANK = ". Set data.loader.workers: 0 to fetch in the rank's own process, which shows the error"
 _FEWER = "Set fewer data.loader.workers, or a smaller data.loader.prefetch"
 _TORCHS_ADVICE = "Details are lost due to multiprocessing."  # and what follows
 _PROCESSES = re.compile(r"(?<=[( ])\d+(?=[,)])")  # (pid 7), (pid(s) 7, 8)
@@ -310,9 +316,10 @@ def _death(error: Exception, worker_sets: Sequence[_WorkerSet]) -> RunFailed:
         reason = ""
     else:
         reason = f". If it was killed: {why_killed(worker_sets[0].kills_before, kernel_kills(), _FEWER)}"
+    # what to do about samples is stated by the launcher; workers that the kernel kills end silently in the rank, too
+    unknown = not read and not message.endswith("signal: Killed")
     return WorkerDied(
-        f"a data worker died{samples}: {message}{reason}. Set data.loader.workers: 0 to fetch in the rank's own "
-        "process, which shows the error",
+        f"a data worker died{samples}: {message}{reason}{_IN_THE_RANK if unknown else ''}",
         tuple(sample for reading in read if not reading.evaluates for sample in reading.samples),
     )
 

@@ -179,7 +179,7 @@ class TrainingLoader:
 
     def _fetched(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
         prefetched, shares = tee(shares)  # workers read requests ahead of the updates that are delivered
-        requests = (request for share in prefetched for request in share.requests)
+        requests = (self._informed(request) for share in prefetched for request in share.requests)
         batches, beat = fetch_all(self._source, requests, self._workers), heartbeat.own()
         for share in shares:
             beat.begin_fetch(share.step, [request.indices for request in share.requests])
@@ -189,6 +189,11 @@ class TrainingLoader:
                 fetched.append(next(batches))
             beat.end_fetch()
             yield self._update(share, tuple(fetched))
+
+    def _informed(self, request: FetchRequest) -> FetchRequest:
+        """Return the request with what all ranks know of its samples when it is sent to a worker."""
+        left_out = self._skipping.reasons(request.indices) if self._skipping is not None else {}
+        return request._replace(left_out=left_out) if left_out else request
 
     def _update(self, share: _Share, micro_batches: tuple[Batch, ...]) -> GlobalBatch:
         count, tokens = 0.0, 0

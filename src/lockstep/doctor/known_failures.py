@@ -127,7 +127,8 @@ _PROGRAM = (
         r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (exited unexpectedly|is killed by signal: (?!Bus))|"
         r"a data worker died",
         "A process that loads data was killed, often because memory ran out, or crashed in the dataset.",
-        "Set data.loader.workers: 0 to see the error in the rank, or use fewer workers.",
+        "Mend the sample that it was reading, or leave it out (data.leave_out, data.bad_samples). If memory ran out, "
+        "set fewer data.loader.workers; if no sample is named, set them to 0, so that the rank shows the error.",
     ),
     row(
         "weights of another model",

@@ -221,4 +221,5 @@ def _lines(path: Path, start: int) -> Iterator[str]:
     with open(path, "rb") as file:
         file.seek(start)
         for line in file:
-            yield line.decode("utf-8", "backslashreplace").strip()
+            text = line.replace(b"\0", b"")  # torch's handlers of signals print one
+            yield text.decode("utf-8", "backslashreplace").strip()

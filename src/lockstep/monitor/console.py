@@ -224,7 +224,7 @@ class Console(ThrottledMonitor):
                 _row("evaluation", f"{name}: {formatting.metrics(report.metrics)} (step {report.step:,})")
                 for name, report in self._evaluations.items()
             ),
-            _row("speed", ", ".join(self._rates(self._throughput.overall))),
+            *([_row("speed", ", ".join(rates))] if (rates := self._rates(self._throughput.overall)) else []),
             *([_row("time", time_shares(self._split))] if self._split else []),
             _row("discarded", f"{last.discarded:,} of {last.step:,} updates" if last.discarded else "none"),
             _row("folder", _shortest_path(facts.folder)),
