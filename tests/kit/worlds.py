@@ -162,7 +162,7 @@ def _rank(
 
     from kit import sharding_memory
 
-    outside_watch._shared_folder = lambda: None
+    outside_watch._shared_folder = lambda opening: None
     faulthandler.enable(file=of_faults.fileno())
     torch.set_num_threads(1)
     cast("Any", mp.current_process())._config["daemon"] = False  # data workers are its children

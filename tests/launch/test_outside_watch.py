@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,15 +15,25 @@ import pytest
 import torch
 import yaml
 from kit import small, worlds
+from kit.waiting import wait_until
 from kit.worlds import in_world
 
 import lockstep
+from lockstep.core import heartbeat
+from lockstep.core.heartbeat import PROCESS, mapped_heartbeats
 from lockstep.launch import outside_watch
+from lockstep.launch.ends import EndKind
+from lockstep.launch.hang_watch import LearnedTimes
+from lockstep.launch.kept_times import keep, remove_without, take, times_folder
 from lockstep.launch.memory_folder import ROOT
 
 
+def _restarts() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+
+
 class Hangs(small.Net):
-    """Hangs on rank 1 in its tenth forward, the first time."""
+    """Hangs on rank 1 in its tenth forward, the first time, and in the first one after torchrun's first restart."""
 
     def __init__(self, once: str) -> None:
         super().__init__()
@@ -29,6 +41,9 @@ class Hangs(small.Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.left -= self.training
+        if self.left == 9 and self.training and (os.environ["RANK"], _restarts()) == ("1", "1"):
+            while True:
+                time.sleep(0.01)
         if self.left == 0 and os.environ["RANK"] == "1" and not self.once.exists():
             self.once.touch()
             while True:
@@ -61,10 +76,118 @@ def test_a_rank_that_hangs_is_named_and_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+# --- a stop -----------------------------------------------------------------------------------------------------------
+
+
+def _reads_for_ever(folder: Path, beat: heartbeat.Heartbeat) -> None:
+    """Handle SIGTERM, as ranks do, and read sample 7 with the interpreter's lock held."""
+    with outside_watch._noting_signals(folder, 0):
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        os.waitpid(_forked_reader(), 0)  # its signals aren't the rank's
+        heartbeat.use(beat)
+        with heartbeat.reads(heartbeat.mark_of(7, evaluates=False)):
+            while True:
+                ctypes.PyDLL(None).sleep(60)
+
+
+def _forked_reader() -> int:
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    return child
+
+
+@pytest.mark.parametrize(
+    ("sent", "kind", "samples"),
+    [([signal.SIGTERM], EndKind.INTERRUPTED, ()), ([signal.SIGUSR2], EndKind.KILLED, (7,)), ([], EndKind.KILLED, (7,))],
+)
+def test_a_rank_that_is_killed_because_it_does_not_stop_is_no_death_of_its_sample(
+    tmp_path: Path, sent: list[signal.Signals], kind: EndKind, samples: tuple[int, ...]
+) -> None:
+    (beat,) = mapped_heartbeats(tmp_path, 1)
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: None)
+    process = os.fork()
+    if process == 0:
+        _reads_for_ever(tmp_path, beat)
+    signal.signal(signal.SIGUSR2, before)
+    beat.numbers[PROCESS] = process
+    signals = outside_watch._signals_file(tmp_path, 0)
+    try:
+        wait_until(lambda: beat.reading() is not None)
+        rank = outside_watch._OutsideRank(beat, os.open(signals, os.O_RDONLY))
+        for number in sent:
+            os.kill(process, number)
+        wait_until(lambda: [*signals.read_bytes()] == sent)
+        rank.update()
+        assert rank.ended is None
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    rank.update()
+    assert rank.ended is not None
+    assert (rank.ended.kind, rank.ended.samples) == (kind, samples)
+
+
+# --- the times of the rounds before ---------------------------------------------------------------------------------
+
+
+def test_the_next_round_of_a_launch_has_the_times_of_the_one_before(tmp_path: Path) -> None:
+    times, folder = LearnedTimes(first=2.0, slowest_start=1.0), tmp_path / "times"
+    times.recent.extend([0.1, 0.2])
+    keep(folder, "run/logs", times)
+    assert take(folder, "run/logs") == times
+    assert not folder.exists()
+    assert take(folder, "run/logs") == LearnedTimes()
+    keep(folder, "run/logs", times)
+    assert take(folder, "another/logs") == LearnedTimes()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", '{"run": "run", "first": 1.0', "[1]", "null", "[" * 10_000, "\xff",
+        '{"run": "run", "first": NaN, "slowest_start": 0, "recent": []}',
+        '{"run": "run", "first": 1, "slowest_start": -1, "recent": []}',
+        '{"run": "run", "first": 1, "slowest_start": 0, "recent": [{}]}',
+        '{"run": "run", "first": 1, "slowest_start": 0, "recent": [' + "1, " * 2**16 + "1]}",
+    ],
+)  # fmt: skip
+def test_times_that_are_torn_or_foreign_are_ignored(tmp_path: Path, content: str) -> None:
+    keep(tmp_path / "times", "run", LearnedTimes())
+    (tmp_path / "times/times").write_text(content, encoding="latin-1")
+    assert take(tmp_path / "times", "run") == LearnedTimes()
+    assert not (tmp_path / "times").exists()
+
+
+def test_times_go_with_their_launcher(tmp_path: Path) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", ""])
+    keep(tmp_path / "times", "run", LearnedTimes())
+    launcher.wait()
+    remove_without(launcher.pid, tmp_path / "times")
+    assert not (tmp_path / "times").exists()
+
+
+def test_a_folder_that_others_can_write_to_is_ignored(tmp_path: Path) -> None:
+    keep(tmp_path / "times", "run", LearnedTimes(first=2.0))
+    (tmp_path / "times").chmod(0o777)
+    assert take(tmp_path / "times", "run") == LearnedTimes()
+
+
+def test_times_are_kept_for_a_round_that_may_follow() -> None:
+    def of(restarts: int, most: int) -> tuple[Path | None, bool]:
+        return times_folder(0, {"TORCHELASTIC_RESTART_COUNT": str(restarts), "TORCHELASTIC_MAX_RESTARTS": str(most)})
+
+    assert of(0, 2)[0] == of(2, 2)[0] is not None
+    assert [of(restarts, 2)[1] for restarts in range(3)] == [True, True, False]
+    assert of(0, 0) == times_folder(0, {}) == (None, False)
+
+
 @pytest.mark.drill
 def test_torchrun_starts_the_ranks_again(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(_config(tmp_path)))
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "lockstep", "train"]
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2", "-m", "lockstep", "train"]
     environ = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path[:3], os.environ.get("PYTHONPATH", "")]),
@@ -74,5 +197,5 @@ def test_torchrun_starts_the_ranks_again(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "lockstep: rank 1 hasn't moved for" in done.stderr
-    assert "rank 1 hangs in its forward at" in done.stderr
-    assert "resumes from step 9" in done.stdout
+    assert done.stderr.count("rank 1 hangs in its forward at") == 2  # the second in its first update, at once
+    assert done.stdout.count("resumes from step 9") == 2

@@ -40,7 +40,7 @@ _PLACES = {
 
 
 class Work(NamedTuple):
-    """What a rank works on, noted before stacks are asked for: that signal ends a wait in the kernel, such as sleep().
+    """The work of a rank, noted before stacks are asked for: that signal ends a wait in the kernel, such as sleep().
 
     Attributes:
         fetches: Whether it fetches data.

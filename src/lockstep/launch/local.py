@@ -48,6 +48,7 @@ from lockstep.launch.ends_file import append_ends
 from lockstep.launch.forking import may_fork
 from lockstep.launch.group import SignalRequests, watch
 from lockstep.launch.hosts import Hosts
+from lockstep.launch.last_words import all_with_last_words
 from lockstep.launch.other_launchers import (
     read_at_start,
     refuse_unsettable,
@@ -209,6 +210,8 @@ def _run_ranks(
         ends = watch(begun.members, requests, timeout, hosts, begun.hangs, prepare)
     finally:
         begun.close()
+    if logs is not None:
+        ends = all_with_last_words(ends, logs, old_sizes)
     if not job.forks and any(end.kind is EndKind.CODE and end.code == _UNGUARDED for end in ends):
         raise ConfigError(_GUARD)
     if hosts is None:

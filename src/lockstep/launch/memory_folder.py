@@ -49,7 +49,7 @@ class MemoryFolder:
         """
         name = _name_of(run)
         try:
-            _remove_abandoned(root)
+            remove_abandoned(root)
             for number in range(max(1, hosts)):
                 path = root / (f"{name}-{number}" if number else name)
                 with suppress(FileExistsError):
@@ -128,7 +128,8 @@ def _locked(path: Path) -> int | None:
     return handle
 
 
-def _remove_abandoned(root: Path) -> None:
+def remove_abandoned(root: Path = ROOT) -> None:
+    """Remove what this user's launchers have left there more than an hour ago."""
     for path in root.glob(f"{prefix()}*"):
         with suppress(OSError):
             if not is_own(path) or time.time() - _last_use(path) < _ABANDONED_S:

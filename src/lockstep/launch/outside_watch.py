@@ -29,12 +29,13 @@ from typing import TYPE_CHECKING
 from lockstep.core import heartbeat
 from lockstep.core.heartbeat import PROCESS, READY, Heartbeat, mapped_heartbeats
 from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
-from lockstep.core.stopping import STACKS_SIGNAL
+from lockstep.core.stopping import STACKS_SIGNAL, STOP_SIGNALS
 from lockstep.launch.deadly_samples import DeadlySamples
 from lockstep.launch.ends import End, EndKind, while_reading
 from lockstep.launch.flight_records import answer_no_more, answer_requests
-from lockstep.launch.hang_watch import HangWatch
-from lockstep.launch.memory_folder import ROOT, is_own, prefix
+from lockstep.launch.hang_watch import HangWatch, LearnedTimes
+from lockstep.launch.kept_times import keep, remove_without, take, times_folder
+from lockstep.launch.memory_folder import ROOT, is_own, prefix, remove_abandoned
 from lockstep.launch.outcome import print_on_stderr
 
 if TYPE_CHECKING:
@@ -44,7 +45,10 @@ _TICK_S = 0.1
 _COMES_S = 600.0  # until all ranks of the host have begun
 _LEFT = -1.0  # instead of its process: the rank has left
 _RUNS = End(EndKind.DONE, 0, "", 0.0)
+_NOTES = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+_MOST_SIGNALS = 2**16
 _openings = count()
+_noted: list[int] = []  # the file into which this rank's signals are noted
 
 
 @contextlib.contextmanager
@@ -55,9 +59,9 @@ def watched_from_outside(config: Config, logs: Path | None) -> Iterator[None]:
         logs: Of the run, for the stacks of a rank that hangs, and the samples whose reading ends one.
     """
     environ, options = os.environ, config.recovery.watchdog
-    folder = None
+    folder, opening = None, next(_openings)
     if options.enabled and names_a_rank(environ) and not started_by_lockstep(environ):
-        folder = _shared_folder()
+        folder = _shared_folder(opening)
     if folder is None:
         yield
         return
@@ -72,19 +76,49 @@ def watched_from_outside(config: Config, logs: Path | None) -> Iterator[None]:
     own.numbers[READY], own.numbers[PROCESS] = 1, os.getpid()
     heartbeat.use(own)
     if rank.local_rank == 0:
-        _start(folder, config, logs, rank)
+        _start(folder, config, logs, rank, opening)
     try:
-        yield
+        with _noting_signals(folder, rank.local_rank):
+            yield
     finally:
         own.numbers[PROCESS] = _LEFT
         answer_no_more(own)
         heartbeat.use(before)
 
 
-def _shared_folder() -> Path | None:
+@contextlib.contextmanager
+def _noting_signals(folder: Path, place: int) -> Iterator[None]:
+    """Note in a file which signals this rank handles, in C, also while its interpreter's lock is held."""
+    handle = os.open(_signals_file(folder, place), _NOTES | os.O_NONBLOCK, 0o600)
+    try:
+        with contextlib.suppress(ValueError):  # not in the main thread
+            before = signal.set_wakeup_fd(handle, warn_on_full_buffer=False)
+            if before == -1:
+                _noted.append(handle)
+            else:  # another's, such as asyncio's
+                signal.set_wakeup_fd(before)
+        yield
+    finally:
+        _note_none()
+        os.close(handle)
+
+
+def _note_none() -> None:
+    """Note no more signals. Those of a process that a rank forks aren't its own."""
+    if _noted:
+        _noted.clear()
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+
+
+def _signals_file(folder: Path, place: int) -> Path:
+    return folder / f"signals-{place}"
+
+
+def _shared_folder(opening: int) -> Path | None:
     """Return the folder of the ranks that this rank's launcher has started on this host, at this opening."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    path = ROOT / f"{prefix()}watch-{os.getppid()}-{os.environ.get('MASTER_PORT', '')}-{restarts}-{next(_openings)}"
+    path = ROOT / f"{prefix()}watch-{os.getppid()}-{os.environ.get('MASTER_PORT', '')}-{restarts}-{opening}"
     try:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -93,7 +127,8 @@ def _shared_folder() -> Path | None:
         return None
 
 
-def _start(folder: Path, config: Config, logs: Path | None, rank: RankEnvironment) -> None:
+def _start(folder: Path, config: Config, logs: Path | None, rank: RankEnvironment, opening: int) -> None:
+    times, goes_on = times_folder(opening)
     deadly = None if logs is None else DeadlySamples.of(config, logs)
     task = {
         "folder": str(folder),
@@ -103,6 +138,9 @@ def _start(folder: Path, config: Config, logs: Path | None, rank: RankEnvironmen
         "ranks": rank.local_world_size,
         "first": rank.rank,
         "alone": rank.local_world_size == rank.world_size,
+        "times": None if times is None else str(times),
+        "goes_on": goes_on,
+        "launcher": os.getppid(),
     }
     with contextlib.suppress(OSError):  # the ranks train without it
         subprocess.Popen(
@@ -111,6 +149,9 @@ def _start(folder: Path, config: Config, logs: Path | None, rank: RankEnvironmen
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C and the launcher's signals are the ranks'
         )
+
+
+os.register_at_fork(after_in_child=_note_none)
 
 
 # --- in the process beside the ranks --------------------------------------------------------------------------------
@@ -126,6 +167,7 @@ class _OutsideRank:
     """A rank, as the watch sees it: nothing is known of how it ends."""
 
     beat: Heartbeat
+    signals: int  # the file of those that it has handled
     process: _KnownProcess = field(init=False)
     reported: End | None = None
     ended: End | None = None
@@ -137,13 +179,22 @@ class _OutsideRank:
             with contextlib.suppress(ProcessLookupError):
                 self._handle = os.pidfd_open(self.process.pid)
 
+    @property
+    def failed(self) -> bool:
+        return self.ended is not None and self.ended.kind is not EndKind.DONE
+
     def update(self) -> None:
         """Note whether the process has ended, or has left the others."""
         if self.beat.numbers[PROCESS] == _LEFT:
             self.ended = End(EndKind.DONE, 0, "", time.monotonic())
         elif self._handle is None or select.select([self._handle], [], [], 0)[0]:
-            end = End(EndKind.KILLED, 1, "was killed, or has exited", time.monotonic())
+            kind = EndKind.INTERRUPTED if self._was_stopped() else EndKind.KILLED
+            end = End(kind, 1, "was killed, or has exited", time.monotonic())
             self.ended = self.reported or while_reading(end, self.beat.reading())
+
+    def _was_stopped(self) -> bool:
+        """Return whether a stop was requested: its launcher kills a rank that doesn't follow, whatever it reads."""
+        return not {*STOP_SIGNALS}.isdisjoint(os.pread(self.signals, _MOST_SIGNALS, 0))
 
     def kill_hung(self, end: End) -> None:
         self.reported = end
@@ -183,12 +234,20 @@ def main(task: str) -> None:
     values = json.loads(task)
     folder, logs = Path(values["folder"]), values["logs"]
     try:
+        remove_abandoned()
         beats = mapped_heartbeats(folder, values["ranks"])
         if _all_begun(beats):
             options, logs = Watchdog(**values["options"]), None if logs is None else Path(logs)
-            watch = HangWatch(options, beats, logs, values["first"], alone=values["alone"])
+            kept, run = None if values["times"] is None else Path(values["times"]), str(logs)
+            times = LearnedTimes() if kept is None else take(kept, run)
+            watch = HangWatch(options, beats, logs, values["first"], alone=values["alone"], times=times)
             deadly = None if logs is None else DeadlySamples(logs, *values["deadly"])
-            _watch(watch, [_OutsideRank(beat) for beat in beats], deadly)
+            signals = [os.open(_signals_file(folder, place), _NOTES, 0o600) for place in range(len(beats))]
+            ranks = [*map(_OutsideRank, beats, signals)]
+            _watch(watch, ranks, deadly)
+            if kept is not None and values["goes_on"] and any(rank.failed for rank in ranks):
+                keep(kept, run, times)
+                remove_without(values["launcher"], kept)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,0 +1,75 @@
+"""The last words of a rank that has died by an abort or a crash: what C++ code has printed into its log, and the line.
+
+    terminate called after throwing an instance of 'gloo::EnforceNotMet'
+      what():  ... Received data size doesn't match expected size ...      --> the reason
+    Fatal Python error: Aborted
+      File "model.py", line 12 in forward                                  --> the line
+
+Rank 0's own output of this kind is on the terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep.core.files import opened_regular
+from lockstep.core.secrets import masked, secrets_in
+from lockstep.launch.ends import End
+from lockstep.launch.rank_stacks import line_of, main_frames
+from lockstep.launch.streams import log_path
+
+_DEATHS = ("was killed by SIGABRT", "was killed by SIGSEGV")
+_MOST_BYTES, _MOST_CHARACTERS = 2**18, 300
+_FATAL = "Fatal Python error: "
+_REASON = re.compile(
+    r"^ *what\(\): +(?P<what>.+)$|^(?P<other>terminate called .+|libc\+\+abi: .+|.*Assertion .* failed.*"
+    r"|free\(\): .+|malloc\(\): .+|double free .+|corrupted .+|\*\*\* .+ \*\*\*.*)$",
+    re.MULTILINE,
+)
+_MISMATCH = re.compile(r"data size doesn't match expected size|collective mismatch")
+
+
+def with_last_words(end: End, logs: Path, rank: int, began: int) -> End:
+    """Return the end of a rank with what its log states about its death.
+
+    Args:
+        began: Size of the log before the rank started.
+    """
+    if end.text not in _DEATHS:
+        return end
+    words = _words(_tail(log_path(logs, rank), began))
+    return replace(end, text=f"{end.text}: {words}") if words else end
+
+
+def _words(log: str) -> str:
+    printed, fatal, stacks = log.rpartition(_FATAL)
+    if not fatal:
+        printed = log
+    matches = [*_REASON.finditer(printed)]
+    whats = [match["what"] for match in matches if match["what"]]
+    reason = masked(next(reversed(whats or [match[0] for match in matches]), "").strip(), secrets_in(os.environ))
+    line = line_of(main_frames(stacks.partition("\n")[2])) if fatal else None
+    parts = [f"at {line}" if line is not None else "", reason[:_MOST_CHARACTERS]]
+    if _MISMATCH.search(reason):
+        parts.insert(0, "the ranks called different collectives, or with tensors of different sizes")
+    return ", ".join(part for part in parts[:-1] if part) + (": " if any(parts[:-1]) and parts[-1] else "") + parts[-1]
+
+
+def _tail(log: Path, began: int) -> str:
+    """Return the end of what the rank has printed."""
+    try:
+        with opened_regular(log) as handle:
+            size = os.fstat(handle).st_size
+            start = max(began, size - _MOST_BYTES)
+            return os.pread(handle, max(0, size - start), start).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def all_with_last_words(ends: Sequence[End], logs: Path, began: dict[int, int]) -> list[End]:
+    """Return the ends of all ranks, those of this host (`began`) with their last words."""
+    return [with_last_words(end, logs, rank, began[rank]) if rank in began else end for rank, end in enumerate(ends)]
