@@ -36,6 +36,8 @@ from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Request
 from lockstep.launch.memory_copying import is_copied, is_copying
 from lockstep.monitor import report_buffer
+from lockstep.monitor.goodput import saved_steps
+from lockstep.training.fallback_folder import saved_elsewhere
 from lockstep.training.host_memories import HostMemories, HostsStorage, content
 from lockstep.training.locations import storage_of
 from lockstep.training.session import Session, components_of
@@ -331,6 +333,8 @@ def after_last_round(
     if fault is None:
         report_buffer.mend(folder, memory.path, step, job.config.monitor.every)
         text = f"the state after step {step:,} was in memory, and is saved in {storage.place}; start it again to resume"
+    elif any(max(saved_steps(place), default=-1) >= step for place in saved_elsewhere(folder, storage.run, ())):
+        return result  # the ranks' message names that folder
     else:
         memory.leave()
         text = (
