@@ -20,6 +20,7 @@ from lockstep.config.known_runs import recorded
 from lockstep.core.errors import RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.monitor.folder import CHECKPOINTS, ENVIRONMENT, RunFolder
+from lockstep.monitor.goodput import saved_steps
 from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
@@ -53,6 +54,11 @@ def saved_elsewhere(folder: Path, run: object, parents: Iterable[Path]) -> Itera
             for place in sorted(parent.glob(f"{glob.escape(folder.resolve().name)}-unsaved-*")):
                 if run is not None and _id(place) == run:
                     yield place
+
+
+def is_saved_elsewhere(folder: Path, run: str, step: int) -> bool:
+    """Return whether such a folder has the state after this step, or a newer one."""
+    return any(max(saved_steps(place), default=-1) >= step for place in saved_elsewhere(folder, run, ()))
 
 
 def _id(folder: Path) -> object:
