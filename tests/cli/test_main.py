@@ -175,3 +175,11 @@ def test_a_closed_pipe_causes_no_traceback() -> None:
     program = f"{sys.executable} -m lockstep config schema | head -n 1"
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, cwd=Path.cwd())
     assert (done.stdout, done.stderr) == ("{\n", "")
+
+
+@pytest.mark.parametrize("verb", ["report", "eval", "explain", "doctor", "compare"])
+def test_a_folder_that_is_not_there_is_a_usage_error(
+    verb: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([verb, str(tmp_path / "nope")]) == 2
+    assert str(tmp_path / "nope") in capfd.readouterr().err

@@ -14,6 +14,7 @@ from kit.reports import report
 from lockstep.core.records import Verdict
 from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.events import EventLog
+from lockstep.monitor.folder import RunFolder
 from lockstep.report import explanation
 from lockstep.report.explanation import explain
 from lockstep.report.limits import Limit, limits
@@ -93,6 +94,17 @@ def test_a_run_that_is_limited_by_its_computation_alone_is_told_so(tmp_path: Pat
     assert "Nothing but the computation itself limits it; to try are precision.compute: bf16" in text
     assert "backward 59 %" in text
     assert "2.00 GiB resident were used, by rank 1" in text
+
+
+def test_a_running_run_shows_where_the_time_goes_before_its_first_interval_is_over(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    run.write_config("run: {steps: 100}\n")
+    run.metrics.write_text('{"step": 1, "loss": 5.0}\n')
+    live = {"step": 1, "ranks": [{"rank": 0, "split": {"forward": 0.03, "data": 0.01}}, {"rank": 1, "split": None}]}
+    (run.path / "live.json").write_text(json.dumps(live))
+    assert "Where an update's time went: forward 75 %, data 25 %." in explain(run.path).sentences
+    run.release()
+    assert "wasn't measured" in " ".join(explain(run.path).sentences)
 
 
 def test_what_is_damaged_or_missing_is_left_out(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from kit.pages import Happening, Page, evaluated, logged, make_run, page_of, res
 from kit.reports import report
 
 from lockstep.cli import report as verb
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.records import Verdict
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.ends_file import append_ends
@@ -383,7 +383,7 @@ def test_the_command_writes_to_output(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_folder_that_is_not_a_run_is_refused_with_the_run_that_may_be_meant(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    with pytest.raises(RunFailed, match=rf"there is no folder {tmp_path}/nothing$"):
+    with pytest.raises(ConfigError, match=rf"there is no folder {tmp_path}/nothing$"):
         write_report(tmp_path / "nothing")
     with pytest.raises(RunFailed, match=rf"is not the folder of a run: .* the newest runs in it are {run}$"):
         write_report(tmp_path)

@@ -27,8 +27,11 @@ def prepare(arguments: Sequence[str]) -> Prepared:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    from lockstep.core.errors import ConfigError
     from lockstep.training.finished_run import evaluate_run
 
+    if not args.run.exists():
+        raise ConfigError(f"there is no folder {args.run}")
     code, metrics = evaluate_run(
         args.run, args.ranks, trust_remote_code=args.trust_remote_code, trust_run=args.trust_run
     )

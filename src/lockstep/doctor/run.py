@@ -38,7 +38,14 @@ from lockstep.doctor.saved import saved_state
 from lockstep.doctor.starts import changes_since_saved, differences_of_hosts
 from lockstep.doctor.suspects import common_suspects
 from lockstep.launch.ends_file import EXITED, LaunchEnds, RankEnd
-from lockstep.launch.last_launch import LastLaunch, failure_before_refusals, full_disk, last_launch, survived_failures
+from lockstep.launch.last_launch import (
+    LastLaunch,
+    failure_before_refusals,
+    full_disk,
+    last_launch,
+    rescued_step,
+    survived_failures,
+)
 from lockstep.monitor.folder import ENVIRONMENT, LOGS, held_by, is_finished, is_run, refuse_escaping_links
 from lockstep.report.run_data import RunData, read_run
 from lockstep.training.store_lock import GONE_S
@@ -93,6 +100,9 @@ def diagnose_run(run: Path) -> Diagnosis:
     if lives is None:
         waits = f"if that has ended, the next start waits {GONE_S:g} s, and resumes"
         return _continuing(run, data, seen, f"locked by {holder} ({_progress(data)} so far); {waits}")
+    if (step := rescued_step(run)) is not None:
+        state = f"the state of a run after step {step:,}, rescued from a folder that took no save"
+        return _ended(run, data, state, (), failed=False)
     if last.records:
         return _recorded(run, data, last, seen)
     return _unrecorded(run, data, last, seen)

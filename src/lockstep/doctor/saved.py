@@ -7,9 +7,6 @@ RUN-unsaved-x7f2/                         a run whose disk was full has made thi
 
 from __future__ import annotations
 
-import glob
-import json
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,10 +15,10 @@ from pathlib import Path
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import Failure
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.launch.memory_folder import left_by
 from lockstep.monitor.folder import ENVIRONMENT, is_finished
 from lockstep.report.run_data import RunData
+from lockstep.training.fallback_folder import saved_elsewhere
 from lockstep.training.finished_run import run_config
 from lockstep.training.locations import storage_of
 from lockstep.training.memory_snapshots import snapshots_in
@@ -96,17 +93,6 @@ def _steps(run: Path) -> list[int]:
 
 def _rescue_folders(run: Path, data: RunData) -> Iterator[Path]:
     """Yield the folders to which this run has saved what its own folder couldn't take."""
-    number = data.environment.get("run")
     worked_in = data.environment.get("working_directory")
     parents = [Path(worked_in)] if isinstance(worked_in, str) else []
-    for parent in dict.fromkeys([*parents, Path.cwd(), Path(tempfile.gettempdir())]):
-        with suppress(OSError, ValueError):
-            for folder in sorted(parent.glob(f"{glob.escape(run.resolve().name)}-unsaved-*")):
-                if number is not None and _id(folder) == number:
-                    yield folder
-
-
-def _id(folder: Path) -> object:
-    with suppress(OSError, ValueError, AttributeError, RecursionError):
-        return json.loads(read_bounded(folder / ENVIRONMENT, MAX_JSON_BYTES)).get("run")
-    return None
+    yield from saved_elsewhere(run, data.environment.get("run"), parents)

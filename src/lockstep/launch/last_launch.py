@@ -17,7 +17,8 @@ from lockstep.core.formatting import size
 from lockstep.core.ranks import LAUNCHER
 from lockstep.launch.ends_file import LaunchEnds, read_ends
 from lockstep.monitor.attempts import ENDS
-from lockstep.monitor.folder import LOGS, held_by, is_finished, lock_holder
+from lockstep.monitor.folder import LOCK, LOGS, METRICS, SUMMARY, held_by, is_finished, lock_holder
+from lockstep.monitor.goodput import saved_steps
 
 _FULL = 1 << 20  # bytes that are free on a disk that counts as full
 _OTHER_ROUNDS = ("grows", "rolled_back")  # ends after which a new round follows by itself, and isn't a failure
@@ -81,6 +82,13 @@ def failure_before_refusals(run: Path) -> LaunchEnds | None:
 def _is_failure(entry: LaunchEnds) -> bool:
     cause = next((rank.end for rank in entry.ranks if rank.rank == entry.cause), "")
     return entry.code != 0 and not entry.is_stop and not entry.is_refused and cause not in _OTHER_ROUNDS
+
+
+def rescued_step(run: Path) -> int | None:
+    """Return the step of the state that was rescued to this folder; None: none, or it was resumed here."""
+    if any((run / name).exists() for name in (LOCK, METRICS, SUMMARY)):
+        return None
+    return max(saved_steps(run), default=None)
 
 
 def full_disk(run: Path) -> str:

@@ -171,7 +171,7 @@ def _steps(summary: Mapping[str, Any], unit: str, wanted: float) -> int | None:
 def _share(summary: Mapping[str, Any], last: Mapping[str, Any], step: float, unit: str, wanted: float) -> float | None:
     if summary:
         return 1.0
-    if wanted <= 0:
+    if wanted <= 0 or (unit != "steps" and step > 0 and not last):
         return None
     done = {"steps": step, "epochs": number(last.get("epoch"), 0.0)}.get(unit)
     share = (number(last.get(unit), 0.0) if done is None else done) / wanted

@@ -6,8 +6,10 @@ memory beside the plan   restarts, discarded updates, evaluations, saves   goodp
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,10 +17,12 @@ import numpy as np
 
 from lockstep.core import formatting
 from lockstep.core.command_lines import command_line
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.launch.last_launch import survived_failures
-from lockstep.monitor.attempts import Attempt, read_attempts
+from lockstep.monitor.attempts import Attempt, number_or_nan, read_attempts
 from lockstep.monitor.folder import held_by
 from lockstep.monitor.goodput import Goodput, goodput, saved_steps
+from lockstep.monitor.meter_files import LIVE
 from lockstep.report.curves import throughput
 from lockstep.report.facts import bad_numbers, left_out
 from lockstep.report.limits import Limit, limits
@@ -105,7 +109,7 @@ def _sentences(evidence: _Evidence) -> list[str]:
         (1, _speed(run, ranks)),
         (1, sentences(roofline, evidence.measure) if roofline is not None else ()),
         (2, communication(roofline, ranks) if roofline is not None and not slow_ranks else ()),
-        (1, _split(ranks)),
+        (1, _split(ranks.split() or _split_so_far(run.folder))),
         (0, [cause.sentences for cause in evidence.causes[:1]]),
         (3, [cause.sentences for cause in evidence.causes[1:]]),
         (2, memory(evidence.attempts[-1] if evidence.attempts else None, ranks)),
@@ -153,8 +157,18 @@ def _speed(run: RunData, ranks: RankHistory) -> Iterator[str]:
     yield f"An update took {formatting.short_time(mean)} on average{rate}{unsteady}."
 
 
-def _split(ranks: RankHistory) -> Iterator[str]:
-    split = ranks.split()
+def _split_so_far(run: Path) -> dict[str, float]:
+    """Return the seconds of an update by phase that a running run shows before its first interval is over."""
+    sums: dict[str, float] = {}
+    with suppress(OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        live = json.loads(read_bounded(run / LIVE, MAX_JSON_BYTES)) if held_by(run) is not None else {"ranks": []}
+        for name, seconds in (item for rank in live["ranks"] for item in rank["split"].items()):
+            if (value := number_or_nan(seconds)) >= 0:
+                sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
+def _split(split: Mapping[str, float]) -> Iterator[str]:
     whole = sum(split.values())
     longest = sorted(split.items(), key=lambda item: -item[1])
     parts = [f"{name} {100 * part / whole:.0f} %" for name, part in longest if whole and part >= 0.005 * whole]

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep import __version__
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import write_atomically
 from lockstep.core.secrets import hidden_setting, without_secrets
 from lockstep.monitor.folder import CONFIG, is_run, refuse_escaping_links
@@ -119,12 +119,12 @@ def _config_line(line: str) -> tuple[str, str]:
 
 
 def check_run(folder: Path) -> None:
-    """Raise RunFailed, with the run that may be meant, if it is not a run's folder."""
+    """Raise RunFailed, with the run that may be meant, if it is not a run's folder; ConfigError if it isn't there."""
     if is_run(folder):
         refuse_escaping_links(folder)
         return
     if not folder.exists():
-        raise RunFailed(f"there is no folder {folder}")
+        raise ConfigError(f"there is no folder {folder}")
     if not folder.is_dir():
         near = f"; its run is {folder.parent}" if is_run(folder.parent) else ""
         raise RunFailed(f"{folder} is a file, not the folder of a run{near}")

@@ -5,8 +5,11 @@ RUN/checkpoints: Read-only file system --> working directory, then the folder fo
 
 from __future__ import annotations
 
+import glob
+import json
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -15,7 +18,9 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.ownership import Owner
 from lockstep.config.known_runs import recorded
 from lockstep.core.errors import RunFailed
-from lockstep.monitor.folder import CHECKPOINTS, RunFolder
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded
+from lockstep.monitor.folder import CHECKPOINTS, ENVIRONMENT, RunFolder
+from lockstep.monitor.goodput import saved_steps
 from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
@@ -34,6 +39,31 @@ def save_elsewhere(session: Session, checkpoints: Checkpoints, folder: Path) -> 
         place = _save_below(parent, session, checkpoints, folder.name)
         if place is not None:
             return place
+    return None
+
+
+def saved_elsewhere(folder: Path, run: object, parents: Iterable[Path]) -> Iterator[Path]:
+    """Yield the folders in which a run has saved what its own folder couldn't take.
+
+    Args:
+        run: Its id.
+        parents: Where to look, beside the working directory and the folder for temporary files.
+    """
+    for parent in dict.fromkeys((*parents, Path.cwd(), Path(tempfile.gettempdir()))):
+        with suppress(OSError, ValueError):
+            for place in sorted(parent.glob(f"{glob.escape(folder.resolve().name)}-unsaved-*")):
+                if run is not None and _id(place) == run:
+                    yield place
+
+
+def is_saved_elsewhere(folder: Path, run: str, step: int) -> bool:
+    """Return whether such a folder has the state after this step, or a newer one."""
+    return any(max(saved_steps(place), default=-1) >= step for place in saved_elsewhere(folder, run, ()))
+
+
+def _id(folder: Path) -> object:
+    with suppress(OSError, ValueError, AttributeError, RecursionError):
+        return json.loads(read_bounded(folder / ENVIRONMENT, MAX_JSON_BYTES)).get("run")
     return None
 
 

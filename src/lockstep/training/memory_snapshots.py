@@ -36,6 +36,7 @@ from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Request
 from lockstep.launch.memory_copying import is_copied, is_copying
 from lockstep.monitor import report_buffer
+from lockstep.training.fallback_folder import is_saved_elsewhere
 from lockstep.training.host_memories import HostMemories, HostsStorage, content
 from lockstep.training.locations import storage_of
 from lockstep.training.session import Session, components_of
@@ -325,18 +326,16 @@ def after_last_round(
     except Failure as failure:  # the ranks have failed for the same reason
         _log.debug("no storage for a snapshot: %s", failure)
         return result
-    if saved is None:
-        return result
+    if saved is None or (saved[1] and storage.run and is_saved_elsewhere(folder, storage.run, saved[0])):
+        return result  # the ranks' message names that folder
     step, fault = saved
     if fault is None:
         report_buffer.mend(folder, memory.path, step, job.config.monitor.every)
         text = f"the state after step {step:,} was in memory, and is saved in {storage.place}; start it again to resume"
     else:
         memory.leave()
-        text = (
-            f"the state after step {step:,} could not be saved: {fault}; it is in this host's memory, in "
-            f"{memory.path}, from which the same command resumes"
-        )
+        place = f"in this host's memory, in {memory.path}, from which the same command resumes"
+        text = f"the state after step {step:,} could not be saved: {fault}; it is {place}"
     return replace(result, text=f"{result.text}\n{text}" if result.text else text)
 
 
