@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.doctor.findings import Finding, MachineView, not_here, ok, warning, wrong
-from lockstep.monitor.folder import HOLDER, LOCK, held_by, is_run
+from lockstep.monitor.folder import is_run
+from lockstep.monitor.run_lock import HOLDER, LOCK, held_by
 from lockstep.training.working_copy import WorkingCopy, stored_at
 
 _MOST_RUNS = 500

@@ -46,7 +46,8 @@ from lockstep.launch.last_launch import (
     rescued_step,
     survived_failures,
 )
-from lockstep.monitor.folder import ENVIRONMENT, LOGS, held_by, is_finished, is_run, refuse_escaping_links
+from lockstep.monitor.folder import ENVIRONMENT, LOGS, is_finished, is_run, refuse_escaping_links
+from lockstep.monitor.run_lock import held_by
 from lockstep.report.run_data import RunData, read_run
 from lockstep.training.store_lock import GONE_S
 

@@ -17,8 +17,9 @@ from lockstep.core.formatting import size
 from lockstep.core.ranks import LAUNCHER
 from lockstep.launch.ends_file import LaunchEnds, read_ends
 from lockstep.monitor.attempts import ENDS
-from lockstep.monitor.folder import LOCK, LOGS, METRICS, SUMMARY, held_by, is_finished, lock_holder
+from lockstep.monitor.folder import LOGS, METRICS, SUMMARY, is_finished
 from lockstep.monitor.goodput import saved_steps
+from lockstep.monitor.run_lock import LOCK, held_by, lock_holder
 
 _FULL = 1 << 20  # bytes that are free on a disk that counts as full
 _OTHER_ROUNDS = ("grows", "rolled_back")  # ends after which a new round follows by itself, and isn't a failure

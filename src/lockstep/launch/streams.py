@@ -19,7 +19,7 @@ from typing import TextIO, cast
 
 from lockstep.core.files import append_to, copy_rest, is_missing, reopened
 from lockstep.core.secrets import masked, secrets_in
-from lockstep.monitor.folder import lock_holder
+from lockstep.monitor.run_lock import lock_holder
 
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)")
 _REMARK = re.compile(r"\b\w*(Warning|Error|WARNING|ERROR|CRITICAL)\b")

@@ -22,8 +22,9 @@ from lockstep.core.formatting import duration
 from lockstep.launch.last_launch import last_launch, rescued_step, why_unrecorded
 from lockstep.looking.files import changed, read_object, sampled_losses
 from lockstep.monitor.attempts import holder_may_live
-from lockstep.monitor.folder import ENVIRONMENT, METRICS, SUMMARY, held_by, is_finished
+from lockstep.monitor.folder import ENVIRONMENT, METRICS, SUMMARY, is_finished
 from lockstep.monitor.meter_files import LIVE
+from lockstep.monitor.run_lock import held_by
 
 _FRESH_S = 30.0
 """Age up to which a live.json, which is replaced every 2 s, shows that its run is running, wherever that is."""

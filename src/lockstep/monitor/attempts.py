@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -21,10 +20,11 @@ from typing import Any
 from lockstep.core.files import MAX_JSON_BYTES, opened_regular, read_bounded
 from lockstep.core.records import RunInfo
 from lockstep.monitor.events import EVENTS
-from lockstep.monitor.folder import ATTEMPTS, HOLDER, LOCK, METRICS, lock_holder
+from lockstep.monitor.folder import ATTEMPTS, METRICS
 from lockstep.monitor.jsonl import line
 from lockstep.monitor.meter_files import LIVE, RANKS
 from lockstep.monitor.meters import memory_bandwidth
+from lockstep.monitor.run_lock import LOCK, holder_is_gone
 
 ENDS = "ends.jsonl"
 """The file, among the logs, with a line for each round of ranks: how and when it ended."""
@@ -192,8 +192,7 @@ def launched(run: Path) -> float:
 
 def holder_may_live(run: Path) -> bool:
     """Return whether the process that locked the run may be there although no lock shows: on another host, or here."""
-    match = HOLDER.fullmatch((lock_holder(run) or b"").decode(errors="replace").strip())
-    return match is None or match[2] != socket.gethostname() or Path("/proc", match[1]).exists()
+    return not holder_is_gone(run)
 
 
 def last_sign(run: Path) -> float:

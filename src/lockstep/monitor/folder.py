@@ -31,11 +31,9 @@ While the run lasts, its folder may be deleted, moved, or replaced by another ru
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
-import re
 import shutil
 import socket
 import stat
@@ -50,6 +48,7 @@ from lockstep.core.jobs import JOB_FILES
 from lockstep.core.local_paths import local_path, target_of
 from lockstep.monitor import history
 from lockstep.monitor.media_folder import MEDIA
+from lockstep.monitor.run_lock import LOCK, open_lock
 
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
@@ -59,12 +58,8 @@ TENSORBOARD = "tensorboard"
 TRACKERS = "trackers"
 LOGS = "logs"
 SUMMARY = "summary.json"
-LOCK = "run.lock"
 EARLIER = "earlier"
 CHECKPOINTS = "checkpoints"
-HOLDER = re.compile(r"process (\d+) on (\S+), since (.+)")
-"""The content of a lock: process, host, time."""
-_MOST_LOCK = 1000
 
 
 class RunFolder:
@@ -270,31 +265,6 @@ def is_finished(path: str | os.PathLike[str]) -> bool:
     return (Path(path) / SUMMARY).is_file()
 
 
-def lock_holder(path: str | os.PathLike[str]) -> bytes | None:
-    """Return the content of the run's lock, which differs from run to run; None if it can't be read."""
-    try:
-        return read_bounded(Path(path) / LOCK, _MOST_LOCK)
-    except OSError:
-        return None
-
-
-def held_by(path: str | os.PathLike[str]) -> str | None:
-    """Return what the run's lock states if a process holds it; None if none does, or that can't be seen."""
-    try:
-        handle = os.open(Path(path) / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return (lock_holder(path) or b"").decode(errors="replace").strip()
-    except OSError:
-        return None
-    finally:
-        os.close(handle)
-    return None
-
-
 def read_summary(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Return summary.json of the run in `path`, None if it isn't finished. Raises RunFailed if it can't be read."""
     file = Path(path) / SUMMARY
@@ -369,21 +339,6 @@ def _new_default_folder(recipe: str) -> Path:
                 path.mkdir()
                 return path
     raise AssertionError("there is always a free number")
-
-
-def open_lock(path: Path) -> tuple[int, str | None]:
-    """Open and take a run folder's lock; return its handle, and the holder if that is another process.
-
-    Raises OSError.
-    """
-    file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return file, os.read(file, _MOST_LOCK).decode(errors="replace").strip() or "another process"
-    except OSError:  # no locks on this file system: no process is kept out
-        pass
-    return file, None
 
 
 def _next_archive(path: Path) -> Path:

@@ -23,10 +23,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.files import write_atomically
-from lockstep.monitor.folder import lock_holder
 from lockstep.monitor.gpu_health import last_words
 from lockstep.monitor.jsonl import LineFile, finite, line
 from lockstep.monitor.rank_meters import POST_S, MeterReport, RankInterval, RankMeters, RankNotice
+from lockstep.monitor.run_lock import lock_holder
 
 if TYPE_CHECKING:
     from pathlib import Path

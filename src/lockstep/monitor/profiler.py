@@ -29,7 +29,6 @@ from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Request
 from lockstep.core.run_queue import waited_for_core
 from lockstep.distributed.memory import end_memory_history, owners_of, record_memory_history
-from lockstep.monitor.folder import lock_holder
 from lockstep.monitor.profile_spans import (
     PROFILE,
     Span,
@@ -39,6 +38,7 @@ from lockstep.monitor.profile_spans import (
     options_of,
     spans_of,
 )
+from lockstep.monitor.run_lock import lock_holder
 from lockstep.monitor.trace_files import EndedTrace, TraceWriter, write_trace
 from lockstep.monitor.trace_requests import RequestWatch, TraceAnswer, write_answer
 

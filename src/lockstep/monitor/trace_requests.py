@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.files import read_bounded, write_atomically
-from lockstep.monitor.folder import LOCK
 from lockstep.monitor.profile_spans import PROFILE, TraceRequest
+from lockstep.monitor.run_lock import LOCK
 
 REQUEST = "request.json"
 ANSWER = "answer.json"

@@ -16,9 +16,10 @@ from pathlib import Path
 from lockstep.core.errors import RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.monitor.attempts import holder_may_live, launched
-from lockstep.monitor.folder import ATTEMPTS, held_by
+from lockstep.monitor.folder import ATTEMPTS
 from lockstep.monitor.meter_files import LIVE
 from lockstep.monitor.profile_spans import PROFILE, TRACE_SUFFIX, TraceOptions, TraceRequest
+from lockstep.monitor.run_lock import held_by
 from lockstep.monitor.trace_requests import REQUEST, TraceAnswer, read_answer
 
 _POLL_S = 0.2

@@ -20,9 +20,9 @@ from lockstep.core.command_lines import command_line
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.launch.last_launch import survived_failures
 from lockstep.monitor.attempts import Attempt, number_or_nan, read_attempts
-from lockstep.monitor.folder import held_by
 from lockstep.monitor.goodput import Goodput, goodput, saved_steps
 from lockstep.monitor.meter_files import LIVE
+from lockstep.monitor.run_lock import held_by
 from lockstep.report.curves import throughput
 from lockstep.report.facts import bad_numbers, left_out
 from lockstep.report.limits import Limit, limits

@@ -17,8 +17,9 @@ from lockstep.core import formatting
 from lockstep.core.command_lines import command_line
 from lockstep.core.secrets import hidden_variable
 from lockstep.monitor.attempts import read_attempts
-from lockstep.monitor.folder import EARLIER, held_by
+from lockstep.monitor.folder import EARLIER
 from lockstep.monitor.goodput import saved_steps
+from lockstep.monitor.run_lock import held_by
 from lockstep.report.curves import capitalized, throughput, unit_of
 from lockstep.report.run_data import RunData
 from lockstep.report.scales import value_text

@@ -36,10 +36,11 @@ from lockstep.models.blocks import repeated_blocks
 from lockstep.monitor import history, metric_log, report_buffer
 from lockstep.monitor.environment import describe
 from lockstep.monitor.events import summarize
-from lockstep.monitor.folder import LOGS, LockedRunFolder, RunFolder, lock_holder
+from lockstep.monitor.folder import LOGS, LockedRunFolder, RunFolder
 from lockstep.monitor.metric_log import MetricLog
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.profiler import Profiler
+from lockstep.monitor.run_lock import lock_holder
 from lockstep.resilience.faults import plant
 from lockstep.resilience.memory_faults import Trained
 from lockstep.resilience.signals import run_signals

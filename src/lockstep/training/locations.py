@@ -27,7 +27,8 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.extensions import instance
 from lockstep.core.protocols import ObjectStore
 from lockstep.launch.outcome import print_on_stderr
-from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, is_run, refuse_escaping_links
+from lockstep.monitor.folder import CHECKPOINTS, CONFIG, is_run, refuse_escaping_links
+from lockstep.monitor.run_lock import LOCK
 from lockstep.stores.addresses import is_address
 from lockstep.stores.blobs import UserStore
 from lockstep.stores.opening import open_store

@@ -23,7 +23,8 @@ from typing import Any
 from lockstep.core.cache_files import CACHE, cache_folder, locked
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
-from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, LOGS, SUMMARY, open_lock
+from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOGS, SUMMARY
+from lockstep.monitor.run_lock import LOCK, open_lock
 from lockstep.stores.addresses import checked_address, checked_run_place_text, is_address, parts_of
 from lockstep.stores.opening import RETRY_SECONDS
 from lockstep.training.store_lock import StoreLock
