@@ -332,7 +332,9 @@ def test_names_with_control_characters_are_escaped() -> None:
     assert named == r"model.target: a:B\x1b[2J"
 
 
-def test_the_flag_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flag_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r").mkdir()
     calls: list[Any] = []
     stand_in = SimpleNamespace(
         evaluate_run=lambda *args, **options: (calls.append(options["trust_run"]), (0, None))[1],

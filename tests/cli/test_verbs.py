@@ -93,7 +93,11 @@ def test_sizes_are_parsed(command: Calls, capsys: pytest.CaptureFixture[str]) ->
     assert "'lots' is not a size above 0; write 80GiB, 80GB or a number of bytes" in capsys.readouterr().err
 
 
-def test_plan_eval_and_generate_pass_their_arguments(command: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_eval_and_generate_pass_their_arguments(
+    command: Calls, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/x").mkdir(parents=True)
     assert main(["plan", "digits", "--ranks", "8", "--peak", "none"]) == 0
     assert main(["eval", "runs/x", "--ranks", "auto", "--json"]) == 7
     assert (

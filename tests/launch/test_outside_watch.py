@@ -83,6 +83,7 @@ def _reads_for_ever(folder: Path, beat: heartbeat.Heartbeat) -> None:
     """Handle SIGTERM, as ranks do, and read sample 7 with the interpreter's lock held."""
     with outside_watch._noting_signals(folder, 0):
         signal.signal(signal.SIGTERM, lambda number, frame: None)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's data workers of earlier tests have left a handler
         os.waitpid(_forked_reader(), 0)  # its signals aren't the rank's
         heartbeat.use(beat)
         with heartbeat.reads(heartbeat.mark_of(7, evaluates=False)):
