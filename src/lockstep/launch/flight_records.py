@@ -25,7 +25,7 @@ FOLDER = "flight_record"
 _REQUEST = 1
 _LEAVE = 1 << 32
 _LENGTH = 8
-_WAIT_S = 0.25
+_WAIT_S = 0.1
 _LOOK_S = 0.005
 
 
