@@ -40,7 +40,7 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class ItemReading:
-    """How a user's items are read.
+    """The rules by which a user's items are read.
 
     Attributes:
         bad_samples: What becomes of those that can't be read.

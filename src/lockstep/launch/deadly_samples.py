@@ -89,6 +89,10 @@ class DeadlySamples:
         suspects = {sample for death in deaths if len(death.samples) > 1 for sample in death.samples}
         return Deadly(reasons, frozenset(suspects.difference(reasons)))
 
+    def forget(self) -> None:
+        """Forget all of it, for a run that starts over."""
+        (self.logs / FILE).unlink(missing_ok=True)
+
     def add(self, samples: Sequence[int], what: str) -> None:
         """Record the end of a process that was reading one of these samples."""
         line = {"data": self.data, "samples": [*samples[:_MOST]], "what": re.split("; |\\. ", gist(what))[0]}

@@ -55,13 +55,13 @@ def _differ(waits: Sequence[Wait]) -> bool:
     """Return whether ranks wait for each other in different collectives."""
     if not are_recorded(waits):
         return len({(wait.operation, wait.calls) for wait in waits}) > 1
-    calls = {wait.rank: wait.pending for wait in waits if wait.pending is not None}
+    calls = {wait.rank: wait.pending.call for wait in waits if wait.pending is not None}
+    groups = {wait.pending.call: {*wait.pending.ranks} for wait in waits if wait.pending is not None}
     waiting: dict[tuple[str, int, str], set[int]] = {}
-    for rank, pending in calls.items():
-        waiting.setdefault(pending.call, set()).add(rank)
-    groups = {pending.call: set(pending.ranks) for pending in calls.values()}
+    for rank, call in calls.items():
+        waiting.setdefault(call, set()).add(rank)
     return any(
-        ranks & groups[calls[other].call]
+        ranks & groups[calls[other]]
         for call, ranks in waiting.items()
         for other in (groups[call] - ranks) & calls.keys()
     )

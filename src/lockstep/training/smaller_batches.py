@@ -76,8 +76,7 @@ class SmallerBatches:
     def __post_init__(self) -> None:
         """Use what an earlier launch has learned, unless the run starts over."""
         if self.job.resume.fresh:
-            for name in (_FILE, FILE):
-                (self.folder / LOGS / name).unlink(missing_ok=True)
+            (self.folder / LOGS / _FILE).unlink(missing_ok=True)
         self._attempts = len(read_attempts(self.folder))
         self._config = self.job.config
         self._pause = self._config.recovery.grow_after

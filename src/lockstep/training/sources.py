@@ -83,7 +83,7 @@ def open_sources(
         deadly: training samples whose reading has ended a process of the run.
     """
     task, tokenizer = task_of(config, model)
-    bad_samples, ranges = config.data.bad_samples, [(*sorted(ends),) for ends in config.data.leave_out]
+    bad_samples, ranges = config.data.bad_samples, config.data.leave_out
     reading = ItemReading(
         bad_samples, lambda index: index in deadly.reasons or any(first <= index <= last for first, last in ranges)
     )

@@ -268,6 +268,8 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
         try:
             size = number if hosts is None else hosts.size
             sizes = SmallerBatches(job, folder.path, size)
+            if job.resume.fresh:
+                DeadlySamples.of(job.config, folder.logs).forget()
             entry, ahead = partial(train_as_rank, sizes.job, folder.path), imports_ahead(job.config)
             if hosts is not None:
                 hosts.share_memory(memory)
