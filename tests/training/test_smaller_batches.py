@@ -25,7 +25,7 @@ from lockstep.monitor.attempts import read_attempts
 from lockstep.resilience.faults import FAULTS, Fault, write_plan
 from lockstep.training.decisions import decided, decision_of
 from lockstep.training.job import Job
-from lockstep.training.smaller_batches import SmallerBatches, recovery_notes, sentences_on_sizes, too_large
+from lockstep.training.smaller_batches import SmallerBatches, learned, recovery_notes, sentences_on_sizes
 from lockstep.training.start_run import train_as_rank
 
 MODELS = Path(__file__).with_name("out_of_memory_models.py")
@@ -104,6 +104,53 @@ def test_it_is_bitwise_the_run_that_was_resumed_with_that_size(tmp_path: Path, u
     assert train(resumed, *words, parallel={"strategy": "ddp"}).returncode == 0
     assert losses(folder) == losses(resumed)
     assert all(torch.equal(tensor, weights(resumed)[name]) for name, tensor in weights(folder).items())
+
+
+ADAPTIVE = {"activation_checkpointing": {"mode": "adaptive", "modules": ["Linear"], "threshold": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "phase"),
+    [
+        ({"parallel": {"strategy": "ddp"}, "run": {"determinism": "invariant"}}, "backward"),
+        ({"parallel": {"strategy": "fsdp"}, "batch": {"global_size": 2, "micro_size": 1}}, "forward"),
+        pytest.param({"parallel": {"strategy": "deepspeed", "deepspeed": {"zero_stage": 2}}}, "backward", marks=drill),
+    ],
+    ids=["invariant", "fsdp with one sample", "zero2"],
+)
+def test_where_activations_can_be_computed_again_no_bit_changes(
+    tmp_path: Path, sections: dict[str, Any], phase: str
+) -> None:
+    """The size of micro-batches stays, also at one sample; the next start of the run needs no failure to know it."""
+    runs = {}
+    fault = Fault("oom", 1, 6, phase, above=4 if "batch" not in sections else 0)
+    for name in ("undisturbed", "disturbed"):
+        folder = runs[name] = tmp_path / name
+        settings = {
+            "memory": ADAPTIVE,
+            **sections,
+            "run": {"steps": 8, "folder": str(folder), **sections.get("run", {})},
+        }
+        done = train(folder, fault=fault if name == "disturbed" else None, **settings)
+        assert done.returncode == 0, done.stderr
+    assert "activations are computed again from here on (memory.activation_checkpointing.mode adaptive)" in done.stderr
+    assert "batch.micro_size is" not in done.stderr
+    assert losses(runs["disturbed"]) == losses(runs["undisturbed"])
+    expected = weights(runs["undisturbed"])
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(runs["disturbed"]).items())
+    again = train(runs["disturbed"], "--run.steps=9", **settings)
+    assert "activations are computed again: memory ran out without" in again.stdout
+    assert "Memory ran out, so that activations are computed again" in sentences_on_sizes(runs["disturbed"])[0]
+
+
+def test_what_does_not_fit_with_activations_computed_again_is_halved(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    done = train(folder, fault=Fault("oom", 1, 6, "backward", above=2), memory=ADAPTIVE, parallel={"strategy": "ddp"})
+    assert done.returncode == 0, done.stderr
+    first, _, second = done.stderr.partition("activations are computed again from here on")
+    assert "batch.micro_size is" not in first
+    assert "batch.micro_size is 4 instead of 8 from here on" in second
+    assert [attempt.number("micro_size") for attempt in read_attempts(folder)] == [8, 8, 4]
 
 
 def test_a_limit_of_the_system(tmp_path: Path) -> None:
@@ -202,9 +249,25 @@ def test_without_a_launcher_the_next_start_knows(tmp_path: Path, monkeypatch: py
 def test_other_settings_may_fit(tmp_path: Path) -> None:
     sizes(tmp_path, config_of()).after(ran_out(batch=8))
     other = config_of(memory={"activation_checkpointing": {"mode": "full"}})
-    assert too_large(tmp_path, config_of(optim={"lr": 1e-3}), 2) == {"batch.micro_size": 8}
-    assert too_large(tmp_path, other, 2) == {}
-    assert too_large(tmp_path, config_of(), 4) == {}
+    assert learned(tmp_path, config_of(optim={"lr": 1e-3}), 2).too_large == {"batch.micro_size": 8}
+    assert learned(tmp_path, other, 2).too_large == {}
+    assert learned(tmp_path, config_of(), 4).too_large == {}
+
+
+def test_settings_that_adapt_are_told_to_other_hosts_and_remembered(tmp_path: Path) -> None:
+    config = config_of(memory={"activation_checkpointing": {"mode": "adaptive", "every": 2, "look_every": 7}})
+    rounds = sizes(tmp_path, config)
+    assert rounds.after(ran_out(batch=8)).startswith("activations are computed again from here on")
+    options = rounds.job.config.memory.activation_checkpointing
+    assert (options.mode, options.every, rounds.job.config.batch.micro_size) == ("full", 2, 8)
+    decision = json.loads(json.dumps(decision_of(Job(config, "small"), partial(train_as_rank, rounds.job, tmp_path))))
+    assert decided(Job(config, "small"), decision).config == rounds.job.config
+    assert (
+        rounds.after(ran_out(batch=8))
+        == "batch.micro_size is 4 instead of 8 from here on, and the global batch stays as it is"
+    )
+    assert sizes(tmp_path, config).job.config == rounds.job.config
+    assert rounds.after(ran_out(evaluation=8)) == "evaluation.micro_size is 4 instead of 8 from here on"
 
 
 def test_halves_until_one_sample(tmp_path: Path) -> None:
@@ -253,5 +316,5 @@ def test_an_evaluation_has_a_size_of_its_own(tmp_path: Path) -> None:
 def test_a_record_that_was_damaged_is_ignored(tmp_path: Path, text: str) -> None:
     rounds = sizes(tmp_path, config_of())
     (tmp_path / "logs/out_of_memory.json").write_text(text)
-    assert too_large(tmp_path, config_of(), 2) == {}
+    assert learned(tmp_path, config_of(), 2).too_large == {}
     assert sizes(tmp_path, config_of()).job == rounds.job

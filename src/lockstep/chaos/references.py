@@ -6,6 +6,8 @@
 
     badsample                               a run that leaves the same samples out from the start
 
+Where activations are computed again instead (mode adaptive), memory that runs out leaves the sums as they are.
+
 Other sums are rounded otherwise, so no run of the first kind is bitwise equal. The reference is; and the losses'
 distance from the undisturbed run shows that it is the same run.
 """
@@ -23,6 +25,7 @@ from lockstep.core.errors import RunFailed
 from lockstep.data.bad_samples import BAD_NUMBERS
 from lockstep.monitor.attempts import read_attempts
 from lockstep.resilience.faults import OOM, SHRINK, Fault
+from lockstep.resilience.memory_faults import held_samples
 from lockstep.resilience.number_faults import BAD_SAMPLE
 from lockstep.training.ledger import left_out_in
 from lockstep.training.locations import choose, find
@@ -32,16 +35,20 @@ from lockstep.training.smaller_batches import half
 if TYPE_CHECKING:
     from lockstep.training.job import Job
 
-KINDS_WITH_REFERENCE = (OOM, SHRINK, BAD_SAMPLE)
 _EVERY_STATE = "every-state"
 
 
-def in_memory(fault: Fault, undisturbed: Path) -> Fault:
-    """Return a fault of kind `oom`, after which micro-batches of half the size fit. Raises RunFailed if none can be."""
+def in_memory(fault: Fault, undisturbed: Path, checkpointing: str) -> Fault:
+    """Return a fault of kind `oom`, after which half of what is held fits. Raises RunFailed if none can be.
+
+    Args:
+        undisturbed: A run without faults.
+        checkpointing: Its mode of activation checkpointing.
+    """
     if not can_be_halved(undisturbed):
         why = "this run's have one sample; leave it out of --faults, or set a larger batch.micro_size"
         raise RunFailed(f"faults of kind {OOM} halve micro-batches, and {why}")
-    return replace(fault, above=half(_last(undisturbed, "micro_size")))
+    return replace(fault, above=half(held_samples(_last(undisturbed, "micro_size"), checkpointing)))
 
 
 def can_be_halved(undisturbed: Path) -> bool:
@@ -49,11 +56,18 @@ def can_be_halved(undisturbed: Path) -> bool:
     return _last(undisturbed, "micro_size") > 1
 
 
+def needs_one(kind: str, run: Path, undisturbed: Path) -> bool:
+    """Return whether a round ends on other sums: not if memory ran out and the size of micro-batches is as it was."""
+    if kind == OOM:
+        return _last(run, "micro_size") != _last(undisturbed, "micro_size")
+    return kind in (SHRINK, BAD_SAMPLE)
+
+
 def reference(kind: str, job: Job, run: Path, size: int, train: Callable[[Job, int], int]) -> Path:
     """Train the run with which a round is compared; return its folder.
 
     Args:
-        kind: One of `KINDS_WITH_REFERENCE`.
+        kind: Of its fault, which needs one.
         job: The round's, in the reference's folder.
         run: The round's folder.
         size: Ranks of the undisturbed run.

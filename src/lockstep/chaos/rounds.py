@@ -52,7 +52,11 @@ _KEPT = 2  # checkpoints
 _END_AFTER_S = 4.0  # a planted hang doesn't resolve itself
 _OTHER_S, _COMPILING_S = 15.0, 60.0  # nor one in a save; a compilation takes longer
 _LEAST_LIMIT_S, _SLOWER = 600.0, 20  # a round that takes longer than this, and than 20 undisturbed runs, hangs
-_MAY_DIFFER = ("data.leave_out", "recovery.snapshot_every")
+_MAY_DIFFER = (
+    "data.leave_out",
+    "recovery.snapshot_every",
+    *(f"memory.activation_checkpointing.{key}" for key in ("mode", "threshold", "look_every")),
+)
 """Keys in which a round's config and that of the run with which it is compared may differ."""
 _LAST_LINES = 5  # of a failed run's output, in a message
 
@@ -190,7 +194,8 @@ class _Rounds:
         faults = draw_faults(draws, kind, world.size, world.ranks, self._settings.steps, plan)
         try:
             if kind == OOM:
-                faults[0] = references.in_memory(faults[0], self.undisturbed)
+                mode = self._job.config.memory.activation_checkpointing.mode
+                faults[0] = references.in_memory(faults[0], self.undisturbed, mode)
             row = self._disturbed(faults, plan)
         except Stopped:
             raise
@@ -212,7 +217,7 @@ class _Rounds:
         else:
             code = train_on_several(job, world, fault, plan, Launchers(self._stop, self._limit_s))
         expected = self.undisturbed
-        if fault.kind in references.KINDS_WITH_REFERENCE and not code:
+        if not code and references.needs_one(fault.kind, folder / "run", self.undisturbed):
             of_reference = self._job_in(folder / "reference" / "run")
             expected = references.reference(fault.kind, of_reference, folder / "run", world.size, self._train)
         return _row(fault, plan, code, self.undisturbed, expected)

@@ -178,7 +178,7 @@ class ActivationCheckpointing(Section):
     """none: keep all; full: keep only the inputs of a block and recompute the rest: less memory, a third more
     arithmetic; selective: also keep the outputs of matrix products and attention; segments: of each run of blocks keep
     the inputs of its first one, the last run whole; budget: keep as many blocks whole, the last ones, as `budget`
-    allows; adaptive: none until a rank's memory passes `threshold`, from then on full."""
+    allows; adaptive: none until a rank's memory passes `threshold`, or runs out; from then on full."""
     every: Positive = 1
     """full, selective, adaptive: recompute every Nth module, beginning with the first; 1: all of them."""
     modules: Literal["blocks"] | tuple[str, ...] = "blocks"

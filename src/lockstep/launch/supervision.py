@@ -107,7 +107,7 @@ class Supervisor:
         if result.code == 0 or self._last is None:
             return result
         times = "once" if before == 1 else f"{before} times"
-        how = ", with larger micro-batches" if self._last is FailureKind.MEMORY else ""
+        how = ", since memory ran out" if self._last is FailureKind.MEMORY else ""
         again = f"its ranks had been started again {times}{how}" if before > 0 else ""
         advice = advice_after(self._last) if before > 0 else ""
         advice = advice if self._verdict is None else self._verdict.advice

@@ -3,7 +3,8 @@
     {"kind": "oom", "rank": 1, "step": 7, "phase": "backward", "above": 4}
 
 From update 7 on, each backward with micro-batches of more than 4 samples raises torch's out-of-memory error on rank 1:
-in the middle of the model, below whatever wraps it. Unlike other faults it stays, until micro-batches are smaller.
+in the middle of the model, below whatever wraps it. Unlike other faults it stays, until micro-batches are smaller;
+those whose activations are all computed again count half.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Trained:
 
     Attributes:
         step: Its optimizer's step is the method `update`.
-        samples: Returns the samples of a micro-batch, in training (true) or in an evaluation.
+        samples: Returns how many samples of a micro-batch count, in training (true) or in an evaluation.
         sample: Returns the first sample of an update on a rank, alone; it has no weight if it is left out.
     """
 
@@ -37,6 +38,11 @@ class Trained:
     step: GradientStep
     samples: Callable[[bool], int]
     sample: Callable[[int, int], Batch]
+
+
+def held_samples(micro_size: int, checkpointing: str) -> int:
+    """Return how many samples of a micro-batch count, under a mode of activation checkpointing."""
+    return micro_size // 2 if checkpointing == "full" else micro_size
 
 
 def plant_in(trained: Trained, phase: str, runs_out: Callable[[bool], bool]) -> None:

@@ -42,7 +42,7 @@ from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.profiler import Profiler
 from lockstep.monitor.run_lock import lock_holder
 from lockstep.resilience.faults import plant
-from lockstep.resilience.memory_faults import Trained
+from lockstep.resilience.memory_faults import Trained, held_samples
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
 from lockstep.training import rolling_back
@@ -127,9 +127,10 @@ def run_job(job: Job) -> Finished:
             notes.append(late)
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         checkpoints.snapshots.begin_attempt(record_attempt(session, folder, earlier, facts, job.memory))
-        micro_sizes = components.evaluator.micro_size, components.plan.batch.micro_size  # by whether it is training
+        mode = components.config.memory.activation_checkpointing.mode
+        held = components.evaluator.micro_size, held_samples(components.plan.batch.micro_size, mode)  # not training, or
         sharding, loader = components.sharding, components.loader
-        trained = Trained(sharding.state.model, sharding.step, micro_sizes.__getitem__, loader.sample_of)
+        trained = Trained(sharding.state.model, sharding.step, held.__getitem__, loader.sample_of)
         plant(components.world, session.progress.steps, trained=trained)
         is_first = components.world.rank == 0
         meters = Meters(session, folder)

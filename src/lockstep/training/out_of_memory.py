@@ -41,6 +41,7 @@ class MemoryFactors:
         micro_size, evaluation_size: samples per forward, in training and in an evaluation.
         strategy: as resolved, or `auto` where it isn't resolved yet.
         can_checkpoint: whether the model has repeated blocks whose activations are kept.
+        adapts: whether activations are computed again once memory has run out.
         workers: worker processes of the data loader.
     """
 
@@ -49,6 +50,7 @@ class MemoryFactors:
     ranks: int
     strategy: str
     can_checkpoint: bool
+    adapts: bool
     workers: int
 
 
@@ -62,6 +64,7 @@ def memory_factors(config: Config, ranks: int) -> MemoryFactors:
         ranks=ranks,
         strategy=config.parallel.strategy,
         can_checkpoint=config.memory.activation_checkpointing.mode == "none",
+        adapts=config.memory.activation_checkpointing.mode == "adaptive",
         workers=config.data.loader.workers,
     )
 
@@ -95,7 +98,8 @@ def sizes_too_large(error: BaseException, factors: MemoryFactors) -> dict[str, i
     if out_of_memory_cause(error) is None:
         return {}
     key = "batch.micro_size" if phase == "update" else _MICRO_SIZE_KEYS.get(phase or "")
-    if key is None or _has_one_sample(factors, phase):
+    helped = factors.adapts and phase in ("forward", "backward")
+    if key is None or (_has_one_sample(factors, phase) and not helped):
         return {}
     return {key: _samples(factors, phase)}
 

@@ -4,6 +4,8 @@
     round 2   batch.micro_size 4, accumulation 4    update 13 again: the same samples, in the same order
     round 3   batch.micro_size 8, accumulation 2    after recovery.grow_after updates; if memory runs out again, later
 
+Under activation checkpointing in mode adaptive, activations are computed again first, which changes no bit of the run.
+
 RUN/logs/out_of_memory.json lists the sizes with which memory has run out. They count as long as nothing changes that
 determines how much memory a rank needs: model, strategy, number of ranks, ways to save memory.
 """
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 _FILE = "out_of_memory.json"
 _MICRO_SIZE = "batch.micro_size"
 _KEYS = (_MICRO_SIZE, "evaluation.micro_size")
+_ADAPTIVE = "memory.activation_checkpointing.mode adaptive"
 _SETTINGS = ("model", "objective", "parallel", "memory", "precision", "transforms")
 """Sections of the config that determine how much memory a rank needs."""
 
@@ -49,6 +52,50 @@ _SETTINGS = ("model", "objective", "parallel", "memory", "precision", "transform
 def half(size: int) -> int:
     """Return the size of micro-batches of which there are twice as many."""
     return -(-size // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """The lessons of a run that has run out of memory.
+
+    Attributes:
+        too_large: Sizes of micro-batches, by their keys, with which it ran out and smaller ones may do.
+        recomputes: Whether it ran out while activation checkpointing, in mode adaptive, was off.
+    """
+
+    too_large: Mapping[str, int] = field(default_factory=dict)
+    recomputes: bool = False
+
+    def applied(self, config: Config) -> Config:
+        """Return the config with smaller micro-batches where they are as large as these, or larger."""
+        if self.recomputes:
+            config = _recomputing(config)
+        for key, size in self.too_large.items():
+            name, _, option = key.partition(".")
+            section = getattr(config, name)
+            current = getattr(section, option)
+            if current == "auto" or current >= size:
+                config = config.model_copy(update={name: section.model_copy(update={option: half(size)})})
+        return config
+
+    def after(self, sizes: Mapping[str, int], config: Config) -> Learned:
+        """Return what is known after a round with a config ran out of memory with these sizes."""
+        if _MICRO_SIZE in sizes and _recomputing(config) is not config:
+            return replace(self, recomputes=True)
+        return replace(self, too_large={**self.too_large, **{key: size for key, size in sizes.items() if size > 1}})
+
+
+_NOTHING = Learned()
+
+
+def _recomputing(config: Config) -> Config:
+    """Return the config with activations computed again from the start, if mode adaptive asks for it when needed."""
+    options = config.memory.activation_checkpointing
+    if options.mode != "adaptive":
+        return config
+    options = type(options)(mode="full", every=options.every, modules=options.modules)
+    memory = config.memory.model_copy(update={"activation_checkpointing": options})
+    return config.model_copy(update={"memory": memory})
 
 
 @dataclass
@@ -69,7 +116,7 @@ class SmallerBatches:
     halvings: int = field(default=0, init=False)
     growths: int = field(default=0, init=False)
     _attempts: int = field(init=False)
-    _too_large: dict[str, int] = field(init=False)
+    _learned: Learned = field(init=False)
     _config: Config = field(init=False)
     _pause: int | None = field(init=False)
 
@@ -80,35 +127,39 @@ class SmallerBatches:
         self._attempts = len(read_attempts(self.folder))
         self._config = self.job.config
         self._pause = self._config.recovery.grow_after
-        self._use(too_large(self.folder, self._config, self.ranks))
+        self._use(learned(self.folder, self._config, self.ranks))
 
     def after(self, end: End) -> str:
-        """Make the next round's micro-batches smaller after this end; return what changes, empty if nothing can."""
-        sizes = {key: size for key, size in (end.too_large or self._size_of_killed(end)).items() if size > 1}
-        smaller = with_smaller(self.job.config, sizes)
-        if not sizes or not _is_possible(smaller, self.ranks):
+        """Let the next round need less memory after this end; return what changes, empty if nothing can."""
+        known, config = self._learned, self.job.config
+        now = known.after(end.too_large or self._size_of_killed(end), config)
+        changed = now.applied(config)
+        if changed == config or not _is_possible(changed, self.ranks):
             return ""
         if self.growths and self._pause is not None:
             self._pause *= 2
         self.halvings, self.growths = self.halvings + 1, 0
-        self._use({**self._too_large, **sizes})
-        _record(self.folder, self._too_large, self.job.config, self.ranks)
-        return changes(sizes)
+        self._use(now)
+        _record(self.folder, now, self._config, self.ranks)
+        return changes(known, now)
 
     def grow(self) -> str:
         """Make the next round's micro-batches twice as large; return what changes."""
-        before = {key: half(size) for key, size in self._too_large.items()}
+        sizes = self._learned.too_large
         self.growths += 1
-        self._use({key: 2 * size for key, size in self._too_large.items() if size < self._largest(key)})
-        _record(self.folder, self._too_large, self.job.config, self.ranks)
+        larger = {key: 2 * size for key, size in sizes.items() if size < self._largest(key)}
+        self._use(replace(self._learned, too_large=larger))
+        _record(self.folder, self._learned, self._config, self.ranks)
+        before = {key: half(size) for key, size in sizes.items()}
         listed = " and ".join(f"{key} grows from {size} to {2 * size} at most" for key, size in before.items())
         return f"{listed} (recovery.grow_after)"
 
-    def _use(self, sizes: dict[str, int]) -> None:
-        """Let the next round's micro-batches be smaller than these, and grow later if the config asks for it."""
-        self._too_large = sizes
-        config = with_smaller(self._config, sizes)
-        self.job = replace(self.job, config=config, grow_after=self._pause if config != self._config else None)
+    def _use(self, known: Learned) -> None:
+        """Let the next round need less memory, and its micro-batches grow later if the config asks for it."""
+        self._learned = known
+        config = known.applied(self._config)
+        grows = config.batch != self._config.batch or config.evaluation != self._config.evaluation
+        self.job = replace(self.job, config=config, grow_after=self._pause if grows else None)
 
     def _largest(self, key: str) -> int:
         """Return the size that the config asks for."""
@@ -134,46 +185,40 @@ def _is_possible(config: Config, ranks: int) -> bool:
     return True
 
 
-def changes(sizes: Mapping[str, int]) -> str:
-    """Return what changes after memory has run out with these sizes, as a sentence without its point."""
+def changes(before: Learned, now: Learned) -> str:
+    """Return what changes after memory has run out, as a sentence without its point."""
+    if now.recomputes and not before.recomputes:
+        return f"activations are computed again from here on ({_ADAPTIVE})"
+    sizes = {key: size for key, size in now.too_large.items() if before.too_large.get(key) != size}
     listed = " and ".join(f"{key} is {half(size)} instead of {size}" for key, size in sizes.items())
     kept = ", and the global batch stays as it is" if _MICRO_SIZE in sizes else ""
     return f"{listed} from here on{kept}"
 
 
-def with_smaller(config: Config, sizes: Mapping[str, int]) -> Config:
-    """Return the config with smaller micro-batches where they are as large as these, or larger."""
-    for key, size in sizes.items():
-        name, _, option = key.partition(".")
-        section = getattr(config, name)
-        current = getattr(section, option)
-        if current == "auto" or current >= size:
-            config = config.model_copy(update={name: section.model_copy(update={option: half(size)})})
-    return config
+def learned(run: Path, config: Config, ranks: int) -> Learned:
+    """Return what the run in a folder has learned from running out of memory, under such settings."""
+    known, settings = _recorded(run)
+    return known if settings == _digest(config, ranks) else _NOTHING
 
 
-def too_large(run: Path, config: Config, ranks: int) -> dict[str, int]:
-    """Return the sizes, by their keys, with which the run in a folder has run out of memory, under such settings."""
-    sizes, settings = _recorded(run)
-    return sizes if settings == _digest(config, ranks) else {}
-
-
-def _recorded(run: Path) -> tuple[dict[str, int], object]:
-    """Return the sizes that a run's folder lists, and the digest of the settings under which they didn't fit."""
+def _recorded(run: Path) -> tuple[Learned, object]:
+    """Return what a run's folder lists, and the digest of the settings under which memory ran out."""
     try:
         record = json.loads(read_bounded(run / LOGS / _FILE, MAX_JSON_BYTES))
         sizes = {key: size for key in _KEYS if (size := record["too_large"].get(key)) is not None}
-        settings = record["settings"]
+        recomputes, settings = record.get("recomputes", False) is True, record["settings"]
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
-        return {}, None
-    return (sizes, settings) if all(type(size) is int and size > 1 for size in sizes.values()) else ({}, None)
+        return _NOTHING, None
+    valid = all(type(size) is int and size > 1 for size in sizes.values())
+    return (Learned(sizes, recomputes), settings) if valid else (_NOTHING, None)
 
 
-def _record(run: Path, sizes: Mapping[str, int], config: Config, ranks: int) -> None:
-    if not sizes:
+def _record(run: Path, known: Learned, config: Config, ranks: int) -> None:
+    if known == _NOTHING:
         (run / LOGS / _FILE).unlink(missing_ok=True)
         return
-    text = json.dumps({"too_large": sizes, "settings": _digest(config, ranks)}) + "\n"
+    content = {"too_large": dict(known.too_large), "recomputes": known.recomputes, "settings": _digest(config, ranks)}
+    text = json.dumps(content) + "\n"
     with suppress(OSError):  # the next start of the run learns it again
         write_atomically(run / LOGS / _FILE, text, durable=False)
 
@@ -184,18 +229,18 @@ def _record(run: Path, sizes: Mapping[str, int], config: Config, ranks: int) -> 
 def remember(error: BaseException, factors: MemoryFactors, config: Config, ranks: int, run: Path) -> None:
     """Record the sizes with which this rank has run out of memory, for the next start of its run."""
     if sizes := sizes_too_large(error, factors):
-        _record(run, {**too_large(run, config, ranks), **sizes}, config, ranks)
+        _record(run, learned(run, config, ranks).after(sizes, config), config, ranks)
 
 
 def with_known(config: Config, job: Job, world: World) -> Config:
     """Return the config with sizes that fit, as far as earlier starts of the run know; the same on all ranks."""
     if started_by_lockstep(os.environ):  # the launcher has done so
         return config
-    sizes: object = None
+    known = _NOTHING
     if world.rank == 0 and not job.resume.fresh:
         folder = begun_folder(config, job, world)
-        sizes = too_large(folder, config, world.size) if folder is not None else None
-    return with_smaller(config, cast("dict[str, int] | None", world.axis.broadcast(sizes)) or {})
+        known = learned(folder, config, world.size) if folder is not None else _NOTHING
+    return cast("Learned", world.axis.broadcast(known)).applied(config)
 
 
 def known_deadly(config: Config, job: Job | None, world: World) -> Deadly:
@@ -212,7 +257,10 @@ def known_deadly(config: Config, job: Job | None, world: World) -> Deadly:
 
 def sentences_on_sizes(run: Path) -> list[str]:
     """Return a sentence for each size with which the run in a folder has run out of memory."""
-    return [f"Memory ran out with {key} {size}, so that it is {half(size)}." for key, size in _recorded(run)[0].items()]
+    known, _ = _recorded(run)
+    again = [f"Memory ran out, so that activations are computed again ({_ADAPTIVE})."] if known.recomputes else []
+    sizes = known.too_large.items()
+    return again + [f"Memory ran out with {key} {size}, so that it is {half(size)}." for key, size in sizes]
 
 
 def recovery_notes(run: Path, config: Config, ranks: int) -> list[str]:
@@ -229,11 +277,16 @@ def recovery_notes(run: Path, config: Config, ranks: int) -> list[str]:
 
 
 def _notes_on_sizes(run: Path, config: Config, ranks: int) -> list[str]:
+    known, file = learned(run, config, ranks), f"{LOGS}/{_FILE}"
     notes = []
-    for key, size in too_large(run, config, ranks).items():
+    if known.recomputes and config.memory.activation_checkpointing.mode == "full":
+        notes.append(
+            f"activations are computed again: memory ran out without ({_ADAPTIVE}; "
+            f"delete {file} in the run's folder to try again)"
+        )
+    for key, size in known.too_large.items():
         name, _, option = key.partition(".")
         if (current := getattr(getattr(config, name), option)) == half(size):
-            file = f"{LOGS}/{_FILE}"
             notes.append(
                 f"{key} is {current}: memory ran out with {size} (delete {file} in the run's folder to try again)"
             )
@@ -241,7 +294,7 @@ def _notes_on_sizes(run: Path, config: Config, ranks: int) -> list[str]:
 
 
 def _digest(config: Config, ranks: int) -> str:
-    plain = to_plain(config)
+    plain = to_plain(_recomputing(config))
     settings = [plain[name] for name in _SETTINGS]
     further = (
         plain["optim"]["name"],
