@@ -89,6 +89,15 @@ def moves_later(clock: PhaseClock) -> None:
         sleep_in("/x/torch/distributed/distributed_c10d.py", 0.9)
 
 
+def waits_for_a_while(clock: PhaseClock) -> None:
+    """Wait in a collective, and then elsewhere, as in the copy of a snapshot."""
+    updates(clock)
+    clock.enter(Phase.COMMUNICATION)
+    sleep_in("/x/torch/distributed/distributed_c10d.py", 0.5)
+    clock.enter(Phase.SAVE)
+    time.sleep(60)
+
+
 def hangs(clock: PhaseClock) -> None:
     updates(clock)
     clock.enter(Phase.FORWARD)
@@ -340,6 +349,14 @@ def test_a_rank_that_moves_again_is_not_killed(tmp_path: Path, capfd: pytest.Cap
     err = capfd.readouterr().err
     assert "rank 1 hasn't moved for" in err
     assert "rank 1 moves again, after" in err
+
+
+def test_a_rank_does_not_move_because_another_one_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with watched(tmp_path, waits_for_a_while, hangs, options=Watchdog(least=0.25, end_after=None)) as (watch, members):
+        look(watch, members, 1.5)
+    err = capfd.readouterr().err
+    assert "rank 1 hasn't moved for 0." in err
+    assert "moves again" not in err
 
 
 def test_ranks_that_wait_in_other_collectives(tmp_path: Path) -> None:

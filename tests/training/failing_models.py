@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 from kit import small
 
+from lockstep.checkpoint.memory_saving import MemorySaver
+
 
 class Failing(small.Net):
     """Fails on the last rank in update `at`; with a file `once`, in the first round only.
 
     Args:
-        how: "kill", "exit", "stop", "hang" or "raise".
+        how: "kill", "exit", "stop", "hang", "hang in a snapshot", that after the update, or "raise".
     """
 
     def __init__(self, how: str, at: int, once: str | None = None) -> None:
@@ -34,6 +36,9 @@ class Failing(small.Net):
                 return super().forward(points)
             while self._how == "hang":
                 time.sleep(0.1)
+            if self._how == "hang in a snapshot":
+                MemorySaver.start = lambda *arguments: time.sleep(60.0)  # type: ignore[method-assign]
+                return super().forward(points)
             if self._how == "exit":
                 sys.exit(3)
             raise KeyError("sample 17")

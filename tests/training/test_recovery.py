@@ -113,6 +113,15 @@ def test_a_rank_that_hangs_is_named_with_its_line_and_samples(tmp_path: Path) ->
     assert "--- rank 0" in (tmp_path / "run" / "logs" / "hangs.txt").read_text()
 
 
+def test_a_snapshot_in_memory_has_the_limits_of_an_update(tmp_path: Path, undisturbed: Path) -> None:
+    """A rank that hangs in one is named, and killed, as soon as one that hangs in its forward."""
+    arguments = {"how": "hang in a snapshot", "at": 7, "once": str(tmp_path / "once")}
+    done = train(tmp_path / "run", 1, arguments, "--recovery.snapshot_every=1")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"rank 1 hangs in a snapshot in memory at .*failing_models\.py:\d+ in <lambda>", done.stderr)
+    assert losses(tmp_path / "run") == losses(undisturbed)
+
+
 def test_a_run_in_which_a_rank_hangs_stops_soon_and_loses_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     file = written(folder, 0, {"how": "hang", "at": 7})

@@ -55,6 +55,7 @@ class Stage(IntEnum):
     START = 1
     TRAINING = 2
     END = 3
+    SNAPSHOT = 4  # in the host's memory, unless it is the first, which prepares memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +265,19 @@ def begin_stage(stage: Stage, steps: int = 0) -> None:
     numbers[STAGE], numbers[TIME] = stage, time.perf_counter()
     if stage is Stage.TRAINING:
         numbers[STEPS] = steps - numbers[UPDATES]
+
+
+@contextmanager
+def snapshot_stage(*, first: bool) -> Iterator[None]:
+    """Note that the block takes a snapshot in memory, which is as short as an update unless it is the first."""
+    numbers = own().numbers
+    before = numbers[STAGE]
+    if not first:
+        numbers[STAGE] = Stage.SNAPSHOT
+    try:
+        yield
+    finally:
+        numbers[STAGE] = before
 
 
 _own = [Heartbeat(bytearray(_ROW * _BYTES), 0, Files())]

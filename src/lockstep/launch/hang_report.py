@@ -102,6 +102,8 @@ class Sight:
         """The place in its run, as text."""
         if self.stage in (Stage.START, Stage.END):
             return "at the start of the run" if self.stage is Stage.START else "at the end of the run"
+        if self.stage is Stage.SNAPSHOT:
+            return "in a snapshot in memory"
         return _PLACES[Phase.DATA if self.work.fetches else self.phase]
 
 
@@ -264,7 +266,7 @@ def _described(hang: Hang, verb: str) -> str:
     culprit = hang.culprits[0]
     line = line_of(main_frames(hang.stacks.get(culprit.process, "")))
     at = f" at {line}" if line is not None else ""
-    update = f"update {culprit.step:,}" if culprit.stage in (Stage.TRAINING, Stage.UNKNOWN) else ""
+    update = f"update {culprit.step:,}" if culprit.stage not in (Stage.START, Stage.END) else ""
     details = ", ".join(part for part in (update, _samples(culprit.work, hang.stacks)) if part)
     names = named_ranks([each.rank for each in hang.culprits])
     return f"{names} {verb} {culprit.where}{at}{f' ({details})' if details else ''}"

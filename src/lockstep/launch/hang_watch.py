@@ -57,6 +57,7 @@ _ELSEWHERE_S = 10.0  # after which a wait of all ranks of this host for those of
 _LOADED_S = 0.5  # after which waits for a processor are subtracted
 _CODE = 124  # of timeout(1)
 _OUTSIDE = (Phase.EVALUATION, Phase.SAVE)
+_IN_UPDATES = {Stage.TRAINING, Stage.SNAPSHOT}
 
 
 @dataclass
@@ -115,7 +116,7 @@ class ObservedRank(Protocol):
 class _Incident:
     """A rank that doesn't move: which marks it had, the last stacks, and what was decided."""
 
-    marks: tuple[float, ...]
+    marks: set[tuple[int, float]]
     limit: float = 0.0
     stacks: Mapping[int, str] = field(default_factory=dict)
     hang: Hang | None = None
@@ -188,7 +189,7 @@ class HangWatch:
         suspects = self._suspects(sights)
         if not suspects and self._perhaps_deadlocked(sights):
             suspects = sights
-        if self._incident is not None and self._incident.marks != _marks(suspects):
+        if self._incident is not None and not self._incident.marks <= _marks(suspects):
             self._end_incident(sights)
         if suspects:
             self._judge(suspects, sights, members)
@@ -262,7 +263,7 @@ class HangWatch:
         """Return whether the rank is outside of its updates, or in the first of the launch, which may compile."""
         is_between = sight.stage is Stage.UNKNOWN and sight.phase is Phase.HOST  # a user's loop, which may evaluate
         is_in_updates = sight.stage in (Stage.UNKNOWN, Stage.TRAINING) and (sight.updates or self._first_before)
-        return not is_in_updates or is_between or sight.phase in _OUTSIDE
+        return sight.stage is not Stage.SNAPSHOT and (not is_in_updates or is_between or sight.phase in _OUTSIDE)
 
     def _suspects(self, sights: Sequence[Sight]) -> list[Sight]:
         """Return the ranks that don't move and that all others wait for; all of them, if all wait for each other."""
@@ -276,7 +277,7 @@ class HangWatch:
         """Return whether a rank waits in a collective, and the others may wait for it elsewhere, such as in a save."""
         is_overdue = any(sight.waits and sight.age > sight.limit for sight in sights)
         stages = {sight.stage for sight in sights}
-        return self.alone and is_overdue and stages == {Stage.TRAINING} and all(s.age > _DEADLOCK_S for s in sights)
+        return self.alone and is_overdue and stages <= _IN_UPDATES and all(s.age > _DEADLOCK_S for s in sights)
 
     # --- the verdict ---
 
@@ -350,7 +351,7 @@ class HangWatch:
     def _ends_at(self, hang: Hang, ranks: int, limit: float) -> float | None:
         """Return after how many seconds without a move the rank is killed; None: never."""
         in_updates = all(
-            each.stage is Stage.TRAINING or (each.stage is Stage.UNKNOWN and each.phase is not Phase.HOST)
+            each.stage in _IN_UPDATES or (each.stage is Stage.UNKNOWN and each.phase is not Phase.HOST)
             for each in hang.culprits
         )
         if all(each.stage in (Stage.START, Stage.END) for each in hang.culprits) and not hang.is_stopped:
@@ -388,10 +389,11 @@ class HangWatch:
         if incident is None or incident.hang is None:
             return
         for culprit in incident.hang.culprits:
-            seconds = time.perf_counter() - culprit.mark
-            self._moved_after[culprit.phase] = max(seconds, self._moved_after.get(culprit.phase, 0.0))
-            print_on_stderr(f"lockstep: rank {culprit.rank} moves again, after {seconds:.1f} s")
+            if (culprit.rank, culprit.mark) not in _marks(sights):
+                seconds = time.perf_counter() - culprit.mark
+                self._moved_after[culprit.phase] = max(seconds, self._moved_after.get(culprit.phase, 0.0))
+                print_on_stderr(f"lockstep: rank {culprit.rank} moves again, after {seconds:.1f} s")
 
 
-def _marks(suspects: Sequence[Sight]) -> tuple[float, ...]:
-    return tuple(suspect.mark for suspect in suspects)
+def _marks(sights: Sequence[Sight]) -> set[tuple[int, float]]:
+    return {(sight.rank, sight.mark) for sight in sights}

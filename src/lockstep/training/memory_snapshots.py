@@ -28,6 +28,7 @@ from lockstep.checkpoint.memory_saving import KEPT, MemorySaver
 from lockstep.checkpoint.reading import manifest_bytes, read_manifest
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
 from lockstep.checkpoint.with_memory import WithMemory, drop
+from lockstep.core import heartbeat
 from lockstep.core.control_groups import tightest_limit
 from lockstep.core.errors import Failure
 from lockstep.core.formatting import size as shown_size
@@ -211,7 +212,7 @@ class MemorySnapshots:
         assert describe is not None, "and states how"
         self._began = began = time.perf_counter()
         self._taken, self._is_copied = self._session.progress.steps, False
-        with self._world.clock.phase(Phase.SAVE):
+        with self._world.clock.phase(Phase.SAVE), heartbeat.snapshot_stage(first=self._has_space is None):
             try:
                 state = self._session.state()
                 if self._has_space is None and not self._check_space(saver.size(state)):
