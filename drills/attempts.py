@@ -29,6 +29,15 @@ from lockstep.checkpoint.storage import checkpoint_name, names_by_step
 PATIENCE = 180.0  # seconds, after which a run hangs
 
 
+def start(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a command of Lockstep in its own process group, in the folder of its log."""
+    with log.open("w") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", *words],
+            stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=log.parent, start_new_session=True,
+        )  # fmt: skip
+
+
 class Attempt:
     """`lockstep train` in its own process group."""
 
@@ -39,11 +48,7 @@ class Attempt:
         self.run = run
         self._log = run.with_name(f"{run.name}.log")
         common = ["--monitor.progress=none", "--monitor.tensorboard=false", "--launch.device=cpu"]
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lockstep", "train", *words, f"--run.folder={run}", *common],
-                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=run.parent, start_new_session=True,
-            )  # fmt: skip
+        self._process = start(["lockstep", "train", *words, f"--run.folder={run}", *common], self._log)
 
     @property
     def output(self) -> str:

@@ -143,7 +143,7 @@ def _be(
     os.environ.clear()
     os.environ.update(environment)
     for stream, file in ((0, os.devnull), (1, out), (2, err)):
-        os.dup2(os.open(file, os.O_RDONLY if stream == 0 else os.O_WRONLY | os.O_CREAT), stream)
+        os.dup2(os.open(file, os.O_RDONLY if stream == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     sys.stdout, sys.stderr = (os.fdopen(stream, "w", closefd=False) for stream in (1, 2))
     sys.argv = words
     cast("Any", mp.current_process())._config["daemon"] = False
