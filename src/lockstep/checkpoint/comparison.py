@@ -1,16 +1,17 @@
 """Compares two checkpoints: names, dtypes and shapes, values, config and state. Every byte read is verified.
 
-tensors in both, of equal dtype and shape --> read, one at a time --> bitwise identical? --> otherwise by how much
+tensors in both, of equal dtype and shape --> read, some at a time --> bitwise identical? --> otherwise by how much
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.inspection import as_verification_error
+from lockstep.checkpoint.manifest import ELEMENT_BYTES
 from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest
 from lockstep.distributed.shard_boxes import TensorInfo
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
 
 _CHUNK = 2**20  # elements at a time, since they are widened to float64
+_READ_BYTES = 64 * 2**20  # of each checkpoint at a time: small tensors together, with few calls of a store
 _LOCATIONS = ("run.folder", "checkpoint.folder")
 _HISTORY = ("seconds", "ledger", "left_out")
 
@@ -73,7 +75,7 @@ class OpenCheckpoint:
     """A checkpoint whose tensors can be read; use as a context manager.
 
     Raises:
-        VerificationError: On entering and in `tensor`: it is damaged.
+        VerificationError: On entering and in `tensors`: it is damaged.
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
@@ -95,23 +97,28 @@ class OpenCheckpoint:
     def info(self, name: str) -> TensorInfo:
         return self.manifest.tensors[name].info
 
-    def tensor(self, name: str) -> Tensor:
-        """Read and verify a whole tensor, on the CPU."""
+    def tensors(self, names: Sequence[str]) -> list[Tensor]:
+        """Read and verify whole tensors, on the CPU."""
         import torch
 
-        info = self.info(name)
-        memory = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+        infos = [self.info(name) for name in names]
+        memory = [torch.empty(info.shape, dtype=getattr(torch, info.dtype)) for info in infos]
+        items = [ReadItem(name, info.whole, into) for name, info, into in zip(names, infos, memory, strict=True)]
         with as_verification_error(self._storage, self._name):
-            self._reader.read([ReadItem(name, info.whole, memory)])
+            self._reader.read(items)
         return memory
 
 
 def compare(first: OpenCheckpoint, second: OpenCheckpoint) -> Comparison:
-    """Compare two checkpoints, with one tensor of each in memory at a time. Raises VerificationError."""
+    """Compare two checkpoints, with some tensors of each in memory at a time. Raises VerificationError."""
     ours, theirs = first.manifest, second.manifest
     both = [name for name in ours.tensors if name in theirs.tensors]
     comparable = [name for name in both if first.info(name) == second.info(name)]
-    differences = (tensor_difference(name, first.tensor(name), second.tensor(name)) for name in comparable)
+    differences = (
+        tensor_difference(name, *tensors)
+        for names in _read_together(first, comparable)
+        for name, *tensors in zip(names, first.tensors(names), second.tensors(names), strict=True)
+    )
     values = tuple(difference for difference in differences if difference is not None)
     return Comparison(
         alone=(_missing(ours.tensors, theirs.tensors), _missing(theirs.tensors, ours.tensors)),
@@ -121,6 +128,22 @@ def compare(first: OpenCheckpoint, second: OpenCheckpoint) -> Comparison:
         config=_differences(ours.config, theirs.config, _LOCATIONS),
         state=_differences(ours.state, theirs.state, _HISTORY),
     )
+
+
+def _read_together(checkpoint: OpenCheckpoint, names: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the names in groups: one tensor, or several that are not too large together."""
+    group: list[str] = []
+    size = 0
+    for name in names:
+        info = checkpoint.info(name)
+        nbytes = info.whole.elements * ELEMENT_BYTES[info.dtype]
+        if group and size + nbytes > _READ_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += nbytes
+    if group:
+        yield group
 
 
 def tensor_difference(name: str, first: Tensor, second: Tensor) -> TensorDifference | None:
