@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,7 @@ def _environment(**variables: str) -> dict[str, str]:
     return {**plain, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **variables}
 
 
-def call(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Start the command without imports in this process."""
-    command = [*LOCKSTEP, *map(str, words)]
-    return subprocess.run(command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=180)
-
-
-def output_of(done: subprocess.CompletedProcess[str] | Done) -> Any:
+def output_of(done: Done) -> Any:
     """Return the JSON on stdout of a command that succeeded."""
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -57,7 +50,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     words = ["--run.steps", "12", "--monitor.every", "5", "--evaluation.every", "6", "--run.folder", "run"]
     words += ["--batch.global_size", "50", "--launch.device", "cpu", "--precision.compute", "fp32"]
     words += ["--ranks", "2", "--run.epochs", "null", "--json"]
-    done = call("train", "digits", *words, cwd=folder)
+    done = run_lockstep("train", "digits", *words, cwd=folder)
     return folder / "run", output_of(done)
 
 
@@ -214,24 +207,16 @@ def test_sigterm_stops_all_ranks(own: Path) -> None:
     assert not (own / "stopped" / "summary.json").exists()
 
 
-IN_A_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_closing_the_terminal_saves_and_stops_the_run(own: Path, ranks: int) -> None:
     folder = own / f"closed-{ranks}"
-    words = ["train", "own.json", "--ranks", ranks, "--run.steps", 100_000_000, "--run.folder", folder]
+    words = ["train", "own.json", "--ranks", ranks, UNHURRIED, "--run.steps", 100_000_000, "--run.folder", folder]
     master, terminal = pty.openpty()
-    command = subprocess.Popen(
-        [sys.executable, "-c", IN_A_TERMINAL, *LOCKSTEP, *map(str, words)],
-        cwd=own, env=_environment(), stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
-    )  # fmt: skip
+    command = start_lockstep(*words, cwd=own, terminal=os.ttyname(terminal))
+    command.wait_for((folder / "metrics.jsonl").exists)
     os.close(terminal)
-    _wait_for(folder / "metrics.jsonl")
     os.close(master)
-    assert command.wait(timeout=60) == 75
+    assert command.end() == 75
     assert len(list((folder / "checkpoints").glob("step-*"))) == 1
 
 
@@ -262,13 +247,6 @@ def test_no_orphans_when_the_launcher_is_killed(own: Path) -> None:
     assert set(ranks) < set(processes_of_group(command.pid))
     command.send(signal.SIGKILL)
     assert command.end() == -signal.SIGKILL  # and none of its group is left
-
-
-def _wait_for(file: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not file.exists():
-        assert time.monotonic() < deadline, f"{file} is missing"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")

@@ -82,13 +82,14 @@ class Running:
         return cast("int", code)
 
 
-def start_lockstep(*words: object, cwd: Path) -> Running:
-    """As `run_lockstep`, without waiting."""
+def start_lockstep(*words: object, cwd: Path, terminal: str | None = None) -> Running:
+    """As `run_lockstep`, without waiting. `terminal`: the file of the terminal that it leads; None: no terminal."""
     out, err = cwd / "out", cwd / "err"
     for file in (out, err):
         file.write_text("")
     words_ = ["lockstep", *map(str, words)]
-    process = served().Process(target=partial(_lead, words_, str(cwd), _environment(), str(out), str(err)))
+    streams = (str(out), str(err)) if terminal is None else (terminal, terminal, terminal)
+    process = served().Process(target=partial(_lead, words_, str(cwd), _environment(), *streams))
     process.start()
     return Running(process, cwd)
 
@@ -131,18 +132,24 @@ def _environment() -> dict[str, str]:
     return {**plain, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
 
 
-def _lead(words: list[str], folder: str, environment: Mapping[str, str], out: str, err: str) -> None:
-    os.setsid()
-    _be(_command, words, folder, environment, out, err)
+def _lead(words: list[str], folder: str, environment: Mapping[str, str], *streams: str) -> None:
+    os.setsid()  # the first terminal that the process opens is the one that it leads
+    _be(_command, words, folder, environment, *streams)
 
 
 def _be(
-    main: Callable[[], None], words: list[str], folder: str, environment: Mapping[str, str], out: str, err: str
+    main: Callable[[], None],
+    words: list[str],
+    folder: str,
+    environment: Mapping[str, str],
+    out: str,
+    err: str,
+    into: str = os.devnull,
 ) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    for stream, file in ((0, os.devnull), (1, out), (2, err)):
+    for stream, file in ((0, into), (1, out), (2, err)):
         os.dup2(os.open(file, os.O_RDONLY if stream == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     sys.stdout, sys.stderr = (os.fdopen(stream, "w", closefd=False) for stream in (1, 2))
     sys.argv = words

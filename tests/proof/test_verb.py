@@ -10,7 +10,13 @@ from pathlib import Path
 from kit.commands import Done, run_lockstep
 
 FIELDS = {"strategy", "ranks", "max_loss_difference", "max_weight_difference", "passed"}
-SMALL = ["--batch.global_size", "4", "--data.train.length", "32", "--model.layers", "2", "--launch.device", "cpu"]
+SMALL = [
+    "--batch.global_size=4",
+    "--data.train.length=32",
+    "--model.layers=2",
+    "--model.width=64",
+    "--launch.device=cpu",
+]
 
 
 def verify(*words: str, cwd: Path) -> Done:
@@ -18,7 +24,7 @@ def verify(*words: str, cwd: Path) -> Done:
 
 
 def test_a_recipe_is_verified(tmp_path: Path) -> None:
-    done = verify("--strategies", "ddp,fsdp,fsdp-hybrid", "--ranks", "1,2", "--steps", "4", "--json", cwd=tmp_path)
+    done = verify("--strategies", "ddp,fsdp,fsdp-hybrid", "--ranks", "1,2", "--steps", "2", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert {(row["strategy"], row["ranks"]) for row in rows} == {

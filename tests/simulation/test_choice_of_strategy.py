@@ -32,7 +32,7 @@ MESSAGE = f"{FACTS} {ADVICE}\n{SAVED}"
 
 
 def automatic(**sections: Any) -> Any:
-    sections = {"parallel": {"strategy": "auto"}, "batch": {"global_size": 64}, "launch": {"device": "auto"}} | sections
+    sections = {"parallel": {"strategy": "auto"}, "batch": {"global_size": 16}, "launch": {"device": "auto"}} | sections
     return decoder(**sections)
 
 
@@ -45,11 +45,11 @@ def peak(config: Any, decision: Decision, ranks: int) -> int:
 def test_auto_takes_the_largest_micro_batch_that_fits_and_shards_only_where_it_must() -> None:
     config = automatic()
     plenty, tight = (decide(estimator(config, 4, memory)) for memory in (64 * MIB, 9 * MIB))
-    assert (plenty.strategy, plenty.micro_size) == ("ddp", 16)
+    assert (plenty.strategy, plenty.micro_size) == ("ddp", 4)
     assert tight.strategy == "ddp"
-    assert 1 < tight.micro_size < 16
+    assert tight.micro_size == 2
     assert peak(config, tight, 4) <= USABLE * 9 * MIB
-    assert peak(config, replace(tight, micro_size=16), 4) > 9 * MIB
+    assert peak(config, replace(tight, micro_size=4), 4) > 9 * MIB
     state = peak(config, Decision("ddp", 1, ""), 4)
     sharded = decide(estimator(config, 4, state))
     assert sharded.strategy == "fsdp"
