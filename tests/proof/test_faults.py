@@ -32,7 +32,7 @@ FOUND = {
 @cache
 def rows() -> dict[str | None, list[Row]]:
     """Return the rows of each fault, and of none: as configured, accumulated, under SGD."""
-    rows = with_faults(text(), [None, *INJECTED.values()])
+    rows = with_faults(text(7), [None, *INJECTED.values()])
     return dict(zip([None, *INJECTED], rows, strict=True))
 
 

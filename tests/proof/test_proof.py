@@ -43,7 +43,7 @@ SEVERAL_STAGES_PER_RANK = {"pipeline-interleaved-1f1b", "pipeline-zero-bubble", 
 )
 def test_every_strategy_matches_the_single_process_on_ragged_text(ranks: int, layers: int, left_out: set[str]) -> None:
     """Variants that are left out here have runs in test_same_run, test_pipeline and test_tensor."""
-    base = text()
+    base = text(7)
     config = {**base, "model": {**base["model"], "layers": layers}}
     strategies = [name for name in VARIANTS if (name in SEVERAL_STAGES_PER_RANK) is (layers == 4)]
     strategies = [name for name in strategies if name not in left_out and (ranks < 4 or name in ON_FOUR_RANKS)]

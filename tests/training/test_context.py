@@ -181,8 +181,12 @@ PRODUCTS: dict[str, dict[str, Any]] = {
 
 
 def test_on_two_ranks() -> None:
-    for name, run in zip(WAYS, recorded_all(list(WAYS.values()), 2), strict=True):
-        assert differences(run, oracle()) == [], name
+    for name, run in zip(WAYS, recorded_all(list(WAYS.values()), 2, updates=2), strict=True):
+        assert differences(run, oracle(2)) == [], name
+
+
+def test_an_epoch_ends_with_a_smaller_update() -> None:
+    assert differences(recorded(text(context=2), 2), oracle()) == []
 
 
 def test_products_on_four_ranks() -> None:

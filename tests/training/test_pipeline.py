@@ -36,8 +36,8 @@ def text(global_size: int, micro_size: int | str, *, tied: bool = True, **parall
 
 
 @cache
-def oracle(global_size: int, tied: bool) -> Trajectory:
-    return recorded(text(global_size, "auto", tied=tied, strategy="single"), updates=UPDATES)
+def oracle(global_size: int, tied: bool, updates: int = UPDATES) -> Trajectory:
+    return recorded(text(global_size, "auto", tied=tied, strategy="single"), updates=updates)
 
 
 def pipeline(ranks: int, schedule: str, **further: Any) -> dict[str, Any]:
@@ -98,8 +98,8 @@ def chain(model: str, micro: int = 3, **parallel: Any) -> dict[str, Any]:
 def test_models_of_a_users_own(model: str) -> None:
     ways = [*(pipeline(2, schedule) for schedule in SCHEDULES), pipeline(2, "1f1b", strategy="fsdp")]
     configs = [chain(model, **parallel) for parallel in ways]
-    expected = recorded(chain(model, strategy="single"))
-    for parallel, run in zip(ways, recorded_all(configs, 2), strict=True):
+    expected = recorded(chain(model, strategy="single"), updates=2)
+    for parallel, run in zip(ways, recorded_all(configs, 2, updates=2), strict=True):
         assert differences(run, expected) == [], parallel
 
 
@@ -134,12 +134,15 @@ def test_running_means() -> None:
 def test_half_precision(precision: str) -> None:
     asked = {**text(16, 4, **pipeline(2, "1f1b")), "precision": {"compute": precision}}
     alone = {**text(16, 4, strategy="single"), "precision": {"compute": precision}}
-    assert recorded(asked, 2).losses == pytest.approx(recorded(alone).losses, rel=2e-3)
+    assert recorded(asked, 2, updates=2).losses == pytest.approx(recorded(alone, updates=2).losses, rel=2e-3)
 
 
 def test_planted_faults_are_noticed() -> None:
     of_all = ("a mean of means", "one swapped sample", "a cursor off by one", "a clip norm of one rank")
-    assert unnoticed((*of_all, *OF_PIECES), text(13, 4, **pipeline(2, "1f1b")), oracle(13, True), ranks=2) == []
+    assert (
+        unnoticed((*of_all, *OF_PIECES), text(13, 4, **pipeline(2, "1f1b")), oracle(13, True, 2), ranks=2, updates=2)
+        == []
+    )
 
 
 # --- what it can't do ---------------------------------------------------------------------------------------------
@@ -235,8 +238,7 @@ def test_a_long_wait_is_warned_of() -> None:
 def test_dropout_trains() -> None:
     asked = text(16, 4, **pipeline(2, "1f1b"))
     asked["model"]["dropout"] = 0.1
-    run = recorded(asked, 2, updates=6)
-    again = recorded(asked, 2, updates=6)
+    run, again = recorded_all([asked, asked], 2, updates=6)
     assert run.losses == again.losses
     assert run.losses[-1] < run.losses[0]
 

@@ -29,8 +29,8 @@ def config(global_size: int, micro_size: int | str = "auto", **sections: Any) ->
 
 
 @cache
-def oracle(global_size: int) -> Trajectory:
-    return recorded(config(global_size))
+def oracle(global_size: int, updates: int = 4) -> Trajectory:
+    return recorded(config(global_size), updates=updates)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.drill)])

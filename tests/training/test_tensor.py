@@ -23,7 +23,7 @@ LOSS, SEQUENCE = {"loss_parallel": True}, {"sequence_parallel": True}
 
 
 def text(
-    global_size: int = 13, *, tied: bool = True, model: dict[str, Any] | None = None, **parallel: Any
+    global_size: int = 7, *, tied: bool = True, model: dict[str, Any] | None = None, **parallel: Any
 ) -> dict[str, Any]:
     """Ragged text, in micro-batches of unequal sizes and lengths, which two ranks can't halve."""
     asked = config(global_size, 3, parallel={"strategy": "ddp", **parallel}, **SGD)
