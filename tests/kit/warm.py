@@ -54,15 +54,18 @@ def _read_descriptions() -> None:
 
 
 def _do_what_every_run_does() -> None:
-    """Build the schema, read a recipe, compile the templates of reports, load digits: a tenth of a second of a run."""
+    """Build the schema, read a recipe, compile the templates of reports, load digits and the standard library's text: a
+    tenth of a second of a run."""
     from lockstep.config.loading import load
     from lockstep.config.recipes import resolve_recipe
-    from lockstep.data import digits
+    from lockstep.data import digits, stdlib
     from lockstep.monitor import environment
     from lockstep.report import html
 
     load([resolve_recipe("digits").path], environ={"LOCKSTEP_CACHE": ""})
     digits._load()
+    for held_out in (False, True):
+        stdlib.text_of(held_out=held_out)
     environment.short_description()
     for template in html._HERE.glob("*.html"):
         html._environment(html._HERE).get_template(template.name)

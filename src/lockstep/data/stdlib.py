@@ -40,13 +40,7 @@ def open_stdlib_text(section: StdlibText, *, aligned: bool) -> WindowSource:
     Raises:
         ConfigError: There are fewer samples than configured, or this Python comes without its source.
     """
-    held_out = section.split == "held-out"
-    files = [
-        path
-        for number, (_, path) in enumerate(stdlib_files())
-        if (number % _HELD_OUT_FILE == _HELD_OUT_FILE - 1) == held_out
-    ]
-    text = np.frombuffer(b"".join(map(_content, files)), dtype=np.uint8)
+    text = np.frombuffer(text_of(held_out=section.split == "held-out"), dtype=np.uint8)
     windows = cut_windows(text, section.length, f"the standard library's {section.split} text")
     available = len(windows)
     if section.samples is not None and section.samples > available:
@@ -56,6 +50,16 @@ def open_stdlib_text(section: StdlibText, *, aligned: bool) -> WindowSource:
     windows = windows[: section.samples]
     content = fingerprint("stdlib-text", section.length, len(windows), text)
     return WindowSource(windows, content, aligned=aligned, vocabulary=256, bytes_per_token=1.0)
+
+
+@lru_cache(maxsize=2)
+def text_of(*, held_out: bool) -> bytes:
+    """Read the files of a split, joined; in one process once. Raises ConfigError as `stdlib_files`."""
+    return b"".join(
+        _content(path)
+        for number, (_, path) in enumerate(stdlib_files())
+        if (number % _HELD_OUT_FILE == _HELD_OUT_FILE - 1) == held_out
+    )
 
 
 def _content(path: str) -> bytes:
