@@ -11,12 +11,10 @@ comments; in YAML also `description`.
 from __future__ import annotations
 
 import ast
-import io
 import re
 import subprocess
 import sys
 import tempfile
-import tokenize
 import tomllib
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -102,16 +100,43 @@ def _blank(text: str) -> str:
 
 
 def _python(text: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    if "#" in text:
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.COMMENT:
-                yield token.start, token.end
-    for node in ast.walk(ast.parse(text)):
-        docstring = (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        )
-        if docstring or _is_message(node):
-            yield (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+    lines = text.splitlines()
+    taken: dict[int, list[tuple[int, int]]] = {}  # the columns that strings take in a line
+    for node in _strings(ast.parse(text)):
+        row, end_row = node.lineno, node.end_lineno or 0
+        start, end = node.col_offset, node.end_col_offset or 0
+        for number in range(row, end_row + 1):
+            whole = (start if number == row else 0, end if number == end_row else len(lines[number - 1].encode()))
+            taken.setdefault(number, []).append(whole)
+        if isinstance(node, ast.Expr) or _is_message(node):
+            yield (row, start), (end_row, end)
+    for number, line in enumerate(lines, 1):
+        signs = (match.start() for match in re.finditer("#", line)) if "#" in line else ()
+        spans = taken.get(number, ())
+        for sign in signs:
+            offset = len(line[:sign].encode())  # as ast counts
+            if not any(start <= offset < end for start, end in spans):
+                yield (number, sign), (number, len(line))
+                break
+
+
+def _strings(tree: ast.Module) -> Iterator[ast.expr | ast.Expr]:
+    """Yield the strings of a file, of f-strings the whole and its parts; a docstring comes as its statement."""
+    left: list[ast.AST] = [tree]
+    while left:
+        node = left.pop()
+        text = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(node, ast.Expr) and isinstance(text, ast.Constant) and isinstance(text.value, str):
+            yield node
+            continue
+        if isinstance(node, ast.Constant | ast.JoinedStr):
+            yield node
+        for name in node._fields:
+            value = getattr(node, name, None) if name != "ctx" else None
+            if isinstance(value, ast.AST):
+                left.append(value)
+            elif isinstance(value, list):
+                left += [each for each in value if isinstance(each, ast.AST)]
 
 
 def _is_message(node: ast.AST) -> bool:
