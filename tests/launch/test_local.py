@@ -47,20 +47,21 @@ ENDS = [
 ]
 
 _HANGS = "did not answer within 1 s (launch.timeout), while"
+_LATE = "rank 2 did not answer within 4 s (launch.timeout), while the others waited"
 HANGS = [
-    ("sleeps", ["meet", "meet:sleep 60"], f"rank 1 {_HANGS} rank 0 waited"),
-    ("rank 0 is stopped", ["meet:stop", "meet"], f"rank 0 {_HANGS} rank 1 waited"),
-    ("two of four", ["meet", "meet:sleep 60", "meet", "meet:stop"], f"ranks 1 and 3 {_HANGS} the others waited"),
-    ("late, not hanging", ["meet", "meet", "meet:sleep 4"], f"rank 2 {_HANGS} the others waited"),
-    ("two collectives", ["meet", "meet:receive"], "no rank hangs, and yet a collective took longer than 1 s"),
+    ("sleeps", 1.0, ["meet", "meet:sleep 60"], f"rank 1 {_HANGS} rank 0 waited"),
+    ("rank 0 is stopped", 1.0, ["meet:stop", "meet"], f"rank 0 {_HANGS} rank 1 waited"),
+    ("two of four", 1.0, ["meet", "meet:sleep 60", "meet", "meet:stop"], f"ranks 1 and 3 {_HANGS} the others waited"),
+    ("late, not hanging", 4.0, ["meet", "meet", "meet:sleep 4"], _LATE),  # the launcher waits until it comes
+    ("two collectives", 1.0, ["meet", "meet:receive"], "no rank hangs, and yet a collective took longer than 1 s"),
 ]
 
 
-@pytest.mark.parametrize(("script", "message"), [row[1:] for row in HANGS], ids=[row[0] for row in HANGS])
+@pytest.mark.parametrize(("timeout", "script", "message"), [row[1:] for row in HANGS], ids=[row[0] for row in HANGS])
 def test_a_rank_that_hangs_is_named_by_those_that_waited(
-    fork_server: ForkServer, script: list[str], message: str
+    fork_server: ForkServer, timeout: float, script: list[str], message: str
 ) -> None:
-    code, _, err = fork_server.run("acts", script=script, section={"timeout": 1.0})
+    code, _, err = fork_server.run("acts", script=script, section={"timeout": timeout})
     err = "".join(line for line in err.splitlines(keepends=True) if not line.startswith("note: "))
     assert code == 1, err
     assert err.startswith(f"lockstep: {message}")

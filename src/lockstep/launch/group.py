@@ -39,7 +39,9 @@ _SETTLE = 1.0  # seconds for the other ranks to report how they fail, once one h
 _SETTLE_PEER = 5.0  # the same while only consequences are known: the cause may be a rank that is still unwinding
 _SETTLE_TIMEOUT = 0.1  # part of a collective's timeout: a rank that began to wait later times out later
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL, if the run has failed anyway
-_GRACE_CUT_OFF = 1.0  # the same if ranks wait for a host that is silent, and start again: they have no error to report
+_GRACE_SILENT = (
+    1.0  # the same after `launch.timeout`, or where ranks wait for a silent host and start again: no error is left
+)
 _HANGS = 20.0  # seconds after which a launcher hangs that hasn't ended its ranks, and should have
 _SAME_REQUEST = 0.5  # seconds: signals this close are one request (timeout(1) and shells signal process and group)
 _CAUSES = {
@@ -256,11 +258,20 @@ def watch(
             _stop(stops, living, deadlines, min(patience, requests.patience))
         if stops and hangs is not None and hangs.has_named:  # the others can't save without it
             deadlines.kill = min(deadlines.kill, time.monotonic() + _GRACE)
-        _set_deadlines(_ends(members, hosts), deadlines, patience, hosts.size if hosts is not None else len(members))
-        _enforce(living, deadlines, _GRACE_CUT_OFF if hosts is not None and hosts.is_cut_off else _GRACE)
+        ends = _ends(members, hosts)
+        _set_deadlines(ends, deadlines, patience, hosts.size if hosts is not None else len(members))
+        _enforce(living, deadlines, _grace(ends, hosts))
         if hosts is not None:
             _give_up_others([member.ended for member in members], hosts, deadlines, patience, stops)
     return [end for _, end in sorted(_ends(members, hosts).items())]
+
+
+def _grace(ends: Mapping[int, End], hosts: Hosts | None) -> float:
+    """Return the seconds between SIGTERM and SIGKILL."""
+    is_silent = hosts is not None and hosts.is_cut_off
+    if is_silent or any(end.kind is EndKind.TIMED_OUT for end in ends.values()):
+        return min(_GRACE, _GRACE_SILENT)
+    return _GRACE
 
 
 def _timeout(deadlines: _Deadlines, hangs: HangWatch | None) -> float | None:
@@ -311,9 +322,10 @@ def _settle_time(kinds: Sequence[EndKind], ranks: int, patience: float) -> float
     """Return the seconds that the ranks without a report have left."""
     if _CAUSES.intersection(kinds):
         return _SETTLE
-    if EndKind.TIMED_OUT in kinds and len(kinds) < ranks - 1:
-        return max(_SETTLE_PEER, _SETTLE_TIMEOUT * patience)
-    if EndKind.TIMED_OUT in kinds or EndKind.PEER_FAILED in kinds:
+    if EndKind.TIMED_OUT in kinds:  # a rank that waits too began less than `patience` ago, and times out within it
+        settle = min(_SETTLE_PEER, max(_SETTLE, patience))
+        return max(settle, _SETTLE_TIMEOUT * patience) if len(kinds) < ranks - 1 else settle
+    if EndKind.PEER_FAILED in kinds:
         return _SETTLE_PEER
     if not _ORDERLY.isdisjoint(kinds):  # some have more to write than others
         return patience
