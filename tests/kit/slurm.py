@@ -20,7 +20,19 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "scancel", "ip", "nsenter", "unshare")
+_PROGRAMS = (
+    "slurmctld",
+    "slurmd",
+    "munged",
+    "sbatch",
+    "srun",
+    "scontrol",
+    "scancel",
+    "squeue",
+    "ip",
+    "nsenter",
+    "unshare",
+)
 _PATIENCE_S = 60
 NODES = ("n1", "n2")
 
@@ -54,6 +66,18 @@ class Cluster:
     def state(self, job: object) -> dict[str, str]:
         text = self.call("scontrol", "--oneliner", "show", "job", job)
         return dict(word.partition("=")[::2] for word in text.split() if "=" in word)
+
+    def start_when_requeued(self, name: str) -> None:
+        """Wait until a job of this name is queued again, and let it start at once; Slurm would wait ten seconds."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            job = self.call("squeue", "--noheader", f"--name={name}", "--states=PENDING", "--format=%A").strip()
+            if job and self.state(job)["Restarts"] != "0":
+                break
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.3)
+        time.sleep(1.1)  # the new credential has to be younger than the revoked one, in whole seconds
+        self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def logs(self) -> str:
         """The last lines of the daemons, for a failed test."""

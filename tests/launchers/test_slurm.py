@@ -49,9 +49,11 @@ def test_a_preempted_job_is_queued_again_and_completes(slurm: Cluster, tmp_path:
     (tmp_path / "preempted.py").write_text(PREEMPTED)
     train = [*TRAIN, "monitors=[{target: preempted.py:Preempted}]"]
     on_two = ["--nodes", "2", "--time", "10", "--follow", *train, "--ranks", "1", "run.folder=run"]
-    with ThreadPoolExecutor(1) as beside:
+    with ThreadPoolExecutor(2) as beside:
         job_ends = beside.submit(launch, slurm, tmp_path, *on_two)
+        restarts = beside.submit(slurm.start_when_requeued, "digits")
         undisturbed = run_lockstep(*train, "--ranks", "2", "run.folder=undisturbed", cwd=tmp_path)
+        restarts.result()
         done = job_ends.result()
     assert done.returncode == 0, (done, slurm.logs())
     assert "stopped at step" in done.stdout
