@@ -124,27 +124,29 @@ def test_hosts_take_their_places_as_they_come(fork_server: ForkServer, tmp_path:
 
 
 def test_missing_hosts_and_contradictions_are_named_on_all_hosts(fork_server: ForkServer) -> None:
-    script = ["return:0"] * 2
-    address = f"127.0.0.1:{free_port()}"
-    section = {"nodes": 3, "rendezvous": address, "timeout": 1.5}
-    launched = [fork_server.start("host_acts", script=script, ranks=1, section=section) for _ in range(2)]
-    text = (
-        f"2 of 3 hosts reached {address} within 1.5 s (launch.timeout): {HOST}, {HOST}; missing: 1 more. Start the "
-        f"same command on each host, and let the hosts reach {address}\n"
-    )
-    assert ended(launched) == ([1, 1], [text, text])
+    def start(sections: list[dict[str, object]], settings: list[dict[str, str]], **common: object) -> list[Launched]:
+        section = {"nodes": 3, "rendezvous": f"127.0.0.1:{free_port()}", "timeout": 10.0, **common}
+        return [
+            fork_server.start(
+                "host_acts", script=["return:0"] * 2, ranks=1, section={**section, **own}, settings=hashes
+            )
+            for own, hashes in zip(sections, settings, strict=True)
+        ]
 
     rows: list[tuple[list[dict[str, object]], list[dict[str, str]], str]] = [
         ([{}, {"node_rank": 2}, {"node_rank": 2}], [{}, {}, {}], f"hosts {HOST} and {HOST} both have --node-rank 2"),
         ([{}, {"nodes": 4}], [{}, {}], "--nodes 4"),
         ([{}, {}], [{"optim.lr": "1"}, {"optim.lr": "2"}], "was started with other settings than host"),
     ]
-    for sections, settings, part in rows:
-        section = {"nodes": 3, "rendezvous": f"127.0.0.1:{free_port()}", "timeout": 10.0}
-        launched = [
-            fork_server.start("host_acts", script=script, ranks=1, section={**section, **own}, settings=hashes)
-            for own, hashes in zip(sections, settings, strict=True)
-        ]
+    address = f"127.0.0.1:{free_port()}"
+    missing = start([{}, {}], [{}, {}], rendezvous=address, timeout=1.5)
+    of_rows = [start(sections, settings) for sections, settings, _ in rows]
+    text = (
+        f"2 of 3 hosts reached {address} within 1.5 s (launch.timeout): {HOST}, {HOST}; missing: 1 more. Start the "
+        f"same command on each host, and let the hosts reach {address}\n"
+    )
+    assert ended(missing) == ([1, 1], [text, text])
+    for launched, (sections, _, part) in zip(of_rows, rows, strict=True):
         codes, texts = ended(launched)
         assert codes == [2] * len(sections), texts
         assert len(set(texts)) == 1

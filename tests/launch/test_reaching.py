@@ -96,19 +96,23 @@ def test_a_name_that_is_not_resolved_and_a_silent_name_server_are_noted(monkeypa
 
 def test_nothing_that_listens_and_a_server_that_says_nothing_are_noted() -> None:
     port = free_port()
-    notes, _, text = asyncio.run(_notes("localhost", port, 1.2))
+    with listening() as mute, listening(answers=b"") as closing:
+
+        async def of_all() -> list[tuple[list[tuple[float, str]], Exception, str]]:
+            places = (("localhost", port), ("127.0.0.1", mute), ("127.0.0.1", closing))
+            return await asyncio.gather(*(_notes(*place, 1.2) for place in places))
+
+        of_nothing, of_mute, of_closing = asyncio.run(of_all())
+    notes, _, text = of_nothing
     assert [note for _, note in notes] == [
         f"nothing listens on localhost:{port}; trying again for up to 1.2 s (launch.timeout)"
     ]
     assert f"nothing listens on localhost:{port}; start the same command on the host of localhost:{port}" in text
-    with listening() as port:
-        notes, _, text = asyncio.run(_notes("127.0.0.1", port, 1.2))
-        reason = f"what listens on 127.0.0.1:{port} accepts connections, but doesn't answer as a launcher of Lockstep"
-        assert [note for _, note in notes] == [f"{reason}; trying again for up to 1.2 s (launch.timeout)"]
-        assert reason in text
-    with listening(answers=b"") as port:
-        notes, _, text = asyncio.run(_notes("127.0.0.1", port, 1.2))
-        assert f"what listens on 127.0.0.1:{port} closes the connection" in notes[0][1]
+    notes, _, text = of_mute
+    reason = f"what listens on 127.0.0.1:{mute} accepts connections, but doesn't answer as a launcher of Lockstep"
+    assert [note for _, note in notes] == [f"{reason}; trying again for up to 1.2 s (launch.timeout)"]
+    assert reason in text
+    assert f"what listens on 127.0.0.1:{closing} closes the connection" in of_closing[0][0][1]
 
 
 @pytest.mark.parametrize("sends", [b"SSH-2.0-OpenSSH_9.2\r\n", b"\x15\x03\x01\x00\x02\x02\x46"])
@@ -137,24 +141,27 @@ def test_a_web_server_which_waits_for_a_request_is_an_error_at_once(monkeypatch:
 
 
 @needs_hosts
-@pytest.mark.parametrize(
-    ("rendezvous", "reason"),
-    [
+def test_the_command_notes_it_in_the_first_seconds(tmp_path: Path) -> None:
+    rows = [
         ("hots-0:29500", "the name hots-0 can't be resolved"),
         ("10.99.0.1:29500", "10.99.0.1:29500 isn't reached from here (Network is unreachable)"),
-    ],
-)
-def test_the_command_notes_it_in_the_first_seconds(tmp_path: Path, rendezvous: str, reason: str) -> None:
-    with network(1, tmp_path) as net:
+    ]
+    with network(2, tmp_path) as net:
         quick = {"RES_OPTIONS": "attempts:1 timeout:1"}  # no name server is there
-        launched = net.start(0, *RUN, "--rendezvous", rendezvous, "launch.timeout=4", cwd=tmp_path, **quick)
-        launched.wait_for(lambda: f"note: {reason}" in launched.output)
-        assert launched.lives
-        assert launched.end() == 1
-    assert (
-        f"lockstep: host host-0 could not reach {rendezvous} within 4 s (launch.timeout): {reason}" in launched.output
-    )
-    assert launched.output.count(f"note: {reason}") == 1
+        launched = []
+        for host, (rendezvous, _) in enumerate(rows):
+            folder = tmp_path / str(host)
+            folder.mkdir()
+            words = (*RUN, "--rendezvous", rendezvous, "launch.timeout=4")
+            launched.append(net.start(host, *words, cwd=folder, **quick))
+        for each, (_, reason) in zip(launched, rows, strict=True):
+            each.wait_for(partial(_prints, each, f"note: {reason}"))
+            assert each.lives
+        assert [each.end() for each in launched] == [1, 1]
+    for host, (rendezvous, reason) in enumerate(rows):
+        failure = f"host host-{host} could not reach {rendezvous} within 4 s (launch.timeout): {reason}"
+        assert f"lockstep: {failure}" in launched[host].output
+        assert launched[host].output.count(f"note: {reason}") == 1
 
 
 def test_a_name_server_that_does_not_answer_is_noted_and_is_not_waited_for_longer(
@@ -177,13 +184,12 @@ def test_hosts_that_wait_for_another_note_which_are_there(tmp_path: Path) -> Non
     with network(2, tmp_path) as net:
         words = (*RUN, "--nodes", 3, "--rendezvous", f"{net.address(0)}:29500", "launch.timeout=6")
         launched = [net.start(host, *words, cwd=tmp_path, LOCKSTEP_JOB_TOKEN="a token") for host in range(2)]
+        where = "note: 2 of 3 hosts are at 10.77.0.1:29500: host-0, host-1"
+        note = f"{where}; missing: 1 more. They are waited for up to 6 s"
         for each in launched:
-            each.wait_for(partial(_has_note, each))
+            each.wait_for(partial(_prints, each, note))
         assert [each.end() for each in launched] == [1, 1]
 
 
-def _has_note(launched: Running) -> bool:
-    return (
-        "note: 2 of 3 hosts are at 10.77.0.1:29500: host-0, host-1; missing: 1 more. They are waited for up to 6 s"
-        in launched.output
-    )
+def _prints(launched: Running, text: str) -> bool:
+    return text in launched.output
