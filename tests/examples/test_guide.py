@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.commands import run_script
 from safetensors.numpy import save_file
 
 import lockstep
@@ -203,7 +204,7 @@ def test_scripts_stop_at_missing_parts(script: str, place: Path) -> None:
 
 
 def test_torchrun_s_report_ends_with_the_message(place: Path, tmp_path: Path) -> None:
-    alone = {"MODEL_NAME": "gpt2", "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    alone = {"RANKS": "1", "MODEL_NAME": "gpt2", "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     process = start(place, "one_node.sh", "ddp", tmp_path / "out", **alone)
     printed, _ = process.communicate(timeout=140)
     assert process.returncode == 1, "torchrun turns every exit code into it"
@@ -216,7 +217,7 @@ def test_torchrun_s_report_ends_with_the_message(place: Path, tmp_path: Path) ->
 def test_a_config_error_is_reported_without_a_traceback(place: Path, tmp_path: Path) -> None:
     (tmp_path / "wrong.yaml").write_text("batch: {global_sise: 3}\nrun: {steps: 1}\n")
     words = ["--mode", "ddp", "--config", str(tmp_path / "wrong.yaml"), "--model_name", str(place / "model")]
-    run = subprocess.run([sys.executable, str(GUIDE / "train.py"), *words], capture_output=True, text=True, timeout=60)
+    run = run_script(GUIDE / "train.py", *words, cwd=tmp_path)
     assert run.returncode == 2
     assert "global_sise: did you mean" in run.stderr
     assert "Traceback" not in run.stderr

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -43,11 +44,18 @@ class Network(namespaces.Network):
         return socket.create_server((self.address(host), 0), backlog=128)
 
     def start(
-        self, host: int, *words: object, cwd: Path, hides: Path | None = None, **environment: str | None
+        self,
+        host: int,
+        *words: object,
+        cwd: Path,
+        hides: Path | None = None,
+        silence: float | None = None,
+        **environment: str | None,
     ) -> Running:
         """Start the command `lockstep` on a host, or a program whose path is the first word.
 
         `hides`: a folder that is another one there, `folder_of(host, hides)`.
+        `silence`: seconds after which other hosts count as lost, instead of ten.
         """
         output = cwd / f"of-host-{host}"
         output.mkdir(exist_ok=True)
@@ -59,9 +67,16 @@ class Network(namespaces.Network):
         command = partial(_exec, [*map(str, words)], *where)
         if not is_program:
             command = partial(_lead, ["lockstep", *map(str, words)], *where)
+        if silence is not None:
+            command = partial(_with_silence, silence, command)
         process = served().Process(target=partial(self.run, host, command, hides))
         process.start()
         return Running(process, output)
+
+
+def _with_silence(seconds: float, command: Callable[[], None]) -> None:
+    with patch("lockstep.launch.meeting.SILENCE_S", seconds):
+        command()
 
 
 def _exec(words: list[str], folder: str, environment: dict[str, str], out: str, err: str) -> None:
