@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from kit.waiting import wait_for
 from kit.worlds import in_world
 
 from lockstep.config.schema import Launch
@@ -26,7 +28,7 @@ def _sum(group: dist.ProcessGroup) -> None:
 def _two_sums_at_once(group: dist.ProcessGroup) -> None:
     """Wait for the second sum alone."""
     works = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for _ in range(2)]
-    time.sleep(2.0)
+    time.sleep(1.3)
     works[1].wait()
 
 
@@ -38,8 +40,8 @@ def _another_group(group: dist.ProcessGroup) -> None:
 _WAITS = {"a sum": _sum, "two sums at once": _two_sums_at_once, "making a group": _another_group}
 
 
-def _left_alone(wait: str, own_group: bool) -> tuple[str, float]:
-    """Return the error on rank 0, which waits for rank 1, and after how many seconds it came."""
+def _left_alone(wait: str, own_group: bool, over: Path) -> tuple[str, float]:
+    """Return the error on rank 0, which waits for rank 1, and after how many seconds it came; `over` then exists."""
     began = time.monotonic()
     try:
         with joined(Launch(timeout=1.0), grouped=True) as world:
@@ -48,24 +50,27 @@ def _left_alone(wait: str, own_group: bool) -> tuple[str, float]:
             _sum(group)
             began = time.monotonic()
             if world.rank == 1:
-                time.sleep(3.0)
+                wait_for([over])
             else:
-                _WAITS[wait](group)
+                try:
+                    _WAITS[wait](group)
+                finally:
+                    over.touch()
     except CollectiveTimeout as error:
         return str(error), time.monotonic() - began
     return "", time.monotonic() - began
 
 
 @pytest.mark.parametrize("wait", _WAITS)
-def test_a_timeout_is_one_sentence(wait: str) -> None:
-    message, seconds = in_world(2, _left_alone, wait, False)[0]
+def test_a_timeout_is_one_sentence(tmp_path: Path, wait: str) -> None:
+    message, seconds = in_world(2, _left_alone, wait, False, tmp_path / "over")[0]
     assert message.startswith(_MESSAGE), message
     assert 0.9 < seconds < 5.0
 
 
-def test_a_group_made_later_has_the_same_timeout() -> None:
+def test_a_group_made_later_has_the_same_timeout(tmp_path: Path) -> None:
     """torch's default is half an hour."""
-    message, seconds = in_world(2, _left_alone, "a sum", True)[0]
+    message, seconds = in_world(2, _left_alone, "a sum", True, tmp_path / "over")[0]
     assert message.startswith(_MESSAGE), message
     assert 0.9 < seconds < 5.0
 

@@ -75,7 +75,9 @@ class Network(namespaces.Network):
 
 
 def _with_silence(seconds: float, command: Callable[[], None]) -> None:
-    with patch("lockstep.launch.meeting.SILENCE_S", seconds):
+    silence = patch("lockstep.launch.meeting.SILENCE_S", seconds)
+    answer = patch("lockstep.launch.memory_serving._ANSWER_S", seconds)  # of its memory, once the run has ended
+    with silence, answer:
         command()
 
 

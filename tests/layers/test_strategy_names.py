@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from lockstep.strategies.registry import BUILTIN
@@ -44,22 +45,25 @@ def _names(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and value.value in NAMES
 
 
-def _files() -> Iterator[tuple[str, list[int]]]:
-    for file in sorted(SOURCE.rglob("*.py")):
-        path = file.relative_to(SOURCE).as_posix()
-        if not path.startswith("strategies/"):
-            yield path, list(comparisons(ast.parse(file.read_text())))
+@cache
+def _files() -> dict[str, list[int]]:
+    """Return the lines of each file that compare, by path."""
+    paths = {file.relative_to(SOURCE).as_posix(): file for file in sorted(SOURCE.rglob("*.py"))}
+    return {
+        path: list(comparisons(ast.parse(file.read_text())))
+        for path, file in paths.items()
+        if not path.startswith("strategies/")
+    }
 
 
 def test_no_file_compares_with_the_name_of_a_strategy() -> None:
-    comparing = {path: lines for path, lines in _files() if lines and path not in ALLOWED}
+    comparing = {path: lines for path, lines in _files().items() if lines and path not in ALLOWED}
     assert comparing == {}, "state the difference in the strategy's record (lockstep/strategies), and read the record"
 
 
 def test_the_allow_list_has_no_stale_file() -> None:
-    clean = {path for path, lines in _files() if not lines}
-    present = {path for path, _ in _files()}
-    assert not {path for path in ALLOWED if path in clean or path not in present}
+    files = _files()
+    assert not {path for path in ALLOWED if not files.get(path)}
 
 
 def test_each_kind_of_comparison_is_detected() -> None:
