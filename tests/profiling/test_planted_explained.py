@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from kit.commands import run_lockstep
+from kit.worlds import in_process
+from profiling import planted
 
 from lockstep.profiling.traces import read_trace, trace_files
 from lockstep.report.explanation import explain
@@ -68,6 +70,12 @@ def test_the_profiler_itself_is_no_limit(runs: Path, run: str) -> None:
     if "crowded host" in names:
         pytest.skip("other processes have this machine's cores: any phase may be long")
     assert "host" not in names
+
+
+def test_the_fork_that_writes_a_trace_is_in_no_update(tmp_path: Path) -> None:
+    in_process(planted.train_with_a_slow_fork, tmp_path / "run")
+    (interval,) = read_rank_history(tmp_path / "run").intervals
+    assert interval.updates[0] * interval.step_seconds[0] < planted.FORK_SECONDS
 
 
 @pytest.mark.parametrize("run", ["data", "small", "save", "rank", "link"])

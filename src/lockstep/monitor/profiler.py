@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lockstep.monitor")
 _QUIET = "6"  # without it, Kineto prints a line at each start and end
+_FORK_S = 1.0  # that a trace may wait for earlier ones until the process that writes it is forked
 
 
 class Profiler:
@@ -172,6 +173,7 @@ class Profiler:
         trace = recording.ended() if recording is not None else None
         if trace is not None and self._is_own():
             self._writer.submit(partial(write_trace, trace, self._folder / PROFILE))
+            trace.is_forked.wait(_FORK_S)  # here: it is no update's time
 
     def _is_own(self) -> bool:
         return lock_holder(self._folder) == self._holder

@@ -53,6 +53,7 @@ class EndedTrace:
         marks: Of the rank's clock.
         offset: Nanoseconds from the clock's to Unix time.
         snapshot: Of a GPU's memory, for `torch.cuda.memory`; None: there is none.
+        is_forked: Set once the process that writes it is forked, during which all threads stand still.
     """
 
     export: Callable[[str], Any]
@@ -61,6 +62,7 @@ class EndedTrace:
     offset: int
     snapshot: Any = None
     process: int = field(default_factory=os.getpid)
+    is_forked: threading.Event = field(default_factory=threading.Event)
 
     @property
     def stem(self) -> str:
@@ -100,13 +102,14 @@ def write_trace(trace: EndedTrace, folder: Path) -> None:
     if trace.snapshot is not None:
         (folder / f"{trace.stem}.memory.pickle").write_bytes(pickle.dumps(trace.snapshot))
     path = folder / f"{trace.stem}{TRACE_SUFFIX}"
-    if not _done_in_child(lambda: _write(trace, path)):
+    if not _done_in_child(lambda: _write(trace, path), trace.is_forked):
         _write(trace, path)
 
 
-def _done_in_child(work: Callable[[], None]) -> bool:
+def _done_in_child(work: Callable[[], None], is_forked: threading.Event) -> bool:
     """Do work in a forked process; return whether it has succeeded in time."""
     child = os.fork()
+    is_forked.set()
     if child == 0:
         status = 1
         try:
