@@ -154,6 +154,7 @@ def _be(
     sys.stdout, sys.stderr = (os.fdopen(stream, "w", closefd=False) for stream in (1, 2))
     sys.argv = words
     cast("Any", mp.current_process())._config["daemon"] = False
+    mp.set_start_method(cast("Any", None), force=True)  # a command has Python's default, and not its fork server's
     main()
 
 
