@@ -39,9 +39,7 @@ _SETTLE = 1.0  # seconds for the other ranks to report how they fail, once one h
 _SETTLE_PEER = 5.0  # the same while only consequences are known: the cause may be a rank that is still unwinding
 _SETTLE_TIMEOUT = 0.1  # part of a collective's timeout: a rank that began to wait later times out later
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL, if the run has failed anyway
-_GRACE_SILENT = (
-    1.0  # the same after `launch.timeout`, or where ranks wait for a silent host and start again: no error is left
-)
+_GRACE_SILENT = 1.0  # the same after a timeout, or a wait for a silent host: no rank has an error left to report
 _HANGS = 20.0  # seconds after which a launcher hangs that hasn't ended its ranks, and should have
 _SAME_REQUEST = 0.5  # seconds: signals this close are one request (timeout(1) and shells signal process and group)
 _CAUSES = {
