@@ -135,6 +135,15 @@ def is_same_file(path: Path, handle: int) -> bool:
         return not isinstance(error, _MISSING)
 
 
+def changed(*files: Path) -> float:
+    """Return when the newest of these files was written, in seconds of the epoch; 0 if none is there."""
+    times = [0.0]
+    for file in files:
+        with contextlib.suppress(OSError):
+            times.append(file.stat().st_mtime)
+    return max(times)
+
+
 def is_missing(path: Path) -> bool:
     """Return whether nothing is at `path`; False if the disk doesn't answer."""
     try:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.core.errors import Paused, Stopped
+from lockstep.core.files import changed
 from lockstep.core.heartbeat import Reading
 from lockstep.doctor.catalog import KnownFailure, Standing
 from lockstep.doctor.failures_of_hosts import BY_A_PERSON, KILLED, OUT_OF_MEMORY
@@ -25,7 +26,6 @@ from lockstep.doctor.known_failures import KNOWN, failure_in, failure_named
 from lockstep.launch.deadly_samples import FILE, deaths_in
 from lockstep.launch.ends_file import LaunchEnds
 from lockstep.launch.last_launch import LastLaunch
-from lockstep.looking.files import changed
 from lockstep.monitor.folder import ENVIRONMENT, LOGS
 
 _MOST_READ = 16 << 20  # bytes of a file: its end

@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +82,6 @@ def sampled_losses(file: Path) -> list[tuple[int, float]]:
     losses = {int(match[1]): _number(match[2]) for match in matches}
     gone = passed([int(match[1]) for match in matches if match[3]], max(losses, default=0))
     return sorted((step, loss) for step, loss in losses.items() if step not in gone)
-
-
-def changed(*files: Path) -> float:
-    """Return when the newest of these files was written, in seconds of the epoch; 0 if none is there."""
-    times = [0.0]
-    for file in files:
-        with suppress(OSError):
-            times.append(file.stat().st_mtime)
-    return max(times)
 
 
 def _number(text: bytes) -> float:

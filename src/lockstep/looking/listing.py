@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core import formatting
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded
+from lockstep.core.files import MAX_JSON_BYTES, changed, read_bounded
 from lockstep.core.terminal import plain_line
-from lockstep.looking.files import changed, last_records, read_object
+from lockstep.looking.files import last_records, read_object
 from lockstep.looking.states import RunState, number, status_of
 from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.events import EVENTS

@@ -18,9 +18,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.files import changed
 from lockstep.core.formatting import duration
 from lockstep.launch.last_launch import last_launch, rescued_step, why_unrecorded
-from lockstep.looking.files import changed, read_object, sampled_losses
+from lockstep.looking.files import read_object, sampled_losses
 from lockstep.monitor.attempts import holder_may_live
 from lockstep.monitor.folder import ENVIRONMENT, METRICS, SUMMARY, is_finished
 from lockstep.monitor.meter_files import LIVE
