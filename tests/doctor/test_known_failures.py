@@ -248,8 +248,14 @@ RECORDED = {
     "sample ends its reader": [
         "rank 0 was killed by SIGSEGV; it was reading sample 17",
         "rank 0 ended with exit code 3; it was reading one of samples 4, 17, 9",
+        "a data worker died while it read sample 17: DataLoader worker (pid 7) exited unexpectedly with exit code 3",
         "rank 0 hangs fetching data at mine.py:29 in __getitem__ (update 10, sample 17); the other rank waits for it",
         "rank 0 hangs fetching data at fetching.py:160 in _from_workers (update 9, data worker 0 reads sample 17 at x)",
+    ],
+    "evaluation set ends its reader": [
+        "rank 0 was killed by SIGSEGV; it was reading sample 3 of data.evaluation.held-out",
+        "rank 0 ended with exit code 3; it was reading one of samples 4, 17, 9 of data.evaluation.held-out",
+        "rank 0 hangs at the end of the run at mine.py:19 in read (sample 11 of data.evaluation.held-out)",
     ],
     "sample can't be used": [
         "rank 0: sample 17 can't be used: the dataset returned None for it; data.bad_samples.policy: skip leaves such",
@@ -334,12 +340,14 @@ def test_a_recorded_record_is_named(name: str) -> None:
     [
         "rank 0 was killed by SIGSEGV; it was reading sample 3 of an evaluation set",
         "rank 0 was killed by SIGSEGV; it was reading one of samples 3, 4 of an evaluation set",
+        "rank 0 was killed by SIGSEGV; it was reading sample 3 of data.evaluation.held-out",
         "lockstep: sample 17 of data.train can't be used: reading it has ended the process: left out, 1 of at most 10",
     ],
 )
 def test_no_training_sample_is_blamed_for_what_it_did_not_do(line: str) -> None:
     failure = failure_in(line)
     assert failure is None or "sample" not in failure.name
+    assert failure is None or "leave_out=" not in failure.remedy
 
 
 def test_every_failure_of_the_catalog_is_tested() -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.config.training_sections import Recovery
 from lockstep.core.heartbeat import Reading
+from lockstep.data.bad_samples import Deadly
 from lockstep.launch.deadly_samples import FILE, DeadlySamples
 from lockstep.launch.ends import End, EndKind, end_of_process, while_reading
 from lockstep.launch.outcome import LaunchResult
@@ -188,12 +190,31 @@ def test_under_torchrun(tmp_path: Path, told: Told) -> None:
         assert_same(folder, told(11, 8, ranks=2))
 
 
-def test_of_an_evaluation_set_it_is_named(tmp_path: Path) -> None:
-    held_out = {"kind": "custom", "target": f"{DATA}:Points", "arguments": {"faults": {"7": "crash"}}}
-    sections = {"evaluation": {"held-out": held_out}, "bad_samples": SKIP}
-    done = train(tmp_path / "run", data=sections, recovery={"restarts": 1})
-    assert done.returncode == 1
-    assert "mend sample 7 of an evaluation set, which data.bad_samples doesn't cover" in done.stderr
+@pytest.mark.parametrize(
+    ("kind", "fault", "workers", "sample"),
+    [
+        ("Points", "crash", 0, "sample 11"),
+        ("Points", "exit", 1, "sample 11"),
+        ("Points", "hang", 0, "sample 11"),
+        ("Lists", "exit as if done", 0, "one of samples 8, 9, 10, 11"),
+    ],
+)
+def test_of_an_evaluation_set_it_is_named_and_ends_the_run_the_second_time(
+    tmp_path: Path, kind: str, fault: str, workers: int, sample: str
+) -> None:
+    held_out = {"kind": "custom", "target": f"{DATA}:{kind}", "arguments": {"faults": {"11": fault}}}
+    fine = {"kind": "custom", "target": f"{DATA}:Points"}
+    sections = {"evaluation": {"fine": fine, "held-out": held_out}, "bad_samples": SKIP}
+    watchdog = {"least": 0.4, "steps": 1, "end_after": 0.8, "other": 1.0, "end_start_after": 1.0}
+    done = train(tmp_path / "run", data=sections, workers=workers, recovery={"watchdog": watchdog})
+    assert done.returncode != 0
+    assert done.stderr.count("its ranks start again") == 1
+    named = f"reading {sample} of data.evaluation.held-out has ended the process 2 times: mend it, or leave it out of"
+    assert named in done.stderr
+    found = run_lockstep("doctor", tmp_path / "run").stdout
+    assert f"{sample} of data.evaluation.held-out" in found
+    assert "data.bad_samples and data.leave_out are for training samples alone" in found
+    assert "data.leave_out='[[" not in found
 
 
 # --- the record -------------------------------------------------------------------------------------------------------
@@ -233,6 +254,14 @@ def test_without_restarts_the_next_starts_learn_it(tmp_path: Path) -> None:
     assert "a sample that does so again is left out" in first[1]
     assert "start the run again to resume: sample 7 is left out then" in second[1]
     assert record.known().reasons.keys() == {7}
+
+
+def test_samples_of_an_evaluation_set_are_no_training_samples(tmp_path: Path) -> None:
+    record = DeadlySamples(tmp_path, "same", skips=True, evaluation={"a": "same", "b": "same"})
+    record.after(ended(7))
+    rounds = [[replace(end, evaluation_set=name) for end in ended(7)] for name in "abab"]
+    assert [record.after(ends).again for ends in rounds] == [True, True, False, False]
+    assert record.known() == Deadly({}, frozenset())
 
 
 def test_lines_of_other_data_and_broken_ones_dont_count(tmp_path: Path) -> None:

@@ -48,12 +48,13 @@ class WorkerDied(RunFailed):
     """A data worker died.
 
     Attributes:
-        samples: Of the training data: the one that it read, or those of its request; empty if it isn't known.
+        samples: The one that it read, or those of its request; empty if it isn't known.
+        evaluation_set: The evaluation set that they are of; None: the training data.
     """
 
-    def __init__(self, message: str, samples: tuple[int, ...] = ()) -> None:
+    def __init__(self, message: str, samples: tuple[int, ...] = (), evaluation_set: str | None = None) -> None:
         super().__init__(message)
-        self.samples = samples
+        self.samples, self.evaluation_set = samples, evaluation_set
 
 
 class OutOfMemory(RunFailed):

@@ -5,6 +5,7 @@
     launcher        reads when it likes                                           `launch.hang_watch`
 
     a row           numbers (float64) | data workers (int64) | samples of the last updates (int64)
+                    | name of the evaluation set | samples of its batch (int64)
 
 A process that no launcher watches writes into memory of its own.
 """
@@ -38,7 +39,9 @@ _UPDATES = 4  # whose samples are noted: on an accelerator, two are fetched ahea
 _MOST_SAMPLES, _HEAD = 512, 4  # an update: its number, samples of its first micro-batch, samples noted, samples in all
 _WORKERS_AT = _NUMBERS
 _SAMPLES_AT = _WORKERS_AT + _MOST_WORKERS * _WORKER
-_ROW = _SAMPLES_AT + _UPDATES * (_HEAD + _MOST_SAMPLES)
+_NAME_AT, _NAME = _SAMPLES_AT + _UPDATES * (_HEAD + _MOST_SAMPLES), 16  # of the evaluation set
+_EVALUATED_AT = _NAME_AT + _NAME  # the number of samples of its batch that are noted, and they
+_ROW = _EVALUATED_AT + 1 + _MOST_SAMPLES
 _BYTES = 8
 _MOST_NAMED = 8  # samples
 
@@ -65,14 +68,14 @@ class Worker:
     Attributes:
         first: The first sample of its request.
         sample: The one that it reads; None: it isn't known.
-        evaluates: Whether they are of an evaluation set.
+        evaluation_set: The evaluation set that they are of; None: the training data.
     """
 
     number: int
     process: int
     first: int
     sample: int | None
-    evaluates: bool = False
+    evaluation_set: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +84,23 @@ class Reading:
 
     Attributes:
         samples: The sample; several: one of them.
-        evaluates: Whether they are of an evaluation set.
+        evaluation_set: The evaluation set that they are of; None: the training data.
     """
 
     samples: tuple[int, ...]
-    evaluates: bool = False
+    evaluation_set: str | None = None
 
     def __str__(self) -> str:
         names = listed([*map(str, self.samples)], _MOST_NAMED)
         head = "sample" if len(self.samples) == 1 else "one of samples"
-        return f"{head} {names}{' of an evaluation set' if self.evaluates else ''}"
+        return f"{head} {names}{of_set(self.evaluation_set)}"
+
+
+def of_set(evaluation_set: str | None) -> str:
+    """Return the end of a sample's name that states its evaluation set; empty for the training data."""
+    if evaluation_set is None:
+        return ""
+    return f" of data.evaluation.{evaluation_set}" if evaluation_set else " of an evaluation set"
 
 
 class Files(NamedTuple):
@@ -150,6 +160,18 @@ class Heartbeat:
         """Note that the samples of the update are here."""
         self.numbers[FETCHED] = 0
 
+    def begin_evaluation(self, name: str) -> None:
+        """Note the evaluation set whose samples are read from now on."""
+        padded = name.encode()[: _NAME * _BYTES].ljust(_NAME * _BYTES, b"\0")
+        self._integers[_NAME_AT : _NAME_AT + _NAME] = memoryview(padded).cast("l")
+
+    def evaluated(self, indices: Any) -> None:
+        """Note the samples (an array of int64) of an evaluation set that this process reads next; none: it has them."""
+        if not self._is_worker:
+            number = min(len(indices), _MOST_SAMPLES)
+            self._integers[_EVALUATED_AT + 1 : _EVALUATED_AT + 1 + number] = memoryview(indices[:number])
+            self._integers[_EVALUATED_AT] = number
+
     def become_worker(self, number: int) -> None:
         """Write as a data worker from now on, in its process."""
         if number < _MOST_WORKERS:
@@ -168,6 +190,14 @@ class Heartbeat:
 
     # --- what the launcher reads ---
 
+    def evaluation_set(self) -> str:
+        """Return the name of the evaluation set whose samples are, or were, read last; empty: it isn't known."""
+        name = self._integers[_NAME_AT : _NAME_AT + _NAME].tobytes()
+        return name.rstrip(b"\0").decode("utf-8", "ignore")
+
+    def _set_of(self, mark: int) -> str | None:
+        return self.evaluation_set() if mark < 0 else None
+
     def samples(self, step: int, micro: int) -> tuple[list[int], int]:
         """Return the samples of a micro-batch of an update (as far as they are noted), and how many there are."""
         integers, at = self._integers, _SAMPLES_AT + step % _UPDATES * (_HEAD + _MOST_SAMPLES)
@@ -184,7 +214,8 @@ class Heartbeat:
             at = _WORKERS_AT + number * _WORKER
             process, first, sample = self._integers[at : at + _WORKER].tolist()
             if process and first:
-                busy.append(Worker(number, process, abs(first) - 1, abs(sample) - 1 if sample else None, first < 0))
+                read = abs(sample) - 1 if sample else None
+                busy.append(Worker(number, process, abs(first) - 1, read, self._set_of(first)))
         return busy
 
     def awaited(self) -> tuple[list[int], Worker | None]:
@@ -195,14 +226,17 @@ class Heartbeat:
         if not (update := int(self.numbers[FETCHED])):
             return [], None
         samples, _ = self.samples(update - 1, int(self.numbers[FETCHING]))
-        workers = [worker for worker in self.workers() if not worker.evaluates]
+        workers = [worker for worker in self.workers() if worker.evaluation_set is None]
         fetching = [worker for worker in workers if samples and worker.first == samples[0]]
         return samples, next(iter(fetching or workers), None)
 
     def reading(self) -> Reading | None:
         """Return what this rank's own process reads; None: nothing, as far as it is known."""
         if mark := int(self.numbers[SAMPLE]):
-            return Reading((abs(mark) - 1,), mark < 0)
+            return Reading((abs(mark) - 1,), self._set_of(mark))
+        if number := self._integers[_EVALUATED_AT]:
+            samples = self._integers[_EVALUATED_AT + 1 : _EVALUATED_AT + 1 + number].tolist()
+            return Reading((*samples,), self.evaluation_set())
         samples, _ = self.awaited()
         return Reading((*samples,)) if samples and not self.workers() else None
 
@@ -210,13 +244,14 @@ class Heartbeat:
         """Return what this rank reads, or waits for while a data worker reads it."""
         samples, worker = self.awaited()
         if self.numbers[SAMPLE] or worker is None:
-            return self.reading() or next((_read_by(each) for each in self.workers() if each.evaluates), None)
+            evaluating = (each for each in self.workers() if each.evaluation_set is not None)
+            return self.reading() or next(map(_read_by, evaluating), None)
         request = Reading((*samples,)) if samples and worker.first == samples[0] else None
         return _read_by(worker) or request
 
 
 def _read_by(worker: Worker) -> Reading | None:
-    return None if worker.sample is None else Reading((worker.sample,), worker.evaluates)
+    return None if worker.sample is None else Reading((worker.sample,), worker.evaluation_set)
 
 
 def _received(memory: Any, place: int, *files: Any) -> Heartbeat:
@@ -299,6 +334,19 @@ def reads(mark: int) -> Iterator[None]:
         slots[at] = 0
         raise
     slots[at] = 0
+
+
+@contextmanager
+def evaluates(indices: Any) -> Iterator[None]:
+    """Note a batch (an array of int64) of an evaluation set while the block reads it, as `reads` notes a sample."""
+    beat = own()
+    beat.evaluated(indices)
+    try:
+        yield
+    except Exception:
+        beat.evaluated(indices[:0])
+        raise
+    beat.evaluated(indices[:0])
 
 
 def use(heartbeat: Heartbeat) -> None:

@@ -122,11 +122,12 @@ def fetch(source: Source, request: FetchRequest) -> Batch:
 
 def _fetch(source: Source, request: FetchRequest) -> Batch:
     raise_planted()
-    if request.generator_key is None:
-        return source.fetch(request.indices)
-    noise.use_epoch(request.epoch_key)
-    with noise.keyed_generators(request.generator_key):
-        return source.fetch(request.indices)
+    with heartbeat.evaluates(request.indices) if request.evaluates else nullcontext():
+        if request.generator_key is None:
+            return source.fetch(request.indices)
+        noise.use_epoch(request.epoch_key)
+        with noise.keyed_generators(request.generator_key):
+            return source.fetch(request.indices)
 
 
 # --- workers ----------------------------------------------------------------------------------------------------
@@ -304,11 +305,12 @@ def _death(error: Exception, worker_sets: Sequence[_WorkerSet]) -> RunFailed:
     dead = {int(process) for process in _PROCESSES.findall(message)}
     requests = [request for workers in worker_sets for request in workers.busy(dead)]
     read = [
-        Reading((worker.sample,), worker.evaluates)
+        Reading((worker.sample,), worker.evaluation_set)
         for worker in heartbeat.own().workers()
         if worker.process in dead and worker.sample is not None
     ]
-    read = read or [Reading(tuple(request.indices.tolist()), request.evaluates) for request in requests]
+    name = heartbeat.own().evaluation_set()
+    read = read or [Reading((*request.indices.tolist(),), name if request.evaluates else None) for request in requests]
     samples = f" while it read {' or '.join(map(str, read))}" if read else ""
     if message.endswith("signal: Killed"):
         reason = f". Reason: {why_killed(worker_sets[0].kills_before, kernel_kills(), _FEWER)}"
@@ -318,9 +320,11 @@ def _death(error: Exception, worker_sets: Sequence[_WorkerSet]) -> RunFailed:
         reason = f". If it was killed: {why_killed(worker_sets[0].kills_before, kernel_kills(), _FEWER)}"
     # what to do about samples is stated by the launcher; workers that the kernel kills end silently in the rank, too
     unknown = not read and not message.endswith("signal: Killed")
+    evaluation_set = read[0].evaluation_set if read else None
     return WorkerDied(
         f"a data worker died{samples}: {message}{reason}{_IN_THE_RANK if unknown else ''}",
-        tuple(sample for reading in read if not reading.evaluates for sample in reading.samples),
+        tuple(sample for reading in read if reading.evaluation_set == evaluation_set for sample in reading.samples),
+        evaluation_set,
     )
 
 

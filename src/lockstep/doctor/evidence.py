@@ -20,7 +20,7 @@ from lockstep.core.files import changed
 from lockstep.core.heartbeat import Reading
 from lockstep.doctor.catalog import KnownFailure, Standing
 from lockstep.doctor.failures_of_hosts import BY_A_PERSON, KILLED, OUT_OF_MEMORY
-from lockstep.doctor.failures_of_samples import DEADLY
+from lockstep.doctor.failures_of_samples import DEADLY, DEADLY_EVALUATED
 from lockstep.doctor.kernel_log import kernel_kills_near
 from lockstep.doctor.known_failures import KNOWN, failure_in, failure_named
 from lockstep.launch.deadly_samples import FILE, deaths_in
@@ -98,9 +98,10 @@ def _of_deadly_samples(run: Path, last: LastLaunch) -> Iterator[tuple[LogEvidenc
     """Yield the newest end of a sample's reader, if the last launch has recorded one there, and nothing else."""
     file = run / LOGS / FILE
     deaths = deaths_in(run / LOGS) if not last.records and changed(file) > changed(run / ENVIRONMENT) else []
-    for _, samples, what in deaths[-1:]:
-        text = f"{what}; it was reading {Reading(tuple(sorted(samples)))}"
-        yield LogEvidence(f"{LOGS}/{FILE}", len(deaths), text), failure_named(DEADLY)
+    for death in deaths[-1:]:
+        text = f"{death.what}; it was reading {Reading(tuple(sorted(death.samples)), death.evaluation_set)}"
+        name = DEADLY if death.evaluation_set is None else DEADLY_EVALUATED
+        yield LogEvidence(f"{LOGS}/{FILE}", len(deaths), text), failure_named(name)
 
 
 def _tell_who_killed(lines: dict[str, list[LogEvidence]], records: Sequence[LaunchEnds]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from lockstep.doctor.catalog import row
 
-DEADLY = "sample ends its reader"
+DEADLY, DEADLY_EVALUATED = "sample ends its reader", "evaluation set ends its reader"
+_READS = r"(?:(?:was reading|while it read|were reading|data worker \d+ reads) |\((?:update \d+, )?)"
+_EVALUATED = r" of (?:data\.evaluation\.|an evaluation )"
 _SKIP = (
     "or leave it out: lockstep train RUN data.leave_out='[[N, N]]'; data.bad_samples='{policy: skip}' leaves all such "
     "samples out. Data that was mended may need --accept-changes."
@@ -13,11 +15,17 @@ _SKIP = (
 OF_SAMPLES = (
     row(
         DEADLY,
-        r"(?:was reading|were reading|data worker \d+ reads|\(update \d+,) "
-        r"(?:sample (?P<sample>\d+)\b(?! of an evaluation)|one of samples \d(?!.* of an evaluation))",
+        rf"{_READS}(?:sample (?P<sample>\d+)\b(?!{_EVALUATED})|one of samples \d(?!.*{_EVALUATED}))",
         "Reading this sample ends or blocks the process that reads it: native code crashes, exits or waits for a lock, "
         "or a file server doesn't answer.",
         f"Mend the sample, {_SKIP}",
+    ),
+    row(
+        DEADLY_EVALUATED,
+        rf"{_READS}(?:sample \d+{_EVALUATED}|one of samples \d.*{_EVALUATED})",
+        "Reading a sample of an evaluation set ends or blocks the process that reads it.",
+        "Mend the sample, or leave it out of the set, then start the run again to resume. data.bad_samples and "
+        "data.leave_out are for training samples alone.",
     ),
     row(
         "sample can't be used",

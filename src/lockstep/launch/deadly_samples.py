@@ -4,6 +4,8 @@
     reading sample 17 ends it again          policy skip: it is left out from then on; fail: the run ends
     reading one of samples 4, 17, 9 does     skip: the next round reads each of them alone, which shows the one
 
+Those of an evaluation set, whose metrics would be another set's without them, are never left out.
+
 RUN/logs/deadly_samples.jsonl has a line for each such end, with a digest of the data's section. It outlives ranks and
 launches.
 """
@@ -16,7 +18,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,18 +38,24 @@ _MOST = 512  # samples of a line
 
 
 class _Death(NamedTuple):
-    """An end of a process, and the samples of which it was reading one; `data`: a digest of their section."""
+    """An end of a process, and the samples of which it was reading one.
+
+    Attributes:
+        data: A digest of the section that they are of.
+        evaluation_set: The name of their evaluation set; None: they are training data.
+    """
 
     data: str
     samples: frozenset[int]
     what: str
+    evaluation_set: str | None = None
 
 
 class Consequence(NamedTuple):
     """The consequence of the end of a rank that was reading samples.
 
     Attributes:
-        again: Whether another round may help as far as training samples are concerned.
+        again: Whether another round may help as far as samples are concerned.
         left_out: What is left out from now on, as a sentence; empty: nothing.
         advice: What to do if the run ends.
     """
@@ -65,20 +73,23 @@ class DeadlySamples:
         logs: The folder of the run's logs.
         data: A digest of the section of the training data.
         skips: Whether such samples are left out.
+        evaluation: Digests of the sections of the evaluation sets, by name.
     """
 
     logs: Path
     data: str
     skips: bool
+    evaluation: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Config, logs: Path) -> DeadlySamples:
         """Return the record of a run with this config."""
-        section = json.dumps(to_plain(config)["data"]["train"], sort_keys=True)
-        return cls(logs, hashlib.sha256(section.encode()).hexdigest()[:16], config.data.bad_samples.skips)
+        sections = to_plain(config)["data"]
+        evaluation = {name: _digest(section) for name, section in sections["evaluation"].items()}
+        return cls(logs, _digest(sections["train"]), config.data.bad_samples.skips, evaluation)
 
     def known(self) -> Deadly:
-        """Return the samples to leave out, and those to read alone, as far as the record can be read."""
+        """Return the training samples to leave out, and those to read alone, as far as the record can be read."""
         deaths = self._deaths()
         reasons = {
             sample: f"reading it has ended the process {times} times, the last time: {last}"
@@ -93,9 +104,14 @@ class DeadlySamples:
         """Forget all of it, for a run that starts over."""
         (self.logs / FILE).unlink(missing_ok=True)
 
-    def add(self, samples: Sequence[int], what: str) -> None:
+    def add(self, samples: Sequence[int], what: str, evaluation_set: str | None = None) -> None:
         """Record the end of a process that was reading one of these samples."""
-        line = {"data": self.data, "samples": [*samples[:_MOST]], "what": re.split("; |\\. ", gist(what))[0]}
+        line = {
+            "data": self._digest_of(evaluation_set),
+            "samples": [*samples[:_MOST]],
+            "what": re.split("; |\\. ", gist(what))[0],
+            **({} if evaluation_set is None else {"evaluation_set": evaluation_set}),
+        }
         with suppress(OSError):  # the run starts again as after any other failure
             handle = append_to(self.logs / FILE)
             try:
@@ -112,15 +128,26 @@ class DeadlySamples:
             first: The number of the first of these ranks.
         """
         before = self.known().reasons
-        deaths = {end.samples: _what(rank, end) for rank, end in enumerate(ends, first) if end.samples}
-        for samples, what in deaths.items():
-            self.add(samples, what)
+        deaths = {
+            (end.samples, end.evaluation_set): _what(rank, end) for rank, end in enumerate(ends, first) if end.samples
+        }
+        for (samples, evaluation_set), what in deaths.items():
+            self.add(samples, what, evaluation_set)
         cause = first_cause(ends)
-        if cause is None or not (ends[cause].samples or ends[cause].reading):
+        if cause is None or not ends[cause].samples:
             return None
-        if not ends[cause].samples:
-            return Consequence(False, "", f"mend {ends[cause].reading}, which data.bad_samples doesn't cover")
+        evaluation_set = ends[cause].evaluation_set
+        if evaluation_set is not None:
+            return self._verdict_on_evaluated(Reading(ends[cause].samples, evaluation_set))
         return self._verdict(ends[cause].samples, before)
+
+    def _verdict_on_evaluated(self, reading: Reading) -> Consequence:
+        times = _times(self._deaths(reading.evaluation_set), {*reading.samples})
+        advice = (
+            f"reading {reading} has ended the process {_often(times)}: mend it, or leave it out of the set "
+            "(data.bad_samples and data.leave_out are for training samples alone), then start the run again to resume"
+        )
+        return Consequence(times < _ENOUGH, "", advice)
 
     def _verdict(self, samples: Sequence[int], before: Mapping[int, str]) -> Consequence:
         deaths = self._deaths()
@@ -131,8 +158,7 @@ class DeadlySamples:
             verb = "are" if len(new) > 1 else "is"
             advice = f"start the run again to resume: {left_out} {verb} left out then"
             return Consequence(True, f"{left_out} {verb} left out from here on (data.bad_samples)", advice)
-        often = "once" if times == 1 else f"{times} times"
-        follows = f"reading {name} has ended the process {often}"
+        follows = f"reading {name} has ended the process {_often(times)}"
         if self.skips and times < _ENOUGH:
             return Consequence(
                 True, "", f"{follows}; start the run again to resume: a sample that does so again is left out"
@@ -143,8 +169,20 @@ class DeadlySamples:
         advice = f"{follows}: mend it, or leave it out by {keys}{skip}, {again}"
         return Consequence(times < _ENOUGH, "", advice)
 
-    def _deaths(self) -> list[_Death]:
-        return [death for death in deaths_in(self.logs) if death.data == self.data]
+    def _deaths(self, evaluation_set: str | None = None) -> list[_Death]:
+        data = self._digest_of(evaluation_set)
+        return [death for death in deaths_in(self.logs) if (death.data, death.evaluation_set) == (data, evaluation_set)]
+
+    def _digest_of(self, evaluation_set: str | None) -> str:
+        return self.data if evaluation_set is None else self.evaluation.get(evaluation_set, "")
+
+
+def _digest(section: object) -> str:
+    return hashlib.sha256(json.dumps(section, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _often(times: int) -> str:
+    return "once" if times == 1 else f"{times} times"
 
 
 def deaths_in(logs: Path) -> list[_Death]:
@@ -161,7 +199,8 @@ def _death(line: str) -> _Death | None:
         fields: dict[str, Any] = json.loads(line)
         samples = frozenset(fields["samples"])
         if samples and all(type(sample) is int for sample in samples):
-            return _Death(str(fields["data"]), samples, str(fields["what"]))
+            name = fields.get("evaluation_set")
+            return _Death(str(fields["data"]), samples, str(fields["what"]), None if name is None else str(name))
     return None
 
 

@@ -91,7 +91,8 @@ class End:
         problems: The problems of a ConfigError.
         advice: That of an OutOfMemory, which `text` contains.
         too_large: Sizes with which memory has run out; see OutOfMemory.
-        samples: Of the training data: the one whose reading has ended it, or several, one of which has.
+        samples: The one whose reading has ended it, or several, one of which has.
+        evaluation_set: The evaluation set that they are of; None: the training data.
         reading: What it was reading, if `text` doesn't state it.
     """
 
@@ -104,6 +105,7 @@ class End:
     advice: str = ""
     too_large: Mapping[str, int] = field(default_factory=dict)
     samples: tuple[int, ...] = ()
+    evaluation_set: str | None = None
     reading: str = ""
 
 
@@ -151,8 +153,10 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
             text = message_of(error)
             if isinstance(error, OutOfMemory):
                 return End(EndKind.MESSAGE, error.exit_code, text, time, detail, (), error.advice, error.too_large)
-            samples = error.samples if isinstance(error, WorkerDied) else ()
-            return End(EndKind.MESSAGE, error.exit_code, text, time, detail, problems, samples=samples)
+            end = End(EndKind.MESSAGE, error.exit_code, text, time, detail, problems)
+            if isinstance(error, WorkerDied):
+                return replace(end, samples=error.samples, evaluation_set=error.evaluation_set)
+            return end
         case SystemExit(code=int() | None):
             called = traceback.extract_tb(error.__traceback__)
             where = f" in {called[-1].filename}:{called[-1].lineno}" if called else ""
@@ -196,8 +200,14 @@ def while_reading(end: End, reading: Reading | None) -> End:
     kind = EndKind.KILLED if by_signal else EndKind.CODE if end.kind is EndKind.CODE else EndKind.EXITED
     code = end.code if end.kind is EndKind.CODE else RunFailed.exit_code
     text = end.text or f"ended with exit code {end.code}"
-    samples = () if reading.evaluates else reading.samples
-    return replace(end, kind=kind, code=code, text=text, samples=samples, reading=str(reading))
+    return with_reading(replace(end, kind=kind, code=code, text=text), reading)
+
+
+def with_reading(end: End, reading: Reading | None) -> End:
+    """Return the end of a rank that was reading these samples; None: none."""
+    if reading is None:
+        return end
+    return replace(end, samples=reading.samples, evaluation_set=reading.evaluation_set, reading=str(reading))
 
 
 def first_cause(ends: Iterable[End | None]) -> int | None:

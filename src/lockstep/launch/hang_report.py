@@ -17,7 +17,7 @@ from lockstep.core import heartbeat
 from lockstep.core.collective_names import NAMES
 from lockstep.core.errors import named_ranks
 from lockstep.core.files import append_to
-from lockstep.core.heartbeat import Heartbeat, Reading, Stage, Worker
+from lockstep.core.heartbeat import Heartbeat, Reading, Stage, Worker, of_set
 from lockstep.core.pending_collective import PendingCollective
 from lockstep.core.phase_clock import Phase
 from lockstep.core.secrets import masked, secrets_in
@@ -156,15 +156,16 @@ def work_of(beat: Heartbeat, phase: Phase) -> Work:
     """Return what a rank in this phase works on."""
     fetches = phase is Phase.DATA or (phase is Phase.HOST and bool(beat.numbers[heartbeat.FETCHED]))
     workers = tuple(beat.workers())
-    awaits = bool(workers) and (fetches or (phase is Phase.EVALUATION and workers[0].evaluates))
+    awaits = bool(workers) and (fetches or (phase is Phase.EVALUATION and workers[0].evaluation_set is not None))
     micro = int(beat.numbers[heartbeat.FETCHING if fetches else heartbeat.MICRO])
     has_samples = fetches or phase in (Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION)
     update = int(beat.numbers[heartbeat.FETCHED]) if fetches else _step(beat)
     samples, number = beat.samples(update - 1, micro) if has_samples else ([], 0)
+    own = beat.reading()
     return Work(
         fetches,
         beat.waits_for(),
-        bool(beat.numbers[heartbeat.SAMPLE]),
+        bool(beat.numbers[heartbeat.SAMPLE]) or (own is not None and own.evaluation_set is not None),
         (beat.awaited()[1] or workers[0]) if awaits else None,
         workers,
         tuple(samples),
@@ -291,7 +292,7 @@ def _step(beat: Heartbeat) -> int:
 
 
 def _sample_of(worker: Worker) -> str:
-    of = " of an evaluation set" if worker.evaluates else ""
+    of = of_set(worker.evaluation_set)
     return f"sample {worker.sample}{of}" if worker.sample is not None else f"samples from {worker.first}{of}"
 
 

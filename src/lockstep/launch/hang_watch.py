@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Protocol
 from lockstep.core import heartbeat
 from lockstep.core.heartbeat import Heartbeat, Stage
 from lockstep.core.phase_clock import Phase
-from lockstep.launch.ends import End, EndKind
+from lockstep.launch.ends import End, EndKind, with_reading
 from lockstep.launch.hang_report import Hang, Sight, Wait, append_report, hang_text, name_text, wait_text, work_of
 from lockstep.launch.hang_verdict import odd_one, verdict
 from lockstep.launch.host_waits import HostWaits
@@ -378,9 +378,7 @@ class HangWatch:
         text = hang_text(hang, len(sights), report)
         for culprit in hang.culprits:
             reading = None if hang.is_stopped or hang.waits else culprit.work.reading
-            samples = () if reading is None or reading.evaluates else reading.samples
-            end = End(EndKind.HUNG, _CODE, text, time.monotonic(), samples=samples, reading=str(reading or ""))
-            members[culprit.place].kill_hung(end)
+            members[culprit.place].kill_hung(with_reading(End(EndKind.HUNG, _CODE, text, time.monotonic()), reading))
 
     def _end_incident(self, sights: Sequence[Sight]) -> None:
         incident, self._incident = self._incident, None

@@ -134,7 +134,7 @@ def _start(folder: Path, config: Config, logs: Path | None, rank: RankEnvironmen
         "folder": str(folder),
         "options": config.recovery.watchdog.model_dump(),
         "logs": None if logs is None else str(logs),
-        "deadly": None if deadly is None else (deadly.data, deadly.skips),
+        "deadly": None if deadly is None else (deadly.data, deadly.skips, dict(deadly.evaluation)),
         "ranks": rank.local_world_size,
         "first": rank.rank,
         "alone": rank.local_world_size == rank.world_size,

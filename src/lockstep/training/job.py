@@ -317,7 +317,7 @@ def _logged_tracebacks(job: Job, session: Session) -> Iterator[Path]:
                 used = components_of(session).config
                 remember(error, _memory_factors(used, world.size, session), used, world.size, folder)
                 if isinstance(error, WorkerDied) and error.samples:
-                    DeadlySamples.of(used, folder / LOGS).add(error.samples, str(error))
+                    DeadlySamples.of(used, folder / LOGS).add(error.samples, str(error), error.evaluation_set)
             if is_message and is_held and job.folder is None and names_a_rank(os.environ):
                 append(log_path(folder / LOGS, world.rank), "".join(traceback.format_exception(error)))
             raise

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.config.schema import Loader
+from lockstep.core import heartbeat
 from lockstep.core.errors import ConfigError, Failure, Problem, UnusableSamples
 from lockstep.core.protocols import EvaluatedObjective, Source
 from lockstep.core.records import DataFacts
@@ -230,7 +231,11 @@ def _open_evaluation(
 
 @contextmanager
 def evaluation_named(name: str) -> Iterator[None]:
-    """Have errors about samples that are read in the block name the evaluation set that they are of."""
+    """Have errors about samples that are read in the block name the evaluation set that they are of.
+
+    So do the messages of the launcher, if reading one ends the process.
+    """
+    heartbeat.own().begin_evaluation(name)
     try:
         yield
     except UnusableSamples as error:
