@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,7 +101,7 @@ def test_a_stage_has_the_parameters_of_its_blocks_and_the_ends_those_outside_of_
 
 def test_the_side_of_weights_is_where_they_are_used_not_where_they_are_defined() -> None:
     model = Chain()
-    used = sides_of_use(model, names(model), INPUTS)
+    used = sides_of_use(model, names(model), INPUTS).sides
     assert (used["table.weight"], used["norm.weight"], used["head.weight"]) == ("before", "after", "after")
     sides = {name: side for name, _, side in outer_modules(model, names(model), used)}
     assert (sides["table"], sides["norm"], sides["head"]) == ("before", "after", "after")
@@ -107,7 +109,7 @@ def test_the_side_of_weights_is_where_they_are_used_not_where_they_are_defined()
 
 def test_the_last_stage_has_fewer_blocks_because_it_has_the_head() -> None:
     model = Chain(blocks=6)  # a head of 128 weights weighs as much as two blocks of 72
-    used = sides_of_use(model, names(model), INPUTS)
+    used = sides_of_use(model, names(model), INPUTS).sides
     assert first_blocks(model, names(model), spec(0, ranks=3), outer_modules(model, names(model), used)) == [0, 2, 5]
 
 
@@ -162,6 +164,65 @@ class Raising(Chain):
 class Reaching(Chain):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.table(tokens) + self.blocks[3][0].bias + self.blocks[0][0].bias)
+
+
+class Misspelled(Chain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.table(tokens)
+        for block in self.blocks:
+            hidden = block(hiden)  # type: ignore[name-defined]  # noqa: F821
+        return self.head(hidden)
+
+
+class MisspelledInTheEnd(Chain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.table(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.haed(hidden)
+
+
+class MisspelledBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(hidden) + nothing  # type: ignore[name-defined]  # noqa: F821
+
+
+class OfWrongShape(Chain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.table(tokens) @ torch.zeros(3, 3)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def of_misspelled_blocks() -> Chain:
+    model = Chain()
+    model.blocks = nn.ModuleList(MisspelledBlock() for _ in model.blocks)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (Misspelled, NameError),
+        (MisspelledInTheEnd, AttributeError),
+        (of_misspelled_blocks, NameError),
+        (OfWrongShape, RuntimeError),
+    ],
+)
+def test_what_fails_in_the_whole_model_is_no_fault_of_its_blocks(
+    make: Callable[[], Chain], error: type[Exception]
+) -> None:
+    for rank in range(2):
+        model = make()
+        stages = PartitionedModel(model, names(model), spec(rank), CPU, INPUTS, nullcontext, ForwardMode())
+        with pytest.raises(error) as raised:
+            stages.activation_specs(INPUTS)
+        assert any(entry.path.name == Path(__file__).name for entry in raised.traceback[1:])
 
 
 def test_what_a_model_raises_itself_is_no_fault_of_its_blocks() -> None:

@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -165,9 +165,26 @@ def raises_itself(error: BaseException) -> bool:
     if not steps:
         return False
     last = steps[-1]
-    package = str(last.tb_frame.f_globals.get("__name__")).partition(".")[0]
     at = last.tb_frame.f_code.co_code[last.tb_lasti]
-    return package not in ("torch", "lockstep") and dis.opname[at] == "RAISE_VARARGS"
+    return _package(last) not in ("torch", "lockstep") and dis.opname[at] == "RAISE_VARARGS"
+
+
+class Failed(NamedTuple):
+    """The class of an error, and the line of the model's code that it comes from."""
+
+    kind: type[BaseException]
+    file: str
+    line: int
+
+
+def failed(error: BaseException) -> Failed | None:
+    """Return where a model's code failed; None: it isn't on the way to the error."""
+    own = [step for step in _steps(error.__traceback__) if _package(step) not in ("torch", "lockstep")]
+    return Failed(type(error), own[-1].tb_frame.f_code.co_filename, own[-1].tb_lineno) if own else None
+
+
+def _package(step: TracebackType) -> str:
+    return str(step.tb_frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _steps(step: TracebackType | None) -> Iterator[TracebackType]:

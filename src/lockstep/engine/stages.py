@@ -26,7 +26,7 @@ from lockstep.core.out_of_memory import note_location
 from lockstep.core.records import Inputs
 from lockstep.distributed.forward_mode import ALL_SIDES, ForwardMode, Side
 from lockstep.engine.chain_check import ChainCheck, PassedThrough, first_argument, in_form, something_between
-from lockstep.engine.dry_run import entered_modules, first_line, raises_itself, unchanged
+from lockstep.engine.dry_run import entered_modules, failed, first_line, raises_itself, unchanged
 from lockstep.engine.eager import Context, call
 from lockstep.engine.partitioning import PartitionSpec, empty_block, first_blocks, refuse_no_chain
 from lockstep.engine.placeholders import (
@@ -85,7 +85,9 @@ class PartitionedModel:
     ) -> None:
         refuse_no_chain(model, blocks)
         with muted():
-            outer = outer_modules(model, blocks, sides_of_use(model, blocks, inputs))
+            use = sides_of_use(model, blocks, inputs)
+            outer = outer_modules(model, blocks, use.sides)
+        self._failed_whole = use.failed
         self._muted = muted
         self._mode = mode
         self._firsts = first_blocks(model, blocks, spec, outer)
@@ -209,7 +211,7 @@ class PartitionedModel:
             except Failure:
                 raise
             except Exception as error:
-                _refuse_own_error(error)
+                self._refuse_own_error(error)
                 why = f"{name} fails on the input of {self._names[0]} ({first_line(error)}): stages pass on one shape"
                 raise no_chain(why) from error
             raise _Abandoned(None)
@@ -256,12 +258,19 @@ class PartitionedModel:
             except Failure:
                 raise
             except Exception as error:  # on all ranks alike
-                _refuse_own_error(error)
+                self._refuse_own_error(error)
                 where = inside[-1] if inside and inside[-1] else "the model"
                 raise no_chain(
                     f"the forward of {where} fails where blocks are on other ranks ({first_line(error)}): it needs "
                     "more of them than the tensor that each passes on"
                 ) from error
+
+    def _refuse_own_error(self, error: Exception) -> None:
+        """Raise `error` if it is none of the stages: a statement raised it, or the whole model fails there, too."""
+        fails_whole = self._failed_whole is not None and failed(error) == self._failed_whole
+        if fails_whole or raises_itself(error):
+            note_location(error, "forward", _IN_THE_FORWARD if fails_whole else _IN_THE_CHECK)
+            raise error
 
     @contextmanager
     def _without_effects(self) -> Iterator[None]:
@@ -342,17 +351,11 @@ def _until_abandoned(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+_IN_THE_FORWARD = "in the first forward, in which the model fails without stages, too"
 _IN_THE_CHECK = (
     "in the check of the pipeline's stages, in which blocks of other ranks pass on their input; if the model works "
     "with another strategy, it needs more of its blocks than that"
 )
-
-
-def _refuse_own_error(error: Exception) -> None:
-    """Raise `error` if the model's code raised it by a statement: that needn't have to do with the stages."""
-    if raises_itself(error):
-        note_location(error, "forward", _IN_THE_CHECK)
-        raise error
 
 
 # --- what blocks take and return ----------------------------------------------------------------------------------

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lockstep.engine.dry_run import is_by_position, unchanged
+from lockstep.engine.dry_run import Failed, failed, is_by_position, unchanged
 from lockstep.engine.eager import call
 from lockstep.engine.placeholders import reads_metadata, shadowed
 
@@ -28,9 +28,22 @@ if TYPE_CHECKING:
 _TOKENS = 8
 
 
+class Use(NamedTuple):
+    """The result of a forward of the whole model.
+
+    Attributes:
+        sides: The side on which each parameter is used; empty if the forward failed.
+        failed: Where it failed by itself; None: it didn't, or perhaps because a block makes another shape of its input
+            than the first one does.
+    """
+
+    sides: dict[str, Side]
+    failed: Failed | None = None
+
+
 @torch.no_grad()
-def sides_of_use(model: nn.Module, blocks: Sequence[str], inputs: Inputs) -> dict[str, Side]:
-    """Return the side on which each parameter is used; empty if the forward fails.
+def sides_of_use(model: nn.Module, blocks: Sequence[str], inputs: Inputs) -> Use:
+    """Return the side on which each parameter is used, or where the forward fails.
 
     Parameters that are used on both sides, or not in this forward, are left out.
 
@@ -46,14 +59,13 @@ def sides_of_use(model: nn.Module, blocks: Sequence[str], inputs: Inputs) -> dic
         with torch.random.fork_rng([]), unchanged(model), shadowed(_stand_ins(model, tracker)):
             model.eval()
             call(model, _few_tokens(inputs))
-    except Exception:  # zeros are no input that a model must accept
-        return {}
+    except Exception as error:
+        return Use({}, None if tracker.has_run and isinstance(error, RuntimeError) else failed(error))
     finally:
         for module in modules:
             del module._call_impl
-    return {
-        name: side for name, sides in tracker.used.items() for side in sides if len(sides) == 1 and side is not None
-    }
+    items = tracker.used.items()
+    return Use({name: side for name, sides in items for side in sides if len(sides) == 1 and side is not None})
 
 
 def _few_tokens(inputs: Inputs) -> Inputs:
@@ -72,12 +84,14 @@ class _UseTracker:
 
     Attributes:
         used: The sides on which each parameter was used; None: between blocks.
+        has_run: Whether the first block has.
     """
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
         self._side: Side | None = "before"
         self._first: Any = None
+        self.has_run = False
         self.used: dict[str, set[Side | None]] = {}
 
     def use(self, name: str) -> None:
@@ -88,6 +102,7 @@ class _UseTracker:
         self._side = None
         if index == 0:
             self._first = compute(*args, **kwargs)
+            self.has_run = True
         if index == self._blocks - 1:
             self._side = "after"
         return self._first
