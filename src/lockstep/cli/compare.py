@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lockstep.cli.arguments import Parser, add_json, path, path_or_address
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.json_output import emit
+from lockstep.core.near_runs import did_you_mean_run
 from lockstep.core.terminal import echo
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
             addresses[folders[-1]] = place
             continue
         if not place.exists():
-            raise ConfigError(f"there is no folder {place}")
+            raise ConfigError(f"there is no folder {place}{did_you_mean_run(place)}")
         inside = list(runs_in(place))
         if not inside:
             raise ConfigError(f"{place} is neither the folder of a run nor one with runs in it")

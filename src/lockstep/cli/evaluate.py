@@ -8,6 +8,7 @@ from functools import partial
 
 from lockstep.cli.arguments import Parser, Prepared, add_json, add_trust, ranks, run_path
 from lockstep.core.json_output import emit
+from lockstep.core.near_runs import did_you_mean_run
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -31,7 +32,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     from lockstep.training.finished_run import evaluate_run
 
     if not args.run.exists():
-        raise ConfigError(f"there is no folder {args.run}")
+        raise ConfigError(f"there is no folder {args.run}{did_you_mean_run(args.run)}")
     code, metrics = evaluate_run(
         args.run, args.ranks, trust_remote_code=args.trust_remote_code, trust_run=args.trust_run
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.cli.arguments import Parser, add_json, run_path
 from lockstep.core.json_output import emit
+from lockstep.core.near_runs import not_a_run
 from lockstep.core.terminal import echo
 
 if TYPE_CHECKING:
@@ -30,13 +31,13 @@ def run(arguments: Sequence[str]) -> int:
     add_json(parser)
     args = parser.parse_args(arguments)
 
-    from lockstep.core.errors import ConfigError, RunFailed
+    from lockstep.core.errors import RunFailed
     from lockstep.looking.states import status_of
     from lockstep.monitor.folder import is_run, refuse_escaping_links
     from lockstep.report.explanation import explain
 
     if not is_run(args.run):
-        raise ConfigError(f"{args.run} is not the folder of a run: it has neither config.yaml nor run.lock")
+        raise not_a_run(args.run)
     refuse_escaping_links(args.run)
     peak = None
     if args.measure:

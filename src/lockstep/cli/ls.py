@@ -11,6 +11,7 @@ from pathlib import Path
 from lockstep.cli.arguments import Parser, add_json, path
 from lockstep.core.errors import ConfigError
 from lockstep.core.json_output import emit
+from lockstep.core.near_runs import did_you_mean_run
 from lockstep.core.terminal import echo
 
 
@@ -22,7 +23,7 @@ def run(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     for folder in args.folder:
         if not folder.is_dir():
-            raise ConfigError(f"there is no folder {folder}")
+            raise ConfigError(f"there is no folder {folder}{did_you_mean_run(folder)}")
         if not os.access(folder, os.R_OK | os.X_OK):
             raise ConfigError(f"folder {folder} can't be read: permission denied")
 

@@ -22,6 +22,7 @@ from lockstep.core.closest import did_you_mean
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, RunFailed, named_ranks
 from lockstep.core.json_output import emit
+from lockstep.core.near_runs import did_you_mean_run
 from lockstep.core.terminal import echo
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def plain(arguments: Sequence[str]) -> int:
     from lockstep.profiling.traces import read_trace
 
     if not is_run(args.run):
-        near = "" if args.run.exists() else f"; {did_you_mean(args.run.name, COMMANDS, 'commands are')}"
+        commands = "" if args.run.exists() else f"; {did_you_mean(args.run.name, COMMANDS, 'commands are')}"
+        near = did_you_mean_run(args.run) or commands
         raise ConfigError(f"{args.run} is not the folder of a run{near}")
     traces = [read_trace(path) for path in _recorded(args)]
     beside = beside_plan(args.run, traces, _peak(args.run) if args.measure else None)

@@ -16,6 +16,7 @@ from lockstep.config.reading import Leaf, read_file
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError
 from lockstep.core.local_paths import local_path
+from lockstep.core.near_runs import nearest_run
 
 DEFAULT_RECIPE = "stdlib-lm"
 _PACKAGE = Path(__file__).parents[1]
@@ -71,7 +72,8 @@ def resolve_recipe(name_or_path: str) -> Recipe:
     every = known | {recipe.name: recipe for recipe in overlays()}
     if name_or_path in every:
         return every[name_or_path]
-    near = closest_match(name_or_path, every)
+    of_recipes = closest_match(name_or_path, every)
+    near = of_recipes if of_recipes and path.name == name_or_path else nearest_run(path) or of_recipes
     hint = f"did you mean {near}?" if near else f"the recipes are {', '.join(known)}"
     raise ConfigError(f"{name_or_path!r} is neither a recipe nor a file nor a run's folder; {hint}")
 

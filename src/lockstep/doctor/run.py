@@ -18,8 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.core.errors import ConfigError, named_ranks
+from lockstep.core.errors import named_ranks
 from lockstep.core.formatting import duration
+from lockstep.core.near_runs import not_a_run
 from lockstep.doctor.catalog import Standing
 from lockstep.doctor.evidence import (
     LogEvidence,
@@ -86,7 +87,7 @@ def diagnose_run(run: Path) -> Diagnosis:
         OSError: A file can't be read.
     """
     if not is_run(run):
-        raise ConfigError(f"{run} is not the folder of a run: it has neither config.yaml nor run.lock")
+        raise not_a_run(run)
     refuse_escaping_links(run)
     data = read_run(run)
     last = last_launch(run, data.environment)

@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep.core import formatting
 from lockstep.core.errors import ConfigError
+from lockstep.core.near_runs import not_a_run
 from lockstep.looking.files import last_records, read_object, read_tail, sampled_losses
 from lockstep.looking.listing import RUNS, ListedRun, list_runs, listed
 from lockstep.looking.states import RunState, number
@@ -146,7 +147,7 @@ def chosen_run(run: Path | None) -> Path:
     """
     if run is not None:
         if not is_run(run):
-            raise ConfigError(f"{run} is not the folder of a run: it has neither config.yaml nor run.lock")
+            raise not_a_run(run)
         return run
     rows = list_runs([Path(), Path(RUNS)])
     if not rows:

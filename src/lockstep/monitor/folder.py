@@ -46,6 +46,7 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, is_missing, is_same_file, read_bounded, write_if_changed
 from lockstep.core.jobs import JOB_FILES
 from lockstep.core.local_paths import local_path, target_of
+from lockstep.core.near_runs import did_you_mean_run
 from lockstep.monitor import history
 from lockstep.monitor.media_folder import MEDIA
 from lockstep.monitor.run_lock import LOCK, open_lock
@@ -97,7 +98,7 @@ class RunFolder:
         """Return a run's folder as it is. Raises RunFailed if `path` is not one."""
         folder = Path(path).absolute()
         if not is_run(folder):
-            raise RunFailed(f"{folder} is not the folder of a run: it has no {CONFIG}")
+            raise RunFailed(f"{folder} is not the folder of a run: it has no {CONFIG}{did_you_mean_run(Path(path))}")
         refuse_escaping_links(folder)
         return cls(folder)
 

@@ -16,6 +16,7 @@ import numpy as np
 from lockstep import __version__
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import write_atomically
+from lockstep.core.near_runs import did_you_mean_run
 from lockstep.core.secrets import hidden_setting, without_secrets
 from lockstep.monitor.folder import CONFIG, is_run, refuse_escaping_links
 from lockstep.monitor.meter_files import RANKS
@@ -124,7 +125,7 @@ def check_run(folder: Path) -> None:
         refuse_escaping_links(folder)
         return
     if not folder.exists():
-        raise ConfigError(f"there is no folder {folder}")
+        raise ConfigError(f"there is no folder {folder}{did_you_mean_run(folder)}")
     if not folder.is_dir():
         near = f"; its run is {folder.parent}" if is_run(folder.parent) else ""
         raise RunFailed(f"{folder} is a file, not the folder of a run{near}")

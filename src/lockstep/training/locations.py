@@ -25,6 +25,7 @@ from lockstep.config.foreign_code import GIVEN
 from lockstep.config.known_runs import id_of_run
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.extensions import instance
+from lockstep.core.near_runs import did_you_mean_run
 from lockstep.core.protocols import ObjectStore
 from lockstep.launch.outcome import print_on_stderr
 from lockstep.monitor.folder import CHECKPOINTS, CONFIG, is_run, refuse_escaping_links
@@ -141,7 +142,8 @@ def find(path: Path | str, *, trusted: bool = False) -> CheckpointLocation:
         if names_by_step(storage.names()) or storage.moved_aside() or where.name == CHECKPOINTS:
             return _of_folder(where)
     if not path.exists():
-        raise ConfigError(f"{path} doesn't exist; give a run's folder, its folder of checkpoints, or one of them")
+        near = did_you_mean_run(path) or "; give a run's folder, its folder of checkpoints, or one of them"
+        raise ConfigError(f"{path} doesn't exist{near}")
     raise ConfigError(f"{path} is neither a run's folder, nor a folder of checkpoints, nor a checkpoint")
 
 
