@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,13 @@ def trained(config: dict[str, Any]) -> str:
     except RolledBack as rollback:
         return str(rollback)
     return ""
+
+
+def printed_by(config: dict[str, Any]) -> str:
+    """Train; return what the run prints."""
+    with redirect_stdout(StringIO()) as printed, redirect_stderr(printed):
+        trained(config)
+    return printed.getvalue()
 
 
 def ranks_of(strategy: str) -> int:
@@ -292,6 +301,14 @@ def test_a_spike_takes_the_run_back(tmp_path: Path) -> None:
     window = FAR_ORDER[SIZE * (SPIKE - 2) : SIZE * SPIKE]
     in_world(1, trained, config(other, "single", spikes, **FAR_POINTS, data=without(window)))
     assert_same_end(run, other)
+
+
+@pytest.mark.parametrize("bisect", [True, False])
+def test_a_spike_that_is_kept_is_printed_once(tmp_path: Path, bisect: bool) -> None:
+    printed = in_world(1, printed_by, config(tmp_path / "run", "single", {"window": 8, "bisect": bisect}, **FAR_POINTS))
+    about = [line for line in printed[0].splitlines() if f"{SPIKE}" in line and ("spike" in line or "kept" in line)]
+    assert len(about) == 1, printed[0]
+    assert str(FAR) in about[0]
 
 
 def test_a_spike_that_is_kept_names_its_sample_and_changes_nothing(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class Console(ThrottledMonitor):
     def see(self, report: StepReport) -> Iterable[Request]:
         self._last = report
         self._throughput.add(report)
-        if (report.spike or not report.kept) and report.seconds >= self._next_discarded:
+        if not report.kept and report.seconds >= self._next_discarded:
             self._next_discarded = report.seconds + _MIN_SECONDS
             self._output.print(f"step {report.step:,}: {_remark(report)}")
         if self._progress == "live" and report.seconds >= self._next_drawing:
@@ -243,9 +243,7 @@ def _end_of(error: BaseException | None) -> str:
 
 
 def _remark(report: StepReport) -> str:
-    """Return the sentence about an update that was discarded, or is a spike."""
-    if report.kept:
-        return f"a spike ({report.spike}); the update was kept"
+    """Return the sentence about an update that was discarded; a spike that is kept is named by `bad_updates`."""
     scale = f", loss scale {report.loss_scale:g}" if report.verdict is Verdict.OVERFLOW else ""
     spike = f": {report.spike}" if report.spike else ""
     return f"update discarded ({_REASONS[report.verdict]}{scale}{spike}); {report.discarded:,} so far"
