@@ -22,7 +22,8 @@ from lockstep.checkpoint.reading import read_manifest
 from lockstep.config.training_sections import Recovery
 from lockstep.core.heartbeat import Reading
 from lockstep.data.bad_samples import Deadly
-from lockstep.launch.deadly_samples import FILE, DeadlySamples
+from lockstep.launch.deadly_samples import DeadlySamples
+from lockstep.launch.deaths import FILE
 from lockstep.launch.ends import End, EndKind, end_of_process, while_reading
 from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Supervisor

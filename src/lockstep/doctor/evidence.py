@@ -16,17 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.core.errors import Paused, Stopped
-from lockstep.core.files import changed
-from lockstep.core.heartbeat import Reading
 from lockstep.doctor.catalog import KnownFailure, Standing
 from lockstep.doctor.failures_of_hosts import BY_A_PERSON, KILLED, OUT_OF_MEMORY
 from lockstep.doctor.failures_of_samples import DEADLY, DEADLY_EVALUATED
 from lockstep.doctor.kernel_log import kernel_kills_near
 from lockstep.doctor.known_failures import KNOWN, failure_in, failure_named
-from lockstep.launch.deadly_samples import FILE, deaths_in
+from lockstep.launch.deaths import FILE, deaths_of_last_launch
 from lockstep.launch.ends_file import LaunchEnds
 from lockstep.launch.last_launch import LastLaunch
-from lockstep.monitor.folder import ENVIRONMENT, LOGS
+from lockstep.monitor.folder import LOGS
 
 _MOST_READ = 16 << 20  # bytes of a file: its end
 _MOST_SKIPPED = 1 << 30  # bytes before them in which lines are counted
@@ -96,12 +94,10 @@ def _of_files(run: Path, last: LastLaunch) -> Iterator[tuple[LogEvidence, KnownF
 
 def _of_deadly_samples(run: Path, last: LastLaunch) -> Iterator[tuple[LogEvidence, KnownFailure]]:
     """Yield the newest end of a sample's reader, if the last launch has recorded one there, and nothing else."""
-    file = run / LOGS / FILE
-    deaths = deaths_in(run / LOGS) if not last.records and changed(file) > changed(run / ENVIRONMENT) else []
+    deaths = [] if last.records else deaths_of_last_launch(run)
     for death in deaths[-1:]:
-        text = f"{death.what}; it was reading {Reading(tuple(sorted(death.samples)), death.evaluation_set)}"
         name = DEADLY if death.evaluation_set is None else DEADLY_EVALUATED
-        yield LogEvidence(f"{LOGS}/{FILE}", len(deaths), text), failure_named(name)
+        yield LogEvidence(f"{LOGS}/{FILE}", len(deaths), str(death)), failure_named(name)
 
 
 def _tell_who_killed(lines: dict[str, list[LogEvidence]], records: Sequence[LaunchEnds]) -> None:

@@ -20,35 +20,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.config.writing import to_plain
-from lockstep.core.files import MAX_JSON_BYTES, append_to, read_bounded
+from lockstep.core.files import append_to
 from lockstep.core.heartbeat import Reading
 from lockstep.data.bad_samples import Deadly
+from lockstep.launch.deaths import FILE, Death, deaths_in
 from lockstep.launch.ends import End, EndKind, first_cause
 from lockstep.launch.ends_file import gist
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
 
-FILE = "deadly_samples.jsonl"
 _ENOUGH = 2  # ends of a sample's reader: one may be the host's
 _MOST = 512  # samples of a line
-
-
-class _Death(NamedTuple):
-    """An end of a process, and the samples of which it was reading one.
-
-    Attributes:
-        data: A digest of the section that they are of.
-        evaluation_set: The name of their evaluation set; None: they are training data.
-    """
-
-    data: str
-    samples: frozenset[int]
-    what: str
-    evaluation_set: str | None = None
 
 
 class Consequence(NamedTuple):
@@ -169,7 +155,7 @@ class DeadlySamples:
         advice = f"{follows}: mend it, or leave it out by {keys}{skip}, {again}"
         return Consequence(times < _ENOUGH, "", advice)
 
-    def _deaths(self, evaluation_set: str | None = None) -> list[_Death]:
+    def _deaths(self, evaluation_set: str | None = None) -> list[Death]:
         data = self._digest_of(evaluation_set)
         return [death for death in deaths_in(self.logs) if (death.data, death.evaluation_set) == (data, evaluation_set)]
 
@@ -185,26 +171,7 @@ def _often(times: int) -> str:
     return "once" if times == 1 else f"{times} times"
 
 
-def deaths_in(logs: Path) -> list[_Death]:
-    """Return what a run's record has, of all data, as far as it can be read."""
-    try:
-        lines = read_bounded(logs / FILE, MAX_JSON_BYTES).decode("utf-8", "replace").splitlines()
-    except OSError:
-        return []
-    return [death for line in lines if (death := _death(line)) is not None]
-
-
-def _death(line: str) -> _Death | None:
-    with suppress(ValueError, LookupError, TypeError, RecursionError):
-        fields: dict[str, Any] = json.loads(line)
-        samples = frozenset(fields["samples"])
-        if samples and all(type(sample) is int for sample in samples):
-            name = fields.get("evaluation_set")
-            return _Death(str(fields["data"]), samples, str(fields["what"]), None if name is None else str(name))
-    return None
-
-
-def _times(deaths: Iterable[_Death], samples: set[int]) -> int:
+def _times(deaths: Iterable[Death], samples: set[int]) -> int:
     return sum(samples <= death.samples for death in deaths)
 
 

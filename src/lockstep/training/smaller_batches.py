@@ -26,7 +26,8 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.data.bad_samples import NONE_DEADLY, Deadly
-from lockstep.launch.deadly_samples import FILE, DeadlySamples
+from lockstep.launch.deadly_samples import DeadlySamples
+from lockstep.launch.deaths import FILE
 from lockstep.launch.failure_kinds import was_killed
 from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.folder import LOGS
