@@ -25,13 +25,11 @@ from lockstep.config.writing import to_plain
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
 from lockstep.core.ranks import started_by_lockstep
-from lockstep.data.bad_samples import NONE_DEADLY, Deadly
-from lockstep.launch.deadly_samples import DeadlySamples
-from lockstep.launch.deaths import FILE
 from lockstep.launch.failure_kinds import was_killed
 from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.folder import LOGS
 from lockstep.plan.plan import check_on_ranks
+from lockstep.training.deadly_samples import notes_on_deadly
 from lockstep.training.launch_folder import begun_folder
 from lockstep.training.out_of_memory import sizes_too_large
 
@@ -244,15 +242,6 @@ def with_known(config: Config, job: Job, world: World) -> Config:
     return cast("Learned", world.axis.broadcast(known)).applied(config)
 
 
-def known_deadly(config: Config, job: Job | None, world: World) -> Deadly:
-    """Return the samples whose reading has ended a process of the run, if it leaves bad ones out; on all ranks."""
-    if job is None or not config.data.bad_samples.skips:
-        return NONE_DEADLY
-    folder = begun_folder(config, job, world) if world.rank == 0 else None
-    known = NONE_DEADLY if folder is None else DeadlySamples.of(config, folder / LOGS).known()
-    return cast("Deadly", world.axis.broadcast(known))
-
-
 # --- what is shown --------------------------------------------------------------------------------------------------
 
 
@@ -266,11 +255,7 @@ def sentences_on_sizes(run: Path) -> list[str]:
 
 def recovery_notes(run: Path, config: Config, ranks: int) -> list[str]:
     """Return notes on how the run recovers: what has failed before, keys without effect."""
-    notes = _notes_on_sizes(run, config, ranks)
-    if config.data.bad_samples.skips:
-        deadly = DeadlySamples.of(config, run / LOGS).known().reasons
-        again = f"delete {LOGS}/{FILE} in the run's folder to read it again"
-        notes += [f"sample {index} of data.train is left out: {reason} ({again})" for index, reason in deadly.items()]
+    notes = [*_notes_on_sizes(run, config, ranks), *notes_on_deadly(run, config)]
     if config.recovery.model_fields_set and config.recovery.ever and not started_by_lockstep(os.environ):
         why = "it is lockstep's launcher that starts ranks again, not another one"
         notes.append(f"recovery.restarts has no effect here: {why}")
