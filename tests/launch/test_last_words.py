@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from lockstep.launch.ends import End, EndKind, end_of_process
-from lockstep.launch.last_words import all_with_last_words
+from lockstep.launch.last_words import all_with_last_words, size_of_stderr
 from lockstep.launch.local import result_of
 
 SIZES = "[enforce fail at pair.cc:456] 56 vs 4. Received data size doesn't match expected size."
@@ -61,6 +62,38 @@ def test_the_reason_of_an_abort(tmp_path: Path, printed: str, text: str) -> None
 def test_the_line_of_a_crash(tmp_path: Path) -> None:
     end, _ = ended(tmp_path, STACK.replace("Aborted", "Segmentation fault"), -11)
     assert end.text == "was killed by SIGSEGV: at /my/model.py:33 in forward"
+
+
+def test_rank_0_is_read_where_standard_error_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").write_text("step 3\n")
+    (tmp_path / "err").write_text("what():  of an earlier launch\n")
+    saved = os.dup(2)
+    file = os.open(tmp_path / "err", os.O_WRONLY | os.O_APPEND)
+    try:
+        os.dup2(file, 2)
+        began = size_of_stderr()
+        died = end_of_process(-6, 1.0)
+        silent = all_with_last_words([died], tmp_path, {0: 0}, began)
+        os.write(2, THROWN.encode() + STACK.encode())
+        ends = all_with_last_words([died, _PEER], tmp_path, {0: 0, 1: 0}, began)
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(file)
+    assert silent[0].text == "was killed by SIGABRT"
+    assert ends[0].text.endswith(f"at /my/model.py:33 in forward: {SIZES}")
+
+
+def test_rank_0_on_a_pipe_has_no_more_words(tmp_path: Path) -> None:
+    saved = os.dup(2)
+    pipe = os.pipe()
+    try:
+        os.dup2(pipe[1], 2)
+        assert size_of_stderr() is None
+    finally:
+        os.dup2(saved, 2)
+        for handle in (saved, *pipe):
+            os.close(handle)
 
 
 def test_secrets_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,17 @@
     Fatal Python error: Aborted
       File "model.py", line 12 in forward                                  --> the line
 
-Rank 0's own output of this kind is on the terminal.
+Rank 0's own output of this kind goes to standard error, past its log: it is read there if that is a file, as a batch
+job's. A terminal or a pipe can't be read again.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +45,10 @@ def with_last_words(end: End, logs: Path, rank: int, began: int) -> End:
     if end.text not in _DEATHS:
         return end
     words = _words(_tail(log_path(logs, rank), began))
+    return _with_words(end, words)
+
+
+def _with_words(end: End, words: str) -> End:
     return replace(end, text=f"{end.text}: {words}") if words else end
 
 
@@ -63,13 +70,48 @@ def _tail(log: Path, began: int) -> str:
     """Return the end of what the rank has printed."""
     try:
         with opened_regular(log) as handle:
-            size = os.fstat(handle).st_size
-            start = max(began, size - _MOST_BYTES)
-            return os.pread(handle, max(0, size - start), start).decode("utf-8", "replace")
+            return _end_of(handle, began)
     except OSError:
         return ""
 
 
-def all_with_last_words(ends: Sequence[End], logs: Path, began: dict[int, int]) -> list[End]:
-    """Return the ends of all ranks, those of this host (`began`) with their last words."""
-    return [with_last_words(end, logs, rank, began[rank]) if rank in began else end for rank, end in enumerate(ends)]
+def _end_of(handle: int, began: int) -> str:
+    size = os.fstat(handle).st_size
+    start = max(began, size - _MOST_BYTES)
+    return os.pread(handle, max(0, size - start), start).decode("utf-8", "replace")
+
+
+def size_of_stderr() -> int | None:
+    """Return the bytes of the file that is standard error; None: it is a terminal, a pipe or closed."""
+    with suppress(OSError):
+        status = os.fstat(2)
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+    return None
+
+
+def _printed_on_stderr(began: int) -> str:
+    """Return the end of what was written to the file that is standard error, which may be open for writing alone."""
+    try:
+        handle = os.open("/proc/self/fd/2", os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        return _end_of(handle, began)
+    except OSError:
+        return ""
+    finally:
+        os.close(handle)
+
+
+def all_with_last_words(ends: Sequence[End], logs: Path, began: dict[int, int], stderr: int | None = None) -> list[End]:
+    """Return the ends of all ranks, those of this host (`began`) with their last words.
+
+    Args:
+        stderr: What `size_of_stderr` was before they started.
+    """
+    described = [
+        with_last_words(end, logs, rank, began[rank]) if rank in began else end for rank, end in enumerate(ends)
+    ]
+    if 0 in began and stderr is not None and described[0].text in _DEATHS:
+        described[0] = _with_words(described[0], _words(_printed_on_stderr(stderr)))
+    return described

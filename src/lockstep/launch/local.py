@@ -48,7 +48,7 @@ from lockstep.launch.ends_file import append_ends
 from lockstep.launch.forking import may_fork
 from lockstep.launch.group import SignalRequests, watch
 from lockstep.launch.hosts import Hosts
-from lockstep.launch.last_words import all_with_last_words
+from lockstep.launch.last_words import all_with_last_words, size_of_stderr
 from lockstep.launch.other_launchers import (
     read_at_start,
     refuse_unsettable,
@@ -197,7 +197,7 @@ def _run_ranks(
     logs, timeout = job.logs, job.section.timeout
     hosts = job.hosts
     old_sizes = streams.sizes(logs, range(job.first, job.first + job.ranks)) if logs else {}
-    kills_before = kernel_kills()
+    kills_before, stderr = kernel_kills(), size_of_stderr()
 
     def why_sigkill() -> str:
         return why_killed(kills_before, kernel_kills(), remedy)
@@ -211,7 +211,7 @@ def _run_ranks(
     finally:
         begun.close()
     if logs is not None:
-        ends = all_with_last_words(ends, logs, old_sizes)
+        ends = all_with_last_words(ends, logs, old_sizes, stderr)
     if not job.forks and any(end.kind is EndKind.CODE and end.code == _UNGUARDED for end in ends):
         raise ConfigError(_GUARD)
     if hosts is None:
