@@ -216,7 +216,12 @@ def test_a_batch_that_does_not_fit_loses_only_what_does_not(caplog: pytest.LogCa
     assert caplog.records[-1].message == "Hanging was too slow for 5 reports, which are lost"
 
 
-def test_the_end_waits_longer_for_a_writer_at_work_and_not_for_one_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("before", [0.0, 1.25], ids=["since the end", "for longer than the bound"])
+def test_the_end_waits_longer_for_a_writer_at_work_and_not_for_one_that_hangs(
+    caplog: pytest.LogCaptureFixture, before: float
+) -> None:
+    """Whenever its call began, such as the import of a tracker's package."""
+
     class Computes(Hanging):
         def see(self, report: object) -> tuple[()]:
             while not self.released.is_set():
@@ -230,6 +235,7 @@ def test_the_end_waits_longer_for_a_writer_at_work_and_not_for_one_that_hangs(ca
         [BackgroundMonitor(writer, 1, bound, name=type(writer).__name__) for writer in (hanging, working)], 1
     )
     monitors.see(report(1))
+    time.sleep(before * bound)
     threading.Timer(2.5 * bound, working.released.set).start()
     began = time.monotonic()
     monitors.finish(None)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+import lockstep.monitor.goodput
 from lockstep.monitor.attempts import Attempt, Planned, attempts_text, by_host, read_attempts
-from lockstep.monitor.goodput import goodput
+from lockstep.monitor.goodput import goodput, step_reached
 
 BEGIN = 1.79e9
 
@@ -89,6 +90,18 @@ def test_what_a_run_that_was_killed_has_not_saved_is_lost(tmp_path: Path) -> Non
     useful = goodput(run)
     assert useful is not None
     assert useful.trained == pytest.approx(1210 - 8 - 2)
+
+
+def test_the_step_reached_is_that_of_the_newest_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the folder has checkpoints, its events, which may be long, aren't read for it."""
+    run = make_run(tmp_path)
+    (run / "summary.json").unlink()
+    with (run / "events.jsonl").open("a") as events:
+        events.write('{"saved": 1300, "step": 1300}\n')
+    assert step_reached(run) == 1300, "of a run whose checkpoints are elsewhere"
+    (run / "checkpoints" / "step-00001400").mkdir(parents=True)
+    monkeypatch.setattr(lockstep.monitor.goodput, "_events", None)
+    assert step_reached(run) == 1400
 
 
 def test_what_follows_the_last_update_is_not_taken_from_its_clock(tmp_path: Path) -> None:

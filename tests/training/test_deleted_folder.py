@@ -23,6 +23,7 @@ from lockstep.checkpoint.ownership import Owner
 from lockstep.core.errors import RunFailed
 from lockstep.monitor.folder import RunFolder
 from lockstep.training import job
+from lockstep.training.fallback_folder import is_saved_elsewhere
 from lockstep.training.session import components_of
 
 STEPS, AT = 12, 6
@@ -242,3 +243,12 @@ def test_another_runs_folder_is_left_alone(ranks: int, tmp_path: Path) -> None:
     files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     assert files == {"run.lock", "config.yaml", "environment.json", "checkpoints/owner.json"}
     assert len((tmp_path / "moved" / "metrics.jsonl").read_text().splitlines()) == STEPS
+
+
+def test_a_working_directory_that_was_deleted_is_no_place_for_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert not is_saved_elsewhere(tmp_path / "run", "id", 3)

@@ -33,22 +33,23 @@ from lockstep.training.resuming import Resume
 from lockstep.training.smaller_batches import half
 
 if TYPE_CHECKING:
+    from lockstep.config.training_sections import Memory
     from lockstep.training.job import Job
 
 _EVERY_STATE = "every-state"
 
 
-def in_memory(fault: Fault, undisturbed: Path, checkpointing: str) -> Fault:
+def in_memory(fault: Fault, undisturbed: Path, memory: Memory) -> Fault:
     """Return a fault of kind `oom`, after which half of what is held fits. Raises RunFailed if none can be.
 
     Args:
         undisturbed: A run without faults.
-        checkpointing: Its mode of activation checkpointing.
+        memory: Its section.
     """
     if not can_be_halved(undisturbed):
         why = "this run's have one sample; leave it out of --faults, or set a larger batch.micro_size"
         raise RunFailed(f"faults of kind {OOM} halve micro-batches, and {why}")
-    return replace(fault, above=half(held_samples(_last(undisturbed, "micro_size"), checkpointing)))
+    return replace(fault, above=half(held_samples(_last(undisturbed, "micro_size"), memory)))
 
 
 def can_be_halved(undisturbed: Path) -> bool:

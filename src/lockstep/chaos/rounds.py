@@ -194,8 +194,7 @@ class _Rounds:
         faults = draw_faults(draws, kind, world.size, world.ranks, self._settings.steps, plan)
         try:
             if kind == OOM:
-                mode = self._job.config.memory.activation_checkpointing.mode
-                faults[0] = references.in_memory(faults[0], self.undisturbed, mode)
+                faults[0] = references.in_memory(faults[0], self.undisturbed, self._job.config.memory)
             row = self._disturbed(faults, plan)
         except Stopped:
             raise

@@ -39,8 +39,14 @@ class WritersAtWork:
         return time.monotonic() - self._began
 
     def continues(self) -> bool:
-        """Return whether they were at work since the last answer; once they weren't, they never are."""
-        now, worked = time.monotonic(), seconds_at_work(self._threads)
+        """Return whether they were at work since the last judgment; once they weren't, they never are.
+
+        Judged is a whole interval: a shorter one shows nothing, as the system counts in ticks.
+        """
+        now = time.monotonic()
+        if now - self._asked < self.interval:
+            return not self._idle
+        worked = seconds_at_work(self._threads)
         self._idle |= worked - self._worked < _SHARE * (now - self._asked) or now - self._began > self._most
         self._asked, self._worked = now, worked
         return not self._idle

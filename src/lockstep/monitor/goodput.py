@@ -145,12 +145,16 @@ def _trains_elsewhere(run: Path) -> bool:
 
 def saved_steps(run: Path) -> Iterator[int]:
     """Yield the steps of checkpoints: those that the folder has, and those whose saves are recorded."""
-    with suppress(OSError):
-        yield from (int(name[1]) for entry in os.scandir(run / CHECKPOINTS) if (name := _SAVED.fullmatch(entry.name)))
+    yield from _steps_in(run / CHECKPOINTS)
     for record in _events(run):
         step = number_or_nan(record.get("step"))
         if "saved" in record and record.get("failure") is None and step >= 0:
             yield int(step)
+
+
+def _steps_in(checkpoints: Path) -> Iterator[int]:
+    with suppress(OSError):
+        yield from (int(name[1]) for entry in os.scandir(checkpoints) if (name := _SAVED.fullmatch(entry.name)))
 
 
 def step_reached(run: Path) -> int:
@@ -159,7 +163,8 @@ def step_reached(run: Path) -> int:
     Metrics have every tenth update or so, and a kill takes the last lines: a checkpoint, the place at which the last
     attempt resumed, or live.json may be newer.
     """
-    steps = [*saved_steps(run), *(attempt.step for attempt in read_attempts(run)[-1:])]
+    saved = [*_steps_in(run / CHECKPOINTS)] or [*saved_steps(run)]  # events may be long
+    steps = [*saved, *(attempt.step for attempt in read_attempts(run)[-1:])]
     with suppress(OSError, ValueError, RecursionError, AttributeError):
         steps.append(_whole(json.loads(read_bounded(run / LIVE, MAX_JSON_BYTES)).get("step")))
     return max((*steps, _whole(last_record(run / METRICS).get("step"))))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from lockstep.config.training_sections import Memory
     from lockstep.core.protocols import GradientStep
     from lockstep.core.records import Batch
 
@@ -40,9 +41,9 @@ class Trained:
     sample: Callable[[int, int], Batch]
 
 
-def held_samples(micro_size: int, checkpointing: str) -> int:
-    """Return how many samples of a micro-batch count, under a mode of activation checkpointing."""
-    return micro_size // 2 if checkpointing == "full" else micro_size
+def held_samples(micro_size: int, memory: Memory) -> int:
+    """Return how many samples of a micro-batch count, with ways to save memory."""
+    return micro_size // 2 if memory.activation_checkpointing.mode == "full" else micro_size
 
 
 def plant_in(trained: Trained, phase: str, runs_out: Callable[[bool], bool]) -> None:

@@ -35,7 +35,8 @@ def save_elsewhere(session: Session, checkpoints: Checkpoints, folder: Path) -> 
     Args:
         folder: of the run, after which the new one is named.
     """
-    for parent in dict.fromkeys((Path.cwd(), Path(tempfile.gettempdir()))):
+    axis = components_of(session).world.axis
+    for parent in cast("list[Path]", axis.broadcast([*dict.fromkeys(_parents())])):  # of the first rank
         place = _save_below(parent, session, checkpoints, folder.name)
         if place is not None:
             return place
@@ -49,11 +50,19 @@ def saved_elsewhere(folder: Path, run: object, parents: Iterable[Path]) -> Itera
         run: Its id.
         parents: Where to look, beside the working directory and the folder for temporary files.
     """
-    for parent in dict.fromkeys((*parents, Path.cwd(), Path(tempfile.gettempdir()))):
+    for parent in dict.fromkeys((*parents, *_parents())):
         with suppress(OSError, ValueError):
             for place in sorted(parent.glob(f"{glob.escape(folder.resolve().name)}-unsaved-*")):
                 if run is not None and _id(place) == run:
                     yield place
+
+
+def _parents() -> Iterator[Path]:
+    """Yield where such folders are made; the working directory may have been deleted."""
+    with suppress(OSError):
+        yield Path.cwd()
+    with suppress(OSError):
+        yield Path(tempfile.gettempdir())
 
 
 def is_saved_elsewhere(folder: Path, run: str, step: int) -> bool:

@@ -128,9 +128,8 @@ def run_job(job: Job) -> Finished:
             notes.append(late)
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         checkpoints.snapshots.begin_attempt(record_attempt(session, folder, earlier, facts, job.memory))
-        mode = components.config.memory.activation_checkpointing.mode
-        held = components.evaluator.micro_size, held_samples(components.plan.batch.micro_size, mode)  # not training, or
-        sharding, loader = components.sharding, components.loader
+        sharding, loader, memory = components.sharding, components.loader, components.config.memory
+        held = components.evaluator.micro_size, held_samples(components.plan.batch.micro_size, memory)
         trained = Trained(sharding.state.model, sharding.step, held.__getitem__, loader.sample_of)
         plant(components.world, session.progress.steps, trained=trained)
         is_first = components.world.rank == 0
