@@ -39,9 +39,9 @@ class WritersAtWork:
         return time.monotonic() - self._began
 
     def continues(self) -> bool:
-        """Return whether they were at work since the last judgment; once they weren't, they never are.
+        """Return whether they were at work lately; once they weren't, they never are.
 
-        Judged is a whole interval: a shorter one shows nothing, as the system counts in ticks.
+        Only a whole interval counts: a shorter one shows nothing, as the system counts in ticks.
         """
         now = time.monotonic()
         if now - self._asked < self.interval:
