@@ -18,7 +18,7 @@ class Failing(small.Net):
     """Fails on the last rank in update `at`; with a file `once`, in the first round only.
 
     Args:
-        how: "kill", "exit", "stop", "hang", "hang in a snapshot", that after the update, or "raise".
+        how: "kill", "exit", "stop", "hang", "raise", or "hang in a snapshot" or "in an evaluation" after the update.
     """
 
     def __init__(self, how: str, at: int, once: str | None = None) -> None:
@@ -28,13 +28,19 @@ class Failing(small.Net):
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
         self.updates += self.training
-        if int(self.updates) == self._at and os.environ.get("RANK") == "1" and self._is_first():
+        evaluates = self._how == "hang in an evaluation"
+        if (
+            self.training is not evaluates
+            and int(self.updates) == self._at
+            and os.environ.get("RANK") == "1"
+            and self._is_first()
+        ):
             if self._how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self._how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
                 return super().forward(points)
-            while self._how == "hang":
+            while self._how == "hang" or evaluates:
                 time.sleep(0.1)
             if self._how == "hang in a snapshot":
                 MemorySaver.start = lambda *arguments: time.sleep(60.0)  # type: ignore[method-assign]

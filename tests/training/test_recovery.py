@@ -122,6 +122,16 @@ def test_a_snapshot_in_memory_has_the_limits_of_an_update(tmp_path: Path, undist
     assert losses(tmp_path / "run") == losses(undisturbed)
 
 
+def test_the_last_evaluation_has_the_limits_of_the_others(tmp_path: Path, undisturbed: Path) -> None:
+    """A rank that hangs in it is killed after four times `other`, long before what may take long at the end."""
+    arguments = {"how": "hang in an evaluation", "at": 12, "once": str(tmp_path / "once")}
+    limits = "--recovery.watchdog={least: 0.5, end_after: 1.0, other: 1.0}"
+    done = train(tmp_path / "run", 1, arguments, limits)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"rank 1 hangs in an evaluation at .*failing_models\.py:\d+ in forward", done.stderr)
+    assert losses(tmp_path / "run") == losses(undisturbed)
+
+
 def test_a_run_in_which_a_rank_hangs_stops_soon_and_loses_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     file = written(folder, 0, {"how": "hang", "at": 7})

@@ -104,9 +104,9 @@ def run(
             heartbeat.begin_stage(heartbeat.Stage.TRAINING, session.progress.steps)
             try:
                 stops = loop.train()
-                heartbeat.begin_stage(heartbeat.Stage.END)
                 if not stops:
                     loop.finish(at_end=components.config.evaluation.at_end)
+                heartbeat.begin_stage(heartbeat.Stage.END)
             except RollbackDue as due:
                 raise recorded(due, components, checkpoints) from None
             except EvaluationStopped:
