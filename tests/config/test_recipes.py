@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from lockstep.config.loading import load
 from lockstep.config.recipes import DEFAULT_RECIPE, overlays, recipes, resolve_all, resolve_recipe
 from lockstep.config.schema import HuggingFaceData, HuggingFaceModel
 from lockstep.core.errors import ConfigError
+from lockstep.interop.foreign import read_foreign
 
 
 def test_every_recipe_loads_and_has_a_description() -> None:
@@ -82,6 +85,15 @@ def test_a_recipe_and_files_over_it(tmp_path: Path) -> None:
     assert load([recipe.path for recipe in resolved], environ={}).config.run.seed == 3
     assert resolve_all([])[0].name == DEFAULT_RECIPE
     assert resolve_recipe(str(more)).name == "more"
+
+
+@pytest.mark.parametrize(("make", "what"), [(os.mkfifo, "a pipe or a device"), (Path.mkdir, "a folder")])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, make: Callable[[Path], None], what: str) -> None:
+    make(tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match=f"run.yaml is {what}, and a config is a file"):
+        resolve_recipe(str(tmp_path / "run.yaml"))
+    with pytest.raises(ConfigError, match="can't be read: "):
+        read_foreign(tmp_path / "run.yaml", None)
 
 
 @pytest.mark.parametrize(

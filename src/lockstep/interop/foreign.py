@@ -9,6 +9,7 @@ The kind follows from the keys, not from the file's name. Nothing that is read i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,8 +173,8 @@ def _kind(tree: Table) -> ForeignKind:
 
 def _refuse_pickle(path: Path) -> None:
     try:
-        with path.open("rb") as file:
-            start = file.read(2)
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe would keep its reader waiting
+            start = file.read(2) or b""
     except OSError as error:
         raise ConfigError(Problem(str(path), "", f"can't be read: {error.strerror}")) from error
     if start == b"PK" or start[:1] == b"\x80":
