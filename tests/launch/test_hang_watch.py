@@ -22,14 +22,15 @@ from kit.waiting import wait_until
 from lockstep.config.training_sections import Watchdog
 from lockstep.core import heartbeat
 from lockstep.core.collective_names import NAMES
-from lockstep.core.heartbeat import READY, Stage
+from lockstep.core.heartbeat import READY, Stage, Worker
 from lockstep.core.pending_collective import PendingCollective
 from lockstep.core.phase_clock import Phase, PhaseClock
 from lockstep.core.stopping import STACKS_SIGNAL
-from lockstep.launch import flight_records
+from lockstep.launch import flight_records, hang_verdict, rank_stacks
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.failure_kinds import FailureKind, kind_of
-from lockstep.launch.hang_report import Wait
+from lockstep.launch.hang_report import Hang, Wait
+from lockstep.launch.hang_verdict import verdict
 from lockstep.launch.hang_watch import HangWatch, LearnedTimes, hang_watch
 from lockstep.launch.host_waits import HostWaits
 from lockstep.launch.rank_stacks import Frame, line_of, main_frames, waits_in_collective
@@ -474,13 +475,70 @@ def test_ranks_of_two_hosts_that_wait_in_other_collectives(
 def test_time_in_which_the_launcher_was_stopped_does_not_count(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.launch.hang_watch._GAP_S", 0.1)
-    with watched(tmp_path, waits, hangs) as (watch, members):
+    monkeypatch.setattr("lockstep.launch.counted_time._GAP_S", 0.2)
+    with watched(tmp_path, waits, hangs, options=Watchdog(least=1.0, end_after=2.0)) as (watch, members):
         look(watch, members, 0.2)
-        time.sleep(0.5)
+        time.sleep(1.5)
         look(watch, members, 0.15)
-    assert watch.interval < 1.0
-    assert capfd.readouterr().err == ""
+        assert watch.interval < 1.0
+        assert capfd.readouterr().err == ""
+        look(watch, members, 0.9)
+        assert watch.has_named
+        time.sleep(0.5)
+        look(watch, members, 5.0)
+    assert members[1].end is not None
+    assert capfd.readouterr().err.count("rank 1") == 1, "a rank that was named stays named"
+
+
+def test_a_verdict_that_takes_long_is_no_time_in_which_the_launcher_was_stopped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow_verdict(*arguments: Any, **options: Any) -> Hang | None:
+        time.sleep(0.4)
+        return verdict(*arguments, **options)
+
+    monkeypatch.setattr("lockstep.launch.counted_time._GAP_S", 0.2)
+    monkeypatch.setattr("lockstep.launch.hang_watch.verdict", slow_verdict)
+    with watched(tmp_path, waits, hangs) as (watch, members):
+        look(watch, members, 5.0)
+    assert members[1].end is not None
+    assert capfd.readouterr().err.count("rank 1") == 1
+
+
+def test_one_data_worker_of_every_rank_is_requested_for_its_stack_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def write(processes: Mapping[int, object]) -> dict[int, str]:
+        requested.append([*processes])
+        return dict.fromkeys(processes, "its stack")
+
+    workers = [[Worker(0, 10, 5, 6), Worker(1, 11, 5, 6)], [], [Worker(each, 20 + each, 5, 6) for each in range(3)]]
+    awaited = [workers[0][1], None, workers[2][0]]
+    sights: list[Any] = [
+        SimpleNamespace(beat=None, work=SimpleNamespace(workers=each, worker=first))
+        for each, first in zip(workers, awaited, strict=True)
+    ]
+    requested: list[list[int]] = []
+    monkeypatch.setattr(hang_verdict, "write_stacks", write)
+    monkeypatch.setattr(hang_verdict, "process_state", {10: "S", 11: "D", 20: "R", 21: "T", 22: "S"}.get)
+    stacks = hang_verdict._worker_stacks(sights)
+    assert requested == [[11, 20], [10], [22]]
+    assert sorted(stacks) == [10, 11, 20, 22]
+    monkeypatch.setattr(hang_verdict, "_WORKERS_S", -1.0)
+    assert not hang_verdict._worker_stacks(sights), "no time is left"
+
+
+def test_stopped_processes_are_read_from_outside_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "py-spy").write_text('#!/bin/sh\n[ "$4" = 9 ] && exec sleep 60\nsleep 0.7\necho "stack of $4"\n')
+    (tmp_path / "py-spy").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(rank_stacks, "_PY_SPY_S", 2.0)
+    began = time.monotonic()
+    stacks = rank_stacks.stacks_from_outside([9, *range(20, 25)])
+    assert stacks == {process: f"stack of {process}" for process in range(20, 25)}
+    assert time.monotonic() - began < 3.2, "the limit of one, not of all after each other"
 
 
 def test_without_an_end_a_hang_is_only_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

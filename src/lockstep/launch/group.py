@@ -234,6 +234,8 @@ def watch(
             members[0].release()
         readable = [handle for member in living for handle in member.readable()]
         readable += hosts.readable() if hosts is not None else []
+        if hangs is not None:
+            hangs.rest()
         multiprocessing.connection.wait([*readable, requests.fileno()], _timeout(deadlines, hangs))
         requests.drain()
         for member in living:

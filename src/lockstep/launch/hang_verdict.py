@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 from lockstep.launch.flight_records import read_records, request_records
 from lockstep.launch.hang_report import Hang, Sight, Wait, are_recorded, waits_of
@@ -10,10 +12,12 @@ from lockstep.launch.rank_stacks import (
     is_debugged,
     main_frames,
     process_state,
-    stack_from_outside,
+    stacks_from_outside,
     waits_in_collective,
     write_stacks,
 )
+
+_WORKERS_S = 3.0  # for the stacks of all data workers of all ranks
 
 
 def verdict(suspects: Sequence[Sight], sights: Sequence[Sight], *, alone: bool) -> Hang | None:
@@ -25,14 +29,11 @@ def verdict(suspects: Sequence[Sight], sights: Sequence[Sight], *, alone: bool) 
     requested = request_records(beats)
     stacks = write_stacks({sight.process: sight.beat for sight in moving})
     records = read_records(beats, requested, [sight.rank for sight in moving if sight.waits])
-    stacks.update({sight.process: stack_from_outside(sight.process) for sight in sights if sight.state == "T"})
+    stacks.update(stacks_from_outside([sight.process for sight in sights if sight.state == "T"]))
     frames = {process: main_frames(text) for process, text in stacks.items()}
     if any(is_debugged(each) for each in frames.values()):
         return None
-    for sight in sights:  # one after the other: they share a file
-        for worker in sight.work.workers:
-            if process_state(worker.process) not in ("", "T", "Z"):
-                stacks.update(write_stacks({worker.process: sight.beat}))
+    stacks.update(_worker_stacks(sights))
     stopped = [sight for sight in suspects if sight.state == "T"]
     if stopped:
         return Hang(tuple(stopped), stacks, records, is_stopped=True)
@@ -45,6 +46,23 @@ def verdict(suspects: Sequence[Sight], sights: Sequence[Sight], *, alone: bool) 
     behind = min((sight.updates, sight.calls) for sight in idle)
     culprits = [sight for sight in idle if (sight.updates, sight.calls) == behind]
     return Hang(tuple(culprits), stacks, records)
+
+
+def _worker_stacks(sights: Sequence[Sight]) -> dict[int, str]:
+    """Return the stacks of data workers that fetch, as far as they write them in time: first of those waited for.
+
+    One worker of every rank at the same time: those of a rank share its file.
+    """
+    stacks: dict[int, str] = {}
+    until = time.monotonic() + _WORKERS_S
+    for workers in zip_longest(*(sorted(s.work.workers, key=lambda worker: worker != s.work.worker) for s in sights)):
+        if time.monotonic() > until:
+            break
+        each_beat = {worker.process: s.beat for s, worker in zip(sights, workers, strict=True) if worker is not None}
+        running = {process: beat for process, beat in each_beat.items() if process_state(process) not in ("", "T", "Z")}
+        if running:
+            stacks.update(write_stacks(running))
+    return stacks
 
 
 def odd_one(waits: Sequence[Wait]) -> Wait:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Protocol
 from lockstep.core import heartbeat
 from lockstep.core.heartbeat import Heartbeat, Stage
 from lockstep.core.phase_clock import Phase
+from lockstep.launch.counted_time import CountedTime
 from lockstep.launch.ends import End, EndKind, with_reading
 from lockstep.launch.hang_report import Hang, Sight, Wait, append_report, hang_text, name_text, wait_text, work_of
 from lockstep.launch.hang_verdict import odd_one, verdict
@@ -36,7 +37,6 @@ from lockstep.launch.rank_stacks import (
     compiles,
     main_frames,
     process_state,
-    seconds_without_processor,
 )
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 _TICK_S, _TICKS = 0.25, 8  # between two looks, at most; looks within the least limit, at least
 _EARLIER = 1.5  # looks before its limit, so that a rank is named within it, with its stack
 _MOVES = 0.25  # of the least limit: a rank with a mark as new moves
-_GAP_S = 1.0  # between two looks: this process didn't run
 _NOTED = 64  # updates
 _FIRST = 5  # updates of a process that may be slow
 _UNSEEN_S = 1.0  # of a first update whose time wasn't seen
@@ -54,7 +53,6 @@ _AGAIN = 2.0  # times the limit until a rank is killed; of one that moved again 
 _LONG = 4.0  # times the limit of what may take long, such as a save, until it is killed
 _DEADLOCK_S = 5.0  # after which the stacks of ranks are looked at that may wait without a mark
 _ELSEWHERE_S = 10.0  # after which a wait of all ranks of this host for those of others is reported
-_LOADED_S = 0.5  # after which waits for a processor are subtracted
 _CODE = 124  # of timeout(1)
 _OUTSIDE = (Phase.EVALUATION, Phase.SAVE)
 _IN_UPDATES = {Stage.TRAINING, Stage.SNAPSHOT}
@@ -142,10 +140,9 @@ class HangWatch:
     others: HostWaits | None = None
     _first_before: float = field(init=False)
     _looked: float = field(default_factory=time.perf_counter, init=False)
-    _ignored_until: float = field(default=0.0, init=False)
+    _counted: CountedTime = field(default_factory=CountedTime, init=False)
     _updates: dict[int, float] = field(default_factory=dict, init=False)
     _moved_after: dict[Phase, float] = field(default_factory=dict, init=False)
-    _waited: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)  # for a processor: mark, seconds
     _continued: set[int] = field(default_factory=set, init=False)  # places of ranks that were stopped once
     _incident: _Incident | None = field(default=None, init=False)
 
@@ -166,18 +163,19 @@ class HangWatch:
     def look(self, members: Sequence[ObservedRank]) -> None:
         """Check the ranks; name or kill one that hangs. A watch that fails ends, and the run doesn't."""
         try:
-            self._look(members)
+            if time.perf_counter() - self._looked >= self.interval / 2:
+                self._looked = now = self._counted.look()
+                self._look(members, now)
         except Exception:
             self.interval = math.inf
             print_on_stderr(f"lockstep: the watch over ranks that hang has failed, and ends:\n{traceback.format_exc()}")
+        self.rest()
 
-    def _look(self, members: Sequence[ObservedRank]) -> None:
-        now = time.perf_counter()
-        if now - self._looked < self.interval / 2:
-            return
-        if now - self._looked > _GAP_S:
-            self._ignored_until = now
-        self._looked = now
+    def rest(self) -> None:
+        """Note that the launcher waits from now on. If it waits for longer than it has to, that time doesn't count."""
+        self._counted.rest()
+
+    def _look(self, members: Sequence[ObservedRank], now: float) -> None:
         self._learn()
         living = [place for place, member in enumerate(members) if member.ended is None and member.reported is None]
         failed = any(
@@ -220,10 +218,7 @@ class HangWatch:
         numbers = beat.numbers
         mark, phase = numbers[heartbeat.TIME], int(numbers[heartbeat.PHASE])
         in_whole = phase >= heartbeat.IN_WHOLE
-        age = now - max(mark, self._ignored_until) if mark else 0.0
-        if age > _LOADED_S:
-            age -= self._without_processor(place, process, mark)
-        age = max(0.0, age)
+        age = self._counted.age(place, process, mark, now) if mark else 0.0
         name = Phase(phase - heartbeat.IN_WHOLE * in_whole)
         sight = Sight(
             self.first + place, place, process, mark, age, name, beat,
@@ -235,14 +230,6 @@ class HangWatch:
             work=work_of(beat, name),
         )  # fmt: skip
         return replace(sight, waits=sight.waits and sight.state != "T", limit=self._limit(sight))
-
-    def _without_processor(self, place: int, process: int, mark: float) -> float:
-        seconds = seconds_without_processor(process)
-        then = self._waited.get(place)
-        if then is None or then[0] != mark:
-            self._waited[place] = mark, seconds
-            return 0.0
-        return seconds - then[1]
 
     def _limit(self, sight: Sight) -> float:
         """Return the seconds after which a rank that doesn't move is named."""

@@ -207,6 +207,7 @@ class _OutsideRank:
 def _watch(watch: HangWatch, ranks: Sequence[_OutsideRank], deadly: DeadlySamples | None) -> None:
     while any(rank.ended is None for rank in ranks):
         watch.look(ranks)
+        watch.rest()
         time.sleep(_TICK_S)
         for rank in ranks:
             rank.update()

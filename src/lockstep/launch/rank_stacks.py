@@ -14,8 +14,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -76,18 +78,31 @@ def write_stacks(processes: Mapping[int, Heartbeat]) -> dict[int, str]:
     }
 
 
-def stack_from_outside(process: int) -> str:
-    """Return the stacks of a stopped process, if py-spy is installed and may read them."""
+def stacks_from_outside(processes: Sequence[int]) -> dict[int, str]:
+    """Return the stacks of stopped processes, if py-spy is installed and may read them; of all at the same time."""
     program = shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
     if program is None:
-        return ""
-    try:
-        done = subprocess.run(
-            [program, "dump", "--nonblocking", "--pid", str(process)], capture_output=True, text=True, timeout=_PY_SPY_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip()
+        return {}
+    stacks: dict[int, str] = {}
+    until = time.monotonic() + _PY_SPY_S
+    with suppress(OSError), ExitStack() as opened:
+        dumps = {process: _dump(program, process, opened) for process in processes}
+        for process, (output, dump) in dumps.items():
+            with suppress(subprocess.TimeoutExpired):
+                dump.wait(max(0.0, until - time.monotonic()))
+                stacks[process] = os.pread(output, os.fstat(output).st_size, 0).decode(errors="replace").strip()
+    return stacks
+
+
+def _dump(program: str, process: int, opened: ExitStack) -> tuple[int, subprocess.Popen[bytes]]:
+    """Start py-spy for a process; return the file that it writes into, and itself. It ends with what is opened."""
+    with tempfile.TemporaryFile() as file:
+        output = os.dup(file.fileno())
+    opened.callback(os.close, output)
+    command = [program, "dump", "--nonblocking", "--pid", str(process)]
+    dump = opened.enter_context(subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL))
+    opened.callback(dump.kill)
+    return output, dump
 
 
 def main_frames(text: str) -> list[Frame]:
