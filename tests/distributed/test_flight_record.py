@@ -3,17 +3,67 @@
 from __future__ import annotations
 
 import os
+import pickle
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from kit.worlds import in_world
+from torch._C import _distributed_c10d
 from torch.distributed.flight_recorder import fr_trace
 
 from lockstep.core import heartbeat
 from lockstep.core.pending_collective import PendingCollective
+from lockstep.distributed.flight_record import flight_record
 from lockstep.launch.flight_records import answer_no_more, answer_requests, read_records, request_records, save_records
+
+
+def _plant_nccl() -> None:
+    """Give torch a recorder of NCCL that has collectives of its own, and one of gloo's."""
+    gloo = pickle.loads(_distributed_c10d._dump_fr_trace())  # type: ignore[attr-defined]
+    call, operation = gloo["entries"][0], ("all_gather", "reduce_scatter")[int(os.environ["RANK"])]
+    later = {
+        "record_id": 7, "profiling_name": f"nccl:{operation}", "time_created_ns": call["time_created_ns"] + 1,
+        "collective_seq_id": 9, "state": "started", "retired": False, "process_group": ("devices", "mesh"),
+    }  # fmt: skip
+    groups = {"devices": {"name": "devices", "desc": "mesh", "ranks": "[0, 1]"}}
+    entries = [{**call, **later, "record_id": 6, "state": "completed"}, {**call, **later}, call]
+    record = {**gloo, "pg_config": groups, "comm_lib_version": "2.29.3", "entries": entries}
+    _distributed_c10d._dump_nccl_trace = partial(pickle.dumps, record)  # type: ignore[attr-defined]
+
+
+def _read_both() -> tuple[list[PendingCollective], dict[str, Any], int]:
+    """Return what isn't complete, and the record, where torch also has NCCL's; and the number of gloo's collectives."""
+    dist.init_process_group("gloo")
+    for _ in range(2):
+        dist.all_reduce(torch.ones(2, 3))
+    gloo = pickle.loads(_distributed_c10d._dump_fr_trace())  # type: ignore[attr-defined]
+    _plant_nccl()
+    pending, content = flight_record()
+    return pending, pickle.loads(content), len(gloo["entries"])
+
+
+def test_the_recorders_of_nccl_and_gloo_are_one_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = in_world(2, _read_both)
+    (tmp_path / "flight_record").mkdir()
+    for rank, (pending, record, of_gloo) in enumerate(both):
+        assert [(each.number, each.group, each.ranks, each.on_device) for each in pending] == [
+            (9, "devices", [0, 1], True)
+        ]
+        assert len(record["entries"]) == of_gloo + 2, "each once"
+        assert [each["profiling_name"] for each in record["entries"][:2]] == [f"nccl:{pending[0].operation}"] * 2
+        assert {*record["pg_config"]} >= {"0", "devices"}
+        assert record["comm_lib_version"] == "2.29.3"
+        (tmp_path / "flight_record" / f"rank_{rank}").write_bytes(pickle.dumps(record))
+    fr_trace.main([str(tmp_path / "flight_record")])
+    printed = "".join((*capsys.readouterr(), caplog.text))
+    assert "reduce_scatter" in printed
+    assert "COLLECTIVE_TYPE_MISMATCH" in printed
 
 
 def _call_others(folder: Path) -> list[PendingCollective]:
