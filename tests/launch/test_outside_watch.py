@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from kit.waiting import wait_until
 from kit.worlds import in_world
 
 import lockstep
+from lockstep.config.training_sections import Watchdog
 from lockstep.core import heartbeat
 from lockstep.core.heartbeat import PROCESS, mapped_heartbeats
+from lockstep.core.stopping import STACKS_SIGNAL
 from lockstep.launch import outside_watch
 from lockstep.launch.ends import EndKind
 from lockstep.launch.hang_watch import LearnedTimes
@@ -77,6 +80,28 @@ def test_a_rank_that_hangs_is_named_and_killed(tmp_path: Path) -> None:
 
 
 # --- a stop -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_opening_leaves_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shared_folder(opening: int) -> Path:
+        (tmp_path / str(opening)).mkdir()
+        return tmp_path / str(opening)
+
+    def open_once() -> int:
+        with outside_watch.watched_from_outside(config, None):
+            assert heartbeat.own() is not before
+        assert heartbeat.own() is before
+        os.kill(os.getpid(), STACKS_SIGNAL)  # of a watch that hasn't noticed that the rank has left
+        return len(os.listdir("/proc/self/fd"))
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, str(int(name.endswith("SIZE"))))
+    monkeypatch.setattr(outside_watch, "started_by_lockstep", lambda environ: False)
+    monkeypatch.setattr(outside_watch, "_shared_folder", shared_folder)
+    monkeypatch.setattr(outside_watch, "_start", lambda *task: None)
+    config: Any = SimpleNamespace(recovery=SimpleNamespace(watchdog=Watchdog()))
+    before = heartbeat.own()
+    assert len({open_once() for _ in range(3)}) == 1
 
 
 def _reads_for_ever(folder: Path, beat: heartbeat.Heartbeat) -> None:

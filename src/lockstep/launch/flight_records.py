@@ -45,10 +45,12 @@ class FlightRecord:
 # --- in a rank --------------------------------------------------------------------------------------------------------
 
 
-def answer_requests(beat: Heartbeat) -> None:
-    """Let a thread write this rank's flight record whenever it is requested."""
+def answer_requests(beat: Heartbeat) -> threading.Thread:
+    """Let a thread write this rank's flight record whenever it is requested; return the thread."""
     beat.numbers[RECORDS] = 1
-    threading.Thread(target=_answer, args=(beat,), name="flight record", daemon=True).start()
+    thread = threading.Thread(target=_answer, args=(beat,), name="flight record", daemon=True)
+    thread.start()
+    return thread
 
 
 def answer_no_more(beat: Heartbeat) -> None:

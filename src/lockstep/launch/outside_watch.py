@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 _TICK_S = 0.1
 _COMES_S = 600.0  # until all ranks of the host have begun
+_LEAVES_S = 1.0  # the thread that writes flight records
 _LEFT = -1.0  # instead of its process: the rank has left
 _RUNS = End(EndKind.DONE, 0, "", 0.0)
 _NOTES = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
@@ -72,7 +74,7 @@ def watched_from_outside(config: Config, logs: Path | None) -> Iterator[None]:
         beat.close()
     own.numbers[:] = before.numbers
     faulthandler.register(STACKS_SIGNAL, file=own.files.stacks)
-    answer_requests(own)
+    answers = answer_requests(own)
     own.numbers[READY], own.numbers[PROCESS] = 1, os.getpid()
     heartbeat.use(own)
     if rank.local_rank == 0:
@@ -84,6 +86,15 @@ def watched_from_outside(config: Config, logs: Path | None) -> Iterator[None]:
         own.numbers[PROCESS] = _LEFT
         answer_no_more(own)
         heartbeat.use(before)
+        faulthandler.register(STACKS_SIGNAL, file=_nowhere())  # which else ends a process
+        answers.join(_LEAVES_S)
+        if not answers.is_alive():
+            own.close()
+
+
+@cache
+def _nowhere() -> int:
+    return os.open(os.devnull, os.O_WRONLY)
 
 
 @contextlib.contextmanager
