@@ -18,7 +18,14 @@ from torch.distributed.flight_recorder import fr_trace
 from lockstep.core import heartbeat
 from lockstep.core.pending_collective import PendingCollective
 from lockstep.distributed.flight_record import flight_record
-from lockstep.launch.flight_records import answer_no_more, answer_requests, read_records, request_records, save_records
+from lockstep.launch.flight_records import (
+    FlightRecord,
+    answer_no_more,
+    answer_requests,
+    read_records,
+    request_records,
+    save_records,
+)
 
 
 def _plant_nccl() -> None:
@@ -78,7 +85,7 @@ def _call_others(folder: Path) -> list[PendingCollective]:
     waiting = dist.all_reduce(numbers, async_op=True) if rank else dist.barrier(async_op=True)
     assert waiting is not None
     records = read_records({rank: beat}, request_records({rank: beat}), [rank])
-    save_records(folder, records)
+    save_records(folder, records, 60.0)
     store = dist.distributed_c10d._get_default_store()
     store.set(f"saved-{rank}", "")
     store.wait(["saved-0", "saved-1"])
@@ -97,3 +104,27 @@ def test_what_is_not_complete(
     printed = "".join((*capsys.readouterr(), caplog.text))
     assert "Culprit rank 1" in printed
     assert "COLLECTIVE_TYPE_MISMATCH" in printed
+
+
+def test_records_of_another_hang_are_removed(tmp_path: Path) -> None:
+    def names() -> list[str]:
+        return sorted(path.name for path in folder.iterdir())
+
+    folder, record = tmp_path / "flight_record", FlightRecord((), b"of this hang")
+    save_records(tmp_path, {}, 10.0)
+    assert not folder.exists()
+    save_records(tmp_path, dict.fromkeys(range(4), FlightRecord((), b"earlier")), 10.0)
+    (folder / ".rank_3.17.new").write_bytes(b"torn")
+    for path in folder.iterdir():
+        os.utime(path, (path.stat().st_mtime - 20.0,) * 2)
+    (folder / "rank_2").write_bytes(b"another host's")
+    earlier = (folder / "rank_0").open("rb")
+    save_records(tmp_path, {0: record}, 10.0)
+    assert names() == ["rank_0", "rank_2"]
+    assert (folder / "rank_0").read_bytes() == b"of this hang"
+    with earlier:
+        assert earlier.read() == b"earlier", "who reads has a whole record"
+    save_records(tmp_path, {1: record}, 10.0)
+    assert names() == ["rank_0", "rank_1", "rank_2"], "rank 0 has written none this time"
+    save_records(tmp_path, {}, -1.0)
+    assert names() == []

@@ -73,8 +73,8 @@ def exists_anew(path: Path) -> bool:
     return path.exists()
 
 
-def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
-    """Write a file so that it always has the whole old text or the whole new one. Raises OSError.
+def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) -> None:
+    """Write a file so that it always has the whole old content or the whole new one. Raises OSError.
 
     Args:
         durable: Whether it has one of them even after a power failure, for which the disk is waited for.
@@ -83,8 +83,8 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
     try:
         temporary.unlink(missing_ok=True)  # of an earlier process with this id, or of another user
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             if durable:
                 file.flush()
                 os.fsync(handle)

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.core.files import write_atomically
 from lockstep.core.heartbeat import RECORDS, Heartbeat
 from lockstep.core.pending_collective import PendingCollective
 
@@ -104,12 +105,28 @@ def read_records(
     return {rank: _read(beats[rank]) for rank, written in before.items() if beats[rank].numbers[RECORDS] != written}
 
 
-def save_records(logs: Path, records: Mapping[int, FlightRecord]) -> None:
-    """Write the records into a folder of the run's logs, a file for each rank, instead of earlier ones."""
+def save_records(logs: Path, records: Mapping[int, FlightRecord], seconds: float) -> None:
+    """Write the records into a folder of the run's logs, a file for each rank, instead of earlier ones.
+
+    Args:
+        seconds: How long none of them has changed: an older file is of another hang, maybe of more ranks.
+    """
+    folder = logs / FOLDER
     with suppress(OSError):
-        (logs / FOLDER).mkdir(exist_ok=True)
+        if records:
+            folder.mkdir(exist_ok=True)
+        _remove_older(folder, seconds)
         for rank, record in records.items():
-            (logs / FOLDER / f"rank_{rank}").write_bytes(record.content)
+            write_atomically(folder / f"rank_{rank}", record.content, durable=False)
+
+
+def _remove_older(folder: Path, seconds: float) -> None:
+    os.utime(folder)  # by the clock of its file system, as those of the files that other hosts write
+    oldest = folder.stat().st_mtime - seconds
+    for path in folder.glob("*rank_*"):
+        with suppress(FileNotFoundError):  # another host has removed it
+            if path.lstat().st_mtime < oldest:
+                path.unlink()
 
 
 def _read(beat: Heartbeat) -> FlightRecord:

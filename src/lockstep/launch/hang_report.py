@@ -5,6 +5,7 @@ rank 1 hangs in its forward at model.py:33 in forward (update 12, samples 311, 8
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -91,6 +92,11 @@ class Sight:
     calls: int
     limit: float = 0.0
     work: Work = _NO_WORK
+
+    @property
+    def still(self) -> float:
+        """The seconds since its last mark, also those that don't count."""
+        return time.perf_counter() - self.mark
 
     @property
     def step(self) -> int:
@@ -237,7 +243,7 @@ def append_report(logs: Path | None, hang: Hang, sights: Sequence[Sight]) -> str
     """Append the stacks of all ranks to the run's report; return the end of a message that names it."""
     if logs is None:
         return ""
-    save_records(logs, hang.records)
+    save_records(logs, hang.records, max((sight.still for sight in sights if sight.mark), default=math.inf))
     lines = [f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {hang_text(hang, len(sights), '')}", ""]
     for sight in sights:
         doing = f"{sight.where}, update {sight.step:,}, for {sight.age:.1f} s; {sight.calls} collectives called"
