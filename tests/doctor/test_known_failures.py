@@ -150,7 +150,7 @@ RECORDED = {
         "rank 1 did not answer within 20 s (launch.timeout), while rank 0 waited in a collective. If a rank hangs",
         "ranks 1, 2 and 5 on hosts a, b did not answer within 20 s (launch.timeout), while the others waited in a",
         "rank 1 hangs in its forward at model.py:33 in forward (update 12, samples 311, 8); the others wait for it",
-        "ranks 1 and 2 hangs between two updates (update 12); the others wait for it",
+        "ranks 1 and 2 hang between two updates (update 12); the others wait for them",
         "rank 3 was stopped (SIGSTOP), and killed in its forward (update 12, samples 311, 8)",
         "the ranks wait in collectives that don't match: rank 0 in all_reduce; rank 1 in barrier",
     ],

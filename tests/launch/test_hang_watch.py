@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from lockstep.core.stopping import STACKS_SIGNAL
 from lockstep.launch import flight_records, hang_verdict, rank_stacks
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.failure_kinds import FailureKind, kind_of
-from lockstep.launch.hang_report import Hang, Wait
+from lockstep.launch.hang_report import Hang, Sight, Wait, hang_text, name_text
 from lockstep.launch.hang_verdict import verdict
 from lockstep.launch.hang_watch import HangWatch, LearnedTimes, hang_watch
 from lockstep.launch.host_waits import HostWaits
@@ -539,6 +540,33 @@ def test_stopped_processes_are_read_from_outside_at_the_same_time(
     stacks = rank_stacks.stacks_from_outside([9, *range(20, 25)])
     assert stacks == {process: f"stack of {process}" for process in range(20, 25)}
     assert time.monotonic() - began < 3.2, "the limit of one, not of all after each other"
+
+
+@pytest.mark.parametrize(
+    ("options", "named", "reported"),
+    [
+        ({}, "ranks 1 and 2 haven't moved for 3.0 s, in their forward", "ranks 1 and 2 hang in their forward"),
+        (
+            {"is_stopped": True, "continues": True},
+            "ranks 1 and 2 are stopped in their forward",
+            "ranks 1 and 2 are stopped (SIGSTOP), and let continue in their forward",
+        ),
+        (
+            {"is_stopped": True},
+            "ranks 1 and 2 are stopped in their forward",
+            "ranks 1 and 2 were stopped (SIGSTOP), and killed in their forward",
+        ),
+    ],
+)
+def test_several_ranks_that_hang(options: dict[str, bool], named: str, reported: str) -> None:
+    with closing(heartbeat.heartbeats(1)[0]) as beat:
+        sight = Sight(
+            1, 1, 9, 1.0, 3.0, Phase.FORWARD, beat, waits=False, state="S", stage=Stage.TRAINING, updates=3, calls=0
+        )
+    hang = Hang((sight, replace(sight, rank=2)), {}, **options)
+    follows = "they continue now (SIGCONT)" if hang.continues else "they are killed, and all ranks end"
+    assert name_text(hang, 3, 0.0, "") == f"lockstep: {named} (update 1); the other rank waits for them; {follows}"
+    assert hang_text(hang, 4, "") == f"{reported} (update 1); the others wait for them"
 
 
 def test_without_an_end_a_hang_is_only_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -183,16 +183,19 @@ def name_text(hang: Hang, ranks: int, ends_at: float | None, report: str) -> str
     """Return the line that names a rank that doesn't move."""
     seconds = max(culprit.age for culprit in hang.culprits)
     if hang.continues:
-        follows = "; it continues now (SIGCONT)"
+        follows = f"; {_agreed(hang, 'it continues', 'they continue')} now (SIGCONT)"
     elif ends_at is None:
         follows = ""
     elif ends_at == 0:
-        follows = "; it is killed, and all ranks end"
+        follows = f"; {_agreed(hang, 'it is', 'they are')} killed, and all ranks end"
     else:
         follows = f"; the ranks are ended if that lasts {ends_at:.0f} s (recovery.watchdog)"
     if hang.waits:
         return f"lockstep: no rank has moved for {seconds:.1f} s: {hang.collectives}{follows}{report}"
-    verb = "is stopped" if hang.is_stopped else f"hasn't moved for {seconds:.1f} s,"
+    if hang.is_stopped:
+        verb = _agreed(hang, "is stopped", "are stopped")
+    else:
+        verb = f"{_agreed(hang, 'has', 'have')}n't moved for {seconds:.1f} s,"
     return f"lockstep: {_described(hang, verb)}{_waiting(hang, ranks)}{follows}{report}"
 
 
@@ -202,8 +205,12 @@ def hang_text(hang: Hang, ranks: int, report: str) -> str:
         return f"the ranks of this host wait for those of other hosts: {hang.collectives}{report}"
     if hang.waits:
         return f"the ranks wait in collectives that don't match: {hang.collectives}{report}"
-    stopped = "is stopped (SIGSTOP), and is let continue" if hang.continues else "was stopped (SIGSTOP), and killed"
-    verb = stopped if hang.is_stopped else "hangs"
+    if not hang.is_stopped:
+        verb = _agreed(hang, "hangs", "hang")
+    elif hang.continues:
+        verb = f"{_agreed(hang, 'is', 'are')} stopped (SIGSTOP), and let continue"
+    else:
+        verb = f"{_agreed(hang, 'was', 'were')} stopped (SIGSTOP), and killed"
     return f"{_described(hang, verb)}{_waiting(hang, ranks)}{report}"
 
 
@@ -276,7 +283,12 @@ def _described(hang: Hang, verb: str) -> str:
     update = f"update {culprit.step:,}" if culprit.stage not in (Stage.START, Stage.END) else ""
     details = ", ".join(part for part in (update, _samples(culprit.work, hang.stacks)) if part)
     names = named_ranks([each.rank for each in hang.culprits])
-    return f"{names} {verb} {culprit.where}{at}{f' ({details})' if details else ''}"
+    where = culprit.where.replace(" its ", _agreed(hang, " its ", " their "))
+    return f"{names} {verb} {where}{at}{f' ({details})' if details else ''}"
+
+
+def _agreed(hang: Hang, singular: str, plural: str) -> str:
+    return singular if len(hang.culprits) == 1 else plural
 
 
 def _samples(work: Work, stacks: Mapping[int, str]) -> str:
@@ -306,4 +318,5 @@ def _waiting(hang: Hang, ranks: int) -> str:
     others = ranks - len(hang.culprits)
     if not others:
         return ""
-    return "; the others wait for it" if others > 1 else "; the other rank waits for it"
+    waiting = "the others wait" if others > 1 else "the other rank waits"
+    return f"; {waiting} for {_agreed(hang, 'it', 'them')}"

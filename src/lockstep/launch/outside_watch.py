@@ -209,7 +209,7 @@ class _OutsideRank:
 
     def kill_hung(self, end: End) -> None:
         self.reported = end
-        print_on_stderr(f"lockstep: {end.text}; it is killed")
+        print_on_stderr(f"lockstep: {end.text}; process {self.process.pid} is killed")
         if self._handle is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
