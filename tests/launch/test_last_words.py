@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,10 @@ _PEER = End(EndKind.ENDED, 0, "", 9.0)
             "SIGABRT: at /my/model.py:33 in forward: free(): invalid pointer",
         ),
         ("terminate called without an active exception\n", "SIGABRT: terminate called without an active exception"),
+        (
+            "step 3: Assertion hope failed?\nx.cpp:3: f(): Assertion `a > b' failed.\nstep 4\n",
+            "SIGABRT: x.cpp:3: f(): Assertion `a > b' failed.",
+        ),
         ("step 3\n", "was killed by SIGABRT"),
         ("", "was killed by SIGABRT"),
         ("  what():  " + "x" * 10_000, "was killed by SIGABRT: " + "x" * 300),
@@ -57,6 +62,13 @@ def test_the_reason_of_an_abort(tmp_path: Path, printed: str, text: str) -> None
     end, shown = ended(tmp_path, printed)
     assert end.text.endswith(text)
     assert shown == f"rank 1 {end.text}"
+
+
+def test_a_long_line_is_searched_in_no_time(tmp_path: Path) -> None:
+    began = time.process_time()
+    end, _ = ended(tmp_path, "Assertion " * 25_000)
+    assert end.text == "was killed by SIGABRT"
+    assert time.process_time() - began < 2.0
 
 
 def test_the_line_of_a_crash(tmp_path: Path) -> None:

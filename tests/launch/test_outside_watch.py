@@ -29,6 +29,9 @@ from lockstep.launch.ends import EndKind
 from lockstep.launch.hang_watch import LearnedTimes
 from lockstep.launch.kept_times import keep, remove_without, take, times_folder
 from lockstep.launch.memory_folder import ROOT
+from lockstep.launch.rank_stacks import process_state
+
+_PR_SET_NAME = 15
 
 
 def _restarts() -> str:
@@ -208,6 +211,22 @@ def test_times_are_kept_for_a_round_that_may_follow() -> None:
     assert of(0, 2)[0] == of(2, 2)[0] is not None
     assert [of(restarts, 2)[1] for restarts in range(3)] == [True, True, False]
     assert of(0, 0) == times_folder(0, {}) == (None, False)
+
+
+def test_the_name_of_a_process_may_have_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = os.fork()
+    if child == 0:
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, b"\xff) \xfe\n(", 0, 0, 0)
+        signal.pause()
+    try:
+        wait_until(lambda: b"\xff" in Path(f"/proc/{child}/comm").read_bytes())
+        wait_until(lambda: process_state(child) == "S")
+        monkeypatch.setattr(os, "getppid", lambda: child)
+        folder, _ = times_folder(0, {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "1"})
+        assert folder is not None
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @pytest.mark.drill

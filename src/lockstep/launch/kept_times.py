@@ -36,7 +36,8 @@ def times_folder(opening: int, environ: Mapping[str, str] = os.environ) -> tuple
     if not restarts.isdigit() or not most.isdigit() or int(most) == 0:
         return None, False
     try:
-        begun = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]  # process ids come again
+        stat = Path(f"/proc/{os.getppid()}/stat").read_text(errors="replace")  # its name may be in any encoding
+        begun = stat.rpartition(")")[2].split()[19]  # process ids come again
     except (OSError, LookupError):
         return None, False
     return ROOT / f"{prefix()}times-{os.getppid()}-{begun}-{opening}", int(restarts) < int(most)

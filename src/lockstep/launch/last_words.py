@@ -28,8 +28,8 @@ from lockstep.launch.streams import log_path
 _DEATHS = ("was killed by SIGABRT", "was killed by SIGSEGV")
 _MOST_BYTES, _MOST_CHARACTERS = 2**18, 300
 _FATAL = "Fatal Python error: "
-_REASON = re.compile(
-    r"^ *what\(\): +(?P<what>.+)$|^(?P<other>terminate called .+|libc\+\+abi: .+|.*Assertion .* failed.*"
+_REASON = re.compile(  # in a time that grows with the length of a line, not with its square
+    r"^ *what\(\): +(?P<what>.+)$|^(?P<other>terminate called .+|libc\+\+abi: .+|(?>.*?Assertion ).* failed.*"
     r"|free\(\): .+|malloc\(\): .+|double free .+|corrupted .+|\*\*\* .+ \*\*\*.*)$",
     re.MULTILINE,
 )

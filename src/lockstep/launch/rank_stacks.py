@@ -153,7 +153,7 @@ def is_debugged(frames: Sequence[Frame]) -> bool:
 def process_state(process: int) -> str:
     """Return the kernel's letter for the state of a process, such as T (stopped); empty if it isn't known."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
 

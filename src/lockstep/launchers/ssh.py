@@ -176,7 +176,7 @@ def _this_process() -> dict[str, Any]:
 def _started(process: int) -> str:
     """Return when a process was started, in ticks since the machine was; empty if there is none."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
     except OSError:
         return ""
 
