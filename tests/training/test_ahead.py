@@ -13,6 +13,7 @@ import torch
 from lockstep.config.loading import load
 from lockstep.config.recipes import resolve_recipe
 from lockstep.core.files import write_if_changed
+from lockstep.training import ahead
 from lockstep.training.sources import open_sources, opened_ahead
 from lockstep.training.user_objects import UserObjects
 
@@ -35,6 +36,23 @@ for name in {RECIPES}:
 def test_a_launcher_that_has_prepared_may_fork() -> None:
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_strategy_is_imported_where_ranks_are_forked_and_its_failure_is_theirs(
+    monkeypatch: pytest.MonkeyPatch, forks: bool
+) -> None:
+    def fail(device: torch.device) -> None:
+        imported.append(device.type)
+        raise RuntimeError("another version of a library")
+
+    imported: list[str] = []
+    answers = iter([forks, False])  # nothing else is prepared
+    monkeypatch.setattr(ahead, "resolved", lambda name: fail)
+    monkeypatch.setattr(ahead, "may_fork", lambda: next(answers))
+    config = load([resolve_recipe("digits").path], ["parallel.strategy=deepspeed", "launch.device=cpu"]).config
+    with ahead.prepared_ahead(config, 2):
+        assert imported == ["cpu"] * forks
 
 
 def test_data_that_was_opened_ahead_is_opened_once_and_is_the_same() -> None:

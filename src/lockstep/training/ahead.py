@@ -56,10 +56,8 @@ def imports_ahead(config: Config) -> list[str]:
 @contextmanager
 def prepared_ahead(config: Config, ranks: int) -> Iterator[None]:
     """Hold what ranks that are forked while the block runs have in common."""
-    chosen = config.parallel.strategy
-    if chosen != AUTO and (name := find_strategy(chosen).import_on_cpu) and _trains_on_cpu(config):
-        with suppress(Failure):  # which the ranks report
-            resolved(name)(torch.device("cpu"))
+    if may_fork():
+        _import_on_cpu(config)
     if config.model.kind not in _OWN_MODELS or not may_fork():  # other models run code of their own, or are given
         yield
         return
@@ -69,6 +67,14 @@ def prepared_ahead(config: Config, ranks: int) -> Iterator[None]:
                 held.enter_context(built_ahead(config.model, source.facts, config.run.seed))
             _rehearse(config, ranks, source)
         yield
+
+
+def _import_on_cpu(config: Config) -> None:
+    """Import what every rank of the strategy imports on the CPU. An import that fails fails in the ranks, too."""
+    chosen = config.parallel.strategy
+    if chosen != AUTO and (name := find_strategy(chosen).import_on_cpu) and _trains_on_cpu(config):
+        with suppress(Exception):
+            resolved(name)(torch.device("cpu"))
 
 
 def _trains_on_cpu(config: Config) -> bool:
