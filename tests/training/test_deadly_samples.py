@@ -42,7 +42,8 @@ Told = Callable[..., Path]
 
 def written(folder: Path, ranks: int = 1, kind: str = "Points", **sections: Any) -> Path:
     faults = {str(index): fault for index, fault in sections.pop("faults", {}).items()}
-    train = {"kind": "custom", "target": f"{DATA}:{kind}", "arguments": {"faults": faults}}
+    arguments = {"faults": faults, **sections.pop("arguments", {})}
+    train = {"kind": "custom", "target": f"{DATA}:{kind}", "arguments": arguments}
     config = small.config(
         data={"train": train, "loader": {"workers": sections.pop("workers", 0)}, **sections.pop("data", {})},
         batch={"global_size": 8, "micro_size": 4},
@@ -146,6 +147,20 @@ def test_a_request_is_narrowed_down(tmp_path: Path, told: Told) -> None:
     assert "it was reading one of samples " in done.stderr
     assert "it was reading sample 11" in done.stderr
     assert_same(tmp_path / "run", told(11))
+
+
+def test_a_resume_without_a_sample_that_has_become_deadly_is_of_the_same_data(tmp_path: Path) -> None:
+    """Sample 0, which each start reads, is left out by itself, and by the config."""
+    sections = {"kind": "Turned", "faults": {0: "crash"}, "arguments": {"file": str(tmp_path / "turned")}}
+    resumes = {"by itself": {"bad_samples": SKIP}, "by the config": {"leave_out": [[0, 0]]}}
+    for name in resumes:
+        assert train(tmp_path / name, "--run.steps=4", **sections).returncode == 0
+    (tmp_path / "turned").touch()
+    for name, data in resumes.items():
+        done = train(tmp_path / name, data=data, **sections)
+        assert done.returncode == 0, done.stderr
+        assert left_out(tmp_path / name).keys() == {0}
+    assert_same(tmp_path / "by itself", tmp_path / "by the config")
 
 
 def test_by_default_the_second_time_ends_the_run_with_its_name(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ collated: each of its tensors is indexed once.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,14 +24,14 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from lockstep.config.data_sections import FATAL, BadSamples, CustomData
 from lockstep.core import heartbeat
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.core.extensions import construct, import_target, source_file
+from lockstep.core.extensions import construct, import_target
 from lockstep.core.heartbeat import mark_of
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
-from lockstep.data import noise
+from lockstep.data.item_fingerprint import NotRead, covered, fingerprint_of_items, spread
 from lockstep.data.order import Indices
 from lockstep.data.time_limit import time_limit
-from lockstep.data.unreadable import UnfitItem, read_or_explain, reraise_out_of_memory
+from lockstep.data.unreadable import UnfitItem, reraise_out_of_memory
 from lockstep.data.windows import fingerprint
 
 Collate = Callable[[list[Any]], Any]
@@ -56,8 +55,6 @@ class ItemReading:
 TRAINING = ItemReading()
 
 _TARGETS = ("labels", "label", "targets", "target")
-_FINGERPRINT_ITEMS = 16
-_UNREADABLE = "unreadable"
 
 
 def open_custom(section: CustomData, reading: ItemReading = TRAINING) -> Source:
@@ -138,8 +135,8 @@ class TensorSource:
         self._tensors = [tensor.detach().cpu() for tensor in tensors]
         samples = len(self._tensors[-1])
         self.facts = DataFacts(samples, None)
-        covered = torch.from_numpy(_spread(samples))
-        self.fingerprint = fingerprint("tensors", samples, *[_contents(tensor[covered]) for tensor in self._tensors])
+        rows = torch.from_numpy(spread(samples))
+        self.fingerprint = fingerprint("tensors", samples, *[covered(tensor[rows]) for tensor in self._tensors])
 
     def fetch(self, indices: Indices) -> Batch:
         samples = len(indices)
@@ -160,14 +157,10 @@ class ItemSource:
         # looked up on the class: torch's Subset inherits nothing from the dataset that it wraps
         self._fetches_lists = callable(getattr(type(dataset), "__getitems__", None))
         self.facts = DataFacts(len(dataset), None)
-        sources = [_source_hash(part) for part in (dataset, collate) if part is not None]
-        kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
         self._evaluates = reading.evaluates
-        with noise.keyed_generators(0):  # random items are the same each time
-            contents = read_or_explain(
-                lambda indices: [self._contents(index, reading) for index in indices.tolist()], _spread(len(dataset))
-            )
-        self.fingerprint = fingerprint(kind, len(dataset), sources, contents)
+        self.fingerprint, self.fingerprint_parts = fingerprint_of_items(
+            dataset, collate, lambda index: self._item(index, reading)
+        )
 
     @property
     def is_uniform(self) -> bool:
@@ -191,19 +184,19 @@ class ItemSource:
             slots[at] = 0
         return as_batch(self.collate(items), len(numbers))
 
-    def _contents(self, index: int, reading: ItemReading) -> Any:
-        """Return what the fingerprint covers of an item."""
+    def _item(self, index: int, reading: ItemReading) -> Any:
+        """Return an item for the fingerprint. Raises NotRead if it is left out, or can't be read and may be."""
         if reading.leaves_out(index):
-            return _UNREADABLE
+            raise NotRead
         skips, timeout = reading.bad_samples.skips, reading.bad_samples.timeout
         try:
             with heartbeat.reads(mark_of(index, self._evaluates)), time_limit(timeout if skips else None):
-                return _contents(self.dataset[index])
+                return self.dataset[index]
         except Exception as error:
             if not skips:
                 raise
             reraise_out_of_memory(error, np.array([index]))
-            return _UNREADABLE
+            raise NotRead from error
 
 
 def collate_values(items: list[Any]) -> Any:
@@ -268,30 +261,3 @@ def as_batch(collated: Any, samples: int) -> Batch:
             raise RunFailed(f"a batch of {len(collated)} parts can't be split into inputs and targets")
         return Batch(tuple(collated[:-1]), collated[-1], samples, samples)
     return Batch((collated,), None, samples, samples)
-
-
-def _spread(samples: int) -> Indices:
-    """Return up to 16 indices, from the first to the last."""
-    if samples == 0:
-        return np.zeros(0, np.int64)
-    return np.unique(np.linspace(0, samples - 1, _FINGERPRINT_ITEMS).astype(np.int64))
-
-
-def _source_hash(part: Any) -> str:
-    path = source_file(part)
-    return fingerprint(path.read_bytes()) if path is not None and os.path.isfile(path) else ""
-
-
-def _contents(item: Any) -> Any:
-    """Return what a fingerprint covers of an item: its values, and no memory addresses."""
-    if isinstance(item, Tensor):
-        return fingerprint(item.detach().cpu().contiguous().view(torch.uint8).numpy() if item.dim() else item.item())
-    if isinstance(item, np.ndarray):
-        return fingerprint(item) if item.dtype != object else [_contents(part) for part in item.tolist()]
-    if isinstance(item, Mapping):
-        return [(str(name), _contents(part)) for name, part in item.items()]
-    if isinstance(item, tuple | list):
-        return [_contents(part) for part in item]
-    if isinstance(item, str | bytes | int | float | bool | None):
-        return item
-    return type(item).__qualname__

@@ -59,6 +59,13 @@ def generator_states() -> tuple[Any, Any, torch.Tensor]:
     return random.getstate(), np.random.get_state(), torch.random.get_rng_state()
 
 
+def has_drawn(since: tuple[Any, Any, torch.Tensor]) -> bool:
+    """Return whether a generator of the process has drawn since `generator_states` returned these states."""
+    python, numpy, pytorch = generator_states()
+    same_numpy = all(map(np.array_equal, numpy, since[1]))
+    return not (python == since[0] and same_numpy and torch.equal(pytorch, since[2]))
+
+
 def restore_generators(states: tuple[Any, Any, torch.Tensor]) -> None:
     """Restore what `generator_states` has returned."""
     python, numpy, pytorch = states

@@ -162,6 +162,19 @@ def skipping_part(source: Source) -> SkippingSource | None:
     return source if isinstance(source, SkippingSource) else None
 
 
+def fingerprint_parts(source: Source) -> tuple[str | None, ...]:
+    """Return hashes of what a source's fingerprint covers, None for samples that weren't read; empty: it has no parts.
+
+    Args:
+        source: May have been prepared, or leave samples out.
+    """
+    from lockstep.data.custom import ItemSource
+
+    while isinstance(source, PreparedSource | SkippingSource):
+        source = source.source
+    return source.fingerprint_parts if isinstance(source, ItemSource) else ()
+
+
 def renamed_inputs(names: Mapping[str, str | None], batch: Batch) -> Batch:
     """Return the batch with its inputs under the names that the model's forward has.
 

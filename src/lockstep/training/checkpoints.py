@@ -28,13 +28,14 @@ from lockstep.core.records import EvaluationReport, Request, SaveReport, Trainin
 from lockstep.monitor.folder import RunFolderTaken
 from lockstep.monitor.jsonl import finite
 from lockstep.training.components import FailureState, VoteParticipant
+from lockstep.training.data_identity import identity_of
 from lockstep.training.early_stopping import EarlyStopping
 from lockstep.training.memory_snapshots import MemorySnapshots
 from lockstep.training.ownership import refuse_other_run
 from lockstep.training.requests import Trigger
 from lockstep.training.rescue import Rescue
 from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, refuse_unknown_metric, restore
-from lockstep.training.saved_state import check_state, data_identity
+from lockstep.training.saved_state import check_state
 from lockstep.training.session import Session, attach, components_of
 from lockstep.training.working_copy import place_of
 
@@ -82,7 +83,7 @@ class Checkpoints(VoteParticipant):
         components = components_of(session)
         section, epoch_samples = components.config.checkpoint, components.plan.epoch_samples
         self._session = session
-        self._data = data_identity(components.source, epoch_samples)
+        self._data: Mapping[str, Any] = identity_of(components.source, epoch_samples)
         self.storage = storage
         self._axis = components.world.axis
         self._section = section
@@ -152,7 +153,7 @@ class Checkpoints(VoteParticipant):
             origin = resume.origin or storage
             restored = restore(self._session, origin, resume, self._data)
             if restored is not None:
-                loaded, notes = restored
+                loaded, notes, self._data = restored
                 manifest = loaded.manifest
                 self.resumed_environment = manifest.environment
                 self.resumed_from = manifest.step

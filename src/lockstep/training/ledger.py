@@ -10,7 +10,7 @@ recomputes the digests from the recorded order, without the data, to prove that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.records import LeftOutSample
@@ -92,6 +92,10 @@ class Ledger:
         self.attempt = 1 + max((segment.attempt for segment in self._closed), default=0)
         self._first = self._last = self._closed[-1].last if self._closed else 0
         self._digest = 0
+
+    def continue_with(self, fingerprint: str) -> None:
+        """Record the fingerprint of the run's data so, whichever samples this attempt leaves out."""
+        self._order = replace(self._order, fingerprint=fingerprint)
 
 
 def left_out_in(state: Iterable[Mapping[str, Any]]) -> list[LeftOutSample]:

@@ -17,8 +17,9 @@ from lockstep.checkpoint.loading import LoadedCheckpoint, load_newest
 from lockstep.checkpoint.manifest import CorruptCheckpoint
 from lockstep.checkpoint.storage import MANIFEST
 from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.training.data_identity import continued
 from lockstep.training.saved_state import changes, check_state
-from lockstep.training.session import Session, components_of
+from lockstep.training.session import Session, components_of, ledger_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
@@ -115,16 +116,16 @@ def lock_storage(storage: Storage, axis: Axis) -> None:
 
 def restore(
     session: Session, origin: ReadableStorage, resume: Resume, data: Mapping[str, Any]
-) -> tuple[LoadedCheckpoint, list[str]] | None:
+) -> tuple[LoadedCheckpoint, list[str], Mapping[str, Any]] | None:
     """Restore the session from the newest checkpoint that is usable, or from that of `resume.step`.
 
     A manifest with the right hash may hold an invalid state: then the checkpoint before it is used.
 
     Args:
-        data: of this run, as `data_identity` returns it.
+        data: of this run, as `identity_of` returns it.
 
     Returns:
-        The checkpoint, and notes for the user; None: there is none.
+        The checkpoint, notes for the user, and what identifies the data from now on; None: there is no checkpoint.
 
     Raises:
         ConfigError: the checkpoint is of a run with other data, model or seed.
@@ -154,11 +155,14 @@ def restore(
         except (AttributeError, TypeError, LookupError, ValueError) as error:
             invalid[step] = f"its state is invalid: {type(error).__name__}: {error}"
             continue
-        return loaded, [
+        identity = continued(loaded.manifest.state["data"], data)
+        ledger_of(session).continue_with(identity["fingerprint"])
+        notes = [
             f"resumes from step {step:,} ({loaded.manifest.samples:,} samples)",
             *(f"{name} could not be used: {why}" for name, why in loaded.broken.items()),
             *(f"resumes although this changed: {line}" for line in differences),
         ]
+        return loaded, notes, identity
     return None
 
 

@@ -19,11 +19,11 @@ from lockstep.config.writing import to_public
 from lockstep.core.progress import Progress
 from lockstep.core.records import LeftOutSample
 from lockstep.monitor.jsonl import finite
+from lockstep.training.data_identity import continued
 from lockstep.training.ledger import Segment, segments_in
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-    from lockstep.core.protocols import Source
 
 
 class _Discards(BaseModel):
@@ -40,6 +40,7 @@ class _Sharding(BaseModel):
 class _Data(BaseModel):
     fingerprint: str
     samples: int
+    parts: list[str | None] = []
 
 
 class EarlyStoppingState(BaseModel):
@@ -97,11 +98,6 @@ def epoch_samples_in(manifest: Manifest) -> int:
     return samples if isinstance(samples, int) and samples > 0 else 1
 
 
-def data_identity(source: Source, epoch_samples: int) -> dict[str, Any]:
-    """Return what identifies the data of a run, as each of its checkpoints records it."""
-    return {"fingerprint": source.fingerprint, "samples": source.facts.samples, "epoch_samples": epoch_samples}
-
-
 _DATA = {
     "fingerprint": "the fingerprint of data.train",
     "samples": "the samples of data.train",
@@ -116,7 +112,7 @@ def changes(manifest: Manifest, config: Config, data: Mapping[str, Any]) -> list
     """Return how this run's data, model and seed differ from those of the saved run, one line each.
 
     Args:
-        data: of this run, as `data_identity` returns it.
+        data: of this run, as `identity_of` returns it.
     """
     current = finite(to_public(config))
     lines = []
@@ -131,8 +127,11 @@ def changes(manifest: Manifest, config: Config, data: Mapping[str, Any]) -> list
         lines += _differences("schedule.kind", then, now)
     saved = manifest.state.get("data", {})
     if not any(line.startswith("data.") for line in lines):
+        identity = continued(saved, data)
         lines += [
-            f"{_DATA[fact]}: {saved.get(fact)} then, {now} now" for fact, now in data.items() if saved.get(fact) != now
+            f"{name}: {saved.get(fact)} then, {identity[fact]} now"
+            for fact, name in _DATA.items()
+            if saved.get(fact) != identity[fact]
         ]
     return lines
 
