@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 from index_sources import BrokenSource, DrawingSource, IndexSource, make_loader
 
 from lockstep.config.schema import Loader
+from lockstep.core import heartbeat
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.heartbeat import Reading
 from lockstep.core.progress import Progress
 from lockstep.core.records import Batch, GlobalBatch
+from lockstep.data import loader as loader_module
+from lockstep.data.fetching import fetch
 from lockstep.data.loader import evaluation_batches
 from lockstep.data.order import SampleOrder
 
@@ -28,6 +32,22 @@ def samples_of(update: GlobalBatch) -> list[int]:
 def taken(loader, number: int, progress: Progress | None = None) -> list[GlobalBatch]:
     with closing(loader):
         return list(islice(loader.updates(progress or Progress()), number))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_rank_reads_what_it_fetches_unless_it_has_workers_whether_or_not_they_are_busy(workers, monkeypatch):
+    """Without a look at the workers: they start, they are between two requests, a batch is on its way."""
+    seen = []
+
+    def fetch_all(source, requests, _):
+        for request in requests:
+            seen.append(heartbeat.own().reading())
+            yield fetch(source, request)
+
+    monkeypatch.setattr(loader_module, "fetch_all", fetch_all)
+    (update,) = taken(make_loader(IndexSource(8), workers=workers), 1)
+    assert seen == [None if workers else Reading((*samples_of(update),))]
+    assert heartbeat.own().reading() is None
 
 
 # --- samples of updates -------------------------------------------------------------------------------------------

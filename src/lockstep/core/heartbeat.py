@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 from lockstep.core.formatting import listed
 
 TIME, PHASE, UPDATES, SECONDS, MICRO, CALLS, OPERATION, STAGE, STEPS, READY, FETCHING, SAMPLE = range(12)
-PROCESS, FETCHED, RECORDS = range(12, 15)
+PROCESS, FETCHED, RECORDS, WORKERS = range(12, 16)
 """The numbers of a row: time of the last mark (CLOCK_MONOTONIC) and its phase, `IN_WHOLE` added in a collective of a
 save or an evaluation; updates ended; seconds of the last one; micro-batch, from 0; collectives called, and which one
 runs (a number of `OPERATIONS`, 0: none); `Stage`; updates of the run before this process; whether the rank writes its
 stacks on request; the micro-batch that is fetched; the mark of the sample that is read, see `mark_of`; of a rank that
 another launcher has started, its process; the update whose samples are fetched now, from 0, + 1; how often the rank
-has written its flight record, + 1, or 0 if it doesn't."""
+has written its flight record, + 1, or 0 if it doesn't; the data workers that fetch its updates, 0: it does so itself."""
 IN_WHOLE = 100
 _NUMBERS = 16
 _MOST_WORKERS, _WORKER = 32, 3  # a worker: process, mark of the first sample of its request, and of that it reads
@@ -238,7 +238,7 @@ class Heartbeat:
             samples = self._integers[_EVALUATED_AT + 1 : _EVALUATED_AT + 1 + number].tolist()
             return Reading((*samples,), self.evaluation_set())
         samples, _ = self.awaited()
-        return Reading((*samples,)) if samples and not self.workers() else None
+        return Reading((*samples,)) if samples and not self.numbers[WORKERS] else None
 
     def waits_for(self) -> Reading | None:
         """Return what this rank reads, or waits for while a data worker reads it."""

@@ -181,6 +181,7 @@ class TrainingLoader:
         prefetched, shares = tee(shares)  # workers read requests ahead of the updates that are delivered
         requests = (self._informed(request) for share in prefetched for request in share.requests)
         batches, beat = fetch_all(self._source, requests, self._workers), heartbeat.own()
+        beat.numbers[heartbeat.WORKERS] = self._workers.number
         for share in shares:
             beat.begin_fetch(share.step, [request.indices for request in share.requests])
             fetched = []
