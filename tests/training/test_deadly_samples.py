@@ -16,11 +16,15 @@ import yaml
 from kit import small
 from kit.commands import Done, run_lockstep
 
+import lockstep
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
+from lockstep.config.loading import validate
 from lockstep.config.training_sections import Recovery
+from lockstep.core.errors import ConfigError
 from lockstep.core.heartbeat import Reading
+from lockstep.core.ranks import LAUNCHER
 from lockstep.data.bad_samples import Deadly
 from lockstep.launch.deadly_samples import DeadlySamples
 from lockstep.launch.deaths import FILE
@@ -28,6 +32,8 @@ from lockstep.launch.ends import End, EndKind, end_of_process, while_reading
 from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Supervisor
 from lockstep.training.audit import audit
+from lockstep.training.deadly_samples import forget_others
+from lockstep.training.resuming import Resume
 
 DATA = f"{Path(__file__).parent / 'deadly_data.py'}"
 ENDS = {11: "crash", 35: "exit", 3: "kill"}
@@ -231,6 +237,40 @@ def test_of_an_evaluation_set_it_is_named_and_ends_the_run_the_second_time(
     assert f"{sample} of data.evaluation.held-out" in found
     assert "data.bad_samples and data.leave_out are for training samples alone" in found
     assert "data.leave_out='[[" not in found
+
+
+def test_a_run_that_starts_over_forgets_them_without_a_launcher_too(tmp_path: Path) -> None:
+    points, logs = {"kind": "custom", "target": "kit.small:points"}, tmp_path / "run" / "logs"
+    config = small.config(
+        data={"train": points, "evaluation": {"set": points}, "bad_samples": SKIP},
+        run={"steps": 2, "folder": str(tmp_path / "run")},
+    )
+    lockstep.train(config)
+    record = DeadlySamples.of(validate(config).config, logs)
+    for _ in range(2):
+        record.add([3], "rank 0 was killed by SIGSEGV")
+    assert record.known().reasons.keys() == {3}
+    with pytest.raises(ConfigError, match="no evaluation will have"):  # a start that is refused is none
+        lockstep.train({**config, "checkpoint": {"best": "set.beauty"}}, fresh=True)
+    assert (logs / FILE).exists()
+    lockstep.train(config, fresh=True)
+    assert not (logs / FILE).exists()
+    assert left_out(tmp_path / "run") == {}
+
+
+def test_ranks_that_are_started_again_forget_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their launch may have recorded it, before the run that starts over had begun."""
+    config = validate(small.config()).config
+    record, fresh = DeadlySamples.of(config, tmp_path / "logs"), Resume(fresh=True)
+    (tmp_path / "logs").mkdir()
+    record.add([3], "rank 0 was killed by SIGSEGV")
+    for name, value in (("TORCHELASTIC_RESTART_COUNT", "1"), (LAUNCHER, str(os.getpid()))):
+        monkeypatch.setenv(name, value)
+        forget_others(config, fresh, tmp_path)
+        monkeypatch.delenv(name)
+        assert (tmp_path / "logs" / FILE).exists()
+    forget_others(config, fresh, tmp_path)
+    assert not (tmp_path / "logs" / FILE).exists()
 
 
 # --- the record -------------------------------------------------------------------------------------------------------

@@ -21,13 +21,12 @@ from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config
 from lockstep.core import heartbeat, standby
 from lockstep.core.command_lines import command_line
-from lockstep.core.errors import Failure, OutOfMemory, RunFailed, WorkerDied
+from lockstep.core.errors import Failure, OutOfMemory, RunFailed
 from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.ranks import names_a_rank, started_by_lockstep
 from lockstep.core.records import RestartReport, RunInfo
 from lockstep.distributed.process_group import World, joined
 from lockstep.launch import streams
-from lockstep.launch.deadly_samples import DeadlySamples
 from lockstep.launch.other_launchers import launch_environment
 from lockstep.launch.outside_watch import watched_from_outside
 from lockstep.launch.rank import append
@@ -50,7 +49,7 @@ from lockstep.training.assemble import assemble
 from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt
 from lockstep.training.checkpoints import HISTORY, TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
-from lockstep.training.deadly_samples import known_deadly
+from lockstep.training.deadly_samples import forget_others, known_deadly, remember_death
 from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
@@ -250,6 +249,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     if checkpoints.resumed_from is None:
         components.draw()
     if is_first:
+        forget_others(job.config, resume, folder)
         run_folder = RunFolder.open(folder)
         if checkpoints.resumed_from is None or resume.origin is not None:
             run_folder.archive_attempt()
@@ -316,8 +316,7 @@ def _logged_tracebacks(job: Job, session: Session) -> Iterator[Path]:
             if is_held and not started_by_lockstep(os.environ):
                 used = components_of(session).config
                 remember(error, _memory_factors(used, world.size, session), used, world.size, folder)
-                if isinstance(error, WorkerDied) and error.samples:
-                    DeadlySamples.of(used, folder / LOGS).add(error.samples, str(error), error.evaluation_set)
+                remember_death(error, used, folder)
             if is_message and is_held and job.folder is None and names_a_rank(os.environ):
                 append(log_path(folder / LOGS, world.rank), "".join(traceback.format_exception(error)))
             raise
