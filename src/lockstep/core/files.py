@@ -102,6 +102,12 @@ def write_if_changed(path: Path, text: str) -> None:
     write_atomically(path, text)
 
 
+def forget(path: Path) -> None:
+    """Delete a file that a run can do without; leave it if that isn't possible, as on a read-only file system."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
 def exchanged(first: Path, second: Path) -> bool:
     """Exchange the names of two files or folders, both of which exist, at once; False: nothing here can do that.
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.config.writing import to_plain
-from lockstep.core.files import append_to
+from lockstep.core.files import append_to, forget
 from lockstep.core.heartbeat import Reading
 from lockstep.data.bad_samples import Deadly
 from lockstep.launch.deaths import FILE, Death, deaths_in
@@ -88,7 +88,7 @@ class DeadlySamples:
 
     def forget(self) -> None:
         """Forget all of it, for a run that starts over."""
-        (self.logs / FILE).unlink(missing_ok=True)
+        forget(self.logs / FILE)
 
     def add(self, samples: Sequence[int], what: str, evaluation_set: str | None = None) -> None:
         """Record the end of a process that was reading one of these samples."""

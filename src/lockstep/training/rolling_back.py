@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, cast
 
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.errors import ConfigError, Failure, Problem, RolledBack, RunFailed
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
+from lockstep.core.files import MAX_JSON_BYTES, forget, read_bounded, write_atomically
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.records import NumbersReport
 from lockstep.data.bad_samples import BAD_NUMBERS
@@ -182,7 +182,8 @@ def rollbacks_of(components: Components, run: Path, resume: Resume) -> tuple[lis
 
 def _known(run: Path, *, fresh: bool, rolls_back: bool) -> list[Rollback]:
     if fresh:
-        (run / LOGS / _FILE).unlink(missing_ok=True)
+        forget(run / LOGS / _FILE)
+        return []
     rollbacks = rollbacks_in(run)
     if rolls_back:
         return rollbacks

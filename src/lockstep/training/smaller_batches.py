@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, cast
 
 from lockstep.config.writing import to_plain
 from lockstep.core.errors import ConfigError
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
+from lockstep.core.files import MAX_JSON_BYTES, forget, read_bounded, write_atomically
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.launch.failure_kinds import was_killed
 from lockstep.monitor.attempts import read_attempts
@@ -121,12 +121,13 @@ class SmallerBatches:
 
     def __post_init__(self) -> None:
         """Use what an earlier launch has learned, unless the run starts over."""
-        if self.job.resume.fresh:
-            (self.folder / LOGS / _FILE).unlink(missing_ok=True)
+        fresh = self.job.resume.fresh
+        if fresh:
+            forget(self.folder / LOGS / _FILE)
         self._attempts = len(read_attempts(self.folder))
         self._config = self.job.config
         self._pause = self._config.recovery.grow_after
-        self._use(learned(self.folder, self._config, self.ranks))
+        self._use(_NOTHING if fresh else learned(self.folder, self._config, self.ranks))
 
     def after(self, end: End) -> str:
         """Let the next round need less memory after this end; return what changes, empty if nothing can."""
@@ -214,7 +215,7 @@ def _recorded(run: Path) -> tuple[Learned, object]:
 
 def _record(run: Path, known: Learned, config: Config, ranks: int) -> None:
     if known == _NOTHING:
-        (run / LOGS / _FILE).unlink(missing_ok=True)
+        forget(run / LOGS / _FILE)
         return
     content = {"too_large": dict(known.too_large), "recomputes": known.recomputes, "settings": _digest(config, ranks)}
     text = json.dumps(content) + "\n"
