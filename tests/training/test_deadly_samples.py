@@ -306,6 +306,18 @@ def test_a_request_whose_samples_are_fine_alone_ends_the_run(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.parametrize("number", [1000, 2**16 + 1000])
+def test_the_ends_of_large_requests_are_counted(tmp_path: Path, number: int) -> None:
+    record, request = DeadlySamples(tmp_path, "", skips=True), ended(*range(number))
+    first, second = record.after(request), record.after(request)
+    assert first is not None
+    assert second is not None
+    assert (first.again, second.again) == (True, False)
+    assert "one of samples 0, 1, 2, " in second.advice
+    assert " has ended the process 2 times: mend it" in second.advice
+    assert {0, 999} <= record.known().suspects
+
+
 def test_as_many_samples_as_there_are_may_be_left_out_in_an_update(tmp_path: Path) -> None:
     record = DeadlySamples(tmp_path, "", skips=True)
     assert rounds_of(record, [ended(sample) for sample in range(9) for _ in range(2)], Recovery(restarts=1))[0] == 19

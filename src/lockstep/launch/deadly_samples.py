@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
 
 _ENOUGH = 2  # ends of a sample's reader: one may be the host's
-_MOST = 512  # samples of a line
+_MOST = 2**16  # samples of a line; a request that has more is known by these
 
 
 class Consequence(NamedTuple):
@@ -80,7 +80,7 @@ class DeadlySamples:
         reasons = {
             sample: f"reading it has ended the process {times} times, the last time: {last}"
             for sample in sorted({sample for death in deaths if len(death.samples) == 1 for sample in death.samples})
-            if (times := _times(deaths, {sample})) >= _ENOUGH
+            if (times := _times(deaths, [sample])) >= _ENOUGH
             for last in [next(death.what for death in reversed(deaths) if sample in death.samples)]
         }
         suspects = {sample for death in deaths if len(death.samples) > 1 for sample in death.samples}
@@ -128,7 +128,7 @@ class DeadlySamples:
         return self._verdict(ends[cause].samples, before)
 
     def _verdict_on_evaluated(self, reading: Reading) -> Consequence:
-        times = _times(self._deaths(reading.evaluation_set), {*reading.samples})
+        times = _times(self._deaths(reading.evaluation_set), reading.samples)
         advice = (
             f"reading {reading} has ended the process {_often(times)}: mend it, or leave it out of the set "
             "(data.bad_samples and data.leave_out are for training samples alone), then start the run again to resume"
@@ -136,8 +136,7 @@ class DeadlySamples:
         return Consequence(times < _ENOUGH, "", advice)
 
     def _verdict(self, samples: Sequence[int], before: Mapping[int, str]) -> Consequence:
-        deaths = self._deaths()
-        times, name = _times(deaths, {*samples}), str(Reading((*samples,)))
+        times, name = _times(self._deaths(), samples), str(Reading((*samples,)))
         new = [sample for sample in self.known().reasons if sample not in before] if self.skips else []
         if new:
             left_out = f"sample{'s' * (len(new) > 1)} {', '.join(map(str, new))}"
@@ -171,8 +170,10 @@ def _often(times: int) -> str:
     return "once" if times == 1 else f"{times} times"
 
 
-def _times(deaths: Iterable[Death], samples: set[int]) -> int:
-    return sum(samples <= death.samples for death in deaths)
+def _times(deaths: Iterable[Death], samples: Sequence[int]) -> int:
+    """Return how many of the ends were of processes that were reading all of these samples, and maybe others."""
+    recorded = {*samples[:_MOST]}
+    return sum(recorded <= death.samples for death in deaths)
 
 
 def _what(rank: int, end: End) -> str:
