@@ -31,7 +31,7 @@ save or an evaluation; updates ended; seconds of the last one; micro-batch, from
 runs (a number of `OPERATIONS`, 0: none); `Stage`; updates of the run before this process; whether the rank writes its
 stacks on request; the micro-batch that is fetched; the mark of the sample that is read, see `mark_of`; of a rank that
 another launcher has started, its process; the update whose samples are fetched now, from 0, + 1; how often the rank
-has written its flight record, + 1, or 0 if it doesn't; the data workers that fetch its updates, 0: it does so itself."""
+has written its flight record, + 1, or 0 if it doesn't; how many data workers fetch for it, 0: it does so itself."""
 IN_WHOLE = 100
 _NUMBERS = 16
 _MOST_WORKERS, _WORKER = 32, 3  # a worker: process, mark of the first sample of its request, and of that it reads
