@@ -324,6 +324,20 @@ def test_as_many_samples_as_there_are_may_be_left_out_in_an_update(tmp_path: Pat
     assert [*record.known().reasons] == [*range(9)]
 
 
+def test_a_sample_that_is_read_while_another_ends_its_reader_is_none(tmp_path: Path) -> None:
+    """Rank 1 dies of sample 7, and rank 0 of that, or at the same time of sample 5; or both of something else."""
+    died = End(EndKind.KILLED, 1, "was killed by SIGSEGV", 2.0, samples=(7,))
+    for time, known in ((2.1, {7}), (2.0, {5, 7})):
+        record = DeadlySamples(tmp_path, f"{time}", skips=True)
+        for _ in range(2):
+            record.after([replace(died, samples=(5,), time=time), died])
+        assert record.known().reasons.keys() == known
+    record = DeadlySamples(tmp_path, "", skips=True)
+    assert record.after([End(EndKind.LOST, 1, "its host is gone", 1.0), died]) is None
+    assert record.after([replace(died, time=3.0), died]) is not None
+    assert record.known() == Deadly()
+
+
 def test_without_restarts_the_next_starts_learn_it(tmp_path: Path) -> None:
     record, never = DeadlySamples(tmp_path, "", skips=True), Recovery(restarts=0)
     first, second = (rounds_of(record, [ended(7)], never) for _ in range(2))

@@ -106,21 +106,24 @@ class DeadlySamples:
                 os.close(handle)
 
     def after(self, ends: Sequence[End], first: int = 0) -> Consequence | None:
-        """Record which samples the ranks of a round were reading as they ended; return what follows.
+        """Record which samples ended the ranks of a round that failed first; return what follows.
 
-        None: the rank that failed first was reading none.
+        A rank that ended later may have been reading, too: that was no sample's doing. None: the first was reading none.
 
         Args:
             first: The number of the first of these ranks.
         """
-        before = self.known().reasons
+        before, cause = self.known().reasons, first_cause(ends)
+        if cause is None:
+            return None
         deaths = {
-            (end.samples, end.evaluation_set): _what(rank, end) for rank, end in enumerate(ends, first) if end.samples
+            (end.samples, end.evaluation_set): _what(rank, end)
+            for rank, end in enumerate(ends, first)
+            if end.samples and (rank - first == cause or end.time <= ends[cause].time)
         }
         for (samples, evaluation_set), what in deaths.items():
             self.add(samples, what, evaluation_set)
-        cause = first_cause(ends)
-        if cause is None or not ends[cause].samples:
+        if not ends[cause].samples:
             return None
         evaluation_set = ends[cause].evaluation_set
         if evaluation_set is not None:
