@@ -362,7 +362,9 @@ def test_lines_of_other_data_and_broken_ones_dont_count(tmp_path: Path) -> None:
         record.add([7, 8], "rank 0 was killed by SIGSEGV")
     with (tmp_path / FILE).open("a") as file:
         file.write('{"data": "this", "samples": ["x"], "what": ""}\n[]\n{"data": "this", "sam')
-    assert record.known().reasons == {}
+    record.add([9], "rank 0 was killed by SIGSEGV")  # on a line of its own, although the last one is torn
+    record.add([9], "rank 0 was killed by SIGSEGV")
+    assert record.known().reasons.keys() == {9}
     assert record.known().suspects == {7, 8}
 
 

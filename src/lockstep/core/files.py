@@ -133,6 +133,26 @@ def append_to(path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
 
+def append_line(path: Path, line: str) -> None:
+    """Append a line, or several, to a file; begin a new one if the file ends within one. Raises OSError."""
+    handle = append_to(path)
+    try:
+        text = f"{_torn_end(handle)}{line}\n".encode(errors="replace")
+        while text:  # a nearly full disk takes a part, and then raises
+            text = text[os.write(handle, text) :]
+    finally:
+        os.close(handle)
+
+
+def _torn_end(handle: int) -> str:
+    """Return what ends the last line of a file if its writer was killed meanwhile, or its disk was full."""
+    size = os.fstat(handle).st_size
+    try:
+        return "" if not size or os.pread(handle, 1, size - 1) == b"\n" else "\n"
+    except OSError:  # it may be written and not read
+        return ""
+
+
 def is_same_file(path: Path, handle: int) -> bool:
     """Return whether `path` leads to the open file; True if the disk doesn't answer."""
     try:

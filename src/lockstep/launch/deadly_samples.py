@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.config.writing import to_plain
-from lockstep.core.files import append_to, forget
+from lockstep.core.files import append_line, forget
 from lockstep.core.heartbeat import Reading
 from lockstep.data.bad_samples import Deadly
 from lockstep.launch.deaths import FILE, Death, deaths_in
@@ -99,16 +98,12 @@ class DeadlySamples:
             **({} if evaluation_set is None else {"evaluation_set": evaluation_set}),
         }
         with suppress(OSError):  # the run starts again as after any other failure
-            handle = append_to(self.logs / FILE)
-            try:
-                os.write(handle, (json.dumps(line) + "\n").encode())
-            finally:
-                os.close(handle)
+            append_line(self.logs / FILE, json.dumps(line))
 
     def after(self, ends: Sequence[End], first: int = 0) -> Consequence | None:
         """Record which samples ended the ranks of a round that failed first; return what follows.
 
-        A rank that ended later may have been reading, too: that was no sample's doing. None: the first was reading none.
+        Others may have been reading, too, without harm. None: the first was reading none.
 
         Args:
             first: The number of the first of these ranks.

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import ConfigError, Paused, Stopped
-from lockstep.core.files import MAX_JSON_BYTES, append_to, read_bounded
+from lockstep.core.files import MAX_JSON_BYTES, append_line, read_bounded
 from lockstep.core.secrets import masked, secrets_in
 from lockstep.launch import streams
 from lockstep.launch.ends import End, first_cause
@@ -133,11 +133,7 @@ def append_ends(
             "logs": {str(rank): [start, ended[rank]] for rank, start in began.items()},
             "environment": short_description(),
         }
-        handle = append_to(logs / file_name(node))
-        try:
-            os.write(handle, (json.dumps(line) + "\n").encode())
-        finally:
-            os.close(handle)
+        append_line(logs / file_name(node), json.dumps(line))
 
 
 def gist(text: str) -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from lockstep.core import heartbeat
 from lockstep.core.collective_names import NAMES
 from lockstep.core.errors import named_ranks
-from lockstep.core.files import append_to
+from lockstep.core.files import append_line
 from lockstep.core.heartbeat import Heartbeat, Reading, Stage, Worker, of_set
 from lockstep.core.pending_collective import PendingCollective
 from lockstep.core.phase_clock import Phase
@@ -267,11 +267,7 @@ def append_report(logs: Path | None, hang: Hang, sights: Sequence[Sight]) -> str
             ]
             lines += [masked(main_first(hang.stacks.get(worker.process, "")), secrets_in(os.environ)), ""]
     with suppress(OSError):
-        handle = append_to(logs / REPORT)
-        try:
-            os.write(handle, ("\n".join(lines) + "\n").encode(errors="replace"))
-        finally:
-            os.close(handle)
+        append_line(logs / REPORT, "\n".join(lines))
         return f"; stacks: {logs / REPORT}"
     return ""
 

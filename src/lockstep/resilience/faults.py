@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import ConfigError
-from lockstep.core.files import append_to
+from lockstep.core.files import append_line
 from lockstep.core.phase_clock import Phase
 from lockstep.core.planted import plant_unreadable
 from lockstep.resilience.disk_faults import (
@@ -80,11 +80,7 @@ class PlantedFault(Exception):
 
 def note(plan: Path, event: str, **values: Any) -> None:
     """Append an event of a run with a plan, with its time."""
-    handle = append_to(plan.with_suffix(".jsonl"))
-    try:
-        os.write(handle, (json.dumps({"event": event, **values, "time": time.time()}) + "\n").encode())
-    finally:
-        os.close(handle)
+    append_line(plan.with_suffix(".jsonl"), json.dumps({"event": event, **values, "time": time.time()}))
 
 
 def write_plan(plan: Path, faults: Sequence[Fault]) -> None:
@@ -95,7 +91,7 @@ def write_plan(plan: Path, faults: Sequence[Fault]) -> None:
 def events_of(plan: Path) -> list[dict[str, Any]]:
     """Return what has happened: {"event": "fired" or "updated", "rank", "step", "time" in seconds of the epoch}."""
     try:
-        return [json.loads(line) for line in plan.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in plan.with_suffix(".jsonl").read_text(encoding="utf-8").split("\n") if line]
     except FileNotFoundError:
         return []
 
