@@ -216,7 +216,7 @@ def test_under_torchrun(tmp_path: Path, told: Told) -> None:
     ("kind", "fault", "workers", "sample"),
     [
         ("Points", "crash", 0, "sample 11"),
-        ("Points", "exit", 1, "sample 11"),
+        pytest.param("Points", "exit", 1, "sample 11", marks=pytest.mark.drill),
         ("Points", "hang", 0, "sample 11"),
         ("Lists", "exit as if done", 0, "one of samples 8, 9, 10, 11"),
     ],
@@ -227,7 +227,7 @@ def test_of_an_evaluation_set_it_is_named_and_ends_the_run_the_second_time(
     held_out = {"kind": "custom", "target": f"{DATA}:{kind}", "arguments": {"faults": {"11": fault}}}
     fine = {"kind": "custom", "target": f"{DATA}:Points"}
     sections = {"evaluation": {"fine": fine, "held-out": held_out}, "bad_samples": SKIP}
-    watchdog = {"least": 0.4, "steps": 1, "end_after": 0.8, "other": 1.0, "end_start_after": 1.0}
+    watchdog = {"least": 0.4, "steps": 1, "end_after": 0.8, "other": 1.0}
     done = train(tmp_path / "run", data=sections, workers=workers, recovery={"watchdog": watchdog})
     assert done.returncode != 0
     assert done.stderr.count("its ranks start again") == 1
