@@ -59,11 +59,12 @@ def test_the_recorders_of_nccl_and_gloo_are_one_record(
     both = in_world(2, _read_both)
     (tmp_path / "flight_record").mkdir()
     for rank, (pending, record, of_gloo) in enumerate(both):
-        assert [(each.number, each.group, each.ranks, each.on_device) for each in pending] == [
-            (9, "devices", [0, 1], True)
-        ]
+        (of_devices,) = [
+            each for each in pending if each.on_device
+        ]  # gloo notes the end of its last one a moment later
+        assert (of_devices.number, of_devices.group, of_devices.ranks) == (9, "devices", [0, 1])
         assert len(record["entries"]) == of_gloo + 2, "each once"
-        assert [each["profiling_name"] for each in record["entries"][:2]] == [f"nccl:{pending[0].operation}"] * 2
+        assert [each["profiling_name"] for each in record["entries"][:2]] == [f"nccl:{of_devices.operation}"] * 2
         assert {*record["pg_config"]} >= {"0", "devices"}
         assert record["comm_lib_version"] == "2.29.3"
         (tmp_path / "flight_record" / f"rank_{rank}").write_bytes(pickle.dumps(record))
