@@ -15,7 +15,7 @@ from pathlib import Path
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Recovery, Watchdog
 from lockstep.core import heartbeat, standby
-from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
+from lockstep.core.errors import ConfigError, Failure, ReplicasDiffer, RunFailed, Stopped
 from lockstep.core.ranks import RankEnvironment
 from lockstep.launch import group, meeting, starting
 from lockstep.launch.host_rounds import FollowerRounds, LeaderRounds
@@ -255,6 +255,10 @@ def _stop(value: str, me: RankEnvironment) -> None:
     raise Stopped(value)
 
 
+def _differ(value: str, me: RankEnvironment) -> None:
+    raise ReplicasDiffer("copies differ", (int(value),) if value else ())
+
+
 def _quit(value: str, me: RankEnvironment) -> None:
     sys.exit(value)
 
@@ -356,6 +360,7 @@ _VERBS = {
     "config": _config,
     "give-up": _give_up,
     "stop": _stop,
+    "differ": _differ,
     "quit": _quit,
     "kill": _kill,
     "sleep": _sleep,

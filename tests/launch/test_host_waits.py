@@ -27,7 +27,10 @@ class Hosts:
         self._section = {"nodes": nodes, "rendezvous": self.address, "job_id": "tested", "timeout": 20.0}
 
     def start(self, node: int | None, first: str = "sleep:60", **section: object) -> Launched:
-        scripts = [[f"pid:{self._folder},{first}"] * 2, ["reduce:2"] * 2]
+        return self.start_rounds(node, [[f"pid:{self._folder},{first}"] * 2, ["reduce:2"] * 2], **section)
+
+    def start_rounds(self, node: int | None, scripts: list[list[str]], **section: object) -> Launched:
+        """Start one whose rank N performs scripts[R - 1][N] in round R."""
         section = {**self._section, "node_rank": node, **section}
         return self._server.start("host_rounds", scripts=scripts, ranks=1, section=section, wait=self._wait)
 
@@ -109,3 +112,28 @@ def test_a_host_that_comes_is_taken_in_at_once(fork_server: ForkServer, tmp_path
     assert [first.wait(), second.wait()] == [0, 0], first.err + second.err
     assert "has come: all ranks start again with it" in first.err
     assert "round 2 trains on 2 hosts" in first.err
+
+
+@pytest.mark.parametrize(
+    ("nodes", "differing", "codes"), [("2:3", 1, [0, 1, 0]), ("2:3", 0, [0, 0, 0]), (3, 1, [0, 0, 0])]
+)
+def test_a_host_whose_copies_differ_again_is_left_out(
+    fork_server: ForkServer, tmp_path: Path, nodes: int | str, differing: int, codes: list[int]
+) -> None:
+    """One that leads stays, and one that the run needs."""
+    hosts = Hosts(fork_server, tmp_path, nodes, wait=20.0)
+    rounds = [[f"differ:{differing}"] * 3] * 2 + [[f"reduce:{codes.count(0)}"] * 3]
+    launched = [hosts.start_rounds(node, rounds) for node in range(3)]
+    assert [each.wait() for each in launched] == codes, "".join(each.err for each in launched)
+    what = (
+        f"copies of the training state on host {HOST} have differed from most others' in 2 rounds: look at its memory"
+    )
+    stays = "The run needs it: start it on other hosts"
+    for each in launched:
+        assert f"on host {HOST}: copies differ" in each.err
+        assert each.err.count(what) == 1
+        assert (stays in each.err) == (codes == [0, 0, 0])
+    if codes[1] == 1:
+        assert "It is left out, and the others train on" in launched[2].err
+        assert "round 3 trains on 2 hosts" in launched[0].err
+        assert launched[1].err.splitlines()[-1].endswith("It is left out; the same command here lets it join again")

@@ -21,8 +21,12 @@ from lockstep.training.session import components_of, updates_of
 
 _FLIPPED_AFTER = 3
 _CASES: dict[str, tuple[int, dict[str, Any], str]] = {
-    "two copies": (2, {"strategy": "ddp"}, r"ranks 0 and 1 hold different copies of .*, and no majority"),
-    "three copies": (3, {"strategy": "ddp"}, r"rank 1 holds another copy of .* than the other 2 ranks"),
+    "two copies": (
+        2,
+        {"strategy": "ddp"},
+        r"ranks 0 and 1 hold different copies of .*, and no majority.*; wrong: \[\]",
+    ),
+    "three copies": (3, {"strategy": "ddp"}, r"rank 1 holds another copy of .* than the other 2 ranks.*; wrong: \[1\]"),
     "zero2": (2, {"strategy": "deepspeed", "deepspeed": {"zero_stage": 2}}, r"ranks 0 and 1 hold different copies"),
     "pipeline": (4, {"strategy": "ddp", "pipeline": 2}, r"ranks 0 and 1 hold different copies"),
     "hybrid": (
@@ -52,7 +56,7 @@ def _outcome(asked: dict[str, Any], *, flips: bool) -> str:
                     flip_bit(components_of(session).sharding.state.model)
                 check.follow()
         except ReplicasDiffer as failure:
-            return str(failure)
+            return f"{failure}; wrong: {[*failure.ranks]}"
     return "alike"
 
 

@@ -76,7 +76,15 @@ class CollectiveTimeout(RunFailed):
 
 
 class ReplicasDiffer(RunFailed):
-    """Ranks hold different copies of the same state: what was learned since its checkpoint is not to be trusted."""
+    """Ranks hold different copies of the same state: what was learned since its checkpoint is not to be trusted.
+
+    Attributes:
+        ranks: Those whose copies differ from most ranks'; empty: no majority shows which are right.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class RolledBack(RunFailed):

@@ -94,6 +94,7 @@ class End:
         samples: The one whose reading has ended it, or several, one of which has.
         evaluation_set: The evaluation set that they are of; None: the training data.
         reading: What it was reading, if `text` doesn't state it.
+        differing: The ranks whose copies of the training state differ from most ranks'.
     """
 
     kind: EndKind
@@ -107,6 +108,7 @@ class End:
     samples: tuple[int, ...] = ()
     evaluation_set: str | None = None
     reading: str = ""
+    differing: tuple[int, ...] = ()
 
 
 def end_fields(end: End) -> dict[str, Any]:
@@ -119,7 +121,8 @@ def end_of_fields(fields: Mapping[str, Any]) -> End:
     known = {name: value for name, value in fields.items() if name != "age"}
     problems = tuple(Problem(**problem) for problem in known["problems"])
     changed = {"kind": EndKind[known["kind"]], "time": monotonic() - fields["age"], "problems": problems}
-    return End(**{**known, **changed, "samples": tuple(known["samples"])})
+    ranks = {name: tuple(known[name]) for name in ("samples", "differing")}
+    return End(**{**known, **changed, **ranks})
 
 
 def end_of_return(code: int, time: float) -> End:
@@ -141,7 +144,7 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
         case CollectiveTimeout():
             return End(EndKind.TIMED_OUT, error.exit_code, message_of(error), time)
         case ReplicasDiffer():
-            return End(EndKind.DIVERGED, error.exit_code, message_of(error), time)
+            return End(EndKind.DIVERGED, error.exit_code, message_of(error), time, differing=error.ranks)
         case RolledBack():
             return End(EndKind.ROLLED_BACK, error.exit_code, message_of(error), time)
         case PeerFailed():
@@ -238,6 +241,8 @@ def describe(
     match end.kind:
         case EndKind.ROLLED_BACK:
             return end.text
+        case EndKind.DIVERGED if end.differing and hosts:
+            return f"{_places(end.differing, hosts).strip()}: {end.text}"
         case EndKind.MESSAGE | EndKind.DIVERGED | EndKind.STOPPED | EndKind.PAUSED | EndKind.GROWS if all(
             other is not None and other.text == end.text for other in ends
         ):

@@ -4,6 +4,7 @@
     round 2    a ready, b ready                    at once: no host is missing
     round 3    a ready, b lost, then there again   it begins when b has come; with MIN:MAX, seconds after b was lost
                a ready, c waits                    c takes the place of b
+    round 4    b's copies differ a second time     b is left out, if those that stay are enough
 
 Arithmetic alone: `relay` has the connections.
 """
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 from lockstep.core.nodes import node_range
 
 _MAX_KEYS = 5  # settings shown in a message
+_ONCE_TOO_OFTEN = 2  # rounds that a host's copies have ended: one may be chance, and the next is its memory or a device
 T = TypeVar("T", bound=Mapping[str, Any])
 
 
@@ -31,12 +33,14 @@ class Guest:
         ready: Whether it waits for the next round; otherwise its ranks of the last one may still run.
         node: Its node rank in the round that runs; None: it takes no part.
         has_trained: Whether it has taken part in a round.
+        differed: Rounds that ended because its ranks held other copies of the training state than most.
     """
 
     hello: Mapping[str, Any]
     ready: bool = True
     node: int | None = None
     has_trained: bool = False
+    differed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,26 @@ class Meeting:
             return there[: self.most]
         all_ready = all(guest.ready for guest in guests)
         return there if len(there) >= self.least and all_ready and now >= self.early else []
+
+
+def left_out(guests: Sequence[Guest], least: int) -> tuple[list[Guest], list[Guest]]:
+    """Return the hosts that are left out because copies on them have differed too often, and those that are needed.
+
+    Args:
+        guests: All that are there. The first one leads, and stays.
+        least: Number of hosts that have to stay.
+    """
+    suspects = [guest for guest in guests if guest.differed >= _ONCE_TOO_OFTEN]
+    leaving = [guest for guest in suspects if guest is not guests[0]][: max(0, len(guests) - least)]
+    return leaving, [guest for guest in suspects if all(guest is not other for other in leaving)]
+
+
+def differed_text(guest: Guest) -> str:
+    """Return the sentences about a host whose copies have differed too often."""
+    return (
+        f"copies of the training state on host {guest.hello['host']} have differed from most others' in "
+        f"{guest.differed} rounds: look at its memory and devices."
+    )
 
 
 def refusal_of(hellos: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> str:

@@ -60,7 +60,7 @@ class LeaderRounds:
             return None
         try:
             wait = self.wait if is_lost and not self.elastic else max(self.wait, _READY_S)
-            self.hosts.call(self.hosts.round + 1, result, wait)
+            self.hosts.call(self.hosts.round + 1, result, wait, ends[cause].differing if cause is not None else ())
             self.hosts.meet()
         except Failure as failure:
             self._failure = failure

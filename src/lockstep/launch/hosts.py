@@ -48,8 +48,11 @@ class HostRanks:
     ranks: int
 
     def __str__(self) -> str:
-        last = self.first + self.ranks
-        return f"{self.name} ({named_ranks(range(self.first, last))})"
+        return f"{self.name} ({named_ranks(self.span)})"
+
+    @property
+    def span(self) -> range:
+        return range(self.first, self.first + self.ranks)
 
 
 class Hosts:
@@ -167,10 +170,11 @@ class Hosts:
         self._result = self._folder = None
         self.waits.clear()
 
-    def call(self, number: int, result: LaunchResult, wait: float) -> None:
-        """Let all hosts meet for the next round, which they have `wait` seconds for; only the leader does."""
+    def call(self, number: int, result: LaunchResult, wait: float, differing: tuple[int, ...] = ()) -> None:
+        """Let all hosts meet within `wait` seconds; only the leader does. `differing`: ranks with wrong copies."""
         lost = [node for node in range(1, len(self.world)) if self._is_lost(node)]
-        fields = {"code": result.code, "text": result.text, "wait": wait, "lost": lost}
+        wrong = [node for node, host in enumerate(self.world) if not set(host.span).isdisjoint(differing)]
+        fields = {"code": result.code, "text": result.text, "wait": wait, "lost": lost, "differing": wrong}
         self.begin_again(number)
         self._send({"type": "next", **fields})
 
@@ -193,11 +197,7 @@ class Hosts:
         return True
 
     def _is_lost(self, node: int) -> bool:
-        host = self.world[node]
-        return any(
-            rank in self.ends and self.ends[rank].kind is EndKind.LOST
-            for rank in range(host.first, host.first + host.ranks)
-        )
+        return any(rank in self.ends and self.ends[rank].kind is EndKind.LOST for rank in self.world[node].span)
 
     def open_store(self, port: int) -> None:
         """Let the ranks of other hosts reach the store, which listens on this port of loopback."""
@@ -243,13 +243,12 @@ class Hosts:
 
     def others_have_ended(self) -> bool:
         """Return whether all ranks of other hosts have ended, or can't be reached."""
-        here = range(self.here.first, self.here.first + self.here.ranks)
-        return all(rank in self._ended for rank in range(self.size) if rank not in here)
+        return all(rank in self._ended for rank in range(self.size) if rank not in self.here.span)
 
     def give_up(self, seconds: float) -> None:
         """Count hosts as lost whose launchers have not reported for some seconds how their ranks ended."""
         for node, host in enumerate(self.world):
-            if node != self.node and not self._ended.issuperset(range(host.first, host.first + host.ranks)):
+            if node != self.node and not self._ended.issuperset(host.span):
                 self._lose_host({"node": node, "why": f"its launcher hasn't ended its ranks within {seconds:g} s"})
 
     # --- the end ---
@@ -376,7 +375,7 @@ class Hosts:
         host = self.world[message["node"]]
         text = f"host {host} is lost: {message['why']}"
         self.is_cut_off |= self.recovers and message.get("silent", False)
-        has_ended = self._ended.issuperset(range(host.first, host.first + host.ranks))
+        has_ended = self._ended.issuperset(host.span)
         if not has_ended and self._lost < _LOST_NOTED:
             self._lost += 1
             what = "its ranks are ended" if self.recovers else "the run ends"
@@ -390,8 +389,7 @@ class Hosts:
                     self._lose(node, End(EndKind.ENDED, 1, "", time.monotonic()))
 
     def _lose(self, node: int, end: End) -> None:
-        host = self.world[node]
-        for rank in range(host.first, host.first + host.ranks):
+        for rank in self.world[node].span:
             if rank not in self._ended:
                 self.ends[rank] = end
                 self._ended.add(rank)

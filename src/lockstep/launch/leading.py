@@ -14,10 +14,20 @@ import contextlib
 import math
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.core.nodes import node_range
-from lockstep.launch.gathering import Guest, Meeting, in_places, missing_text, refusal_of, waiting_text
+from lockstep.launch.gathering import (
+    Guest,
+    Meeting,
+    differed_text,
+    in_places,
+    left_out,
+    missing_text,
+    refusal_of,
+    waiting_text,
+)
 from lockstep.launch.host_protocol import HOST, MEMORY, Link, Message, store_of
 from lockstep.launch.relaying import CONFIG_ERROR, FAILED, Relay, heartbeat
 from lockstep.launch.splicing import connect_with_store, taken_over
@@ -86,8 +96,7 @@ class Leader(Relay):
         await asyncio.sleep(min(_WAITING_S, seconds))
         if seconds > _WAITING_S:
             text = waiting_text(self._there(), self.place, limit)
-            self._send({"type": "note", "text": text}, but=None, to_all=True)
-            self.note(text)
+            self._note_everywhere(text)
         await asyncio.sleep(until - time.monotonic())
         self._end({"type": "result", "code": FAILED, "text": missing_text(self._there(), self.place, limit)})
 
@@ -128,7 +137,9 @@ class Leader(Relay):
             if link is not None and guest.node in message["lost"]:
                 del self._guests[link]  # its launcher hangs
                 link.close()
-            elif link is not None and guest.node is not None:
+        self._leave_out(message["differing"])
+        for link, guest in self._guests.items():
+            if link is not None and guest.node is not None:
                 guest.ready = False
                 link.send(message)
             guest.node = None
@@ -136,6 +147,26 @@ class Leader(Relay):
         self._store.cancel()
         self._store = asyncio.get_running_loop().create_future()
         self._meet(message["wait"], "recovery.host_wait", _REGROUP_S if message["lost"] else 0.0)
+
+    def _leave_out(self, nodes: Sequence[int]) -> None:
+        """Continue without a host whose ranks hold other copies than most again; `nodes` did in this round."""
+        for guest in self._guests.values():
+            guest.differed += guest.node in nodes
+        leaving, staying = left_out([*self._guests.values()], self._least)
+        for link, guest in [*self._guests.items()]:
+            if link is not None and any(guest is other for other in leaving):
+                del self._guests[link]
+                text = f"{differed_text(guest)} It is left out"
+                link.send(
+                    {"type": "result", "code": FAILED, "text": f"{text}; the same command here lets it join again"}
+                )
+                self._note_everywhere(f"{text}, and the others train on")
+        for guest in staying:
+            self._note_everywhere(f"{differed_text(guest)} The run needs it: start it on other hosts")
+
+    def _note_everywhere(self, text: str) -> None:
+        self._send({"type": "note", "text": text}, but=None, to_all=True)
+        self.note(text)
 
     # --- connections ---
 

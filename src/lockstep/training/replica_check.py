@@ -71,11 +71,24 @@ class ReplicaCheck:
             state = self.session.state()
             fault = difference(state, components.world.axis, components.position.coordinates["tensor"])
         if fault is not None:
-            raise ReplicasDiffer(f"step {step:,}: {fault}")
+            raise ReplicasDiffer(f"step {step:,}: {fault.text}", fault.ranks)
 
 
-def difference(state: TrainingState, axis: Axis, tensor_rank: int) -> str | None:
-    """Return which ranks hold other copies than the others, and in which tensors; None: all copies are alike."""
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A difference between copies of a part.
+
+    Attributes:
+        text: Which ranks hold other copies than the others, and in which tensors.
+        ranks: Those of the minority; empty: there is no majority.
+    """
+
+    text: str
+    ranks: tuple[int, ...] = ()
+
+
+def difference(state: TrainingState, axis: Axis, tensor_rank: int) -> Difference | None:
+    """Return the first difference between copies that ranks hold of the same part; None: all copies are alike."""
     parts = _parts(state)
     own_ids = [_id(part, tensor_rank) for part in parts]
     ids = cast("list[list[str]]", axis.gather(own_ids))
@@ -135,8 +148,8 @@ def _sums(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([number.to(device) for number in sums]).cpu()
 
 
-def _named(copies: Mapping[int, str], numbers: Mapping[int, Mapping[str, int]]) -> str:
-    """Return the sentence about copies that differ.
+def _named(copies: Mapping[int, str], numbers: Mapping[int, Mapping[str, int]]) -> Difference:
+    """Return the difference between copies of which at least two differ.
 
     Args:
         copies: The hash of each rank's copy.
@@ -150,10 +163,11 @@ def _named(copies: Mapping[int, str], numbers: Mapping[int, Mapping[str, int]]) 
     what = f"the training state ({listed(names, _NAMED)})"
     if 2 * len(largest) > len(copies):
         wrong = sorted(set(copies) - set(largest))
-        return (
+        return Difference(
             f"{named_ranks(wrong)} hold{'s' * (len(wrong) == 1)} another copy of {what} than the other "
-            f"{len(largest)} ranks with this part; {_CAUSE}"
+            f"{len(largest)} ranks with this part; {_CAUSE}",
+            tuple(wrong),
         )
-    return (
+    return Difference(
         f"{named_ranks(sorted(copies))} hold different copies of {what}, and no majority shows which is right; {_CAUSE}"
     )
