@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,14 @@ def test_malformed_lines_are_ignored(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "XXH128SUMS").write_bytes(text)
     assert checksums.listed(tmp_path) == []
     assert checksums.fault(tmp_path / "a") is None
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["a", "XXH128SUMS"])
+def test_a_pipe_is_not_waited_for(files: list[Path], name: str) -> None:
+    pipe = files[0].with_name(name)
+    pipe.unlink()
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="it is not a file") as raised:
+        checksums.fault(files[0])
+    assert raised.value.filename == str(pipe)

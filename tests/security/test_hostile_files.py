@@ -47,7 +47,7 @@ CASES = [(place, name) for place in PLACES for name in CONTENTS]
 _SAMPLE = 133  # parts of the table: the first is in the suite, the others are drills
 
 _CHILD = """
-import json, os, resource, sys, time, traceback
+import json, os, resource, signal, sys, time, traceback
 from pathlib import Path
 
 import lockstep.training.finished_run, lockstep.report, lockstep.report.comparison_page, lockstep.data.prepare
@@ -76,6 +76,7 @@ for line in sys.stdin:
             os.dup2(output, 2)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+            signal.alarm(60)  # for a command that waits for ever, as in the open() of a pipe
             code = command(words) or 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 98

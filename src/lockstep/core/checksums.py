@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from lockstep.core.files import write_atomically
+from lockstep.core.files import open_file, write_atomically
 
 LIST = "XXH128SUMS"
 _CHUNK = 16 * 2**20  # bytes
@@ -56,7 +56,7 @@ def listed(folder: Path) -> list[Path]:
 def hash_of(file: Path) -> str:
     """Return the hash of a file's bytes. Raises OSError."""
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
-    with file.open("rb", buffering=0) as opened:
+    with open_file(file) as opened:
         while size := opened.readinto(buffer):
             digest.update(buffer[:size])
     return digest.hexdigest()
@@ -65,7 +65,7 @@ def hash_of(file: Path) -> str:
 def _read(folder: Path) -> dict[str, str]:
     """Return hashes by name; malformed lines are left out."""
     try:
-        with (folder / LIST).open("rb") as file:
+        with open_file(folder / LIST) as file:
             lines = file.read(_MAX_LIST_BYTES).decode("utf-8", "replace").splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return {}

@@ -13,6 +13,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 
 MAX_JSON_BYTES = 2**24
@@ -24,16 +25,24 @@ _HERE, _EXCHANGE = -100, 2  # Linux: AT_FDCWD, RENAME_EXCHANGE
 _MISSING = (FileNotFoundError, NotADirectoryError)
 
 
+def open_file(path: Path) -> BufferedReader:
+    """Open a regular file for reading. Raises OSError for anything else: a pipe would keep its reader waiting."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return open(handle, "rb")
+    os.close(handle)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "it is not a file", str(path))
+
+
 def read_bounded(path: Path, limit: int) -> bytes:
     """Return the file's bytes. Raises OSError, also if it has more than `limit` bytes or is not a regular file."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe would keep its reader waiting
-        status = os.fstat(file.fileno())
-        if stat.S_ISDIR(status.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is not a file", str(path))
-        if status.st_size > limit:
-            raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes, and may have {limit:,}", str(path))
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and may have {limit:,}", str(path))
         return file.read(limit)
 
 

@@ -79,7 +79,7 @@ def read_weights(place: Path) -> Weights:
         file = _main_file(place.expanduser())
         tensors, skipped = _read_sharded(file) if file.name.endswith(_INDEX) else _read(file)
     except OSError as error:
-        raise ConfigError(f"{place} can't be read: {error.strerror or error}") from error
+        raise ConfigError(f"{error.filename or place} can't be read: {error.strerror or error}") from error
     return Weights(file, unwrapped(tensors), skipped)
 
 
