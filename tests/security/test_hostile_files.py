@@ -20,7 +20,8 @@ from kit import small
 from kit.commands import run_lockstep
 
 _MEMORY, _SECONDS = 2 * 2**30, 10.0
-_RUN_VERBS = (["report", "*"], ["explain", "*"], ["ckpt", "ls", "*"], ["ckpt", "audit", "*"], ["ckpt", "verify", "*"])
+_READING = (["report", "*"], ["explain", "*"], ["doctor", "*"])
+_LISTING = (["ckpt", "ls", "*"], ["ckpt", "audit", "*"], ["ckpt", "verify", "*"])
 _CONFIG = (["config", "check", "*"], ["config", "show", "*"], ["config", "import", "*"])
 PLACES: dict[str, tuple[list[str], ...]] = {
     "config.yaml": _CONFIG,
@@ -29,18 +30,18 @@ PLACES: dict[str, tuple[list[str], ...]] = {
     "weights.bin": (["weights", "*"],),
     "weights.safetensors": (["weights", "*"],),
     "text.jsonl": (["data", "prepare", "*", "--output", "out", "--tokenizer", "bytes"],),
-    "run/config.yaml": (*_RUN_VERBS, ["ls", "."], ["compare", "*", "*"]),
-    "run/environment.json": _RUN_VERBS[:2],
-    "run/summary.json": (*_RUN_VERBS[:2], ["ls", "."]),
-    "run/metrics.jsonl": (*_RUN_VERBS[:2], ["ls", "."], ["compare", "*", "*"]),
-    "run/events.jsonl": _RUN_VERBS[:2],
-    "run/ranks.jsonl": _RUN_VERBS[:2],
-    "run/attempts.jsonl": _RUN_VERBS[:2],
-    "run/logs/ends.jsonl": (*_RUN_VERBS[:2], ["ls", "."]),
-    "run/run.lock": (*_RUN_VERBS[:2], ["ls", "."]),
-    "run/checkpoints/owner.json": _RUN_VERBS[2:],
-    "run/checkpoints/step-00000002/manifest.json": _RUN_VERBS[2:],
-    "run/checkpoints/step-00000002/rank-00000.safetensors": _RUN_VERBS[2:],
+    "run/config.yaml": (*_READING, *_LISTING, ["ls", "."], ["compare", "*", "*"]),
+    "run/environment.json": _READING,
+    "run/summary.json": (*_READING, ["ls", "."]),
+    "run/metrics.jsonl": (*_READING, ["ls", "."], ["compare", "*", "*"]),
+    "run/events.jsonl": _READING,
+    "run/ranks.jsonl": _READING,
+    "run/attempts.jsonl": _READING,
+    "run/logs/ends.jsonl": (*_READING, ["ls", "."]),
+    "run/run.lock": (*_READING, ["ls", "."]),
+    "run/checkpoints/owner.json": _LISTING,
+    "run/checkpoints/step-00000002/manifest.json": _LISTING,
+    "run/checkpoints/step-00000002/rank-00000.safetensors": _LISTING,
     "run/model/XXH128SUMS": (["weights", "run/model"],),
 }
 CASES = [(place, name) for place in PLACES for name in CONTENTS]
