@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from kit.waiting import wait_for
-from kit.worlds import in_world
+from kit.worlds import free_port, in_world
 
 from lockstep.config.schema import Launch
 from lockstep.core.errors import CollectiveTimeout, RunFailed
@@ -61,16 +62,29 @@ def _left_alone(wait: str, own_group: bool, over: Path) -> tuple[str, float]:
     return "", time.monotonic() - began
 
 
-@pytest.mark.parametrize("wait", _WAITS)
-def test_a_timeout_is_one_sentence(tmp_path: Path, wait: str) -> None:
-    message, seconds = in_world(2, _left_alone, wait, False, tmp_path / "over")[0]
-    assert message.startswith(_MESSAGE), message
-    assert 0.9 < seconds < 5.0
+_CASES = {**{wait: (wait, False) for wait in _WAITS}, "a group made later": ("a sum", True)}
 
 
-def test_a_group_made_later_has_the_same_timeout(tmp_path: Path) -> None:
-    """torch's default is half an hour."""
-    message, seconds = in_world(2, _left_alone, "a sum", True, tmp_path / "over")[0]
+def _in_a_pair(ports: list[int], folder: Path) -> tuple[str, float]:
+    """Each pair of ranks is a world of its own, and has a case: they wait at the same time."""
+    pair, rank = divmod(int(os.environ["RANK"]), 2)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": ports[pair]}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    return _left_alone(*list(_CASES.values())[pair], folder / f"over {pair}")
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, float]]:
+    """Of the first rank of each case."""
+    ports = [free_port() for _ in _CASES]
+    found = in_world(2 * len(_CASES), _in_a_pair, ports, tmp_path_factory.mktemp("timeouts"))
+    return dict(zip(_CASES, found[::2], strict=True))
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_a_timeout_is_one_sentence(ends: dict[str, tuple[str, float]], case: str) -> None:
+    """Also in a group that is made later, where torch's default is half an hour."""
+    message, seconds = ends[case]
     assert message.startswith(_MESSAGE), message
     assert 0.9 < seconds < 5.0
 

@@ -42,10 +42,10 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def decoder(**sections: Any) -> Config:
-    """Return a decoder of four blocks on text that every machine has."""
+    """Return a decoder of two blocks on text that every machine has."""
     return Config.model_validate(
         {
-            "model": {"kind": "transformer", "vocabulary": 256, "layers": 4, "heads": 2, "width": 64},
+            "model": {"kind": "transformer", "vocabulary": 256, "layers": 2, "heads": 2, "width": 64},
             "data": {"train": {"kind": "stdlib-text", "length": 64}},
             "batch": {"global_size": 8, "micro_size": 4},
             "optim": {"name": "adamw", "lr": 1e-3},

@@ -13,7 +13,7 @@ from lockstep.simulation.ranks import simulated_rank
 from lockstep.training.assemble import assemble
 
 RANKS = 4
-MODEL = {"kind": "transformer", "vocabulary": 256, "layers": 4, "heads": 2, "width": 64, "tie_embeddings": False}
+MODEL = {"kind": "transformer", "vocabulary": 256, "layers": 2, "heads": 2, "width": 64, "tie_embeddings": False}
 PARALLELS: dict[str, dict[str, Any]] = {
     "fsdp": {"strategy": "fsdp"},
     "fsdp-grad-op": {"strategy": "fsdp", "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}},

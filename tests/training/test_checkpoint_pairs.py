@@ -88,31 +88,28 @@ def _save(config: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def sources_of(target: str, strategies: list[str]) -> list[str]:
-    """Whose checkpoints are resumed under it: all in the drill; else the single process's, its own, and two others',
-    not the same two of each target."""
+    """Whose checkpoints are resumed under it: all in the drill; else the single process's, its own, and one other,
+    not the same one of each target."""
     if len(strategies) > len(FEWER):
         return strategies
     place = strategies.index(target)
-    others = {strategies[(place + step) % len(strategies)] for step in (1, 3)}
-    return [name for name in strategies if name in {"single", target, *others}]
+    other = strategies[(place + 3) % len(strategies)]
+    return [name for name in strategies if name in {"single", target, other}]
 
 
 def resume_all(sources: list[str], target: str, folder: str) -> dict[tuple[str, str], dict[str, Any]]:
     """Under the target, from each source's checkpoint; and on from that of the single process, in the drill from the
-    target's own, too: what all others restore is bitwise the same state."""
-    followed = ["single", target] if len(sources) > len(FEWER) else ["single"]
+    target's own in a session of its own, too: what all others restore is bitwise the same state."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
+    followed = ["single", target] if len(sources) > len(FEWER) else ["single"]
+    others = [name for name in sources if name not in followed]
     with _grouped():
-        for source in dict.fromkeys(followed):
+        for restored in ([*others, "single"], *([name] for name in dict.fromkeys(followed) if name != "single")):
             with lockstep.session(asked(target)) as session:
-                state = _restored(session, source, target, folder)
-                losses = [report.loss for report in session]
-                found[source, target] = {"state": state, "losses": losses}
-        with lockstep.session(asked(target)) as session:
-            for source in sources:
-                if source not in followed:
+                for source in restored:
                     state = _restored(session, source, target, folder)
                     found[source, target] = {"state": state, "losses": None}
+                found[restored[-1], target]["losses"] = [report.loss for report in session]
     return found
 
 

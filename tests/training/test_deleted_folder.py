@@ -28,6 +28,7 @@ from lockstep.training.session import components_of
 
 STEPS, AT = 12, 6
 _PATIENCE_S = 60
+_TWO_LOOKS_S = 1.2  # of the watch, which looks every half second
 
 
 def _config(home: Path, **checkpoint: Any) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def _without_checkpoints(home: Path) -> None:
 
 def _without_newest(home: Path) -> None:
     shutil.rmtree(home / "run" / "checkpoints" / "step-00000004")
-    time.sleep(2)
+    time.sleep(_TWO_LOOKS_S)
 
 
 def _without_history(home: Path) -> None:
@@ -199,7 +200,7 @@ def test_a_deletion_after_the_last_save_makes_another(ranks: int, tmp_path: Path
 def _with_a_file_in_its_place(home: Path) -> None:
     shutil.rmtree(home / "run")
     (home / "run").write_text("in the way")
-    time.sleep(2)
+    time.sleep(_TWO_LOOKS_S)
 
 
 def _failure(config: dict[str, Any], act: Callable[[Path], None]) -> str:
@@ -229,7 +230,7 @@ def _taken(home: Path) -> None:
     other.write_config("description: another")
     other.write_environment({"run": "f" * 32})
     LocalStorage(home / "run" / "checkpoints").set_owner(Owner("f" * 32, str(home / "run"), "another"))
-    time.sleep(2)
+    time.sleep(_TWO_LOOKS_S)
     assert other.path == home / "run"
 
 

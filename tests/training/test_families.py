@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from typing import Any
 
@@ -99,7 +100,10 @@ def first_weights(configs: list[dict[str, Any]]) -> list[Arrays]:
 
 
 def test_every_strategy_starts_from_the_same_bits() -> None:
-    rows = [(name, variant) for name in FAMILIES for variant in COMPARED if variant not in DRILLED]
+    """Each with half of the families, and each family under half of them."""
+    variants = [variant for variant in COMPARED if variant not in DRILLED]
+    pairs = itertools.product(enumerate(FAMILIES), enumerate(variants))
+    rows = [(name, variant) for (row, name), (column, variant) in pairs if (row + column) % 2 == 0]
     expected = dict(zip(FAMILIES, in_world(1, first_weights, [config(name) for name in FAMILIES])[0], strict=True))
     configs = [config(name, 2, **VARIANTS[variant]) for name, variant in rows]
     for on_a_rank in in_world(2, first_weights, configs):

@@ -45,8 +45,8 @@ def _stopped(config: dict[str, Any], delays: list[float | None]) -> str:
     "delays",
     [
         pytest.param([0.0, 0.0, 0.0], id="at once"),
-        pytest.param([0.0, 2.0, 4.0], id="two seconds apart"),
-        pytest.param([3.0, 0.0, 1.0], id="the first rank last"),
+        pytest.param([0.0, 1.0, 2.0], id="a second apart"),
+        pytest.param([1.5, 0.0, 0.5], id="the first rank last"),
         pytest.param([None, None, 0.0], id="one alone"),
     ],
 )

@@ -113,10 +113,9 @@ def test_a_model_whose_last_norm_is_defined_before_its_blocks() -> None:
     """Of the transformers library, without values at first; its head is tied to the table."""
     of = family("gpt2")
     asked = {**config(13, 3, **SGD), **of, "model": {**of["model"], "architecture": OPT}}
-    expected = recorded({**asked, "parallel": {"strategy": "single"}})
-    for strategy in ("ddp", "fsdp"):
-        run = recorded({**asked, "parallel": {"strategy": strategy, **pipeline(2, "1f1b")}}, 2)
-        assert differences(run, expected) == [], strategy
+    expected = recorded({**asked, "parallel": {"strategy": "single"}}, updates=2)
+    cut = [{**asked, "parallel": {"strategy": strategy, **pipeline(2, "1f1b")}} for strategy in ("ddp", "fsdp")]
+    assert [differences(run, expected) for run in recorded_all(cut, 2, updates=2)] == [[], []]
 
 
 def test_running_means() -> None:
@@ -268,7 +267,7 @@ def test_what_a_model_logs_is_told_by_the_stage_that_computes_it(schedule: str, 
 def test_rules_are_the_whole_models() -> None:
     ways = [{}, pipeline(2, "1f1b"), pipeline(2, "1f1b", strategy="fsdp")]
     alone, *runs = (
-        recorded({**chain("Chain", **parallel), "optim": {"name": "adamw", "lr": 0.01, "rules": RULES}}, ranks)
+        recorded({**chain("Chain", **parallel), "optim": {"name": "adamw", "lr": 0.01, "rules": RULES}}, ranks, updates=2)
         for parallel, ranks in zip(ways, (1, 2, 4), strict=True)
     )
     assert [differences(run, alone) for run in runs] == [[], []]
@@ -278,7 +277,7 @@ def test_rules_are_the_whole_models() -> None:
 def test_a_stage_may_train_nothing(frozen: list[str]) -> None:
     asked = [chain("Chain", **parallel) for parallel in ({}, pipeline(2, "1f1b"), pipeline(4, "1f1b"))]
     asked = [{**one, "model": {**one["model"], "freeze": frozen}} for one in asked]
-    alone, *runs = (recorded(one, ranks) for one, ranks in zip(asked, (1, 2, 4), strict=True))
+    alone, *runs = (recorded(one, ranks, updates=2) for one, ranks in zip(asked, (1, 2, 4), strict=True))
     assert [differences(run, alone) for run in runs] == [[], []]
 
 

@@ -49,9 +49,15 @@ PRODUCTS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_on_two_ranks() -> None:
-    runs = recorded_all([text(tensor=2, **way) for way in WAYS.values()], 2, updates=2)
-    for name, run in zip(WAYS, runs, strict=True):
+@pytest.mark.parametrize(
+    "names",
+    [["matrices", "and both"], pytest.param(["and loss", "and sequence"], marks=pytest.mark.drill)],
+    ids=["none and all", "one"],
+)
+def test_on_two_ranks(names: list[str]) -> None:
+    """One alone: below, where nothing divides the vocabulary."""
+    runs = recorded_all([text(tensor=2, **WAYS[name]) for name in names], 2, updates=2)
+    for name, run in zip(names, runs, strict=True):
         assert differences(run, oracle(2)) == [], name
 
 
@@ -82,8 +88,8 @@ def test_a_vocabulary_that_nothing_divides() -> None:
 
 def test_label_smoothing_of_divided_logits() -> None:
     smoothed = {"objective": {"label_smoothing": 0.1}}
-    run = recorded({**text(tensor=2, tensor_parallel=LOSS), **smoothed}, 2, updates=2)
-    assert differences(run, recorded({**text(strategy="single"), **smoothed}, updates=2)) == []
+    run = recorded({**text(tensor=2, tensor_parallel=LOSS), **smoothed}, 2, updates=1)
+    assert differences(run, recorded({**text(strategy="single"), **smoothed}, updates=1)) == []
 
 
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -115,11 +121,12 @@ def test_plans_of_the_transformers_library() -> None:
         assert differences(run, alone) == [], name
 
 
-def test_divided_experts_in_products() -> None:
+@pytest.mark.parametrize(
+    "product", [{"strategy": "fsdp"}, pytest.param({"pipeline": 2}, marks=pytest.mark.drill)], ids=["fsdp", "pipeline"]
+)
+def test_divided_experts_in_products(product: dict[str, Any]) -> None:
     expected = recorded(decoder("mixtral", strategy="single"), updates=1)
-    products = [decoder("mixtral", tensor=2, **product) for product in ({"strategy": "fsdp"}, {"pipeline": 2})]
-    for run in recorded_all(products, 4, updates=1):
-        assert differences(run, expected) == []
+    assert differences(recorded(decoder("mixtral", tensor=2, **product), 4, updates=1), expected) == []
 
 
 RIGHT = {
@@ -172,9 +179,9 @@ def test_a_model_that_counts_its_calls_is_not_rehearsed_into_another() -> None:
 
 def test_a_plan_that_is_rehearsed() -> None:
     """Also with activation checkpointing or stages; nothing of the dry run is left."""
-    expected = recorded(undropped(planned({}, tensor=1)), updates=2)
+    expected = recorded(undropped(planned({}, tensor=1)), updates=1)
     fsdp = {**planned({}, strategy="fsdp"), "memory": {"activation_checkpointing": {"mode": "full"}}}
-    for run in recorded_all([undropped(fsdp), undropped(planned({}, pipeline=2))], 4, updates=2):
+    for run in recorded_all([undropped(fsdp), undropped(planned({}, pipeline=2))], 4, updates=1):
         assert differences(run, expected) == []
 
 
