@@ -24,18 +24,16 @@ def verify(*words: str, cwd: Path) -> Done:
 
 
 def test_a_recipe_is_verified(tmp_path: Path) -> None:
-    done = verify("--strategies", "ddp,fsdp,fsdp-hybrid", "--ranks", "1,2", "--steps", "2", "--json", cwd=tmp_path)
+    done = verify("--strategies", "ddp,fsdp-hybrid", "--ranks", "1,2", "--steps", "2", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
-    assert {(row["strategy"], row["ranks"]) for row in rows} == {
-        ("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2), ("fsdp-hybrid", 2)
-    }  # fmt: skip
+    assert {(row["strategy"], row["ranks"]) for row in rows} == {("ddp", 1), ("ddp", 2), ("fsdp-hybrid", 2)}
     for row in rows:
         assert set(row) >= FIELDS
         assert row["passed"] is True
         assert row["max_loss_difference"] <= 1e-6
     lines = done.stderr.splitlines()
-    assert sum(line.endswith("passed") for line in lines) == len(rows) == 15
+    assert sum(line.endswith("passed") for line in lines) == len(rows) == 9
     assert f"all {len(rows)} runs match the single process" in lines
     assert "note: not run: fsdp-hybrid on 1 rank: two sharded replicas need an even number of ranks" in lines
     page = (tmp_path / "runs" / "verify-stdlib-lm.html").read_text()

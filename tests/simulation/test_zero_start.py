@@ -27,7 +27,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-def decoder(options: dict[str, Any], layers: int = 6) -> Config:
+def decoder(options: dict[str, Any], layers: int = 3) -> Config:
     """Return a decoder whose gradients are reduced in small buckets, where DeepSpeed takes 2 GB at the start."""
     buckets = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000}}
     return Config.model_validate(

@@ -266,8 +266,9 @@ def test_what_a_model_logs_is_told_by_the_stage_that_computes_it(schedule: str, 
 
 def test_rules_are_the_whole_models() -> None:
     ways = [{}, pipeline(2, "1f1b"), pipeline(2, "1f1b", strategy="fsdp")]
+    optim = {"optim": {"name": "adamw", "lr": 0.01, "rules": RULES}}
     alone, *runs = (
-        recorded({**chain("Chain", **parallel), "optim": {"name": "adamw", "lr": 0.01, "rules": RULES}}, ranks, updates=2)
+        recorded({**chain("Chain", **parallel), **optim}, ranks, updates=2)
         for parallel, ranks in zip(ways, (1, 2, 4), strict=True)
     )
     assert [differences(run, alone) for run in runs] == [[], []]

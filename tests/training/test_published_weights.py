@@ -3,6 +3,7 @@ process's, and a missing tensor is an error instead of a published file."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "fsdp": {"strategy": "fsdp"},
     "zero3": {"strategy": "deepspeed", "deepspeed": {"zero_stage": 3}},
 }  # fmt: skip
-NAMES = ("gpt2", "mixtral", "bert")  # tied across stages; other names in the file than in the model; a class's head
+# gpt2: tied across stages; mixtral: other names in the file than in the model; bert: a class's head
 ROWS = [("gpt2", "pipeline"), ("gpt2", "pipeline+fsdp"), ("gpt2", "fsdp"), ("gpt2", "zero3"), ("mixtral", "pipeline")]
 ROWS += [("mixtral", "tensor"), ("bert", "pipeline")]
 
@@ -52,18 +53,22 @@ def trained(name: str, folder: Path, **parallel: Any) -> Path:
     return lockstep.train(settings).folder
 
 
-def trainings(rows: list[tuple[str, str]], folder: Path) -> None:
+def training(name: str, way: str, folder: Path) -> None:
     with in_group():
-        for name, way in rows:
-            trained(name, folder / name / way, **({"strategy": "single"} if way == "single" else DIVIDED[way]))
+        trained(name, folder, **({"strategy": "single"} if way == "single" else DIVIDED[way]))
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The folder of a run, which is trained if a test asks for it."""
     folder = tmp_path_factory.mktemp("published")
-    in_world(1, trainings, [(name, "single") for name in NAMES], folder)
-    in_world(2, trainings, ROWS, folder)
-    return folder
+
+    @cache
+    def run(name: str, way: str) -> Path:
+        in_world(1 if way == "single" else 2, training, name, way, folder / name / way)
+        return folder / name / way
+
+    return run
 
 
 @cache
@@ -72,21 +77,23 @@ def published(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "way"), ROWS)
-def test_a_divided_run_publishes_the_whole_model(name: str, way: str, runs: Path, tmp_path: Path) -> None:
-    expected, mine = published(runs / name / "single" / "model"), published(runs / name / way / "model")
+def test_a_divided_run_publishes_the_whole_model(
+    name: str, way: str, run: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    expected, mine = published(run(name, "single") / "model"), published(run(name, way) / "model")
     assert {key: one.shape for key, one in mine.items()} == {key: one.shape for key, one in expected.items()}
     for key, one in mine.items():
         assert torch.allclose(one, expected[key], atol=1e-6), key
-    exported = export(runs / name / way, ExportArguments(to=tmp_path / "out", trust_run=True)).target
+    exported = export(run(name, way), ExportArguments(to=tmp_path / "out", trust_run=True)).target
     again = published(exported)
     assert list(again) == list(mine)
     assert all(torch.equal(again[key], one) for key, one in mine.items())
 
 
-def test_transformers_finds_every_weight(runs: Path) -> None:
+def test_transformers_finds_every_weight(run: Callable[[str, str], Path]) -> None:
     from transformers import GPT2LMHeadModel
 
-    _, found = GPT2LMHeadModel.from_pretrained(runs / "gpt2" / "pipeline" / "model", output_loading_info=True)
+    _, found = GPT2LMHeadModel.from_pretrained(run("gpt2", "pipeline") / "model", output_loading_info=True)
     assert not found["missing_keys"]
     assert not found["unexpected_keys"]
 

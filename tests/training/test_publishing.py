@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,26 +85,30 @@ def _config(name: str, folder: Path, **parallel: Any) -> dict[str, Any]:
     }
 
 
-def _train(folder: Path) -> None:
-    publishing.MAX_FILE_BYTES, publishing.MIN_FILE_BYTES = 10_000, 1_000
+def _train(name: str, way: str, folder: Path) -> None:
+    if way != "single":
+        publishing.MAX_FILE_BYTES, publishing.MIN_FILE_BYTES = 10_000, 1_000
     with in_group():
-        for name, way in ROWS:
-            lockstep.train(_config(name, folder / name / way, **DIVIDED[way]))
+        lockstep.train(_config(name, folder, **DIVIDED.get(way, {"strategy": "single"})))
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The folder of a run, which is trained if a test asks for it."""
     folder = tmp_path_factory.mktemp("sharded")
-    in_world(2, _train, folder)
-    for name in {name for name, _ in ROWS}:
-        lockstep.train(_config(name, folder / name / "single", strategy="single"))
-    return folder
+
+    @cache
+    def run(name: str, way: str) -> Path:
+        in_world(1 if way == "single" else 2, _train, name, way, folder / name / way)
+        return folder / name / way
+
+    return run
 
 
 @pytest.mark.parametrize(("name", "way"), ROWS)
-def test_files_hold_the_model_once(name: str, way: str, runs: Path) -> None:
-    folder = runs / name / way / "model"
-    expected = load_file(runs / name / "single" / "model" / "model.safetensors")
+def test_files_hold_the_model_once(name: str, way: str, run: Callable[[str, str], Path]) -> None:
+    folder = run(name, way) / "model"
+    expected = load_file(run(name, "single") / "model" / "model.safetensors")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     shards = sorted(folder.glob("model-*.safetensors"))
     assert {file.name for file in shards} == set(index["weight_map"].values())
@@ -111,7 +117,7 @@ def test_files_hold_the_model_once(name: str, way: str, runs: Path) -> None:
     assert index["metadata"]["total_size"] == sum(one.numel() * one.element_size() for one in expected.values())
     assert [path.name for path in checksums.listed(folder)] == [file.name for file in shards]
     assert all(checksums.fault(file) is None for file in shards)
-    mine = read_weights(runs / name / way).tensors
+    mine = read_weights(run(name, way)).tensors
     assert mine.keys() == expected.keys() == index["weight_map"].keys()
     for key, one in mine.items():
         torch.testing.assert_close(one, expected[key], atol=1e-6, rtol=0)
@@ -119,28 +125,30 @@ def test_files_hold_the_model_once(name: str, way: str, runs: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "way"), [row for row in ROWS if row[0] != "own"])
-def test_from_pretrained_reads_files_of_all_ranks(name: str, way: str, runs: Path) -> None:
+def test_from_pretrained_reads_files_of_all_ranks(name: str, way: str, run: Callable[[str, str], Path]) -> None:
     from transformers import AutoModelForCausalLM
 
-    model, report = AutoModelForCausalLM.from_pretrained(runs / name / way / "model", output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(run(name, way) / "model", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    single = AutoModelForCausalLM.from_pretrained(runs / name / "single" / "model").state_dict()
+    single = AutoModelForCausalLM.from_pretrained(run(name, "single") / "model").state_dict()
     for key, one in model.state_dict().items():
         torch.testing.assert_close(one, single[key], atol=1e-6, rtol=0)
 
 
-def test_verbs_read_files_of_all_ranks(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_read_files_of_all_ranks(
+    run: Callable[[str, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from lockstep.cli.main import main
 
-    assert main(["generate", str(runs / "own" / "fsdp"), "def ", "--tokens", "4", "--temperature", "0"]) == 0
-    assert main(["generate", str(runs / "own" / "single"), "def ", "--tokens", "4", "--temperature", "0"]) == 0
+    assert main(["generate", str(run("own", "fsdp")), "def ", "--tokens", "4", "--temperature", "0"]) == 0
+    assert main(["generate", str(run("own", "single")), "def ", "--tokens", "4", "--temperature", "0"]) == 0
     sharded, single = capsys.readouterr().out.splitlines()
     assert sharded == single
-    config = _config("own", runs / "continued", strategy="single")
-    with lockstep.session({**config, "model": {**OWN["model"], "init_from": str(runs / "own" / "fsdp")}}) as session:
+    config = _config("own", tmp_path, strategy="single")
+    with lockstep.session({**config, "model": {**OWN["model"], "init_from": str(run("own", "fsdp"))}}) as session:
         mine = dict(components_of(session).sharding.state.weights())
-    assert all(torch.equal(mine[key], one) for key, one in read_weights(runs / "own" / "fsdp").tensors.items())
+    assert all(torch.equal(mine[key], one) for key, one in read_weights(run("own", "fsdp")).tensors.items())
 
 
 def _held(folder: Path) -> tuple[int, int, int]:
