@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from kit import small
+from kit.commands import run_lockstep
 from kit.worlds import in_world
 
 import lockstep
@@ -180,17 +181,15 @@ def store() -> dict[str, Any]:
     return {"checkpoint": {"storage": {"target": "store.py:Sqlite", "arguments": {"file": "ckpt.db"}}}}
 
 
-def test_a_second_run_is_refused_in_the_storage_of_a_first(
-    store: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_run_is_refused_in_the_storage_of_a_first(store: dict[str, Any]) -> None:
     first = _file("first.yaml", run={"folder": "runs/first"}, **store)
     other = _file("other.yaml", run={"folder": "runs/other"}, **store)
     assert main(["train", first]) == 0
     owner = Path("runs/first").absolute()
-    capsys.readouterr()
-    for ranks in ("1", "2"):
-        assert main(["train", other, "--ranks", ranks]) == 2
-        said = capsys.readouterr().err
+    for ranks in (1, 2):
+        refused = run_lockstep("train", other, "--ranks", ranks)
+        said = refused.stderr
+        assert refused.returncode == 2, said
         assert "checkpoint.storage: ckpt.db holds the checkpoints of another run, first in" in said
         assert f"{owner}, at step 6 (finished); give each run a storage of its own" in said
         assert f"lockstep train {owner}" in said
