@@ -1,4 +1,4 @@
-"""Forks a launcher for each request from a process that has imported torch, so that it is imported once.
+"""Forks a launcher for each request from a process that has imported torch and the scenarios: once, not for each.
 
 test --- {"scenario": ..., "arguments": ..., "out": ..., "err": ...} ---> fork server ---> launcher in a new session
      <-- {"pid": ...} ... {"pid": ..., "code": ...} --------------------
@@ -6,18 +6,20 @@ test --- {"scenario": ..., "arguments": ..., "out": ..., "err": ...} ---> fork s
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
-from pathlib import Path
+
+import launch_scenarios
+import torch  # noqa: F401
+
+from lockstep.core.stopping import die_with_parent
 
 
 def main() -> None:
-    import torch  # noqa: F401
-
-    from lockstep.core.stopping import die_with_parent
-
     die_with_parent(os.getppid())  # a test run that is killed leaves no process
+    gc.freeze()  # in a launcher, to collect garbage would copy the pages of all that is imported
     fork_server = os.getpid()
     print("ready", flush=True)
     for line in sys.stdin:
@@ -44,8 +46,6 @@ def _be_launcher(request: dict[str, object]) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     code = 99
     try:
-        import launch_scenarios
-
         code = getattr(launch_scenarios, str(request["scenario"]))(**request["arguments"])  # type: ignore[arg-type]
     except BaseException:
         import traceback
@@ -57,5 +57,4 @@ def _be_launcher(request: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()
