@@ -107,9 +107,9 @@ def _group_of(pid: str) -> int | None:
     return None if fields[0] in "ZX" else int(fields[2])
 
 
-def run_script(script: Path, *words: object, cwd: Path) -> Done:
-    """As `python script words`."""
-    return _done(_script, [str(script), *map(str, words)], cwd)
+def run_script(script: Path, *words: object, cwd: Path, **environment: str | None) -> Done:
+    """As `python script words`, with further variables, as of `run_lockstep`."""
+    return _done(_script, [str(script), *map(str, words)], cwd, environment)
 
 
 def _done(
