@@ -174,6 +174,7 @@ def test_an_outage_is_not_taken_for_a_deletion(proxy: s3.Proxy, address: str) ->
 _TRAIN = (
     "train", "digits", "--run.epochs=null", "--monitor.progress=plain", "--monitor.tensorboard=false",
     "--evaluation.every=null", "--evaluation.at_end=false", "--launch.device=cpu", "--checkpoint.every=2 steps",
+    "--model.layers=1", "--model.width=8",
 )  # fmt: skip
 
 

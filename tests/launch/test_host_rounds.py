@@ -22,6 +22,7 @@ STEPS = 40
 RUN = (
     "train", "digits", f"run.steps={STEPS}", "launch.device=cpu", "monitor.every=1", "precision.compute=fp32",
     "evaluation.at_end=false", "checkpoint.every=8", "launch.timeout=60", "--ranks", 1,
+    "model.layers=1", "model.width=8", "monitor.tensorboard=false",
 )  # fmt: skip
 SLOW = f"{Path(__file__).with_name('slow_images.py')}:SlowImages"
 

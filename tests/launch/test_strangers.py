@@ -28,6 +28,7 @@ from lockstep.launch.splicing import StoreEnd, taken_over
 RUN = (
     "train", "digits", "run.steps=100000", "launch.device=cpu", "monitor.every=1", "run.folder=run",
     "checkpoint.every=5", "evaluation.at_end=false", "--ranks", 1, UNHURRIED,
+    "model.layers=1", "model.width=8",
 )  # fmt: skip
 GREETING = 48  # bytes
 STORE = store_of(1)

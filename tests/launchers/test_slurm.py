@@ -15,7 +15,7 @@ from kit.slurm import Cluster, cluster, why_not
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"a real Slurm: {why_not()}")
 
 STEPS = 12
-TRAIN = ["train", "digits", "run.epochs=null", f"run.steps={STEPS}", "evaluation.at_end=false"]
+TRAIN = ["train", "digits", "run.epochs=null", f"run.steps={STEPS}", "evaluation.at_end=false", "model.width=8"]
 PREEMPTED = """
 import os, subprocess, time
 import lockstep

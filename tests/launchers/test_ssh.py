@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"a real sshd: {wh
 RUN = (
     "train", "digits", "run.steps=8", "launch.device=cpu", "monitor.every=1", "data.train.shift=0", "run.folder=run",
     "precision.compute=fp32", "optim.name=sgd", "optim.lr=0.01", "evaluation.at_end=false", "checkpoint.every=5",
+    "model.layers=1", "model.width=8",
 )  # fmt: skip
 
 
