@@ -49,7 +49,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     folder = tmp_path_factory.mktemp("digits")
     words = ["--run.steps", "12", "--monitor.every", "5", "--evaluation.every", "6", "--run.folder", "run"]
     words += ["--batch.global_size", "50", "--launch.device", "cpu", "--precision.compute", "fp32"]
-    words += ["--ranks", "2", "--run.epochs", "null", "--json"]
+    words += ["--ranks", "2", "--run.epochs", "null", "--model.width", "8", "--json"]
     done = run_lockstep("train", "digits", *words, cwd=folder)
     return folder / "run", output_of(done)
 

@@ -10,7 +10,10 @@ import pytest
 from kit.hosts import Network, needs_hosts, network
 from kit.waiting import UNHURRIED
 
-RUN = ("train", "digits", "run.steps=8", "launch.device=cpu", "run.folder=run", "--ranks", 1, "optim.lr=0.01", "model.width=8")
+RUN = (
+    "train", "digits", "run.steps=8", "launch.device=cpu", "run.folder=run", "--ranks", 1, "optim.lr=0.01",
+    "model.width=8",
+)  # fmt: skip
 TOKEN = {"LOCKSTEP_JOB_TOKEN": "a token that only the hosts know"}
 SECONDS = 15  # far below launch.timeout, on a machine that does other things
 
