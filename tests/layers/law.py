@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "lockstep"
@@ -64,6 +64,11 @@ class Module:
     def package(self) -> str:
         return self.path.split("/")[0] if "/" in self.path else "lockstep"
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree, which each rule looks at."""
+        return list(ast.walk(self.tree))
+
 
 @cache
 def modules() -> tuple[Module, ...]:
@@ -83,21 +88,21 @@ def raw_collectives(module: Module) -> Iterator[str]:
     if module.package in ("distributed", "simulation"):
         return
     aliases = {"torch.distributed"}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             aliases |= {name.asname for name in node.names if name.name == "torch.distributed" and name.asname}
         elif isinstance(node, ast.ImportFrom) and node.module == "torch":
             aliases |= {name.asname or name.name for name in node.names if name.name == "distributed"}
         elif isinstance(node, ast.ImportFrom) and node.module in ("torch.distributed", "torch.distributed.nn"):
             yield from (f"{node.lineno}: {name.name}" for name in node.names if name.name in COLLECTIVES)
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES and ast.unparse(node.value) in aliases:
             yield f"{node.lineno}: {ast.unparse(node)}"
 
 
 def attribute_probes(module: Module) -> Iterator[str]:
     """Yield each call of `hasattr`."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hasattr":
             yield f"{node.lineno}: {ast.unparse(node)}"
 
@@ -110,7 +115,7 @@ def long_files(module: Module) -> Iterator[str]:
 
 def long_functions(module: Module) -> Iterator[str]:
     """Yield each function that is too long."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
@@ -119,7 +124,7 @@ def long_functions(module: Module) -> Iterator[str]:
 
 def docstring_openings(module: Module) -> Iterator[str]:
     """Yield each docstring that begins with a pronoun, a preposition, a question word or a section."""
-    for line, docstring in _docstrings(module.tree):
+    for line, docstring in _docstrings(module):
         word = re.match(r"\W*([A-Za-z']+)", docstring)
         if SECTION.match(docstring) or (word is not None and word[1].lower() in FRAGMENT_WORDS):
             yield f"{line}: {docstring.splitlines()[0]}"
@@ -127,7 +132,7 @@ def docstring_openings(module: Module) -> Iterator[str]:
 
 def docstring_sections(module: Module) -> Iterator[str]:
     """Yield each section, such as `Args:`, that isn't alone on its line with indented contents below."""
-    for line, docstring in _docstrings(module.tree):
+    for line, docstring in _docstrings(module):
         lines = docstring.splitlines()
         for text, below in zip(lines, [*lines[1:], ""], strict=True):
             section = SECTION.fullmatch(text)
@@ -137,7 +142,7 @@ def docstring_sections(module: Module) -> Iterator[str]:
 
 def vague_locals(module: Module) -> Iterator[str]:
     """Yield each variable or argument whose name doesn't show what it holds."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE_NAMES:
             yield f"{node.lineno}: {node.id}"
         elif isinstance(node, ast.arg) and node.arg in VAGUE_NAMES:
@@ -146,7 +151,7 @@ def vague_locals(module: Module) -> Iterator[str]:
 
 def repeated_classes(module: Module) -> Iterator[str]:
     """Yield each class that shares its name with another class."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.ClassDef) and _class_names()[node.name] > 1:
             yield f"{node.lineno}: class {node.name}"
 
@@ -163,9 +168,9 @@ RULES: dict[str, Callable[[Module], Iterable[str]]] = {
 }
 
 
-def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _docstrings(module: Module) -> Iterator[tuple[int, str]]:
     """Yield docstrings of modules, classes and functions, and of attributes (a string below an assignment)."""
-    for node in ast.walk(tree):
+    for node in module.nodes:
         body: list[ast.stmt] = getattr(node, "body", [])
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -178,9 +183,7 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 @cache
 def _class_names() -> Counter[str]:
-    return Counter(
-        node.name for module in modules() for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)
-    )
+    return Counter(node.name for module in modules() for node in module.nodes if isinstance(node, ast.ClassDef))
 
 
 def offenses(rule: str) -> list[str]:
