@@ -26,7 +26,7 @@ from lockstep.launch.ends_file import read_ends
 RUN = (
     "train", "digits", "run.steps=8", "launch.device=cpu", "monitor.every=1", "data.train.shift=0", "run.folder=run",
     "precision.compute=fp32", "optim.name=sgd", "optim.lr=0.01", "evaluation.at_end=false", "checkpoint.every=5",
-    "recovery.restarts=0", "model.layers=1", "model.width=8",
+    "recovery.restarts=0", "model.width=8",
 )  # fmt: skip
 TOKEN = {"LOCKSTEP_JOB_TOKEN": "a token that only the hosts know"}
 

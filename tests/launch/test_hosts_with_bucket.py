@@ -22,7 +22,7 @@ ADDRESS = f"s3://{BUCKET}/hosts"
 TRAIN = (
     "train", "digits", "run.epochs=null", "launch.device=cpu", "monitor.every=1", "monitor.tensorboard=false",
     "evaluation.every=null", "evaluation.at_end=false", "checkpoint.every=2", "parallel.strategy=fsdp",
-    "checkpoint.retry_seconds=3", "model.layers=1", "model.width=8",
+    "checkpoint.retry_seconds=3",
 )  # fmt: skip
 IN_BUCKET = (f"run.folder={ADDRESS}",)
 CHECKPOINTS_IN_BUCKET = ("run.folder=run", f"checkpoint.folder={ADDRESS}/checkpoints")
