@@ -1,6 +1,6 @@
 """Updates contain the same samples for any ranks, micro-batches, workers and restarts."""
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import islice
 
 import numpy as np
@@ -32,6 +32,24 @@ def samples_of(update: GlobalBatch) -> list[int]:
 def taken(loader, number: int, progress: Progress | None = None) -> list[GlobalBatch]:
     with closing(loader):
         return list(islice(loader.updates(progress or Progress()), number))
+
+
+@pytest.mark.parametrize("micro_size", [300, 700])
+def test_all_samples_of_large_requests_are_named(micro_size, monkeypatch):
+    """What a dataset reads at once, in any micro-batch of an update, of the training data and of evaluation sets."""
+    seen = []
+
+    def fetch_all(source, requests, _):
+        for request in requests:
+            with heartbeat.evaluates(request.indices) if request.evaluates else nullcontext():
+                seen.append((heartbeat.own().reading(), request.indices.tolist()))
+            yield fetch(source, request)
+
+    monkeypatch.setattr(loader_module, "fetch_all", fetch_all)
+    taken(make_loader(IndexSource(1400), global_size=1400, micro_size=micro_size), 1)
+    list(evaluation_batches(IndexSource(1400), micro_size, 0, 1, Loader(), CPU))
+    assert len(seen) == 2 * -(-1400 // micro_size)
+    assert all(reading is not None and [*reading.samples] == samples for reading, samples in seen)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

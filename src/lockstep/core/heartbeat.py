@@ -5,7 +5,7 @@
     launcher        reads when it likes                                           `launch.hang_watch`
 
     a row           numbers (float64) | data workers (int64) | samples of the last updates (int64)
-                    | name of the evaluation set | samples of its batch (int64)
+                    | name of the evaluation set | samples of the request that is read (int64)
 
 A process that no launcher watches writes into memory of its own.
 """
@@ -40,8 +40,8 @@ _MOST_SAMPLES, _HEAD = 512, 4  # an update: its number, samples of its first mic
 _WORKERS_AT = _NUMBERS
 _SAMPLES_AT = _WORKERS_AT + _MOST_WORKERS * _WORKER
 _NAME_AT, _NAME = _SAMPLES_AT + _UPDATES * (_HEAD + _MOST_SAMPLES), 16  # of the evaluation set
-_EVALUATED_AT = _NAME_AT + _NAME  # the number of samples of its batch that are noted, and they
-_ROW = _EVALUATED_AT + 1 + _MOST_SAMPLES
+_REQUEST_AT, _MOST_OF_REQUEST = _NAME_AT + _NAME, 2**16  # how many are noted, negative: of that set; and the samples
+_ROW = _REQUEST_AT + 1 + _MOST_OF_REQUEST
 _BYTES = 8
 _MOST_NAMED = 8  # samples
 
@@ -156,6 +156,11 @@ class Heartbeat:
         integers[at], integers[at + 1], integers[at + 2], integers[at + 3] = step, len(requests[0]), end - first, total
         self.numbers[FETCHED] = step + 1
 
+    def fetch(self, micro: int, indices: Any) -> None:
+        """Note the micro-batch of that update, from 0, and its samples (an array of int64), before it is fetched."""
+        self._note_request(indices, 1)
+        self.numbers[FETCHING] = micro
+
     def end_fetch(self) -> None:
         """Note that the samples of the update are here."""
         self.numbers[FETCHED] = 0
@@ -168,9 +173,12 @@ class Heartbeat:
     def evaluated(self, indices: Any) -> None:
         """Note the samples (an array of int64) of an evaluation set that this process reads next; none: it has them."""
         if not self._is_worker:
-            number = min(len(indices), _MOST_SAMPLES)
-            self._integers[_EVALUATED_AT + 1 : _EVALUATED_AT + 1 + number] = memoryview(indices[:number])
-            self._integers[_EVALUATED_AT] = number
+            self._note_request(indices, -1)
+
+    def _note_request(self, indices: Any, sign: int) -> None:
+        number, first = min(len(indices), _MOST_OF_REQUEST), _REQUEST_AT + 1
+        self._integers[first : first + number] = memoryview(indices[:number])
+        self._integers[_REQUEST_AT] = sign * number
 
     def become_worker(self, number: int) -> None:
         """Write as a data worker from now on, in its process."""
@@ -205,7 +213,16 @@ class Heartbeat:
         if noted_step != step or not width:
             return [], 0
         first = micro * width
-        return integers[at + _HEAD + first : at + _HEAD + min(noted, first + width)].tolist(), min(width, total - first)
+        samples = integers[at + _HEAD + first : at + _HEAD + min(noted, first + width)].tolist()
+        if not samples and (self.numbers[FETCHED], self.numbers[FETCHING]) == (step + 1, micro):
+            samples = self._request(1)
+        return samples, min(width, total - first)
+
+    def _request(self, sign: int) -> list[int]:
+        """Return the samples of the request that is noted; none if it is of the other sign."""
+        number = max(0, sign * self._integers[_REQUEST_AT])
+        samples: list[int] = self._integers[_REQUEST_AT + 1 : _REQUEST_AT + 1 + number].tolist()
+        return samples
 
     def workers(self) -> list[Worker]:
         """Return the data workers that fetch."""
@@ -234,9 +251,8 @@ class Heartbeat:
         """Return what this rank's own process reads; None: nothing, as far as it is known."""
         if mark := int(self.numbers[SAMPLE]):
             return Reading((abs(mark) - 1,), self._set_of(mark))
-        if number := self._integers[_EVALUATED_AT]:
-            samples = self._integers[_EVALUATED_AT + 1 : _EVALUATED_AT + 1 + number].tolist()
-            return Reading((*samples,), self.evaluation_set())
+        if evaluated := self._request(-1):
+            return Reading((*evaluated,), self.evaluation_set())
         samples, _ = self.awaited()
         return Reading((*samples,)) if samples and not self.numbers[WORKERS] else None
 

@@ -185,8 +185,8 @@ class TrainingLoader:
         for share in shares:
             beat.begin_fetch(share.step, [request.indices for request in share.requests])
             fetched = []
-            for micro in range(len(share.requests)):
-                beat.numbers[heartbeat.FETCHING] = micro
+            for micro, request in enumerate(share.requests):
+                beat.fetch(micro, request.indices)
                 fetched.append(next(batches))
             beat.end_fetch()
             yield self._update(share, tuple(fetched))
