@@ -243,7 +243,18 @@ def test_without_a_launcher_the_next_start_knows(tmp_path: Path, monkeypatch: py
     with pytest.raises(OutOfMemory):
         lockstep.train(config)
     lockstep.train(config)
-    assert sentences_on_sizes(folder) == ["Memory ran out with evaluation.micro_size 8, so that it is 4."]
+    learned_size = ["Memory ran out with evaluation.micro_size 8, so that it is 4."]
+    assert sentences_on_sizes(folder) == learned_size
+    # a run that starts over tries it again, once: ranks that are started again know what their launch has learned
+    with pytest.raises(OutOfMemory):
+        lockstep.train(config, fresh=True)
+    with monkeypatch.context() as again:
+        again.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        lockstep.train(config, fresh=True)
+    assert sentences_on_sizes(folder) == learned_size
+    monkeypatch.delenv(FAULTS)
+    lockstep.train(config, fresh=True)
+    assert sentences_on_sizes(folder) == []
 
 
 def test_other_settings_may_fit(tmp_path: Path) -> None:

@@ -7,17 +7,15 @@ Lockstep's launcher forgets them where a run starts over; under other launchers,
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lockstep.core.errors import WorkerDied
-from lockstep.core.ranks import started_by_lockstep
 from lockstep.data.bad_samples import NONE_DEADLY, Deadly
 from lockstep.launch.deadly_samples import DeadlySamples
 from lockstep.launch.deaths import FILE
 from lockstep.monitor.folder import LOGS
-from lockstep.training.launch_folder import begun_folder, resumed
+from lockstep.training.launch_folder import begun_folder, resumed, starts_over
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -31,7 +29,7 @@ def known_deadly(config: Config, job: Job | None, world: World) -> Deadly:
     if job is None or not config.data.bad_samples.skips:
         return NONE_DEADLY
     known = NONE_DEADLY
-    if world.rank == 0 and not _starts_over(resumed(job.resume, world)):
+    if world.rank == 0 and not starts_over(resumed(job.resume, world)):
         folder = begun_folder(config, job, world)
         known = NONE_DEADLY if folder is None else DeadlySamples.of(config, folder / LOGS).known()
     return cast("Deadly", world.axis.broadcast(known))
@@ -39,14 +37,8 @@ def known_deadly(config: Config, job: Job | None, world: World) -> Deadly:
 
 def forget_others(config: Config, resume: Resume, folder: Path) -> None:
     """Forget the samples of an earlier run in the folder, if this one starts over there."""
-    if _starts_over(resume):
+    if starts_over(resume):
         DeadlySamples.of(config, folder / LOGS).forget()
-
-
-def _starts_over(resume: Resume) -> bool:
-    """Return whether the record is an earlier run's; ranks that a launcher starts again may have written there."""
-    is_first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    return resume.fresh and is_first_start and not started_by_lockstep(os.environ)
 
 
 def remember_death(error: Exception, config: Config, folder: Path) -> None:

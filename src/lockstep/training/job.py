@@ -65,7 +65,7 @@ from lockstep.training.rolling_back import Rollback
 from lockstep.training.run import Results, SaveFailed, run
 from lockstep.training.run_info import run_info
 from lockstep.training.session import Session, components_of, ledger_of, left_out_of
-from lockstep.training.smaller_batches import recovery_notes, remember, with_known
+from lockstep.training.smaller_batches import forget_sizes, recovery_notes, remember, with_known
 from lockstep.training.stored_run import StoredRun, in_bucket
 from lockstep.training.text import codec_of, sample
 from lockstep.training.user_logs import UserLogs
@@ -250,6 +250,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
         components.draw()
     if is_first:
         forget_others(job.config, resume, folder)
+        forget_sizes(resume, folder)
         run_folder = RunFolder.open(folder)
         if checkpoints.resumed_from is None or resume.origin is not None:
             run_folder.archive_attempt()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import Failure
-from lockstep.core.ranks import RankEnvironment, names_a_rank
+from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.monitor.folder import CONFIG, is_finished
 from lockstep.training.resuming import Resume
 
@@ -84,6 +84,18 @@ def resumed(resume: Resume, world: World) -> Resume:
     if world.launcher_store is None or not world.launcher_store.check([_BEGUN]):
         return resume
     return replace(resume, fresh=False, step=None, origin=None)
+
+
+def starts_over(resume: Resume) -> bool:
+    """Return whether the records in the run's folder are an earlier run's, not those of earlier ranks of this launch.
+
+    Lockstep's launcher forgets those itself, before it starts ranks.
+
+    Args:
+        resume: As of `resumed`.
+    """
+    is_first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    return resume.fresh and is_first_start and not started_by_lockstep(os.environ)
 
 
 def _continues(config: Config, folder: Path) -> bool:

@@ -30,7 +30,7 @@ from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.folder import LOGS
 from lockstep.plan.plan import check_on_ranks
 from lockstep.training.deadly_samples import notes_on_deadly
-from lockstep.training.launch_folder import begun_folder
+from lockstep.training.launch_folder import begun_folder, resumed, starts_over
 from lockstep.training.out_of_memory import sizes_too_large
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lockstep.launch.ends import End
     from lockstep.training.job import Job
     from lockstep.training.out_of_memory import MemoryFactors
+    from lockstep.training.resuming import Resume
 
 _FILE = "out_of_memory.json"
 _MICRO_SIZE = "batch.micro_size"
@@ -233,14 +234,23 @@ def remember(error: BaseException, factors: MemoryFactors, config: Config, ranks
 
 
 def with_known(config: Config, job: Job, world: World) -> Config:
-    """Return the config with sizes that fit, as far as earlier starts of the run know; the same on all ranks."""
+    """Return the config with sizes that fit, as far as earlier starts of the run know; the same on all ranks.
+
+    Where the run starts over, ranks know only what others of the same launch have learned before them.
+    """
     if started_by_lockstep(os.environ):  # the launcher has done so
         return config
     known = _NOTHING
-    if world.rank == 0 and not job.resume.fresh:
+    if world.rank == 0 and not starts_over(resumed(job.resume, world)):
         folder = begun_folder(config, job, world)
         known = learned(folder, config, world.size) if folder is not None else _NOTHING
     return cast("Learned", world.axis.broadcast(known)).applied(config)
+
+
+def forget_sizes(resume: Resume, run: Path) -> None:
+    """Forget the sizes of an earlier run in the folder, if this one starts over there."""
+    if starts_over(resume):
+        forget(run / LOGS / _FILE)
 
 
 # --- what is shown --------------------------------------------------------------------------------------------------
