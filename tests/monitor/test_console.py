@@ -38,9 +38,9 @@ def test_a_run_in_plain_lines() -> None:
     monitors = Monitors([Console(10, stream=stream)])
     monitors.start(replace(FACTS, notes=("Take care.",), trainable=300_000))
     for step in range(1, 31):
-        lost = step >= 12
-        verdict = Verdict.OVERFLOW if step == 12 else Verdict.KEPT
-        monitors.see(report(step, verdict=verdict, discarded=int(lost), loss_scale=32768.0 if lost else 65536.0))
+        lost = int(step >= 12) + int(step >= 25)  # the second is printed with its samples, by `bad_updates`
+        verdict = {12: Verdict.OVERFLOW, 25: Verdict.NON_FINITE}.get(step, Verdict.KEPT)
+        monitors.see(report(step, verdict=verdict, discarded=lost, loss_scale=32768.0 if lost else 65536.0))
     monitors.evaluated(EVALUATION)
     monitors.finish(None)
     assert stream.getvalue().splitlines() == [
@@ -57,14 +57,14 @@ def test_a_run_in_plain_lines() -> None:
         "step 12: update discarded (fp16 overflow, loss scale 32768); 1 so far",
         "step 20/30  loss 1.05  164k tokens/s  640 samples/s  10.0 steps/s  grad norm 0.5  lr 0.001  1 discarded"
         "  epoch 1  0:01 left",
-        "step 30/30  loss 1.033  164k tokens/s  640 samples/s  10.0 steps/s  grad norm 0.5  lr 0.001  1 discarded"
+        "step 30/30  loss 1.033  164k tokens/s  640 samples/s  10.0 steps/s  grad norm 0.5  lr 0.001  2 discarded"
         "  epoch 1  0:00 left",
         "step 30: evaluation held-out: loss 1.518, accuracy 97.22 %, bits per byte 2.19 (1,234 samples in 0.50 s)",
         "done: 30 steps, 1,920 samples, 491,520 tokens in 3.00 s",
         "  loss        1.033 (of the last update)",
         "  evaluation  held-out: loss 1.518, accuracy 97.22 %, bits per byte 2.19 (step 30)",
         "  speed       164k tokens/s, 640 samples/s, 10.0 steps/s",
-        "  discarded   1 of 30 updates",
+        "  discarded   2 of 30 updates",
         "  folder      /runs/stdlib-lm-20261121-093000",
     ]
 

@@ -177,15 +177,19 @@ def _given_up(strategy: str, folder: Path) -> str:
     return "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
 
 
-def test_a_run_of_which_no_update_was_kept_fails(tmp_path: Path) -> None:
+def test_a_run_of_which_no_update_was_kept_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each discarded update is printed once, also if its one micro-batch names no other suspects."""
     run = {"steps": 5, "folder": str(tmp_path / "run")}
     with pytest.raises(lockstep.RunFailed, match=r"all 5 updates had a loss .* nothing was learned") as raised:
         lockstep.train(small.config(run=run), objective=small.NanAt(range(1000)))
     assert raised.value.exit_code == 1
     assert not hasattr(raised.value, "__notes__")
     assert not (tmp_path / "run" / "summary.json").exists()
+    capsys.readouterr()
     kept_one = {"steps": 5, "folder": str(tmp_path / "other")}
     assert lockstep.train(small.config(run=kept_one), objective=small.NanAt(range(4))).summary["discarded"] == 4
+    about = [line.partition(":")[2] for line in capsys.readouterr().out.splitlines() if ", discarded: " in line]
+    assert [line.partition(":")[0] for line in about] == [f" update {step}, discarded" for step in range(1, 5)]
 
 
 # --- numbers that stay on the device ------------------------------------------------------------------------------

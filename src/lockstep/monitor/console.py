@@ -51,7 +51,6 @@ _BATCH_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _NOT_CI = ("", "0", "false")
 _TRIED_AGAIN = (CollectiveTimeout, OutOfMemory, ReplicasDiffer, RolledBack)
 """Failures after which Lockstep's launcher starts the ranks again, as after an exception that is none."""
-_REASONS = {Verdict.OVERFLOW: "fp16 overflow", Verdict.NON_FINITE: "gradient not finite", Verdict.SPIKE: "spike"}
 
 
 class Console(ThrottledMonitor):
@@ -77,7 +76,7 @@ class Console(ThrottledMonitor):
         self._slow: set[int] = set()
         self._gpus = GpuHealth()
         self._printed_step = 0
-        self._next_line = self._next_drawing = self._next_discarded = self._next_epoch = 0.0  # seconds of the run
+        self._next_line = self._next_drawing = self._next_overflow = self._next_epoch = 0.0  # seconds of the run
 
     def start(self, info: RunInfo) -> None:
         self._facts = info
@@ -98,9 +97,10 @@ class Console(ThrottledMonitor):
     def see(self, report: StepReport) -> Iterable[Request]:
         self._last = report
         self._throughput.add(report)
-        if not report.kept and report.seconds >= self._next_discarded:
-            self._next_discarded = report.seconds + _MIN_SECONDS
-            self._output.print(f"step {report.step:,}: {_remark(report)}")
+        if report.verdict is Verdict.OVERFLOW and report.seconds >= self._next_overflow:  # `bad_updates` names others
+            self._next_overflow = report.seconds + _MIN_SECONDS
+            why = f"fp16 overflow, loss scale {report.loss_scale:g}"
+            self._output.print(f"step {report.step:,}: update discarded ({why}); {report.discarded:,} so far")
         if self._progress == "live" and report.seconds >= self._next_drawing:
             self._next_drawing = report.seconds + self._output.draw(self._status(report))
         elif self._progress == "plain" and self._wants_line(report):
@@ -240,13 +240,6 @@ def _end_of(error: BaseException | None) -> str:
     is_final = isinstance(error, Failure) and not isinstance(error, _TRIED_AGAIN)
     starts_again = isinstance(error, RolledBack) or (started_by_lockstep(os.environ) and not is_final)
     return "interrupted after" if starts_again or blames_a_peer(error) else "failed after"
-
-
-def _remark(report: StepReport) -> str:
-    """Return the sentence about an update that was discarded; a spike that is kept is named by `bad_updates`."""
-    scale = f", loss scale {report.loss_scale:g}" if report.verdict is Verdict.OVERFLOW else ""
-    spike = f": {report.spike}" if report.spike else ""
-    return f"update discarded ({_REASONS[report.verdict]}{scale}{spike}); {report.discarded:,} so far"
 
 
 def time_shares(split: Mapping[str, float]) -> str:

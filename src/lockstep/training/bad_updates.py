@@ -93,7 +93,7 @@ class BadUpdates:
             raise RollbackDue(f"step {report.step:,}: {text}", bad, report.samples)
         self._verdicts.refuse(report, text)
         self._failure_state.fails_together = knew
-        if (bad.where or report.kept) and self._printed < _MOST_PRINTED:
+        if self._printed < _MOST_PRINTED:
             self._printed += 1
             last = "; further ones are in events.jsonl" if self._printed == _MOST_PRINTED else ""
             print_once(f"lockstep: update {report.step:,}, {bad.action}: {text}{last}")
