@@ -18,6 +18,8 @@ from kit.commands import Done, run_lockstep, start_lockstep
 from kit.hosts import needs_hosts
 
 from lockstep.chaos.drawing import balanced
+from lockstep.chaos.kinds import Cluster, applicable
+from lockstep.config.loading import validate
 from lockstep.core.phase_clock import PhaseClock
 from lockstep.resilience.faults import Fault, PlantedFault, events_of, plant, write_plan
 
@@ -181,7 +183,7 @@ def test_a_recipe_that_fails_undisturbed(tmp_path: Path) -> None:
         (["--launch.nodes", "2", "--launch.rendezvous", "a:1"], "give --nodes instead"),
         (["--faults", "shrink"], "give --nodes MIN:MAX"),
         (["--faults", "partition"], "give --nodes 2"),
-        (["--faults", "diverge", "--parallel.strategy", "fsdp"], "2 replicas of the training state"),
+        (["--faults", "diverge", "--parallel.strategy", "fsdp"], "2 replicas of the parameters"),
         (["--faults", "flip", "--steps", "4"], "give --steps 5 at least"),
     ],
 )
@@ -189,6 +191,23 @@ def test_refusals(tmp_path: Path, words: list[str], message: str) -> None:
     done = chaos(tmp_path, *words)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("parallel", "options", "has_copies"),
+    [
+        ("ddp", {}, True),
+        ("fsdp", {}, False),
+        ("deepspeed", {"zero_stage": 1}, True),
+        ("deepspeed", {"zero_stage": 2}, True),
+        ("deepspeed", {"zero_stage": 2, "bf16_weights": True}, False),  # the state is the fp32 values, in shards
+        ("deepspeed", {"zero_stage": 3}, False),
+    ],
+)
+def test_a_bit_may_flip_where_parameters_are_whole(parallel: str, options: dict[str, Any], has_copies: bool) -> None:
+    section = {"strategy": parallel, **({parallel: options} if options else {})}
+    config = validate(small.config(parallel=section, precision={"compute": "bf16"})).config
+    assert ("diverge" in applicable(config, (), Cluster(1, 1, 2), 6)) == has_copies
 
 
 def test_kinds_come_equally_often_in_an_order_of_the_seed() -> None:

@@ -78,7 +78,8 @@ def test_shards_without_a_copy_are_compared_with_nothing() -> None:
 def test_runs_recover_from_both_kinds_of_faults(tmp_path: Path) -> None:
     """A NaN is computed again; a bit that has flipped is undone by the newest checkpoint."""
     file = tmp_path / "small.yaml"
-    config = small.config(parallel={"strategy": "ddp"}, launch={"ranks": 2, "device": "cpu"})
+    parallel = {"strategy": "deepspeed", "deepspeed": {"zero_stage": 2}}
+    config = small.config(parallel=parallel, launch={"ranks": 2, "device": "cpu"})
     file.write_text(yaml.safe_dump(config))
     words = ("--folder", tmp_path / "runs", "--steps", "6", "--rounds", "2", "--keep", "--json")
     done = run_lockstep("chaos", file, "--faults", "nan,diverge", *words)

@@ -2,6 +2,7 @@
 
 kill, exit, raise, sample, ...  any update but the first, any phase
 badsample                       a sample of any update but the first
+diverge                         after the optimizer's step of any update but the first
 full, readonly, gone, slow      an update that a save follows
 flip                            after the second save; the other ranks are killed then, too, and save nothing
 oom                             a forward or backward: a rank that fails in its optimizer's step leaves an update that
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from lockstep.resilience.disk_faults import DISK_KINDS, FLIP
 from lockstep.resilience.faults import NETWORK_KINDS, OOM, PHASES, SHRINK, Fault
-from lockstep.resilience.number_faults import BAD_SAMPLE
+from lockstep.resilience.number_faults import BAD_SAMPLE, DIVERGE
 
 _SAVES = 4  # checkpoints of a run
 _AFTER_SAVE = 3  # updates until a small checkpoint exists
@@ -53,6 +54,8 @@ def draw_faults(draws: random.Random, kind: str, ranks: int, per_host: int, step
     fault = Fault(kind, draws.randrange(first, ranks), draws.randint(2, steps), draws.choice(phases))
     if kind == BAD_SAMPLE:
         return [replace(fault, phase="forward")]
+    if kind == DIVERGE:
+        return [replace(fault, phase="host")]
     if kind in DISK_KINDS:
         return [replace(fault, step=min(fault.step, max(2, steps - updates_between_saves(steps))))]
     if kind in NETWORK_KINDS:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
 
 _ROLLBACK_STEPS = 2
+_STATE_BYTES = 4  # of an element: the state is fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def _reasons(config: Config, world: Cluster, steps: int) -> Iterator[tuple[str, 
     if world.size == 1:
         yield "collective", "is a collective that other ranks don't call; start 2 ranks at least"
     if not _has_copies(config, world.size):
-        why = "2 ranks at least" if world.size == 1 else "2 replicas of the training state, as ddp has on 2 ranks"
+        why = "2 ranks at least" if world.size == 1 else "2 replicas of the parameters, as ddp has on 2 ranks"
         yield "diverge", f"changes one of several copies of a parameter; start {why}"
     for kind in ("nan", BAD_SAMPLE):
         if config.precision.compute == "fp16":
@@ -100,4 +101,9 @@ def _reasons(config: Config, world: Cluster, steps: int) -> Iterator[tuple[str, 
 
 
 def _has_copies(config: Config, ranks: int) -> bool:
-    return mesh_of(config.parallel, choose_strategy(config, ranks).strategy, ranks).data > 1
+    """Return whether several ranks hold the same parameters, in the type in which the state has them."""
+    strategy = choose_strategy(config, ranks).strategy
+    mesh = mesh_of(config.parallel, strategy, ranks)
+    is_whole = not strategy.variant(config.parallel).state.parameters
+    gathered_bytes, _ = strategy.element_bytes(strategy.options_of(config.parallel))
+    return mesh.data > 1 or (mesh.shard > 1 and is_whole and gathered_bytes == _STATE_BYTES)

@@ -35,7 +35,7 @@ from lockstep.resilience.disk_faults import (
     plant_in_disk,
 )
 from lockstep.resilience.memory_faults import Trained, plant_in
-from lockstep.resilience.number_faults import BAD_SAMPLE, NUMBER_FAULTS, make_sample_nan
+from lockstep.resilience.number_faults import BAD_SAMPLE, DIVERGE, NUMBER_FAULTS, make_sample_nan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,7 +117,7 @@ def plant(world: World, steps: int, environ: Mapping[str, str] = os.environ, tra
 
     def entered(phase: Phase) -> Phase:
         before = enter(phase)
-        trap.entered(phase, clock.position().updates)
+        trap.entered(phase, clock.position().updates, ends_update=(before, phase) == (Phase.OPTIMIZER, Phase.HOST))
         return before
 
     clock.enter = entered  # type: ignore[method-assign]
@@ -142,8 +142,12 @@ class _Trap:
         self._fired_in = 0
         self.model: nn.Module | None = None
 
-    def entered(self, phase: Phase, updates: int) -> None:
-        """See a phase begin, after some updates of this process."""
+    def entered(self, phase: Phase, updates: int, *, ends_update: bool) -> None:
+        """See a phase begin, after some updates of this process.
+
+        Args:
+            ends_update: Whether it follows the optimizer's step.
+        """
         step, name = self._steps + updates + 1, phase.name.lower()
         if updates and (self._first or 0 < self._fired_in < step):
             self._first, self._fired_in = False, 0
@@ -152,6 +156,7 @@ class _Trap:
             if (
                 fault.phase != name
                 or fault.kind in (OOM, BAD_SAMPLE)
+                or (fault.kind == DIVERGE and not ends_update)
                 or not _is_due(fault, step)
                 or not self._is_first(number)
             ):

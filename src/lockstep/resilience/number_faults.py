@@ -3,7 +3,10 @@
 nan        the first layer's next output in training is NaN, once   --> `recovery.bad_numbers.nonfinite: retry`
 badsample  the first layer's output in training is NaN
            for one sample, whenever it is used                      --> `rollback` there, or `bisect`
-diverge    a bit of a parameter is another one on this rank alone   --> `recovery.compare_every`
+diverge    a bit of a parameter is another one on this rank alone
+           after an update                                          --> `recovery.compare_every`
+
+Where the optimizer's state is sharded, an update writes all parameters again: a bit that flips before it is gone then.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
     from lockstep.core.records import Inputs
 
-BAD_SAMPLE = "badsample"
+BAD_SAMPLE, DIVERGE = "badsample", "diverge"
 _NAN = float("nan")
 _BIT = 1 << 20  # of a float32: an eighth of the number, as its exponent stays
 
@@ -96,4 +99,4 @@ def flip_bit(model: nn.Module) -> None:
     largest.view(-1)[:1] = numbers.view(torch.float32).to(largest.dtype)
 
 
-NUMBER_FAULTS: Mapping[str, Callable[[nn.Module], None]] = {"nan": make_nan, "diverge": flip_bit}
+NUMBER_FAULTS: Mapping[str, Callable[[nn.Module], None]] = {"nan": make_nan, DIVERGE: flip_bit}
