@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 from kit import small
-from kit.commands import Done, run_lockstep
+from kit.commands import Done, run_lockstep, start_lockstep
+from kit.worlds import free_port
 
 import lockstep
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
@@ -210,6 +211,27 @@ def test_under_torchrun(tmp_path: Path, told: Told) -> None:
         )
         assert done.returncode == 0, done.stderr
         assert_same(folder, told(11, 8, ranks=2))
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("policy", ["skip", "fail"])
+def test_on_two_hosts(tmp_path: Path, told: Told, policy: str, workers: int) -> None:
+    faults = {11: "crash", 8: "hang", 3: "exit"} if policy == "skip" else {8: "hang"}
+    file = written(tmp_path / "run", 2, faults=faults, workers=workers, data={"bad_samples": {"policy": policy}})
+    words = ("train", file, "--launch.ranks", 1, "--nodes", 2, "--rendezvous", f"127.0.0.1:{free_port()}")
+    launchers = []
+    for node in range(2):
+        (tmp_path / f"node-{node}").mkdir()
+        launchers.append(start_lockstep(*words, "--node-rank", node, cwd=tmp_path / f"node-{node}"))
+    codes, output = [launcher.end() for launcher in launchers], launchers[0].output
+    if policy == "skip":
+        assert codes == [0, 0], output
+        assert left_out(tmp_path / "run").keys() == faults.keys()
+        assert_same(tmp_path / "run", told(*faults, ranks=2))
+    else:
+        assert 0 not in codes
+        assert "reading sample 8 has ended the process 2 times: mend it, or leave it out by" in output
 
 
 @pytest.mark.parametrize(
