@@ -155,6 +155,13 @@ def evaluates(clock: PhaseClock) -> None:
     time.sleep(60)
 
 
+def takes_its_first_snapshot(clock: PhaseClock) -> None:
+    updates(clock)
+    with heartbeat.snapshot_stage(first=True):
+        clock.enter(Phase.SAVE)
+        time.sleep(60)
+
+
 def waits_in_save(clock: PhaseClock) -> None:
     updates(clock)
     clock.enter(Phase.SAVE)
@@ -318,6 +325,18 @@ def test_the_first_update_of_a_later_round_has_the_limit_of_the_rounds_before(tm
         look(watch, members, 1.5)
         assert members[1].end is not None
         assert "rank 1 hangs in its forward at" in members[1].end.text
+
+
+def test_a_first_snapshot_is_named_early_and_killed_late(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.launch.hang_watch._ALLOCATES_S", 0.3)
+    monkeypatch.setattr("lockstep.launch.hang_watch._UNSEEN_S", 0.05)
+    with watched(tmp_path, waits, takes_its_first_snapshot) as (watch, members):
+        look(watch, members, 1.0)
+    assert "s, in a snapshot in memory at" in (printed := capfd.readouterr().err)
+    assert "(update 9); the other rank waits for it; the ranks are ended if that lasts 1200 s" in printed
+    assert not any(member.end for member in members)
 
 
 @pytest.mark.parametrize("seconds", [0.3, None])

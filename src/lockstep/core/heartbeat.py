@@ -58,7 +58,8 @@ class Stage(IntEnum):
     START = 1
     TRAINING = 2
     END = 3
-    SNAPSHOT = 4  # in the host's memory, unless it is the first, which prepares memory
+    SNAPSHOT = 4  # in the host's memory
+    FIRST_SNAPSHOT = 5  # which allocates memory, in a time that grows with the state
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,11 +321,10 @@ def begin_stage(stage: Stage, steps: int = 0) -> None:
 
 @contextmanager
 def snapshot_stage(*, first: bool) -> Iterator[None]:
-    """Note that the block takes a snapshot in memory, which is as short as an update unless it is the first."""
+    """Note that the block takes a snapshot in memory."""
     numbers = own().numbers
     before = numbers[STAGE]
-    if not first:
-        numbers[STAGE] = Stage.SNAPSHOT
+    numbers[STAGE] = Stage.FIRST_SNAPSHOT if first else Stage.SNAPSHOT
     try:
         yield
     finally:

@@ -108,7 +108,7 @@ class Sight:
         """The place in its run, as text."""
         if self.stage in (Stage.START, Stage.END):
             return "at the start of the run" if self.stage is Stage.START else "at the end of the run"
-        if self.stage is Stage.SNAPSHOT:
+        if self.stage in (Stage.SNAPSHOT, Stage.FIRST_SNAPSHOT):
             return "in a snapshot in memory"
         return _PLACES[Phase.DATA if self.work.fetches else self.phase]
 

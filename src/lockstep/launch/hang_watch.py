@@ -55,7 +55,8 @@ _DEADLOCK_S = 5.0  # after which the stacks of ranks are looked at that may wait
 _ELSEWHERE_S = 10.0  # after which a wait of all ranks of this host for those of others is reported
 _CODE = 124  # of timeout(1)
 _OUTSIDE = (Phase.EVALUATION, Phase.SAVE)
-_IN_UPDATES = {Stage.TRAINING, Stage.SNAPSHOT}
+_ALLOCATES_S = 10.0  # for which a first snapshot may allocate memory until it is named, at least
+_IN_UPDATES = {Stage.TRAINING, Stage.SNAPSHOT, Stage.FIRST_SNAPSHOT}
 
 
 @dataclass
@@ -239,6 +240,8 @@ class HangWatch:
             return steps
         if self._may_take_long(sight):
             limit = options.other
+            if sight.stage is Stage.FIRST_SNAPSHOT:  # allocates about as much as the first update
+                limit = min(limit, max(steps, options.steps * times.first, _ALLOCATES_S))
         elif not sight.updates or len(times.recent) < _FIRST:
             known = max(times.slowest_start, *times.recent, 0.0) or times.first if sight.updates else self._first_before
             limit = max(steps, options.steps * known)
@@ -348,6 +351,8 @@ class HangWatch:
             return None
         if hang.is_stopped and not hang.continues and len(hang.culprits) < ranks:
             return 0.0
+        if any(each.stage is Stage.FIRST_SNAPSHOT for each in hang.culprits):
+            limit = max(limit, self.options.other)
         return max(self.options.end_after, (_LONG if all(map(self._may_take_long, hang.culprits)) else _AGAIN) * limit)
 
     def _kill(
