@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.request import Request, urlopen
 
 from lockstep.stores.aws_session import new_session
 
@@ -67,6 +68,7 @@ def serving() -> Iterator[str]:
     server.start()
     host, port = server.get_host_and_port()
     try:
+        urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST"))  # servers of a process share all buckets
         client(f"http://{host}:{port}").create_bucket(Bucket=BUCKET)
         yield f"http://{host}:{port}"
     finally:

@@ -58,7 +58,7 @@ ROWS = {
     "training/test_divided_models.py::test_first_weights_are_the_single_process": 2,
     "training/test_families.py::test_every_family_in_two_replicas_of_two_parts": 0,
     "training/test_families.py::test_every_family_is_the_single_process": 1,
-    "training/test_features.py::test_what_is_tested_is_the_single_process": 4,
+    "training/test_features.py::test_what_is_tested_is_the_single_process": 6,
     "training/test_fsdp.py::test_memory_is_what_the_plan_says": 4,
     "training/test_fsdp.py::test_precisions_round_as_much_as_they_must": 2,
     "training/test_histograms.py::test_two_ranks_count_what_one_counts": 2,
