@@ -68,7 +68,9 @@ def serving() -> Iterator[str]:
     server.start()
     host, port = server.get_host_and_port()
     try:
-        urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST"))  # servers of a process share all buckets
+        urlopen(
+            Request(f"http://{host}:{port}/moto-api/reset", method="POST")
+        )  # servers of a process share all buckets
         client(f"http://{host}:{port}").create_bucket(Bucket=BUCKET)
         yield f"http://{host}:{port}"
     finally:

@@ -80,3 +80,28 @@ def test_folders_on_the_way_are_opened(tmp_path: Path, monkeypatch: pytest.Monke
     assert not exists_anew(tmp_path / "run" / "checkpoints" / "marker")
     assert opened[-3:] == [str(tmp_path), str(tmp_path / "run"), str(tmp_path / "run" / "checkpoints")]
     assert exists_anew(tmp_path)
+
+
+class Names:
+    """A storage that has these names, and ranks of which the first one has a checkpoint."""
+
+    rank = 0
+
+    def __init__(self, *names: str, rank: int = 0) -> None:
+        self.listed, self.rank, self.axis = names, rank, self
+
+    def names(self) -> tuple[str, ...]:
+        return self.listed
+
+    def broadcast(self, value: object) -> object:
+        return value if self.rank == 0 else True
+
+
+def test_the_first_rank_decides_whether_a_checkpoint_follows() -> None:
+    """Before, a host that didn't see it waited in another collective than the others, up to launch.timeout."""
+    empty, saved = cast("Any", Names()), cast("Any", Names("step-00000002"))
+    first, second = cast("Any", Names()), cast("Any", Names(rank=1))
+    assert resuming.a_checkpoint_follows(lambda: empty, None, second)
+    assert resuming.a_checkpoint_follows(lambda: saved, None, first)
+    assert resuming.a_checkpoint_follows(lambda: empty, saved, first)
+    assert not resuming.a_checkpoint_follows(lambda: empty, empty, first)

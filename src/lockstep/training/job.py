@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config
 from lockstep.core import heartbeat, standby
@@ -60,7 +60,7 @@ from lockstep.training.out_of_memory import MemoryFactors, explain, memory_facto
 from lockstep.training.ownership import run_folder_for
 from lockstep.training.publishing import publish, write_report
 from lockstep.training.rescue import LAST_REPORT
-from lockstep.training.resuming import Resume
+from lockstep.training.resuming import Resume, a_checkpoint_follows
 from lockstep.training.rolling_back import Rollback
 from lockstep.training.run import Results, SaveFailed, run
 from lockstep.training.run_info import run_info
@@ -159,19 +159,16 @@ def run_job(job: Job) -> Finished:
     return Finished(summary, folder)
 
 
-def _purpose(job: Job) -> Purpose:
+def _purpose(job: Job, world: World) -> Purpose:
     """Return whether a checkpoint is likely to follow; if none does after all, initial values are drawn then."""
     if job.resume.origin is not None:
         return Purpose.RESUME
     folder = job.folder or (Path(job.config.run.folder) if job.config.run.folder is not None else None)
     if folder is None or job.resume.fresh:
         return Purpose.TRAIN
-    with suppress(OSError, Failure):
-        storage = storage_of(job.config.checkpoint, folder, job.given.storage)
-        memory = job.memory if job.config.launch.nodes == 1 else None  # all ranks must see the same
-        if names_by_step([*storage.names(), *(snapshots_in(memory, None).names() if memory is not None else [])]):
-            return Purpose.RESUME
-    return Purpose.TRAIN
+    memory = None if job.memory is None else snapshots_in(job.memory, None)
+    follows = a_checkpoint_follows(partial(storage_of, job.config.checkpoint, folder, job.given.storage), memory, world)
+    return Purpose.RESUME if follows else Purpose.TRAIN
 
 
 # --- the session --------------------------------------------------------------------------------------------------
@@ -200,7 +197,7 @@ def opened(
         try:
             standby.wait()
             if job is not None:
-                config, purpose = with_known(config, job, world), _purpose(job)
+                config, purpose = with_known(config, job, world), _purpose(job, world)
             session = assemble(config, world, given, purpose, known_deadly(config, job, world))
             if world.exchange is not None:
                 world.exchange.listen()

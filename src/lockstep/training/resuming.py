@@ -10,13 +10,14 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint.loading import LoadedCheckpoint, load_newest
 from lockstep.checkpoint.manifest import CorruptCheckpoint
-from lockstep.checkpoint.storage import MANIFEST
-from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.checkpoint.storage import MANIFEST, names_by_step
+from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
 from lockstep.training.data_identity import continued
 from lockstep.training.saved_state import changes, check_state
 from lockstep.training.session import Session, components_of, ledger_of
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
     from lockstep.checkpoint.storage import ReadableStorage, Storage
     from lockstep.core.protocols import Axis, EvaluatedObjective
+    from lockstep.distributed.process_group import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,18 @@ class Resume:
     origin: Storage | None = None
     accept_changes: bool = False
     until: int | None = None
+
+
+def a_checkpoint_follows(storage: Callable[[], Storage], memory: Storage | None, world: World) -> bool:
+    """Return whether there are checkpoints, or snapshots in memory; the same on all ranks.
+
+    The first rank decides: ranks that decided alone would wait in different collectives where a host sees no files.
+    """
+    is_there = False
+    if world.rank == 0:
+        with suppress(OSError, Failure):
+            is_there = bool(names_by_step([*storage().names(), *(memory.names() if memory is not None else [])]))
+    return cast("bool", world.axis.broadcast(is_there))
 
 
 class _AllSums(defaultdict[str, float]):
