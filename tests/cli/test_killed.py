@@ -13,6 +13,7 @@ DRILL = Path(__file__).with_name("forked_kill_drill.py")
 SAMPLES = 1438 + 17 * 64  # of 40 updates: the first epoch ends with a smaller one
 
 
+@pytest.mark.drill
 def test_killed_runs_end_like_an_uninterrupted_one(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     words = ["runs", "--recipe=digits", "--kills=1", "--steps=40", "--then=", "--ranks=2", "--seed=3"]

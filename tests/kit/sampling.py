@@ -1,4 +1,4 @@
-"""Tests of which `make test` runs some rows, evenly spread; `make drill` runs the others.
+"""Tests of which `make test` runs some rows, evenly spread or named; `make drill` runs the others.
 
 Each of these rows is a run, or many, and most of them differ from their neighbors in one option.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-ROWS = {
+ROWS: dict[str, int | tuple[str, ...]] = {
     "checkpoint/test_corruption.py::test_a_run_reports_a_corruption_and_resumes_from_the_checkpoint_before": 3,
     "checkpoint/test_corruption.py::test_each_corruption_is_detected_and_the_checkpoint_before_it_is_used": 7,
     "checkpoint/test_hostile.py::test_a_damaged_checkpoint_is_moved_aside_and_the_one_before_it_used": 40,
@@ -58,7 +58,13 @@ ROWS = {
     "training/test_divided_models.py::test_first_weights_are_the_single_process": 2,
     "training/test_families.py::test_every_family_in_two_replicas_of_two_parts": 0,
     "training/test_families.py::test_every_family_is_the_single_process": 1,
-    "training/test_features.py::test_what_is_tested_is_the_single_process": 6,
+    "training/test_features.py::test_what_is_tested_is_the_single_process": (
+        "half of dp",
+        "fsdp",
+        "half of zero1",
+        "half of context",
+        "half of pipeline-1f1b+tensor",
+    ),
     "training/test_fsdp.py::test_memory_is_what_the_plan_says": 4,
     "training/test_fsdp.py::test_precisions_round_as_much_as_they_must": 2,
     "training/test_histograms.py::test_two_ranks_count_what_one_counts": 2,
@@ -68,7 +74,7 @@ ROWS = {
     "training/test_out_of_memory.py::test_the_advised_micro_batch_fits": 0,
     "training/test_pipeline.py::test_models_of_a_users_own": 2,
     "training/test_pipeline.py::test_products": 0,
-    "training/test_pipeline.py::test_two_stages_of_ragged_text": 2,
+    "training/test_pipeline.py::test_two_stages_of_ragged_text": ("zbv",),
     "training/test_published_weights.py::test_a_divided_run_publishes_the_whole_model": 3,
     "training/test_publishing.py::test_a_disk_may_take_longer_than_a_collective": 0,
     "training/test_publishing.py::test_files_hold_the_model_once": 3,
@@ -98,6 +104,13 @@ def spread(items: Sequence[Any], number: int) -> set[int]:
     return {round(place * (len(items) - 1) / max(number - 1, 1)) for place in range(number)}
 
 
+def _named(rows: Sequence[pytest.Item], names: Sequence[str]) -> set[int]:
+    """Return the places of the rows with these ids."""
+    ids = [row.nodeid.partition("[")[2].removesuffix("]") for row in rows]
+    assert len(rows) < len(names) or set(names) <= set(ids), f"{names} are not among {ids}"  # fewer: some are selected
+    return {place for place, name in enumerate(ids) if name in names}
+
+
 def mark_drilled(items: Iterable[pytest.Item], root: str) -> None:
     """Mark the other rows of these tests as drills."""
     by_function: dict[str, list[pytest.Item]] = {}
@@ -106,7 +119,8 @@ def mark_drilled(items: Iterable[pytest.Item], root: str) -> None:
         if function in ROWS and item.get_closest_marker("drill") is None:
             by_function.setdefault(function, []).append(item)
     for function, rows in by_function.items():
-        stay = spread(rows, ROWS[function])
+        chosen = ROWS[function]
+        stay = spread(rows, chosen) if isinstance(chosen, int) else _named(rows, chosen)
         for place, row in enumerate(rows):
             if place not in stay:
                 row.add_marker(pytest.mark.drill)

@@ -175,6 +175,8 @@ def _rank(
         result.send((True, returned))
     except BaseException:
         result.send((False, traceback.format_exc()))
+    if rank == 0 and ranks > 1:  # others may still ask its store; it is killed when all have returned
+        cast("Any", mp.parent_process()).join()
 
 
 def free_port() -> int:

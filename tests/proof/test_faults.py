@@ -40,6 +40,7 @@ def test_every_fault_has_an_expected_finding() -> None:
     assert set(FOUND) == set(INJECTED)
 
 
+@pytest.mark.drill
 def test_without_a_fault_every_run_passes() -> None:
     for row in rows()[None]:
         assert row.passed, explanation(row)

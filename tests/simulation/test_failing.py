@@ -42,6 +42,7 @@ def test_the_users_line_is_named(model: str, capfd: pytest.CaptureFixture[str]) 
     assert "Traceback" not in printed.err
 
 
+@pytest.mark.drill
 def test_what_does_not_fit_here_is_not_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -239,7 +239,7 @@ def test_on_two_hosts(tmp_path: Path, told: Told, policy: str, workers: int) -> 
     [
         ("Points", "crash", 0, "sample 11"),
         pytest.param("Points", "exit", 1, "sample 11", marks=pytest.mark.drill),
-        ("Points", "hang", 0, "sample 11"),
+        pytest.param("Points", "hang", 0, "sample 11", marks=pytest.mark.drill),
         ("Lists", "exit as if done", 0, "one of samples 8, 9, 10, 11"),
     ],
 )

@@ -113,6 +113,7 @@ def test_a_rank_that_hangs_is_named_with_its_line_and_samples(tmp_path: Path) ->
     assert "--- rank 0" in (tmp_path / "run" / "logs" / "hangs.txt").read_text()
 
 
+@pytest.mark.drill
 def test_a_snapshot_in_memory_has_the_limits_of_an_update(tmp_path: Path, undisturbed: Path) -> None:
     """A rank that hangs in one is named, and killed, as soon as one that hangs in its forward."""
     arguments = {"how": "hang in a snapshot", "at": 7, "once": str(tmp_path / "once")}
@@ -122,6 +123,7 @@ def test_a_snapshot_in_memory_has_the_limits_of_an_update(tmp_path: Path, undist
     assert losses(tmp_path / "run") == losses(undisturbed)
 
 
+@pytest.mark.drill
 def test_the_last_evaluation_has_the_limits_of_the_others(tmp_path: Path, undisturbed: Path) -> None:
     """A rank that hangs in it is killed after four times `other`, long before what may take long at the end."""
     arguments = {"how": "hang in an evaluation", "at": 12, "once": str(tmp_path / "once")}

@@ -200,6 +200,7 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
+@pytest.mark.drill
 def test_a_copy_of_a_run_and_a_damaged_checkpoint(finished: str, proxy: s3.Proxy, tmp_path: Path) -> None:
     store, copy = S3Store(finished), _copied(finished, f"{finished}-copy")
     before = store.tags("")

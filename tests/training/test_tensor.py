@@ -215,6 +215,7 @@ def test_by_sequence_each_rank_drops_other_elements() -> None:
     assert 0.3 < np.mean(here != there) < 0.7
 
 
+@pytest.mark.drill
 def test_checkpoints_of_divided_stages(tmp_path: Path) -> None:
     """Pipeline x tensor, saved on four ranks: resumed on one, and back. Other pairs are in test_checkpoint_pairs."""
     cut = "pipeline-1f1b+tensor"
@@ -338,6 +339,7 @@ WRONG_ON_FOUR: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.drill
 def test_a_wrong_plan_is_refused_in_products() -> None:
     found = in_world(4, small.refusals, [asked for asked, _ in WRONG_ON_FOUR.values()])
     for number, (name, (_, expected)) in enumerate(WRONG_ON_FOUR.items()):
