@@ -21,8 +21,10 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.errors import Rescued
+from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Batch
 from lockstep.training.audit import audit
+from lockstep.training.rescue import Rescue
 from lockstep.training.session import components_of
 
 _FAULT = "FAULT"  # environment: which code fails, on which rank (-1: on all), from which of its calls on
@@ -406,3 +408,17 @@ def test_a_rank_that_waits_for_others_than_the_one_that_fails_saves_with_them(tm
 @pytest.mark.timeout(1800)
 def test_ranks_save_their_parts_wherever_one_of_them_fails(tmp_path: Path) -> None:
     _check_rows(_MORE, tmp_path, 1500)
+
+
+def test_it_has_the_time_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the watch gave it that of an update: a large state that was saved slowly was taken for a hang."""
+    phases, save = [], Rescue._save
+
+    def noted(self: Rescue, error: BaseException) -> str | None:
+        phases.append(components_of(self.session).world.clock.position().phase)
+        return save(self, error)
+
+    monkeypatch.setattr(Rescue, "_save", noted)
+    _, notes = _failed(_config(tmp_path / "run"), "objective 0 6")
+    assert phases == [Phase.SAVE]
+    assert "is saved" in notes[0]

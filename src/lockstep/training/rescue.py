@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 from lockstep.checkpoint.saving import Saver, StepMetadata, failure_reason
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
 from lockstep.core.errors import Rescued, Stopped, blames_a_peer
+from lockstep.core.phase_clock import Phase
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.terminal import echo
 from lockstep.distributed.collectives import LocalGroup, over_store
@@ -88,7 +89,8 @@ class Rescue:
         try:
             if blames_a_peer(error) and self._save_in_memory():
                 return f"the state after step {step:,} is in the launcher's memory"
-            failure = self._save(error)
+            with components_of(self.session).world.clock.phase(Phase.SAVE):  # the watch gives a save more time
+                failure = self._save(error)
         except Exception as another:
             failure = failure_reason(another)
         if failure is None:
