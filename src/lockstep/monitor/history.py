@@ -32,6 +32,7 @@ _EVENT_FILE = re.compile(r"tensorboard/events\.out\.tfevents\.[\w.-]+")
 _RESUMED = b'{"resumed":'
 _MAX_FAULTS = 8
 _LATE = 100  # updates that an entry may be behind the one before it
+_END = 2**20  # bytes of a file of lines that are read at first: a run that starts again doesn't wait for all of it
 _FLUSH_S = 20.0  # a save's thread waits for the writers' threads
 _MARK_S = 1.0  # an update that begins a save does
 
@@ -132,27 +133,34 @@ def faults(run: Path, written: object) -> list[str]:
 def _faults(file: Path, name: str, mark: object) -> Iterator[str]:
     is_event_file = name.startswith(_TENSORBOARD)
     what = "events" if is_event_file else "lines"
+    known = _known_mark(mark)
     try:
-        data = file.read_bytes()
+        data = file.read_bytes() if known is not None or is_event_file else _end_of(file, _END)
     except FileNotFoundError:
         data = b""
     except OSError as error:
         yield f"{name} can't be read: {error}"
+        return
+    is_whole = known is not None and known.size <= len(data) and zlib.crc32(data[: known.size]) == known.crc
+    if is_whole and known is not None and known.size == len(data):
         return
     entries = list(records(data)) if is_event_file else data.splitlines(keepends=True)
     distinct = len(set(entries))
     resumes = [entry for entry in entries if entry.startswith(_RESUMED)]  # two attempts may begin at the same step
     if twice := len(entries) - distinct - (len(resumes) - len(set(resumes))):
         yield f"{name} has {twice:,} {what if twice > 1 else what[:-1]} twice"
-    if not (isinstance(mark, list) and len(mark) == 3 and all(isinstance(number, int) for number in mark)):
+    if known is None or is_whole:
         return
-    lines, size, crc = mark
-    if 0 <= size <= len(data) and zlib.crc32(data[:size]) == crc:
-        return
-    if lines > distinct:
-        yield f"{name} lacks {lines - distinct:,} of {lines:,} {what} that were written before"
+    if known.lines > distinct:
+        yield f"{name} lacks {known.lines - distinct:,} of {known.lines:,} {what} that were written before"
     else:  # what was written after the checkpoint, at its step, hides how many are missing
         yield f"{name} is not what was written: {what} are missing or were changed"
+
+
+def _known_mark(mark: object) -> FileMark | None:
+    if isinstance(mark, list) and len(mark) == 3 and all(isinstance(number, int) and number >= 0 for number in mark):
+        return FileMark(*mark)
+    return None
 
 
 def _event_files(run: Path) -> list[Path]:
@@ -172,13 +180,18 @@ def _rewind_file(
     """
     if not file.exists():
         return
-    data = file.read_bytes()
-    entries = list(split(data))
-    last = len(entries)
-    steps: list[float | None] = []
-    while last and (not steps or steps[-1] is None or steps[-1] > step - _LATE):
-        last -= 1
-        steps.append(step_of_entry(entries[last]))
+    size, length = file.stat().st_size, _END if split is _split_lines else file.stat().st_size
+    while True:
+        data = _end_of(file, length)
+        entries = list(split(data))
+        last = len(entries)
+        steps: list[float | None] = []
+        while last and (not steps or steps[-1] is None or steps[-1] > step - _LATE):
+            last -= 1
+            steps.append(step_of_entry(entries[last]))
+        if last or length >= size:
+            break
+        length *= 8
     stays = [before is not None and before <= step for before in reversed(steps)]
     if all(stays):
         return
@@ -186,15 +199,29 @@ def _rewind_file(
     archive.parent.mkdir(parents=True, exist_ok=True)
     archive.write_bytes(removed)
     if data.endswith(removed):
-        os.truncate(file, len(data) - len(removed))
+        os.truncate(file, size - len(removed))
         return
-    kept = b"".join([*entries[:last], *(entry for entry, keep in zip(entries[last:], stays, strict=True) if keep)])
+    with file.open("rb") as whole:
+        before = whole.read(size - len(data))
+    kept = b"".join(
+        [before, *entries[:last], *(entry for entry, keep in zip(entries[last:], stays, strict=True) if keep)]
+    )
     temporary = file.with_name(f".{file.name}.new")
     with temporary.open("wb") as handle:
         handle.write(kept)
         handle.flush()
         os.fsync(handle.fileno())
     temporary.replace(file)
+
+
+def _end_of(file: Path, length: int) -> bytes:
+    """Return the last lines of a file, of that many bytes at most; all of a file that isn't longer."""
+    with file.open("rb") as opened:
+        start = max(0, opened.seek(0, os.SEEK_END) - length)
+        opened.seek(max(0, start - 1))
+        if start:
+            opened.readline()
+        return opened.read()
 
 
 def _split_lines(data: bytes) -> Iterator[bytes]:

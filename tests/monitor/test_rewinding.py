@@ -1,0 +1,56 @@
+"""A run's history is rewound and checked by its end: what is before it isn't read again at each start."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import zlib
+from pathlib import Path
+from unittest.mock import patch
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.monitor import history
+
+
+@given(
+    steps=st.lists(st.integers(0, 400), max_size=60).map(sorted),
+    swapped=st.sets(st.integers(0, 58), max_size=4),
+    step=st.integers(0, 400),
+    end=st.sampled_from([1, 40, 200, 2**20]),
+    is_torn=st.booleans(),
+)
+def test_the_lines_after_a_step_are_moved_however_little_is_read(
+    steps: list[int], swapped: set[int], step: int, end: int, is_torn: bool
+) -> None:
+    entries = [*enumerate(steps)]
+    for place in swapped:
+        if place + 1 < len(entries) and abs(entries[place][1] - entries[place + 1][1]) < history._LATE:
+            entries[place], entries[place + 1] = entries[place + 1], entries[place]
+    lines = [json.dumps({"step": each, "number": number}).encode() + b"\n" for number, each in entries]
+    torn = [b'{"step": 1'] if is_torn else []
+    stays = [line for line, (_, each) in zip(lines, entries, strict=True) if each <= step]
+    with tempfile.TemporaryDirectory() as folder, patch.object(history, "_END", end):
+        run, archive = Path(folder), Path(folder) / "earlier" / "1"
+        (run / "metrics.jsonl").write_bytes(b"".join(lines + torn))
+        history.rewind(run, step, archive)
+        assert (run / "metrics.jsonl").read_bytes() == b"".join(stays)
+        moved = archive / "metrics.jsonl"
+        removed = [line for line in lines if line not in stays] + torn
+        assert (moved.read_bytes() if moved.exists() else b"") == b"".join(removed)
+
+
+def test_what_was_lost_or_changed_is_reported_with_and_without_a_mark(tmp_path: Path) -> None:
+    lines = [b'{"step": %d}\n' % step for step in range(50)]
+    whole = b"".join(lines)
+    mark = {"metrics.jsonl": [50, len(whole), zlib.crc32(whole)]}
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(whole)
+    assert history.faults(tmp_path, mark) == history.faults(tmp_path, None) == []
+    file.write_bytes(whole + lines[-1])
+    assert history.faults(tmp_path, mark) == history.faults(tmp_path, None) == ["metrics.jsonl has 1 line twice"]
+    file.write_bytes(b"".join(lines[:40]))
+    assert history.faults(tmp_path, mark) == ["metrics.jsonl lacks 10 of 50 lines that were written before"]
+    file.write_bytes(whole.replace(b"7", b"8"))
+    assert any("is not what was written" in text or "twice" in text for text in history.faults(tmp_path, mark))
