@@ -50,6 +50,11 @@ def test_what_was_lost_or_changed_is_reported_with_and_without_a_mark(tmp_path: 
     assert history.faults(tmp_path, mark) == history.faults(tmp_path, None) == []
     file.write_bytes(whole + lines[-1])
     assert history.faults(tmp_path, mark) == history.faults(tmp_path, None) == ["metrics.jsonl has 1 line twice"]
+    twice = whole + lines[-1]
+    file.write_bytes(twice)
+    known = {"metrics.jsonl": [51, len(twice), zlib.crc32(twice)]}
+    with patch.object(history, "_END", 100):
+        assert history.faults(tmp_path, known) == ["metrics.jsonl has 1 line twice"], "a mark doesn't hide it"
     file.write_bytes(b"".join(lines[:40]))
     assert history.faults(tmp_path, mark) == ["metrics.jsonl lacks 10 of 50 lines that were written before"]
     file.write_bytes(whole.replace(b"7", b"8"))

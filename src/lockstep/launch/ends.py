@@ -121,8 +121,8 @@ def end_of_fields(fields: Mapping[str, Any]) -> End:
     known = {name: value for name, value in fields.items() if name != "age"}
     problems = tuple(Problem(**problem) for problem in known["problems"])
     changed = {"kind": EndKind[known["kind"]], "time": monotonic() - fields["age"], "problems": problems}
-    ranks = {name: tuple(known[name]) for name in ("samples", "differing")}
-    return End(**{**known, **changed, **ranks})
+    tuples = {name: tuple(known[name]) for name in ("samples", "differing")}
+    return End(**{**known, **changed, **tuples})
 
 
 def end_of_return(code: int, time: float) -> End:

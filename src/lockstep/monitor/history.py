@@ -142,8 +142,8 @@ def _faults(file: Path, name: str, mark: object) -> Iterator[str]:
         yield f"{name} can't be read: {error}"
         return
     is_whole = known is not None and known.size <= len(data) and zlib.crc32(data[: known.size]) == known.crc
-    if is_whole and known is not None and known.size == len(data):
-        return
+    if is_whole and not is_event_file and len(data) > _END:  # what is before the end was looked at after earlier starts
+        data = data[-_END:].partition(b"\n")[2]
     entries = list(records(data)) if is_event_file else data.splitlines(keepends=True)
     distinct = len(set(entries))
     resumes = [entry for entry in entries if entry.startswith(_RESUMED)]  # two attempts may begin at the same step
@@ -180,7 +180,8 @@ def _rewind_file(
     """
     if not file.exists():
         return
-    size, length = file.stat().st_size, _END if split is _split_lines else file.stat().st_size
+    size = file.stat().st_size
+    length = _END if split is _split_lines else size  # records can't be found from the end
     while True:
         data = _end_of(file, length)
         entries = list(split(data))
