@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
 from gpu.on_gpus import group, on_one_gpu
 from kit.commands import run_lockstep, start_lockstep
 from kit.layouts import asking_for
@@ -44,7 +42,7 @@ def _run(config: dict[str, Any], folder: Path, cut: int | None) -> Outcome:
         losses = {}
         for report in session:
             losses[report.step] = report.loss
-            if cut is None and report.step in CUTS:
+            if cut is None and session.progress.steps in CUTS:  # a GPU's reports come an update late
                 checkpoints.save()
         assert all(ended.failure is None for ended in checkpoints.finish())
         weights = components_of(session).sharding.state.weights()
@@ -70,7 +68,14 @@ def metrics(run: Path) -> dict[int, float]:
 
 def test_from_gpu_to_cpu_and_back(tmp_path: Path) -> None:
     """Losses continue where they were, on another processor and under another strategy."""
-    small = ["stdlib-lm", "--monitor.every=1", "--precision.compute=fp32", "--evaluation.every=null", "--run.steps=12"]
+    small = [
+        "stdlib-lm",
+        "--monitor.every=1",
+        "--precision.compute=fp32",
+        "--schedule.kind=constant",
+        "--schedule.warmup_ratio=null",
+        "--run.steps=12",
+    ]
     whole = run_lockstep("train", *small, "--run.folder=whole", "--launch.device=cuda", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     cut = ["--run.folder=cut", "--checkpoint.every=4"]
@@ -92,38 +97,6 @@ def test_a_stopped_run_saves_and_goes_on(tmp_path: Path) -> None:
     again = run_lockstep(*words, f"--run.steps={steps + 5}", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "run" / "environment.json").read_text())
-
-
-class Greedy(torch.nn.Module):
-    """Has a tenth of a GPU's memory, and needs more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4096, 4096) for _ in range(8)])
-        torch.cuda.set_per_process_memory_fraction(0.02)
-
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        wide = points.repeat(4096, 1024)
-        for block in self.blocks:
-            wide = torch.tanh(block(wide))
-        return wide[:: len(wide) // len(points), :3]
-
-
-def test_out_of_memory_is_a_sentence(tmp_path: Path) -> None:
-    config = {
-        "model": {"kind": "custom", "target": f"{__file__}:Greedy"},
-        "objective": {"kind": "classification"},
-        "data": {"train": {"kind": "custom", "target": "kit.small:points"}},
-        "batch": {"global_size": 32, "micro_size": 16},
-        "run": {"steps": 2, "folder": "run"},
-        "launch": {"device": "cuda"},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    done = run_lockstep("train", "run.yaml", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stdout + done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "out of memory" in line]
-    assert "batch.micro_size to 8" in line
 
 
 def test_plan_speaks_of_the_gpu(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from kit.simulated import one_rank
 import lockstep
 
 LAYOUTS = ["single", "ddp", "fsdp", "fsdp-grad-op", "zero1", "zero2", "zero3"]
+OF_DEEPSPEED = {"zero3": ("deepspeed.py:_backward", "deepspeed.py:_step")}
+"""Where DeepSpeed itself waits: for its streams of reductions, and before it gathers parameters."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": {"compute": "bf16"}},
     "fp16": {"precision": {"compute": "fp16"}},
@@ -41,14 +43,18 @@ def _waits(config: dict[str, Any]) -> list[str]:
 
 
 def test_a_wait_is_seen() -> None:
-    assert on_one_gpu(planted) == 2
+    assert on_one_gpu(planted) == [False, True, True]
 
 
-def planted() -> int:
-    with host_waits() as waits:
-        torch.ones(3, device="cuda").sum().item()
-        torch.ones(3, device="cuda").cpu()
-    return len(waits)
+def planted() -> list[bool]:
+    acts = [lambda ones: ones.sum(), lambda ones: ones.sum().item(), lambda ones: ones.cpu()]
+    seen = []
+    for act in acts:
+        ones = torch.ones(3, device="cuda")
+        with host_waits() as waits:
+            act(ones)
+        seen.append(bool(waits))
+    return seen
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -59,6 +65,7 @@ def test_only_where_the_simulated_accelerator_has_one(layout: str) -> None:
     for name, waits in zip(asked, real, strict=True):
         simulated = one_rank({**asked[name], "launch": {"device": "auto"}}, 0, 1, None)
         expected = {wait.partition(" in ")[2] for wait in simulated.syncs}
-        if simulated.failure or set(waits) - expected:
-            wrong[name] = (simulated.failure, sorted(set(waits) - expected))
+        others = {wait for wait in set(waits) - expected if not wait.startswith(OF_DEEPSPEED.get(layout, ()))}
+        if simulated.failure or others:
+            wrong[name] = (simulated.failure, sorted(others))
     assert wrong == {}

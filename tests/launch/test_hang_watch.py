@@ -588,6 +588,20 @@ def test_several_ranks_that_hang(options: dict[str, bool], named: str, reported:
     assert hang_text(hang, 4, "") == f"{reported} (update 1); the others wait for them"
 
 
+def test_a_rank_that_waits_for_its_accelerator_is_named_so() -> None:
+    """A kernel that doesn't end shows where the host reads its results."""
+    stack = f"""Current thread 0x2 (most recent call first):
+  File "/x/site-packages/torch/cuda/streams.py", line 231 in synchronize
+  File "{rank_stacks._OWN}training/readback.py", line 171 in land"""
+    with closing(heartbeat.heartbeats(1)[0]) as beat:
+        sight = Sight(
+            0, 0, 9, 1.0, 3.0, Phase.HOST, beat, waits=False, state="S", stage=Stage.TRAINING, updates=3, calls=0
+        )
+    text = hang_text(Hang((sight,), {9: stack}), 1, "")
+    where = "lockstep/training/readback.py:171 in land"
+    assert text == f"rank 0 hangs between two updates, and waits for its accelerator at {where} (update 1)"
+
+
 def test_without_an_end_a_hang_is_only_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with watched(tmp_path, waits, is_stopped, options=Watchdog(least=0.2, end_after=None)) as (watch, members):
         look(watch, members, 0.8)

@@ -117,6 +117,19 @@ def start(hosts: SshHosts, folder: Path, options: Sequence[str] = ()) -> Running
     return launched
 
 
+def continues(launched: Running, folder: Path, text: str = "lockstep: round 2 trains on 2 hosts") -> None:
+    """Assert that a run continues after it has printed the text, on both hosts, and can be stopped then."""
+    launched.wait_for(lambda: text in launched.output)
+    reached = len(losses(folder / "run"))
+    launched.wait_for(lambda: len(losses(folder / "run")) > reached + 2)
+    assert {node: bool(of_node(node, folder)) for node in (0, 1)} == {0: True, 1: True}
+    launched.send(signal.SIGINT)
+    assert launched.end() == 75, launched.output
+    steps = [json.loads(line)["step"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [*range(1, len(steps) + 1)]
+    assert processes_in(folder) == {}
+
+
 def of_node(node: int, folder: Path) -> list[int]:
     """Processes of a launcher and its ranks, in the order of their start."""
     return sorted(pid for pid, words in processes_in(folder).items() if f"--node-rank {node}" in words)
@@ -156,9 +169,8 @@ def test_ctrl_c_stops_all_hosts_saved_and_sigkill_leaves_nothing_there(hosts: Ss
 def test_a_rank_that_is_killed_on_the_second_host_is_named(hosts: SshHosts, tmp_path: Path) -> None:
     launched = start(hosts, tmp_path)
     os.kill(of_node(1, tmp_path)[-1], signal.SIGKILL)
-    assert launched.end() == 1
+    continues(launched, tmp_path)
     assert re.search(r"lockstep: rank 1 \S*.*SIGKILL", launched.output)
-    assert processes_in(tmp_path) == {}
 
 
 def hides_on_b(folder: Path, name: str) -> Path:
@@ -210,12 +222,17 @@ def test_a_lost_connection_saves_and_stops_all(hosts: SshHosts, tmp_path: Path) 
 
 
 @pytest.mark.drill
-def test_a_host_whose_launcher_is_killed_is_named(hosts: SshHosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_launcher_that_is_killed_is_started_again(hosts: SshHosts, tmp_path: Path, node: int) -> None:
     launched = start(hosts, tmp_path)
-    os.kill(of_node(1, tmp_path)[0], signal.SIGKILL)
-    assert launched.end() == 1, launched.output
-    assert "(rank 1) is lost: " in launched.output
-    assert processes_in(tmp_path) == {}
+    os.kill(of_node(node, tmp_path)[0], signal.SIGKILL)
+    again = "was killed by SIGKILL; it is started again"
+    if node == 0:
+        continues(launched, tmp_path, again)
+    else:
+        continues(launched, tmp_path)
+        assert again in (tmp_path / "run" / "launch" / "b.log").read_text()
+        assert "(rank 1) is lost: " in launched.output
 
 
 @pytest.mark.drill

@@ -193,6 +193,19 @@ def test_micro_batches_grow_again(tmp_path: Path) -> None:
     assert not (folder / "logs/out_of_memory.json").exists()
 
 
+def test_a_round_without_any_update_is_an_attempt(tmp_path: Path) -> None:
+    folder, neighbor = tmp_path / "run", tmp_path / "neighbor"
+    neighbor.write_text("2")
+    arguments = {"neighbor": str(neighbor), "begins": 1}
+    model = {"kind": "custom", "target": f"{MODELS}:Crowded", "arguments": arguments}
+    data = {"train": {"kind": "custom", "target": f"{MODELS}:Items"}}
+    done = train(folder, "--ranks=1", model=model, objective={"kind": "classification"}, data=data)
+    assert done.returncode == 0, done.stderr
+    attempts = read_attempts(folder)
+    assert [attempt.number("micro_size") for attempt in attempts] == [8, 4, 2]
+    assert attempts[0].launched < attempts[1].launched < attempts[2].launched
+
+
 def test_memory_that_runs_out_again_postpones_the_next_growth(tmp_path: Path) -> None:
     rounds = sizes(tmp_path, config_of(recovery={"grow_after": 10}))
     assert rounds.job.grow_after is None

@@ -40,7 +40,7 @@ def abort_groups(error: BaseException, rank: int, device: torch.device, exchange
     Args:
         exchange: Closes the connections of a gloo group, which has no abort: what waits there fails then.
     """
-    if dist.get_backend() != "gloo" and not report_failure(error):
+    if dist.get_backend() != "gloo" and not report_failure(error) and dist.get_world_size() > 1:
         reason = message_of(error).strip() or "no message"
         _log.error("rank %d fails, and aborts its collectives: %s: %s", rank, type(error).__name__, reason)
     global _aborting

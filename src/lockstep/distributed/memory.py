@@ -1,7 +1,8 @@
 """The memory that a rank may use, and its peak.
 
        may use                                            has used
-GPU    all of its memory                                  what torch has allocated there
+GPU    all of its memory, or the fraction of it that      what torch has allocated there
+       torch may allocate
 CPU    an equal share of the machine's, or of what its     its resident memory
        control groups (of a container, a Slurm job, a
        service) leave of it
@@ -82,13 +83,25 @@ def memory_gauges(device: torch.device) -> Callable[[], dict[str, float]]:
 def memory_limit_of(device: torch.device) -> MemoryLimit:
     """Return how much memory a rank on `device` has, and how much of it is free."""
     if device.type != "cpu":
-        free, total = torch.get_device_module(device).mem_get_info(device)
+        module = torch.get_device_module(device)
+        free, total = module.mem_get_info(device)
+        if (fraction := _allowed_fraction(device)) < 1:
+            own = int(total * fraction)
+            free = min(free, max(0, own - module.memory_reserved(device)))
+            return MemoryLimit(own, free, "set_per_process_memory_fraction's")
         return MemoryLimit(total, free, f"{device}'s")
     return tightest_limit()
 
 
 def _accelerator_memory(device: torch.device) -> int:
-    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+    total = torch.get_device_module(device).get_device_properties(device).total_memory
+    return int(total * _allowed_fraction(device))
+
+
+def _allowed_fraction(device: torch.device) -> float:
+    """Return the part of a device's memory that torch may allocate in this process."""
+    fraction: Any = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
+    return 1.0 if fraction is None else float(min(1.0, fraction(device)))
 
 
 _MOST_MEMORY_EVENTS = 200_000

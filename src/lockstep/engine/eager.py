@@ -94,6 +94,7 @@ class EagerEngine:
                     with self._autocast():
                         outputs = call(module, micro_batch.inputs)
                     loss = objective.loss_sum(outputs, micro_batch)
+                    del outputs  # of a vocabulary, they are the largest tensor, and the backward may not need it
                     if not isinstance(loss, torch.Tensor):
                         raise _no_loss(loss)
                     counted = loss.detach() if micro_batch.samples else torch.zeros_like(loss)

@@ -23,7 +23,7 @@ from lockstep.core.pending_collective import PendingCollective
 from lockstep.core.phase_clock import Phase
 from lockstep.core.secrets import masked, secrets_in
 from lockstep.launch.flight_records import FlightRecord, save_records
-from lockstep.launch.rank_stacks import line_of, main_first, main_frames
+from lockstep.launch.rank_stacks import line_of, main_first, main_frames, waits_for_accelerator
 
 REPORT = "hangs.txt"
 _NO_STACK = "no stack: it is stopped, or the kernel doesn't interrupt it"
@@ -274,8 +274,11 @@ def append_report(logs: Path | None, hang: Hang, sights: Sequence[Sight]) -> str
 
 def _described(hang: Hang, verb: str) -> str:
     culprit = hang.culprits[0]
-    line = line_of(main_frames(hang.stacks.get(culprit.process, "")))
+    frames = main_frames(hang.stacks.get(culprit.process, ""))
+    line = line_of(frames)
     at = f" at {line}" if line is not None else ""
+    if waits_for_accelerator(frames):
+        at = f", and waits for its accelerator{at}"
     update = f"update {culprit.step:,}" if culprit.stage not in (Stage.START, Stage.END) else ""
     details = ", ".join(part for part in (update, _samples(culprit.work, hang.stacks)) if part)
     names = named_ranks([each.rank for each in hang.culprits])

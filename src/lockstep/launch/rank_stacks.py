@@ -128,6 +128,11 @@ def line_of(frames: Sequence[Frame]) -> Frame | None:
     return next(iter([*users, *own, *frames]), None)
 
 
+def waits_for_accelerator(frames: Sequence[Frame]) -> bool:
+    """Return whether the rank waits until its accelerator has done what it was given, by its stack."""
+    return bool(frames) and frames[0].function == "synchronize" and "/torch/" in frames[0].file
+
+
 def waits_in_collective(frames: Sequence[Frame], *, marked: bool) -> bool:
     """Return whether the rank waits for others, by its stack.
 

@@ -5,6 +5,8 @@
 
 It reads stdin as long as the command runs. When stdin ends, or nothing has come for some time, the terminal or the
 network is gone: the command gets SIGTERM, saves and stops, and what is left after `grace` seconds is killed.
+
+A launcher that is killed, as by the kernel for memory, is started again, and joins the run's next round.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.interfaces import outside_addresses
-from lockstep.core.stopping import die_with_parent, handled_signals
+from lockstep.core.stopping import SAVE_SIGNAL, die_with_parent, handled_signals
 from lockstep.launch.meeting import versions
 
 REPLY = "lockstep-host: "
@@ -37,6 +39,8 @@ SILENCE_S = 60.0  # after which the terminal counts as gone
 _CHUNK = 1 << 16
 _CONNECT_S = 3.0
 _LAST_OUTPUT_S = 5.0
+_SOON_S = 60.0  # a launcher that is killed later than that counts as one that has worked
+_MOST_TIMES = 3  # in a row
 _LONGEST_REQUEST = 16 << 20
 
 Message = Mapping[str, Any]
@@ -185,9 +189,28 @@ def _reaches(address: str, port: int, nonce: str) -> bool:
 
 
 def _run(order: Message, requests: _Requests) -> int:
-    """Start the command in a session of its own, and return its exit code once nothing is left of it."""
+    """Start the command, again if it is killed, and return its exit code once nothing is left of it."""
+    words, times = order["words"], 0
+    while True:
+        began = time.monotonic()
+        code, is_over = _run_once(words, order, requests)
+        times = times + 1 if time.monotonic() - began < _SOON_S else 1
+        if code >= 0 or is_over or times > _MOST_TIMES:
+            return code if code >= 0 else 128 - code
+        name = signal.Signals(-code).name
+        text = f"lockstep: the launcher on {socket.gethostname()} was killed by {name}; it is started again"
+        print(text, file=sys.stderr, flush=True)
+        words = [word for word in words if word != "--fresh"]  # the run continues
+
+
+def _run_once(words: Sequence[str], order: Message, requests: _Requests) -> tuple[int, bool]:
+    """Run the command in a session of its own.
+
+    Returns:
+        Its exit code; negative: the signal that has killed it. And whether it was to end.
+    """
     child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "lockstep", *order["words"]],
+        [sys.executable, "-P", "-m", "lockstep", *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -201,19 +224,24 @@ def _run(order: Message, requests: _Requests) -> int:
     pumps = [threading.Thread(target=_pump, args=pair, daemon=True) for pair in pairs]
     for pump in pumps:
         pump.start()
-    with handled_signals(lambda number, _: child.send_signal(number), lambda number, _: child.send_signal(number)):
-        _watch(child, requests, order["grace"])
+    stops: list[int] = []
+
+    def stop(number: int, frame: object = None) -> None:
+        stops.append(number)
+        child.send_signal(number)
+
+    with handled_signals(stop, lambda number, _: child.send_signal(number)):
+        is_gone = _watch(child, requests, order["grace"], stop)
     for pump in pumps:
         pump.join(_LAST_OUTPUT_S)
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+    return child.returncode, is_gone or bool(stops)
 
 
-def _watch(child: subprocess.Popen[bytes], requests: _Requests, grace: float) -> None:
-    """Pass signals on until the command has ended, and end it if the terminal is gone."""
+def _watch(child: subprocess.Popen[bytes], requests: _Requests, grace: float, stop: Callable[[int], None]) -> bool:
+    """Pass signals on until the command has ended, and end it if the terminal is gone; return whether it is."""
     ended = os.pidfd_open(child.pid)
-    heard, killed_at = time.monotonic(), float("inf")
+    heard, killed_at, is_gone = time.monotonic(), float("inf"), False
     while True:
-        is_gone = killed_at < float("inf")
         until = killed_at if is_gone else heard + SILENCE_S
         ready, _, _ = select.select([ended] if is_gone else [ended, 0], [], [], max(0.0, until - time.monotonic()))
         if ended in ready or (is_gone and not ready):
@@ -222,14 +250,16 @@ def _watch(child: subprocess.Popen[bytes], requests: _Requests, grace: float) ->
             heard = time.monotonic()
             for request in requests.taken(everything=True):
                 if request["do"] == "signal":
-                    child.send_signal(request["number"])
+                    number = request["number"]
+                    child.send_signal(number) if number == SAVE_SIGNAL else stop(number)
         else:
             child.send_signal(signal.SIGTERM)
-            killed_at = time.monotonic() + grace
+            killed_at, is_gone = time.monotonic() + grace, True
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)  # its id isn't given away before it is waited for
     child.wait()
     os.close(ended)
+    return is_gone
 
 
 def _pump(source: int, target: int) -> None:

@@ -161,11 +161,10 @@ def _attempt(text: bytes) -> Attempt | None:
         record: dict[str, Any] = json.loads(text)
         planned = record.get("planned") or {}
         sent = planned.get("sent")
-        ended = record.get("ended_before")
         return Attempt(
-            float(record["launched"]),
+            _time(record["launched"]),
             float(record["began"]),
-            math.nan if ended is None else float(ended),
+            _time(record.get("ended_before")),
             int(record["step"]),
             float(record["seconds"]),
             tuple((str(host), int(ranks)) for host, ranks in record.get("hosts", ())),
@@ -180,6 +179,10 @@ def _attempt(text: bytes) -> Attempt | None:
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
+
+
+def _time(value: Any) -> float:
+    return math.nan if value is None else float(value)
 
 
 def launched(run: Path) -> float:
@@ -198,13 +201,14 @@ def holder_may_live(run: Path) -> bool:
 def last_sign(run: Path) -> float:
     """Return when a run gave its last sign, of whatever attempt; NaN: never.
 
-    It is the time of its ranks' last meters, or, where none are written, that of its files.
+    It is the time of its ranks' last meters, or, where none are written, that of its files, the beginning of its last
+    attempt at least.
     """
     times = [number_or_nan(last_record(run / RANKS).get("time"))]
     with suppress(OSError, ValueError, AttributeError, RecursionError):
         times.append(number_or_nan(json.loads(read_bounded(run / LIVE, MAX_JSON_BYTES)).get("time")))
-    if not any(map(math.isfinite, times)):
-        for name in (METRICS, EVENTS):
+    for names in ((METRICS, EVENTS), (ATTEMPTS,)):  # the latter alone: no attempt has finished an update
+        for name in () if any(map(math.isfinite, times)) else names:
             with suppress(OSError):
                 times.append((run / name).stat().st_mtime)
     return max(filter(math.isfinite, times), default=math.nan)

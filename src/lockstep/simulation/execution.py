@@ -266,6 +266,7 @@ def simulated_execution(place: str = device.NAME) -> Iterator[Execution]:
     module = device.register()
     autocast.register()
     attention.register()
+    kernels.register()
     execution = Execution(place, FakeTensorMode(allow_non_fake_inputs=True))
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ))  # DeepSpeed sets LOCAL_RANK, by which others recognize a rank

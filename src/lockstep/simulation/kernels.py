@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,24 @@ _WEIGHTS = {aten.native_layer_norm.default: 2, aten.native_group_norm.default: 1
 """Norms, with the place of their weight: the CPU keeps mean and deviation in its dtype, torch here in the input's."""
 
 
+_libraries: list[torch.library.Library] = []
+
+
+@cache
+def register() -> None:
+    """Register, once in a process, that the simulated device has the fused norm that GPUs have."""
+    library = torch.library.Library("aten", "IMPL")
+    _libraries.append(library)
+    library.impl("_fused_rms_norm", rms_norm, "PrivateUse1")
+
+
+def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    """Return the result and, in fp32, the inverse roots of mean squares over the last dims, for the backward."""
+    dtype = x.dtype if x.dtype is torch.float64 else torch.float32
+    inverse = x.new_empty(*x.shape[: x.dim() - len(shape)], *(1 for _ in shape), dtype=dtype)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), inverse
+
+
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], without_data: Callable[[Any], Any]) -> Any:
     """Return the result of an operation on tensors without data, as the kernel of their device makes it.
 
@@ -30,6 +49,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], without_data: 
         return None
     if func is aten._grouped_mm.default:
         return grouped_product(*args, **kwargs)
+    if func is aten._fused_rms_norm.default:
+        return rms_norm(*args, **kwargs)
     if func in _SIZED_BY_KERNEL:
         return _sized(func, args, kwargs, without_data)
     result = func(*args, **kwargs)

@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
@@ -290,13 +291,13 @@ class Watched(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d" and not _is_point_to_point(func):  # both sides of which may send first
+        if func.namespace == "c10d" and not _is_point_to_point(func) and _has_threads(_flat(args)):
             self._finish(result)
         self._ledger.see(func, args, kwargs or {}, _flat(result))
         return result
 
     def _finish(self, result: Any) -> None:
-        """Wait for a collective: gloo's threads free what they send when they get to it, streams in order."""
+        """Wait for a collective: gloo's threads free what they send when they get to it."""
         with self, self._ledger.temporary():  # gloo's copies are seen as it waits
             for work in pytree.tree_leaves(result):
                 if isinstance(work, torch.ScriptObject):
@@ -304,8 +305,14 @@ class Watched(TorchDispatchMode):
         time.sleep(_RELEASE_S)
 
 
+def _has_threads(tensors: Iterable[Tensor]) -> bool:
+    """Return whether threads exchange tensors, as gloo's do; NCCL has streams, and no work where its caller waits."""
+    return dist.get_backend() == "gloo" or any(tensor.device.type == "cpu" for tensor in tensors)
+
+
 @cache
 def _is_point_to_point(func: Any) -> bool:
+    """Return whether it is a send or a receive, of which both sides may send first."""
     return func.name().partition("::")[2].startswith(("send", "recv"))
 
 
