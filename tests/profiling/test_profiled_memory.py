@@ -55,7 +55,7 @@ def test_modules(peaks: list[tuple[Peak, int]]) -> None:
     large = dict(module_rows(large_peak))
     assert large["blocks.0-1"]["activations"] > large["embedding"]["activations"] > 0
     assert large["blocks.0-1"]["logits"] == 0
-    assert large["head"]["logits"] > 0
+    assert large_peak.by_category["logits"] > 0
 
 
 def test_the_command_beside_the_plan(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from typing import Any
 
 from lockstep.core.interfaces import outside_addresses
 from lockstep.core.stopping import SAVE_SIGNAL, die_with_parent, handled_signals
+from lockstep.core.terminal import echo
 from lockstep.launch.meeting import versions
 
 REPLY = "lockstep-host: "
@@ -199,7 +200,7 @@ def _run(order: Message, requests: _Requests) -> int:
             return code if code >= 0 else 128 - code
         name = signal.Signals(-code).name
         text = f"lockstep: the launcher on {socket.gethostname()} was killed by {name}; it is started again"
-        print(text, file=sys.stderr, flush=True)
+        echo(text, file=sys.stderr, flush=True)
         words = [word for word in words if word != "--fresh"]  # the run continues
 
 
