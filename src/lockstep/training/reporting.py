@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lockstep.resilience.verdicts import Verdicts
     from lockstep.training.components import VoteParticipant
     from lockstep.training.ledger import Ledger
+    from lockstep.training.replicas import Difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Books:
 
     Attributes:
         ranks: Number of ranks in the vote.
+        difference: Returns how the ranks' copies of the state differ; all ranks together.
     """
 
     ranks: int
@@ -37,6 +39,7 @@ class Books:
     ledger: Ledger
     saves: Callable[[], VoteParticipant]
     began: Callable[[], float]
+    difference: Callable[[], Difference | None]
 
     def reporter(
         self, batch: GlobalBatch, progress: Progress, rate: float, tokens: int, limits: Limits
@@ -45,7 +48,9 @@ class Books:
 
         def report(slots: list[float], norm: float, keep: bool, scale: float, count: float) -> StepReport:
             if not gradients_agree(slots, self.ranks):
-                raise ReplicasDiffer(ranks_differ(progress.steps - 1))
+                fault = self.difference()
+                text, ranks = ("", ()) if fault is None else (f"; {fault.text}", fault.ranks)
+                raise ReplicasDiffer(f"{ranks_differ(progress.steps - 1)}{text}", ranks)
             loss = slots[0] / count
             result, spike = self.verdicts.see(progress.steps, loss, norm, limits, keep=keep)
             digest, settled, failed = tallies_in(slots)

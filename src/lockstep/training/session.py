@@ -34,6 +34,7 @@ from lockstep.training.ledger import Ledger, order_of
 from lockstep.training.left_out import LeftOutSamples
 from lockstep.training.readback import PendingReport, Reports, UpdateNumbers
 from lockstep.training.repeating import UpdateAttempt, UpdateRepeats
+from lockstep.training.replicas import difference
 from lockstep.training.reporting import Books
 from lockstep.training.unused_parameters import refuse_unused
 from lockstep.training.valid_targets import no_valid_target, nonzero_count
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
     from lockstep.core.protocols import ObjectStore
     from lockstep.training.checkpoints import Checkpoints
+    from lockstep.training.replicas import Difference
 
 _MODEL = "model."  # before the names of the model's tensors in a saved state
 
@@ -65,7 +67,9 @@ class Session:
         self._bad_updates = BadUpdates(components, self._verdicts, self._failure_state)
         self._repeats = UpdateRepeats(components, self._failure_state, self._left_out, self._bad_updates)
         size = components.world.axis.size
-        self._books = Books(size, self._verdicts, self._ledger, lambda: self._saves, lambda: self._began)
+        self._books = Books(
+            size, self._verdicts, self._ledger, lambda: self._saves, lambda: self._began, self._difference
+        )
         self._failure: Exception | None = None
         self._batches: Iterator[GlobalBatch] | None = None
         self._batch: GlobalBatch | None = None
@@ -203,6 +207,12 @@ class Session:
         return checkpoints_in(self, place, fresh=fresh, accept_changes=accept_changes)
 
     # --- state ----------------------------------------------------------------------------------------------------
+
+    def _difference(self) -> Difference | None:
+        """Return how the ranks' copies of the state differ; None if they don't. All ranks together."""
+        components = self._components
+        live = components.sharding.state.live_state()
+        return difference(live, components.world.axis, components.position.coordinates["tensor"])
 
     def state(self, *, synchronized: bool = True) -> TrainingState:
         """Return the whole state of a run between two updates, from which `restore` continues bit for bit.

@@ -1,0 +1,134 @@
+"""Finds which ranks hold other copies of the same training state than the others.
+
+    each rank    parts: what it holds whole, what it holds a shard of   --> an id of each part: names, shapes, place
+    all ranks    ids gathered                                           --> which ranks hold the same part
+    each rank    the bits of such a part, summed on its device          --> one number for each tensor
+    all ranks    numbers gathered, hashed                               --> alike? else: which ranks are in the minority
+
+Buffers that a forward changes differ between ranks by design, and what only one rank holds has nothing to be compared
+with: under `fsdp` and ZeRO 3 without replicas all, under ZeRO 1 and 2 the optimizer's state. Ranks of one matrix
+(`parallel.tensor`) compute what they all hold each for itself, and are not compared with each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from lockstep.checkpoint.hashing import hash_bytes
+from lockstep.core.errors import named_ranks
+from lockstep.core.formatting import listed
+from lockstep.distributed.shard_boxes import FlatShard, is_sharded, local_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lockstep.core.protocols import Axis
+    from lockstep.core.records import TrainingState
+
+_NAMED = 3
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A difference between copies of a part.
+
+    Attributes:
+        text: Which ranks hold other copies than the others, and in which tensors.
+        ranks: Those of the minority; empty: there is no majority.
+    """
+
+    text: str
+    ranks: tuple[int, ...] = ()
+
+
+@torch.no_grad()
+def difference(state: TrainingState, axis: Axis, tensor_rank: int) -> Difference | None:
+    """Return the first difference between copies that ranks hold of the same part; None: all copies are alike."""
+    parts = _parts(state)
+    own_ids = [_id(part, tensor_rank) for part in parts]
+    ids = cast("list[list[str]]", axis.gather(own_ids))
+    holders = Counter(each for of_rank in ids for each in of_rank)
+    if all(number == 1 for number in holders.values()):
+        return None
+    shared = {name: part for name, part in zip(own_ids, parts, strict=True) if holders[name] > 1}
+    sums = {name: _sums(part.values()) for name, part in shared.items()}
+    hashes = {name: hash_bytes(numbers.numpy().tobytes()) for name, numbers in sums.items()}
+    everywhere = cast("list[dict[str, str]]", axis.gather(hashes))
+    by_part: dict[str, dict[int, str]] = defaultdict(dict)
+    for rank, of_rank in enumerate(everywhere):
+        for name, number in of_rank.items():
+            by_part[name][rank] = number
+    differing = [name for name, copies in by_part.items() if len(set(copies.values())) > 1]
+    if not differing:
+        return None
+    tensors = {name: dict(zip(shared[name], sums[name].tolist(), strict=True)) for name in differing if name in shared}
+    numbers = cast("list[dict[str, dict[str, int]]]", axis.gather(tensors))
+    first = differing[0]
+    return _named(by_part[first], {rank: numbers[rank][first] for rank in by_part[first]})
+
+
+def _parts(state: TrainingState) -> list[dict[str, Tensor]]:
+    """Return the tensors that this rank holds whole, and those of which it holds a shard, without empty parts."""
+    whole: dict[str, Tensor] = {}
+    sharded: dict[str, Tensor] = {}
+    for name in sorted(state.tensors.keys() - state.changes_in_forward):
+        tensor = state.tensors[name]
+        if not isinstance(tensor, FlatShard):  # of which each rank holds another range
+            (sharded if is_sharded(tensor) else whole)[name] = tensor
+    return [part for part in (whole, sharded) if part]
+
+
+def _id(part: Mapping[str, Tensor], tensor_rank: int) -> str:
+    """Return what identifies a part: the names of its tensors, their shapes, and their places in the whole."""
+    places = [
+        (name, [*tensor.shape], [([*chunk.offsets], [*chunk.sizes]) for chunk in _chunks(tensor)])
+        for name, tensor in part.items()
+    ]
+    return hash_bytes(repr((tensor_rank, places)).encode())
+
+
+def _chunks(tensor: Any) -> list[Any]:
+    return list(tensor.__create_chunk_list__()) if is_sharded(tensor) else []
+
+
+def _sums(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the sum of each tensor's bits as integers, on the host, which waits once: int64 [tensors]."""
+    sums = []
+    for tensor in tensors:
+        local = local_tensor(tensor).contiguous().view(-1)
+        if local.is_complex():
+            local = torch.view_as_real(local).view(-1)
+        sums.append(local.view(_INTEGERS[local.element_size()]).sum(dtype=torch.int64))
+    device = next((number.device for number in sums if number.device.type != "cpu"), torch.device("cpu"))
+    return torch.stack([number.to(device) for number in sums]).cpu()
+
+
+def _named(copies: Mapping[int, str], numbers: Mapping[int, Mapping[str, int]]) -> Difference:
+    """Return the difference between copies of which at least two differ.
+
+    Args:
+        copies: The hash of each rank's copy.
+        numbers: The numbers of each rank's tensors.
+    """
+    by_copy: dict[str, list[int]] = defaultdict(list)
+    for rank, copy in copies.items():
+        by_copy[copy].append(rank)
+    largest = max(by_copy.values(), key=len)
+    names = [name for name in numbers[largest[0]] if len({of_rank[name] for of_rank in numbers.values()}) > 1]
+    what = f"the training state ({listed(names, _NAMED)})"
+    if 2 * len(largest) > len(copies):
+        wrong = sorted(set(copies) - set(largest))
+        return Difference(
+            f"{named_ranks(wrong)} hold{'s' * (len(wrong) == 1)} another copy of {what} than the other "
+            f"{len(largest)} ranks with this part",
+            tuple(wrong),
+        )
+    return Difference(
+        f"{named_ranks(sorted(copies))} hold different copies of {what}, and no majority shows which is right"
+    )
