@@ -162,6 +162,13 @@ def takes_its_first_snapshot(clock: PhaseClock) -> None:
         time.sleep(60)
 
 
+def is_stopped_in_its_first_snapshot(clock: PhaseClock) -> None:
+    updates(clock)
+    with heartbeat.snapshot_stage(first=True):
+        clock.enter(Phase.SAVE)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def waits_in_save(clock: PhaseClock) -> None:
     updates(clock)
     clock.enter(Phase.SAVE)
@@ -337,6 +344,13 @@ def test_a_first_snapshot_is_named_early_and_killed_late(
     assert "s, in a snapshot in memory at" in (printed := capfd.readouterr().err)
     assert "(update 9); the other rank waits for it; the ranks are ended if that lasts 1200 s" in printed
     assert not any(member.end for member in members)
+
+
+def test_the_only_rank_of_a_host_that_is_stopped_in_a_first_snapshot_is_not_killed_late(tmp_path: Path) -> None:
+    with watched(tmp_path, is_stopped_in_its_first_snapshot) as (watch, (member,)):
+        look(watch, [member], 1.5)
+    assert member.end is not None
+    assert "was stopped (SIGSTOP), and killed in a snapshot in memory" in member.end.text
 
 
 @pytest.mark.parametrize("seconds", [0.3, None])

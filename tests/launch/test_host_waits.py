@@ -110,7 +110,7 @@ def test_a_host_that_comes_is_taken_in_at_once(fork_server: ForkServer, tmp_path
     wait_for([tmp_path / "pid-0"])
     second = hosts.start(1)
     assert [first.wait(), second.wait()] == [0, 0], first.err + second.err
-    assert "has come: all ranks start again with it" in first.err
+    assert "has come: all ranks save, and start again with it" in first.err
     assert "round 2 trains on 2 hosts" in first.err
 
 

@@ -109,7 +109,7 @@ def test_nothing_that_listens_and_a_server_that_says_nothing_are_noted() -> None
     ]
     assert f"nothing listens on localhost:{port}; start the same command on the host of localhost:{port}" in text
     notes, _, text = of_mute
-    reason = f"what listens on 127.0.0.1:{mute} accepts connections, but doesn't answer as a launcher of Lockstep"
+    reason = f"what listens on 127.0.0.1:{mute} accepts connections, but hasn't answered as a launcher of Lockstep"
     assert [note for _, note in notes] == [f"{reason}; trying again for up to 1.2 s (launch.timeout)"]
     assert reason in text
     assert f"what listens on 127.0.0.1:{closing} closes the connection" in of_closing[0][0][1]

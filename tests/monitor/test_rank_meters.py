@@ -75,11 +75,22 @@ def test_what_befell_a_gpu_as_its_rank_ended_is_in_the_ranks_log(caplog: pytest.
 
 def test_a_gauge_that_fails_is_left_out_and_the_others_stay(caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> dict[str, float]:
-        raise OSError("no such device")
+        raise RuntimeError("no such device")
 
     meters = RankMeters(PhaseClock(), NoticeBoard(None, 0, 1), 0, lambda: 0, [broken, lambda: {"heat": 60.0}])
     assert meters.notice().gauges == meters.notice().gauges == {"heat": 60.0}
-    assert caplog.text.count("no such device") == 1
+    assert caplog.text.count("are missing from now on: RuntimeError: no such device") == 1
+
+
+def test_a_gauge_whose_file_is_gone_for_a_while_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "size"
+    meters = RankMeters(
+        PhaseClock(), NoticeBoard(None, 0, 1), 0, lambda: 0, [lambda: {"size": float(file.read_text())}]
+    )
+    assert meters.notice().gauges == meters.notice().gauges == {}
+    assert caplog.text.count("are missing until it can read them: FileNotFoundError") == 1
+    file.write_text("3")
+    assert meters.notice().gauges == {"size": 3.0}
 
 
 @pytest.mark.parametrize(
@@ -102,6 +113,19 @@ def test_the_rank_that_the_others_wait_for_is_named_with_what_it_does(slow: dict
 def test_ranks_that_are_equal_or_nearly_so_have_no_straggler(ranks: int) -> None:
     times = [times_of(5, FORWARD=1.0 + 0.03 * rank, COMMUNICATION=0.2 - 0.03 * rank) for rank in range(ranks)]
     assert report(*times).stragglers() == []
+
+
+def test_a_rank_that_hung_once_is_no_straggler() -> None:
+    def of(*updates: tuple[float, float]) -> UpdateTimes:
+        times = UpdateTimes()
+        for forward, communication in updates:
+            times.merge(times_of(1, FORWARD=forward, COMMUNICATION=communication))
+        return times
+
+    waits, hangs = of(*[(0.1, 0.0)] * 50, (0.1, 20.0)), of(*[(0.1, 0.0)] * 50, (20.1, 0.0))
+    assert report(waits, hangs, waits).stragglers() == []
+    often = of(*[(0.1, 0.0), (0.4, 0.0)] * 25)
+    assert [each.rank for each in report(of(*[(0.1, 0.0), (0.1, 0.3)] * 25), often).stragglers()] == [1]
 
 
 def test_a_rank_that_waits_more_is_no_straggler() -> None:

@@ -351,6 +351,8 @@ class HangWatch:
             return None
         if hang.is_stopped and not hang.continues and len(hang.culprits) < ranks:
             return 0.0
+        if hang.is_stopped:  # it does nothing that takes long
+            return max(self.options.end_after, _AGAIN * limit)
         if any(each.stage is Stage.FIRST_SNAPSHOT for each in hang.culprits):
             limit = max(limit, self.options.other)
         return max(self.options.end_after, (_LONG if all(map(self._may_take_long, hang.culprits)) else _AGAIN) * limit)

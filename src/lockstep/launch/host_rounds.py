@@ -79,9 +79,6 @@ class LeaderRounds:
         cause = first_cause(ends)
         if not self.hosts.pauses or cause is None or ends[cause].kind not in _OF_PAUSE:
             return None
-        print_on_stderr(
-            f"lockstep: host {self.hosts.arrived} has come: all ranks start again with it, from what is saved"
-        )
         return self.supervisor.resumed()
 
 

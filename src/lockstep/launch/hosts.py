@@ -194,6 +194,7 @@ class Hosts:
         if not self.arrived or self.pauses:
             return False
         self.pauses = True
+        print_on_stderr(f"lockstep: host {self.arrived} has come: all ranks save, and start again with it")
         return True
 
     def _is_lost(self, node: int) -> bool:

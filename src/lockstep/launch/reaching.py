@@ -78,7 +78,9 @@ class Rendezvous:
     async def open(self, wants: bytes) -> Streams:
         """Connect to the leader once, with proofs of the token. Raises as `reach` does."""
         reader, writer = await self._connect()
-        self._stage = f"what listens on {self._place} accepts connections, but doesn't answer as a launcher of Lockstep"
+        self._stage = (
+            f"what listens on {self._place} accepts connections, but hasn't answered as a launcher of Lockstep"
+        )
         try:
             await introduce(reader, writer, self._key, wants)
         except BaseException:

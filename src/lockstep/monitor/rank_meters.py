@@ -107,6 +107,7 @@ class RankInterval:
         updates: Number of updates that were timed.
         seconds, median, slowest: Of an update: mean, median and 95th percentile. NaN if there was none.
         deviation: Standard deviation of an update's seconds.
+        stalled: Seconds by which the longest update raises the mean above the median.
         split: Seconds of an update by phase, over those whose phases were measured; none if there was none.
         silent: Seconds since the rank's last notice.
     """
@@ -119,6 +120,7 @@ class RankInterval:
     deviation: float
     split: Mapping[str, float]
     silent: float = 0.0
+    stalled: float = 0.0
 
     @classmethod
     def between(cls, earlier: RankNotice | None, notice: RankNotice, silent: float = 0.0) -> RankInterval:
@@ -127,15 +129,17 @@ class RankInterval:
         split: dict[str, float] = {}
         if times.measured:
             split = {phase.name.lower(): times.split[phase] / times.measured for phase in UPDATE_PHASES}
+        median, count = durations.percentile(0.5), durations.count
         return cls(
             notice,
-            durations.count,
+            count,
             durations.mean,
-            durations.percentile(0.5),
+            median,
             durations.percentile(0.95),
             durations.deviation,
             split,
             silent,
+            (durations.percentile(1.0) - median) / count if count else 0.0,
         )
 
 
@@ -187,23 +191,33 @@ class MeterReport:
             return []
         known = [rank for rank in self.ranks if rank.split]
         return stragglers_of(
-            [RankTimes(rank.notice.rank, rank.notice.host, rank.seconds, rank.split) for rank in known]
+            [RankTimes(rank.notice.rank, rank.notice.host, rank.seconds, rank.split, rank.stalled) for rank in known]
         )
 
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """The seconds of a rank's update, in all and by phase."""
+    """The seconds of a rank's update, in all and by phase.
+
+    Attributes:
+        stalled: As of `RankInterval`: one update that takes long, as where a rank hangs, makes no straggler.
+    """
 
     rank: int
     host: str
     seconds: float
     split: Mapping[str, float]
+    stalled: float = 0.0
 
     @property
     def computing(self) -> float:
         """Seconds in which it doesn't wait for other ranks."""
         return sum(self.split.values()) - self.split.get("communication", 0.0)
+
+    @property
+    def usual(self) -> float:
+        """The same without the longest update."""
+        return self.computing - self.stalled
 
 
 def stragglers_of(ranks: Sequence[RankTimes]) -> list[Straggler]:
@@ -212,7 +226,7 @@ def stragglers_of(ranks: Sequence[RankTimes]) -> list[Straggler]:
         return []
     usual = statistics.median_low(rank.computing for rank in ranks)
     margin = _SLOW_SHARE * statistics.fmean(rank.seconds for rank in ranks)
-    slow = [rank for rank in ranks if rank.computing > max(_SLOW * usual, usual + margin)]
+    slow = [rank for rank in ranks if rank.usual > max(_SLOW * usual, usual + margin)]
     names = dict.fromkeys(name for rank in ranks for name in rank.split)
     usual_split = {name: statistics.median_low(rank.split.get(name, 0.0) for rank in ranks) for name in names}
 
@@ -221,8 +235,8 @@ def stragglers_of(ranks: Sequence[RankTimes]) -> list[Straggler]:
         return max(phases, key=lambda name: rank.split[name] - usual_split[name])
 
     return [
-        Straggler(rank.rank, rank.host, rank.computing / usual, excess(rank))
-        for rank in sorted(slow, key=lambda rank: -rank.computing)
+        Straggler(rank.rank, rank.host, rank.usual / usual, excess(rank))
+        for rank in sorted(slow, key=lambda rank: -rank.usual)
     ]
 
 
@@ -243,7 +257,7 @@ class RankMeters:
 
     Args:
         step: Returns the number of the run's updates.
-        gauges: Returns the latest values; one that fails is left out from then on.
+        gauges: Returns the latest values; one that fails otherwise than by an OSError is left out from then on.
     """
 
     def __init__(
@@ -260,6 +274,7 @@ class RankMeters:
         self._rank = rank
         self._step = step
         self._gauges = list(gauges)
+        self._failing: set[Gauges] = set()
         self._process = process
         self._host = socket.gethostname()
         self._times = UpdateTimes()
@@ -272,9 +287,16 @@ class RankMeters:
         for gauge in list(self._gauges):
             try:
                 values.update(gauge())
+                self._failing.discard(gauge)
             except Exception as error:
-                self._gauges.remove(gauge)
-                _log.warning("a gauge of rank %d fails and is left out from now on: %r", self._rank, error)
+                passes = isinstance(error, OSError)  # what it reads may be there again, such as the folder of a run
+                if not passes:
+                    self._gauges.remove(gauge)
+                if gauge not in self._failing:
+                    until = "until it can read them" if passes else "from now on"
+                    text = f"{type(error).__name__}: {error}"
+                    _log.warning("values of a meter of rank %d are missing %s: %s", self._rank, until, text)
+                self._failing.add(gauge)
         return RankNotice(
             self._rank,
             self._host,
