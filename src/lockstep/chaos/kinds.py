@@ -19,12 +19,13 @@ from lockstep.core.errors import ConfigError
 from lockstep.plan.choosing import choose_strategy
 from lockstep.plan.mesh import mesh_of
 from lockstep.resilience.disk_faults import FLIP
-from lockstep.resilience.faults import KINDS, KINDS_OF_HOSTS, SHRINK
+from lockstep.resilience.faults import KINDS, KINDS_OF_HOSTS, OOM, SHRINK
 from lockstep.resilience.number_faults import BAD_SAMPLE
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
 
+ONE_SAMPLE = "halves micro-batches, and this run's have one sample; leave it out, or set a larger batch.micro_size"
 _ROLLBACK_STEPS = 2
 _STATE_BYTES = 4  # of an element: the state is fp32
 
@@ -83,6 +84,8 @@ def _reasons(config: Config, world: Cluster, steps: int) -> Iterator[tuple[str, 
     if not _has_copies(config, world.size):
         why = "2 ranks at least" if world.size == 1 else "2 replicas of the parameters, as ddp has on 2 ranks"
         yield "diverge", f"changes one of several copies of a parameter; start {why}"
+    if config.batch.micro_size == 1:
+        yield OOM, ONE_SAMPLE
     for kind in ("nan", BAD_SAMPLE):
         if config.precision.compute == "fp16":
             yield kind, "is an overflow under precision.compute: fp16, which isn't repeated; leave it out"

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.chaos.kinds import ONE_SAMPLE
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.config.every import Every
 from lockstep.core.errors import RunFailed
@@ -47,8 +48,7 @@ def in_memory(fault: Fault, undisturbed: Path, memory: Memory) -> Fault:
         memory: Its section.
     """
     if not can_be_halved(undisturbed):
-        why = "this run's have one sample; leave it out of --faults, or set a larger batch.micro_size"
-        raise RunFailed(f"faults of kind {OOM} halve micro-batches, and {why}")
+        raise RunFailed(f"--faults {OOM} {ONE_SAMPLE}")
     return replace(fault, above=half(held_samples(_last(undisturbed, "micro_size"), memory)))
 
 

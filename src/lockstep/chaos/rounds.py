@@ -233,14 +233,15 @@ class _Rounds:
 
     def _job_in(self, run: Path, *, snapshots: bool = True) -> Job:
         """Return the job of a run; without snapshots in memory, it resumes from a checkpoint."""
-        config = _config_of_round(self._job.config, run, self._settings.steps)
+        config = config_of_round(self._job.config, run, self._settings.steps)
         if not snapshots:
             recovery = config.recovery.model_copy(update={"snapshot_every": None})
             config = config.model_copy(update={"recovery": recovery})
         return replace(self._job, config=config)
 
 
-def _config_of_round(config: Config, run: Path, steps: int) -> Config:
+def config_of_round(config: Config, run: Path, steps: int) -> Config:
+    """Return the config of a round, with the settings that all rounds have."""
     other = _COMPILING_S if config.model.compile else _OTHER_S
     limits = {"enabled": True, "end_after": _END_AFTER_S, "other": other}
     watchdog = config.recovery.watchdog.model_copy(update=limits)

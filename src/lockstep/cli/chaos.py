@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from lockstep.resilience.number_faults import BAD_SAMPLE
 if TYPE_CHECKING:
     from lockstep.chaos.rounds import ChaosRow
     from lockstep.config.loading import LoadedConfig
+    from lockstep.config.schema import Config
 
 _EPILOG = f"""{CONFIG_EPILOG}
 Trains a short run of the recipe, then the same run once a round with a fault at a random update, phase and rank. Each
@@ -68,11 +70,21 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     return Prepared(partial(_disturb, args, loaded, name), loaded.config, f"chaos-{name}")
 
 
+def _notes(loaded: LoadedConfig, of_round: Config) -> Iterator[str]:
+    """Yield a note on flags that rounds don't follow."""
+    from lockstep.config.loading import values
+
+    given, used = values(loaded.config), values(of_round)
+    flags = [f"--{key}" for key, value in given.items() if loaded.origins[key].startswith("--") and used[key] != value]
+    if flags:
+        yield f"note: rounds have settings of their own, and not {', '.join(flags)}; --steps is the length of one"
+
+
 def _disturb(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     from lockstep.chaos.kinds import Cluster, applicable
     from lockstep.chaos.launchers import StopRequest
     from lockstep.chaos.namespaces import refuse_without_namespaces
-    from lockstep.chaos.rounds import Settings, free_folder, run_rounds
+    from lockstep.chaos.rounds import Settings, config_of_round, free_folder, run_rounds
     from lockstep.launch.devices import choose_ranks
     from lockstep.training.job import Job
     from lockstep.training.user_objects import UserObjects, refuse_given
@@ -89,6 +101,8 @@ def _disturb(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     folder = free_folder(args.folder, name)
     job = Job(loaded.config, name, given=UserObjects(trust_remote_code=args.trust_remote_code))
     settings = Settings(args.faults, args.rounds, args.steps, args.seed, world, folder, args.keep)
+    for note in _notes(loaded, config_of_round(loaded.config, folder, args.steps)):
+        echo(note, file=sys.stderr)
     echo(f"{name}: {args.rounds} runs of {args.steps} updates with a fault each, in {folder}\n", flush=True)
     echo(_COLUMNS.format("round", "fault", "rank", "step", "phase", "recovery", "redone", "result"), flush=True)
     rows: list[ChaosRow] = []
