@@ -325,10 +325,11 @@ def drill_saves(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         lost += [f"kill {number}, at {aim}: {fault}" for fault in damage(run)]
         if newest(run) < before:
             lost.append(f"kill {number}, at {aim}: step {before} was there, and is gone")
-        if f"resumes from step {before:,} " in attempt.output:
+        resumed = re.search(r"resumes from step ([\d,]+) ", attempt.output)
+        if resumed is not None and int(resumed[1].replace(",", "")) >= before:  # a snapshot in memory may be newer
             recovered += 1
         else:
-            lost.append(f"kill {number}: did not resume from step {before}:\n{attempt.output[-2000:]}")
+            lost.append(f"kill {number}: did not resume from step {before}, or later:\n{attempt.output[-2000:]}")
     return {
         "ranks": arguments.ranks,
         "state_bytes": sum(full.values()),

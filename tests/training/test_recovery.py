@@ -69,6 +69,9 @@ def test_a_rank_that_fails_once(tmp_path: Path, undisturbed: Path, how: str) -> 
     done = train(folder, 1, {"how": how, "at": 7, "once": str(tmp_path / "once")})
     assert done.returncode == 0, done.stderr
     assert "its ranks start again, from the newest state" in done.stderr
+    assert how != "raise" or re.search(
+        r"lockstep: rank 1 failed: .* \(at .*failing_models\.py:\d+ in \w+\)", done.stderr
+    )
     assert [ends.code == 0 for ends in read_ends(folder / "logs")] == [False, True]
     assert losses(folder) == losses(undisturbed)
     first, second = read_attempts(folder)

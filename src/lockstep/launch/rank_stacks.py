@@ -28,7 +28,7 @@ from lockstep.core.stopping import STACKS_SIGNAL
 _WAIT_S = 0.5
 _QUIET_S = 0.02
 _PY_SPY_S = 5.0
-_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+),? in (?P<function>.*)$', re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _ABOVE_OWN = str(Path(__file__).parents[2]) + os.sep
@@ -105,12 +105,20 @@ def _dump(program: str, process: int, opened: ExitStack) -> tuple[int, subproces
     return output, dump
 
 
+def raising_line(text: str) -> Frame | None:
+    """Return the line at which the exception of a traceback was raised, as `line_of` does; None if there is none."""
+    _, begins, traceback = text.rpartition("Traceback (")
+    return line_of(_frames(traceback)[::-1]) if begins else None
+
+
+def _frames(text: str) -> list[Frame]:
+    return [Frame(match["file"], int(match["line"]), match["function"]) for match in _FRAME.finditer(text)]
+
+
 def main_frames(text: str) -> list[Frame]:
     """Return the frames of the main thread, the innermost first, without those below a rank's entry."""
     threads = _threads(text)
-    frames = [
-        Frame(match["file"], int(match["line"]), match["function"]) for match in _FRAME.finditer("".join(threads[:1]))
-    ]
+    frames = _frames("".join(threads[:1]))
     names = [frame.function for frame in frames]
     return frames[: names.index(_ENTRY)] if _ENTRY in names else frames
 

@@ -21,6 +21,7 @@ from lockstep.launch.ends import End, EndKind, first_cause
 from lockstep.launch.ends_file import gist
 from lockstep.launch.failure_kinds import NEVER_RETRIED, FailureKind, advice_after, kind_of, was_killed
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
+from lockstep.launch.rank_stacks import raising_line
 
 if TYPE_CHECKING:
     from lockstep.config.training_sections import Recovery
@@ -94,8 +95,9 @@ class Supervisor:
             return None
         self._in_vain[kind] += not left_out
         text = result.text.replace(result.advice, "").rstrip() if result.advice else result.text
+        line = raising_line(text)
         print_on_stderr(
-            f"lockstep: {gist(text)}\n"
+            f"lockstep: {gist(text)}{f' (at {line})' if line is not None else ''}\n"
             f"lockstep: the run was at step {step:,} or later; its ranks start again, from the newest state"
             f"{change and '; '}{change}"
         )
