@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 from kit.commands import run_lockstep
+from kit.recorded import BY_A_PERSON, GLOO_CLOSED, KILLED, PEER, record_end, recorded_run
 
 from lockstep.core.errors import ConfigError
 from lockstep.doctor.catalog import Standing
 from lockstep.doctor.known_failures import KNOWN
 from lockstep.doctor.run import diagnose_run
 from lockstep.doctor.run_output import describe_run, run_as_json
-from lockstep.launch.ends_file import file_name, gist, read_ends
+from lockstep.launch.ends_file import gist, read_ends
 from lockstep.looking.listing import listed
 from lockstep.looking.states import RunState, status_of
 from lockstep.monitor.folder import RunFolder
@@ -23,24 +24,12 @@ from lockstep.report.explanation import explain
 from lockstep.report.facts import large_figures
 from lockstep.report.run_data import read_run
 
-GLOO_CLOSED = "RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.7]:4410"
-
-
-def _run(folder: Path, *logs: str, metrics: str = "", events: str = "") -> Path:
-    run = folder / "run"
-    (run / "logs").mkdir(parents=True)
-    (run / "config.yaml").write_text("run: {steps: 10}\n")
-    (run / "environment.json").write_text("{}")
-    for rank, text in enumerate(logs):
-        (run / "logs" / f"rank-{rank}.log").write_text(text)
-    (run / "metrics.jsonl").write_text(metrics)
-    (run / "events.jsonl").write_text(events)
-    return run
-
 
 def test_the_cause_comes_before_its_consequences(tmp_path: Path) -> None:
     out_of_memory = "step 3\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB.\n"
-    run = _run(tmp_path, f"step 3\nstep 4\n{GLOO_CLOSED}\n", out_of_memory, metrics='{"step": 3, "loss": 1.0}\n')
+    run = recorded_run(
+        tmp_path, f"step 3\nstep 4\n{GLOO_CLOSED}\n", out_of_memory, metrics='{"step": 3, "loss": 1.0}\n'
+    )
     diagnosis = diagnose_run(run)
     assert diagnosis.is_wrong
     assert diagnosis.state == "failed after step 3 of 10"
@@ -59,14 +48,14 @@ def test_the_cause_comes_before_its_consequences(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_ended_silently_is_named(tmp_path: Path) -> None:
-    run = _run(tmp_path, f"{GLOO_CLOSED}\n", "step 3\n", f"{GLOO_CLOSED}\n")
+    run = recorded_run(tmp_path, f"{GLOO_CLOSED}\n", "step 3\n", f"{GLOO_CLOSED}\n")
     diagnosis = diagnose_run(run)
     assert diagnosis.is_wrong
     assert "rank 1 ended without a message: killed, or hung. Run dmesg on that host." in diagnosis.notes
 
 
 def test_a_finished_run_is_fine_whatever_it_survived(tmp_path: Path) -> None:
-    run = _run(tmp_path, f"{GLOO_CLOSED}\n", metrics='{"step": 10, "loss": 1.0}\n')
+    run = recorded_run(tmp_path, f"{GLOO_CLOSED}\n", metrics='{"step": 10, "loss": 1.0}\n')
     (run / "summary.json").write_text("{}")
     diagnosis = diagnose_run(run)
     assert not diagnosis.is_wrong
@@ -84,7 +73,7 @@ def test_a_running_run_is_not_wrong(tmp_path: Path) -> None:
 def test_discarded_updates_and_failed_saves_are_remarks(tmp_path: Path) -> None:
     metrics = '{"step": 1, "kept": true, "verdict": "kept"}\n{"step": 2, "kept": false, "verdict": "non_finite"}\n'
     events = '{"saved": 2, "step": 2, "bytes": 0, "seconds": 1, "lost_seconds": 0, "failure": "no space"}\n'
-    diagnosis = diagnose_run(_run(tmp_path, "fine\n", metrics=metrics, events=events))
+    diagnosis = diagnose_run(recorded_run(tmp_path, "fine\n", metrics=metrics, events=events))
     assert not diagnosis.is_wrong
     assert [(item.failure.name, item.failure.standing) for item in diagnosis.seen] == [
         ("updates discarded", Standing.REMARK),
@@ -98,7 +87,7 @@ def test_damaged_and_hostile_files_are_read_within_bounds(tmp_path: Path, monkey
 
     monkeypatch.setattr(module, "_MOST_READ", 1000)
     bad = "\x1b]0;evil\x07 CUDA out of memory \x1b[2J"
-    run = _run(tmp_path, "x\n" * 5000 + bad, metrics="{{{\n\x00\n", events="[1]\n")
+    run = recorded_run(tmp_path, "x\n" * 5000 + bad, metrics="{{{\n\x00\n", events="[1]\n")
     (run / "logs" / "rank-1.log").write_bytes(os.urandom(5000))
     os.mkfifo(tmp_path / "pipe")
     diagnosis = diagnose_run(run)
@@ -117,23 +106,10 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 
 # --- how launches ended -------------------------------------------------------------------------------------------
 
-BY_A_PERSON = "by a person or a scheduler; the kernel has counted no out-of-memory kill here"
-KILLED = {"rank": 1, "host": "b", "end": "killed", "code": 1, "text": "was killed by SIGKILL", "time": 100.0}
-PEER = {"rank": 0, "host": "a", "end": "peer_failed", "code": 1, "text": GLOO_CLOSED, "time": 100.4}
-
-
-def _ends(run: Path, node: int = 0, **fields: object) -> None:
-    line: dict[str, object] = {
-        "attempt": "", "time": 101.0, "code": 1, "text": f"rank 1 on host b was killed by SIGKILL: {BY_A_PERSON}",
-        "step": 3, "cause": 1, "ranks": [PEER, KILLED], "logs": {}, "environment": {},
-    }  # fmt: skip
-    with (run / "logs" / file_name(node)).open("a") as file:
-        file.write(json.dumps({**line, **fields}) + "\n")
-
 
 def test_the_recorded_end_names_the_first_rank(tmp_path: Path) -> None:
-    run = _run(tmp_path, f"{GLOO_CLOSED}\n", "step 3\n", metrics='{"step": 3, "loss": 1.0}\n')
-    _ends(run)
+    run = recorded_run(tmp_path, f"{GLOO_CLOSED}\n", "step 3\n", metrics='{"step": 3, "loss": 1.0}\n')
+    record_end(run)
     diagnosis = diagnose_run(run)
     assert diagnosis.state == f"failed after step 3 of 10: rank 1 on host b was killed by SIGKILL: {BY_A_PERSON}"
     assert [item.failure.name for item in diagnosis.seen] == [
@@ -146,36 +122,36 @@ def test_the_recorded_end_names_the_first_rank(tmp_path: Path) -> None:
 
 
 def test_survived_failures_are_stated(tmp_path: Path) -> None:
-    run = _run(tmp_path, "step 9\n", metrics='{"step": 9, "loss": 1.0}\n')
+    run = recorded_run(tmp_path, "step 9\n", metrics='{"step": 9, "loss": 1.0}\n')
     hang = {"rank": 1, "host": "b", "end": "hung", "code": 124, "text": "rank 1 hangs in its forward", "time": 90.0}
-    _ends(run, text="batch.global_size: is 0", code=2, cause=None, ranks=[], step=None)
-    _ends(run, text="rank 1 hangs in its forward", code=124, ranks=[PEER, hang])
-    _ends(run, code=75, text="stopped by SIGTERM", cause=None, ranks=[])
-    _ends(run, step=6)
-    _ends(run, step=8, text="step 8: loss nan", ranks=[PEER, {**KILLED, "end": "rolled_back"}])
+    record_end(run, text="batch.global_size: is 0", code=2, cause=None, ranks=[], step=None)
+    record_end(run, text="rank 1 hangs in its forward", code=124, ranks=[PEER, hang])
+    record_end(run, code=75, text="stopped by SIGTERM", cause=None, ranks=[])
+    record_end(run, step=6)
+    record_end(run, step=8, text="step 8: loss nan", ranks=[PEER, {**KILLED, "end": "rolled_back"}])
     listed = [f"rank 1 on host b was killed by SIGKILL: {BY_A_PERSON} (after step 6)"]
     listed.insert(0, "rank 1 hangs in its forward (after step 3)")
-    assert f"It survived 2 failures: {'; '.join(listed)}." in diagnose_run(run).notes
-    _ends(run, code=0, text="", cause=None, ranks=[], step=9)
+    assert f"It survived 2 failures: {'; then '.join(listed)}." in diagnose_run(run).notes
+    record_end(run, code=0, text="", cause=None, ranks=[], step=9)
     (run / "summary.json").write_text("{}")
     (note,) = (note for note in diagnose_run(run).notes if "survived" in note)
-    assert note == f"It survived 2 failures: {'; '.join(listed)}."
+    assert note == f"It survived 2 failures: {'; then '.join(listed)}."
 
 
 @pytest.mark.parametrize(("code", "state"), [(75, "stopped after"), (130, "stopped after")])
 def test_a_stopped_run_did_not_fail_whatever_earlier_launches_did(code: int, state: str, tmp_path: Path) -> None:
     earlier = "torch.OutOfMemoryError: CUDA out of memory.\n"
-    run = _run(tmp_path, earlier + "stopped by SIGTERM\n", metrics='{"step": 3, "loss": 1.0}\n')
-    _ends(run, attempt="an earlier one", logs={"0": [0, len(earlier)]})
-    _ends(run, code=code, text="stopped by SIGINT", ranks=[], cause=None, logs={"0": [len(earlier), 99]})
+    run = recorded_run(tmp_path, earlier + "stopped by SIGTERM\n", metrics='{"step": 3, "loss": 1.0}\n')
+    record_end(run, attempt="an earlier one", logs={"0": [0, len(earlier)]})
+    record_end(run, code=code, text="stopped by SIGINT", ranks=[], cause=None, logs={"0": [len(earlier), 99]})
     diagnosis = diagnose_run(run)
     assert (diagnosis.is_wrong, diagnosis.seen) == (False, ())
     assert diagnosis.state == f"{state} step 3 of 10: stopped by SIGINT"
 
 
 def test_a_refused_start_is_told_from_a_failure(tmp_path: Path) -> None:
-    run = _run(tmp_path, "")
-    _ends(run, code=2, text="batch.global_size: 30 isn't divisible by 4", ranks=[], cause=None)
+    run = recorded_run(tmp_path, "")
+    record_end(run, code=2, text="batch.global_size: 30 isn't divisible by 4", ranks=[], cause=None)
     assert diagnose_run(run).state == "refused before its first update: batch.global_size: 30 isn't divisible by 4"
 
 
@@ -183,10 +159,10 @@ def test_a_refused_resume_keeps_the_failure_before_it(tmp_path: Path) -> None:
     reason = "the checkpoint of step 3 is of a run with other data, model or seed:\n  a fingerprint: 1 then, 2 now\n"
     reason = gist(f"{reason}--accept-changes resumes from it all the same")
     assert reason.endswith("seed: a fingerprint: 1 then, 2 now; --accept-changes resumes from it all the same")
-    run = _run(tmp_path, "", metrics='{"step": 3, "loss": 1.0}\n')
-    _ends(run, text="rank 0: sample 17 can't be used: None", cause=0)
-    _ends(run, code=2, text=reason, ranks=[], cause=0)
-    _ends(run, code=2, text=reason, ranks=[], cause=0)
+    run = recorded_run(tmp_path, "", metrics='{"step": 3, "loss": 1.0}\n')
+    record_end(run, text="rank 0: sample 17 can't be used: None", cause=0)
+    record_end(run, code=2, text=reason, ranks=[], cause=0)
+    record_end(run, code=2, text=reason, ranks=[], cause=0)
     diagnosis, text = diagnose_run(run), describe_run(diagnose_run(run), None)
     assert diagnosis.state == f"refused after step 3 of 10: {reason}"
     assert diagnosis.resume.endswith(" --accept-changes")
@@ -198,8 +174,8 @@ def test_a_refused_resume_keeps_the_failure_before_it(tmp_path: Path) -> None:
 
 def test_a_launch_without_a_record_was_killed_and_only_its_own_log_is_read(tmp_path: Path) -> None:
     earlier = "torch.OutOfMemoryError: CUDA out of memory.\n"
-    run = _run(tmp_path, f"{earlier}DataLoader worker (pid 3) exited unexpectedly\n")
-    _ends(run, attempt="an earlier one", logs={"0": [0, len(earlier)]})
+    run = recorded_run(tmp_path, f"{earlier}DataLoader worker (pid 3) exited unexpectedly\n")
+    record_end(run, attempt="an earlier one", logs={"0": [0, len(earlier)]})
     diagnosis = diagnose_run(run)
     assert diagnosis.is_wrong
     assert "its launcher was killed" in diagnosis.state
@@ -209,8 +185,8 @@ def test_a_launch_without_a_record_was_killed_and_only_its_own_log_is_read(tmp_p
 
 @pytest.mark.parametrize("metrics", ["", '{"step": 1, "loss": 1.0}\n'])
 def test_the_step_of_a_killed_run_is_that_of_its_newest_checkpoint(metrics: str, tmp_path: Path) -> None:
-    run = _run(tmp_path, "", metrics=metrics)
-    _ends(run, step=1)
+    run = recorded_run(tmp_path, "", metrics=metrics)
+    record_end(run, step=1)
     (run / "checkpoints" / "step-00000008").mkdir(parents=True)
     assert diagnose_run(run).state.startswith("failed after step 8 of 10: ")
     assert listed(run).step == 8
@@ -220,18 +196,18 @@ def test_the_step_of_a_killed_run_is_that_of_its_newest_checkpoint(metrics: str,
 
 
 def test_hosts_with_other_variables_are_named(tmp_path: Path) -> None:
-    run = _run(tmp_path, "")
+    run = recorded_run(tmp_path, "")
     hosts = [{"host": "a", "packages": {"torch": "2.13.0"}, "variables": {"RANK": "0", "NCCL_IB_DISABLE": "1"}},
              {"host": "b", "packages": {"torch": "2.12.0"}, "variables": {"RANK": "1"}}]  # fmt: skip
     for node, environment in enumerate(hosts):
-        _ends(run, node, environment=environment)
+        record_end(run, node, environment=environment)
     (note,) = (note for note in diagnose_run(run).notes if "differs" in note)
     assert note == "From host a to host b this differs: torch 2.13.0 -> 2.12.0, NCCL_IB_DISABLE=1 -> none."
 
 
 def test_damaged_and_hostile_records_are_left_out(tmp_path: Path) -> None:
-    run = _run(tmp_path, "")
-    _ends(run, text="\x1b]0;evil\x07 killed", ranks=[{**KILLED, "host": "\x1b[2J"}])
+    run = recorded_run(tmp_path, "")
+    record_end(run, text="\x1b]0;evil\x07 killed", ranks=[{**KILLED, "host": "\x1b[2J"}])
     with (run / "logs" / "ends.jsonl").open("a") as file:
         file.write('{"ranks": 3}\n[]\n{"attempt": "", "ranks": [{"rank": 1e999}]}\n' + "[" * 5000 + "\nnull\n{")
     os.mkdir(run / "logs" / "ends-1.jsonl")
@@ -262,15 +238,17 @@ def test_what_has_changed_since_an_earlier_start_is_named(tmp_path: Path) -> Non
     ],
 )
 def test_the_remedy_names_the_sample_that_ended_the_run(text: str, tmp_path: Path) -> None:
-    run = _run(tmp_path, "Traceback (most recent call last):\nTypeError: object of type 'NoneType' has no len()\n")
-    _ends(run, text=text, cause=0, ranks=[{**KILLED, "rank": 0, "text": text.removeprefix("rank 0: ")}])
+    run = recorded_run(
+        tmp_path, "Traceback (most recent call last):\nTypeError: object of type 'NoneType' has no len()\n"
+    )
+    record_end(run, text=text, cause=0, ranks=[{**KILLED, "rank": 0, "text": text.removeprefix("rank 0: ")}])
     remedy = run_as_json(diagnose_run(run))["failures"][0]["remedy"]
     assert f"lockstep train {run} data.leave_out='[[17, 17]]'" in remedy
     assert "data.bad_samples='{policy: skip}'" in remedy
 
 
 def test_a_deadly_sample_is_named_where_no_launcher_left_a_record(tmp_path: Path) -> None:
-    run = _run(tmp_path, "fine\n")
+    run = recorded_run(tmp_path, "fine\n")
     record = run / "logs" / "deadly_samples.jsonl"
     record.write_text('{"data": "1", "samples": [17], "what": "rank 0 hangs fetching data"}\n')
     os.utime(run / "environment.json", (1, 1))
@@ -287,7 +265,7 @@ def test_a_sample_that_all_bad_updates_have_in_common_is_named(tmp_path: Path) -
     lines = [
         {"bad_numbers": "discarded", "step": 9 * n, "update": 9 * n, "samples": each} for n, each in enumerate(bad, 1)
     ]
-    run = _run(tmp_path, events="".join(json.dumps(line) + "\n" for line in lines))
+    run = recorded_run(tmp_path, events="".join(json.dumps(line) + "\n" for line in lines))
     (run / "summary.json").write_text("{}")
     (note,) = diagnose_run(run).notes
     assert note.startswith("Sample 30 is in the suspected micro-batch of each of 3 bad updates: ")
@@ -302,7 +280,7 @@ def test_a_sample_that_all_bad_updates_have_in_common_is_named(tmp_path: Path) -
 
 def _losses(folder: Path, *losses: float | None) -> str:
     lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, 1)]
-    run = _run(folder, metrics="\n".join(lines) + "\n")
+    run = recorded_run(folder, metrics="\n".join(lines) + "\n")
     (run / "summary.json").write_text("{}")
     diagnosis = diagnose_run(run)
     text = describe_run(diagnosis, 1000).partition("\n\n")[2].strip()
@@ -311,7 +289,7 @@ def _losses(folder: Path, *losses: float | None) -> str:
 
 def test_discarded_updates_count_only_if_they_are_many_in_a_row_at_the_end(tmp_path: Path) -> None:
     for discarded, is_wrong in (([40], False), ([10, 20, 30, 38, 39, 40], False), ([*range(15, 41)], True)):
-        run = _run(tmp_path / f"{len(discarded)}")
+        run = recorded_run(tmp_path / f"{len(discarded)}")
         lines = [
             {"step": step, "loss": None if step in discarded else 3.0 - step / 40, "kept": step not in discarded}
             for step in range(1, 41)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,18 @@ def test_the_limit_ends_the_run_with_the_list_and_a_higher_one_resumes_it(
     in_world(ranks, trained, config(tmp_path / "run"))
     assert losses(tmp_path / "run") == losses(alone)
     assert audited(tmp_path / "run").complete
+
+
+def announced(config: dict[str, Any]) -> str:
+    with redirect_stdout(StringIO()) as output:
+        failure(config)
+    return output.getvalue()
+
+
+def test_a_sample_beyond_the_limit_is_not_counted_as_allowed(tmp_path: Path) -> None:
+    [printed] = in_world(1, announced, config(tmp_path / "run", data={"bad_samples": {"policy": "skip", "limit": 2}}))
+    assert "; left out, 2 of at most 2\n" in printed
+    assert "; it is bad sample 3, and data.bad_samples.limit is 2\n" in printed
 
 
 def test_by_default_the_first_one_ends_the_run(tmp_path: Path) -> None:

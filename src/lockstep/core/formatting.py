@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
+_SENTENCE_END = re.compile(r"(?<!\.)\.(?=\s+[A-Z]|\s*$)")
 _MAGNITUDES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -17,6 +19,11 @@ def listed(words: Sequence[str], most: int) -> str:
 def counted(number: int, word: str) -> str:
     """Return a number and a word, whose plural has an s: 1 update, 2,000 updates."""
     return f"{number:,} {word}{'s' * (number != 1)}"
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a message without its point: what happened, without what to do."""
+    return _SENTENCE_END.split(text.strip(), maxsplit=1)[0]
 
 
 def short(number: float) -> str:

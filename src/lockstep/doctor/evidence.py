@@ -17,7 +17,14 @@ from pathlib import Path
 
 from lockstep.core.errors import Paused, Stopped
 from lockstep.doctor.catalog import KnownFailure, Standing
-from lockstep.doctor.failures_of_hosts import BY_A_PERSON, KILLED, OUT_OF_MEMORY
+from lockstep.doctor.failures_of_hosts import (
+    BY_A_PERSON,
+    CPU_MEMORY,
+    GPU_MEMORY,
+    KILLED,
+    ONE_SAMPLE,
+    OUT_OF_MEMORY,
+)
 from lockstep.doctor.failures_of_samples import DEADLY, DEADLY_EVALUATED
 from lockstep.doctor.kernel_log import kernel_kills_near
 from lockstep.doctor.known_failures import KNOWN, failure_in, failure_named
@@ -60,6 +67,7 @@ def seen_failures(run: Path, last: LastLaunch) -> list[SeenFailure]:
         lines.setdefault(failure.name, []).append(line)
     if KILLED in lines:
         _tell_who_killed(lines, last.records)
+    _gather_memory(lines)
     by_name = {failure.name: failure for failure in KNOWN}
     seen = [SeenFailure(by_name[name], evidence) for name, evidence in lines.items()]
     return sorted(seen, key=lambda item: (item.failure.standing, KNOWN.index(item.failure)))
@@ -108,6 +116,14 @@ def _tell_who_killed(lines: dict[str, list[LogEvidence]], records: Sequence[Laun
     known = next((name for name in (OUT_OF_MEMORY, BY_A_PERSON) if name in lines), None)
     if known is not None:
         lines[known] += lines.pop(KILLED)
+
+
+def _gather_memory(lines: dict[str, list[LogEvidence]]) -> None:
+    """Move the errors of torch and the system to the report that a rank has made of them, whose advice fits."""
+    known = next((name for name in (ONE_SAMPLE, CPU_MEMORY) if name in lines), None)
+    for name in (CPU_MEMORY, GPU_MEMORY, OUT_OF_MEMORY):
+        if known is not None and name != known:
+            lines[known] += lines.pop(name, [])
 
 
 def kernel_evidence(moments: Sequence[float]) -> list[LogEvidence]:

@@ -5,19 +5,33 @@ from __future__ import annotations
 from lockstep.doctor.catalog import row
 
 DISK_FULL = "disk full"
+ONE_SAMPLE, CPU_MEMORY, GPU_MEMORY = "one sample doesn't fit in memory", "out of memory on a CPU", "GPU out of memory"
+"""Failures of a rank that has reported how much memory it asked for."""
 OUT_OF_MEMORY, KILLED, BY_A_PERSON = "host out of memory", "a rank was killed", "a rank was killed from outside"
 """Failures of a rank that SIGKILL ended: the kernel has recorded it, no record shows it, or it counted none."""
 
+_REPORTED = r"out of memory in the (forward|backward|update|evaluation)"
+_LARGER = "The state, activations and logits of a rank are larger than its memory"
+_SAVES = (
+    "set memory.activation_checkpointing.mode: full, or shard with parallel.strategy: fsdp; lockstep plan shows what "
+    "holds the memory."
+)
+_SMALLER = f"Lower batch.micro_size (the result stays the same), {_SAVES}"
+
 OF_MEMORY = (
     row(
-        "GPU out of memory",
-        r"(CUDA|HIP|XPU) out of memory|torch\.OutOfMemoryError|"
-        r"out of memory in the (forward|backward|update|evaluation)",
-        "The state, activations and logits of a rank are larger than its memory.",
-        "Lower batch.micro_size (the result stays the same), set memory.activation_checkpointing.mode: full, "
-        "or shard with "
-        "parallel.strategy: fsdp; lockstep plan shows what holds the memory.",
+        ONE_SAMPLE,
+        rf"{_REPORTED}.*(micro-batches have one sample already|One sample alone would need)",
+        f"{_LARGER}, and its micro-batches can't be made smaller.",
+        f"Give each rank more memory, use a smaller model or shorter samples, {_SAVES}",
     ),
+    row(
+        CPU_MEMORY,
+        rf"{_REPORTED}.* were free \((the machine's|the control group's|ulimit -v) limit\)",
+        f"{_LARGER}, which is that of the machine, of its control group, or of ulimit -v.",
+        f"{_SMALLER} Raise a limit that the message names.",
+    ),
+    row(GPU_MEMORY, rf"(CUDA|HIP|XPU) out of memory|torch\.OutOfMemoryError|{_REPORTED}", f"{_LARGER}.", _SMALLER),
     row(
         OUT_OF_MEMORY,
         r"killed by SIGKILL: out of memory \(|DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|"

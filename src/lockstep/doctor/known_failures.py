@@ -6,7 +6,7 @@ from lockstep.doctor.catalog import KnownFailure, Standing, row
 from lockstep.doctor.failures_of_hosts import OF_MEMORY, OF_NETWORK
 from lockstep.doctor.failures_of_samples import OF_SAMPLES
 
-NO_PROGRESS = "no progress"
+NO_PROGRESS, SAVE_FAILED = "no progress", "save failed"
 
 _SOFTWARE = (
     row(
@@ -236,7 +236,7 @@ _SEEN_BY_RANKS = (
         "metrics.jsonl",
     ),
     row(
-        "save failed",
+        SAVE_FAILED,
         r'"saved": ?\d+.*"failure": ?"',
         "A checkpoint could not be written at that step.",
         "Read the reason in that line, and check the disk of checkpoint.folder.",

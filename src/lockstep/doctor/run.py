@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.core.errors import named_ranks
@@ -32,7 +32,8 @@ from lockstep.doctor.evidence import (
     silent_ranks,
 )
 from lockstep.doctor.failures_of_hosts import DISK_FULL, OUT_OF_MEMORY
-from lockstep.doctor.known_failures import NO_PROGRESS, OTHER_DATA, failure_in, failure_named
+from lockstep.doctor.failures_of_samples import LIMIT, TOO_MANY, with_higher_limit
+from lockstep.doctor.known_failures import NO_PROGRESS, OTHER_DATA, SAVE_FAILED, failure_in, failure_named
 from lockstep.doctor.locks import lock_in_bucket
 from lockstep.doctor.losses import finding_of_losses
 from lockstep.doctor.saved import saved_state
@@ -91,7 +92,7 @@ def diagnose_run(run: Path) -> Diagnosis:
     refuse_escaping_links(run)
     data = read_run(run)
     last = last_launch(run, data.environment)
-    seen = seen_failures(run, last)
+    seen = [_with_later_save(item, data) for item in seen_failures(run, last)]
     if is_finished(run):
         early = (data.summary or {}).get("stopped_early")
         why = f"; it ended early: {early}" if isinstance(early, str) else ""
@@ -115,6 +116,18 @@ def _continuing(run: Path, data: RunData, seen: list[SeenFailure], state: str) -
     losses = finding_of_losses(data.trained_loss)
     notes = [*common_suspects(data), *_survived(run), *([losses.text] if losses is not None else [])]
     return Diagnosis(run, state, losses is not None and losses.is_wrong, _remarks(seen), (*notes, *data.flaws))
+
+
+def _with_later_save(item: SeenFailure, data: RunData) -> SeenFailure:
+    """Return a failed save with the one that was written after it, if there is one; any other failure as it is."""
+    last = data.saves[-1] if data.saves else None
+    if item.failure.name != SAVE_FAILED or last is None or last.failure is not None:
+        return item
+    failed = max(save.step for save in data.saves if save.failure is not None)
+    again = "it was repeated, and succeeded" if last.step == failed else f"that of step {last.step:,} succeeded"
+    cause = f"A checkpoint could not be written at step {failed:,}; after that, {again}."
+    remedy = "Nothing is missing now. If it happens again, read the reason in that line, and check the disk."
+    return replace(item, failure=replace(item.failure, cause=cause, remedy=remedy))
 
 
 def _survived(run: Path) -> list[str]:
@@ -202,8 +215,19 @@ def _ended(
         times = len(data.restarts)
         texts.append(f"It was resumed {times} time{'s' * (times > 1)}, last from step {data.restarts[-1][0]}.")
     texts += [saved.note, *data.flaws]
-    accept = " --accept-changes" if saved.resume and any(item.failure.name == OTHER_DATA for item in seen) else ""
-    return Diagnosis(run, state, failed, tuple(seen), tuple(texts), ranks, saved.resume + accept)
+    resume = saved.resume + _changes_to_resume(seen) if saved.resume else ""
+    return Diagnosis(run, state, failed, tuple(seen), tuple(texts), ranks, resume)
+
+
+def _changes_to_resume(seen: Sequence[SeenFailure]) -> str:
+    """Return what the command that resumes a run needs after these failures, lest it fails in the same way."""
+    words = []
+    for item in seen:
+        if item.failure.name == OTHER_DATA:
+            words.append(" --accept-changes")
+        elif item.failure.name == TOO_MANY:
+            words.append(with_higher_limit(f" {LIMIT}N", [line.text for line in item.evidence]))
+    return "".join(words)
 
 
 def _of_last_line(run: Path) -> list[str]:

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.command_lines import command_line
+from lockstep.core.formatting import first_sentence
 from lockstep.core.terminal import plain_line
 from lockstep.doctor.catalog import KnownFailure, Standing
-from lockstep.doctor.evidence import SeenFailure
+from lockstep.doctor.evidence import LogEvidence, SeenFailure
+from lockstep.doctor.failures_of_samples import with_higher_limit
 from lockstep.doctor.known_failures import KNOWN
 from lockstep.doctor.output import wrapped
 from lockstep.doctor.run import Diagnosis
@@ -30,9 +32,13 @@ _ENDS = {
     "done": "was done",
     "ended": "was ended by the launcher",
     "paused": "saved and stopped",
+    "peer_failed": "failed because another rank had ended",
     "stopped": "was stopped",
 }
-"""How a rank without a message ended, by `EndKind`."""
+"""How a rank without a message ended, or one whose message is about another rank, by `EndKind`."""
+_MARK_OF_GLOO = re.compile(r"\[\S*/gloo/transport/\S+\] ")
+_HINT_OF_GLOO = re.compile(r"\. This is typically caused by .* GLHF!.*")
+"""Parts of gloo's errors that help no one here: the place in its code, and advice that the diagnosis gives itself."""
 _COMMANDS_OF_RUN = re.compile(r"(lockstep (?:train|ckpt [a-z]+)) RUN")
 
 
@@ -44,15 +50,14 @@ def describe_run(diagnosis: Diagnosis, width: int | None) -> str:
     """
     lines = [plain_line(f"{diagnosis.run}: {diagnosis.state}")]
     if diagnosis.is_wrong and diagnosis.ranks:
-        lines += ["", *_of_ranks(diagnosis.ranks, width)]
+        lines += ["", *_of_ranks(diagnosis, width)]
     for number, item in enumerate(diagnosis.seen):
         failure = item.failure
         lines += ["", f"{_title(failure.standing, is_first=number == 0)}: {failure.name}"]
         lines += wrapped(failure.cause, "  ", width)
         shown = item.evidence if width is None else item.evidence[:_MOST_EVIDENCE]
-        for line in shown:
-            place = f"{line.file}:{line.line}" if line.line else line.file
-            lines += wrapped(_shortened(f"{place}: {line.text}", width), "  ", width, "    ", breaks=True)
+        for place, text in _without_repetitions(shown):
+            lines += wrapped(_shortened(f"{place}: {text}", width), "  ", width, "    ", breaks=True)
         if len(item.evidence) > len(shown):
             lines.append(f"  and {len(item.evidence) - len(shown)} more such lines")
         lines += wrapped(f"-> {remedy_for(item, diagnosis.run)}", "  ", width, "     ")
@@ -68,7 +73,7 @@ def remedy_for(seen: SeenFailure, run: Path) -> str:
     place = place_of(run)
     named = command_line(Path(place) if place == str(run) else place)
     samples = {sample for line in seen.evidence if (sample := seen.failure.sample_in(line.text))}
-    remedy = seen.failure.remedy
+    remedy = with_higher_limit(seen.failure.remedy, [line.text for line in seen.evidence])
     if len(samples) == 1:
         remedy = remedy.replace("[[N, N]]", "[[{0}, {0}]]".format(*samples))
     return _COMMANDS_OF_RUN.sub(lambda match: f"{match[1]} {named}", remedy)
@@ -80,18 +85,36 @@ def _shortened(text: str, width: int | None) -> str:
     return f"{text[: _SHOWN_IN_TERMINAL - 1]}…"
 
 
-def _of_ranks(ranks: Sequence[RankEnd], width: int | None) -> Iterator[str]:
+def _without_repetitions(evidence: Sequence[LogEvidence]) -> Iterator[tuple[str, str]]:
+    """Yield place and text of each line; a rank's log repeats what the launcher has recorded of its end."""
+    shown: list[str] = []
+    for line in evidence:
+        text = _MARK_OF_GLOO.sub("", _HINT_OF_GLOO.sub("", line.text))
+        repeats = any(earlier.endswith(text) for earlier in shown)
+        yield f"{line.file}:{line.line}" if line.line else line.file, "the same" if repeats else text
+        shown.append(text)
+
+
+def _of_ranks(diagnosis: Diagnosis, width: int | None) -> Iterator[str]:
     """Yield lines for each of the first ranks to end: which was first, and how long after it the others ended."""
-    first = ranks[0].time
+    ranks, first = diagnosis.ranks, diagnosis.ranks[0].time
+    in_full = [diagnosis.state, *(line.text for item in diagnosis.seen for line in item.evidence)]
     shown = ranks if width is None else ranks[:_MOST_RANKS]
     for number, rank in enumerate(shown):
         moment = (
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first)) if number == 0 else f"{rank.time - first:+.1f} s"
         )
-        text = f"rank {rank.rank} on {rank.host}  {moment}  {rank.text or _ENDS.get(rank.end, rank.end)}"
+        text = f"rank {rank.rank} on {rank.host}  {moment}  {_end_of(rank, in_full)}"
         yield from wrapped(_shortened(text, width), "  ", width, "      ", breaks=True)
     if len(ranks) > len(shown):
         yield f"  and {len(ranks) - len(shown)} more ranks"
+
+
+def _end_of(rank: RankEnd, in_full: Sequence[str]) -> str:
+    """Return how a rank ended; of a message that these other texts have in full, its first sentence."""
+    if not rank.text or rank.end == "peer_failed":
+        return _ENDS.get(rank.end, rank.end)
+    return first_sentence(rank.text) if any(rank.text in text for text in in_full) else rank.text
 
 
 def _title(standing: Standing, *, is_first: bool) -> str:

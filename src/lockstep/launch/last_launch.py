@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.formatting import size
+from lockstep.core.formatting import first_sentence, size
 from lockstep.core.ranks import LAUNCHER
 from lockstep.launch.ends_file import LaunchEnds, read_ends
 from lockstep.monitor.attempts import ENDS
@@ -55,9 +55,19 @@ def last_launch(run: Path, environment: Mapping[str, Any]) -> LastLaunch:
     return LastLaunch((), was_own, starts)
 
 
+def _entries(run: Path) -> list[LaunchEnds]:
+    """Return the lines of node 0's launcher, which decides for all."""
+    return [entry for entry in read_ends(run / LOGS) if entry.file == f"{LOGS}/{ENDS}"]
+
+
+def decided_ends(run: Path) -> list[LaunchEnds]:
+    """Return how each start of a run's ranks ended, the first one first, without those that were refused."""
+    return [entry for entry in _entries(run) if not entry.is_refused]
+
+
 def survived_failures(run: Path, most: int) -> str:
     """Return a sentence about the failures after which ranks were started again, the newest last; empty: none."""
-    entries = [entry for entry in read_ends(run / LOGS) if entry.file == f"{LOGS}/{ENDS}"]
+    entries = _entries(run)
     if not (is_finished(run) or held_by(run) is not None):
         while entries and entries[-1].is_refused:
             entries.pop()
@@ -66,16 +76,17 @@ def survived_failures(run: Path, most: int) -> str:
     if not failures:
         return ""
     shown = [
-        f"{entry.text}{f' (after step {entry.step:,})' if entry.step is not None else ''}" for entry in failures[-most:]
+        f"{first_sentence(entry.text)}{f' (after step {entry.step:,})' if entry.step is not None else ''}"
+        for entry in failures[-most:]
     ]
     number = "one failure" if len(failures) == 1 else f"{len(failures)} failures"
     newest = ", the newest of which are" if len(failures) > most else ""
-    return f"It survived {number}{newest}: {'; '.join(shown)}."
+    return f"It survived {number}{newest}: {'; then '.join(shown)}."
 
 
 def failure_before_refusals(run: Path) -> LaunchEnds | None:
     """Return the failure after which all starts were refused; None: there is none."""
-    entries = [entry for entry in read_ends(run / LOGS) if entry.file == f"{LOGS}/{ENDS}"]
+    entries = _entries(run)
     newest = next((entry for entry in reversed(entries) if not entry.is_refused), None)
     return newest if newest is not None and newest is not entries[-1] and _is_failure(newest) else None
 

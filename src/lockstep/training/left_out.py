@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.core.errors import RunFailed
+from lockstep.core.formatting import counted
 from lockstep.core.records import LeftOutSample, Request
 from lockstep.data.bad_samples import BAD_NUMBERS, CONFIGURED
 from lockstep.data.sources import skipping_part
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lockstep.data.bad_samples import SkippingSource
     from lockstep.training.components import Components, FailureState
 
+_LIMIT = "data.bad_samples.limit"
 _MOST_LISTED = 20
 _Share = tuple[int, bool, list[LeftOutSample]]
 
@@ -72,7 +74,10 @@ class LeftOutSamples:
         for sample in _bad(new):
             if sample.index not in before:
                 before.add(sample.index)
-                print_once(f"lockstep: {_line(sample)}; left out, {len(before)} of at most {self._limit}")
+                number = len(before)
+                left_out = f"left out, {number} of at most {self._limit}"
+                one_more = f"it is bad sample {number}, and {_LIMIT} is {self._limit}"
+                print_once(f"lockstep: {_line(sample)}; {left_out if number <= self._limit else one_more}")
         if len(before) > self._limit:
             raise RunFailed(_over_limit(_bad(self._samples), self._limit))
         failure_state.fails_together = knew
@@ -142,7 +147,7 @@ def _over_limit(samples: Sequence[LeftOutSample], limit: int) -> str:
     lines = [f"  {_line(sample)}" for sample in list(by_index.values())[:_MOST_LISTED]]
     more = [f"  and {len(by_index) - _MOST_LISTED} more"] if len(by_index) > _MOST_LISTED else []
     head = (
-        f"{len(by_index)} samples of data.train can't be used, and data.bad_samples.limit is {limit}. Mend the data, "
+        f"{counted(len(by_index), 'sample')} of data.train can't be used, and {_LIMIT} is {limit}. Mend the data, "
         "or set a higher limit, and start the run again to resume:"
     )
     return "\n".join([head, *lines, *more])
