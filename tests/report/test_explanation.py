@@ -96,6 +96,26 @@ def test_a_run_that_is_limited_by_its_computation_alone_is_told_so(tmp_path: Pat
     assert "2.00 GiB resident were used, by rank 1" in text
 
 
+@pytest.mark.parametrize(("accumulation", "ran_out"), [(1, False), (4, True)])
+def test_a_larger_micro_batch_is_not_proposed_where_it_can_not_be(
+    tmp_path: Path, accumulation: int, ran_out: bool
+) -> None:
+    folder = write_run(tmp_path / "run")
+    attempt = {"launched": 1.0, "began": 2.0, "step": 0, "seconds": 0.0, "ranks": 2, "accumulation": accumulation}
+    (folder / "attempts.jsonl").write_text(json.dumps(attempt) + "\n")
+    if ran_out:
+        (folder / "logs").mkdir()
+        record = {"too_large": {"batch.micro_size": 2}, "recomputes": False, "settings": ""}
+        (folder / "logs" / "out_of_memory.json").write_text(json.dumps(record))
+    text = " ".join(explain(folder).sentences)
+    assert "to try are precision.compute: bf16, more ranks." in text
+    short = write_run(tmp_path / "short", data=1e-5, forward=5e-4, backward=1e-3, communication=1e-5, optimizer=1e-4)
+    for name in ("attempts.jsonl", "logs"):
+        if (folder / name).exists():
+            (folder / name).rename(short / name)
+    assert "larger batch.micro_size" not in " ".join(explain(short).sentences)
+
+
 def test_a_running_run_shows_where_the_time_goes_before_its_first_interval_is_over(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
     run.write_config("run: {steps: 100}\n")

@@ -29,7 +29,7 @@ from lockstep.report.limits import Limit, limits
 from lockstep.report.rank_history import RankHistory, damage, read_rank_history
 from lockstep.report.roofline import DevicePeak, Roofline, communication, memory, sentences
 from lockstep.report.run_data import RunData, read_run
-from lockstep.training.smaller_batches import sentences_on_sizes
+from lockstep.training.smaller_batches import allows_larger, sentences_on_sizes
 
 _UNSTEADY = 3.0  # 95th percentile of an update to its mean
 _MOST = 10
@@ -138,7 +138,7 @@ def _progress(run: RunData) -> Iterator[str]:
     state = "is running" if is_running else "is finished" if run.summary is not None else "is not finished"
     loss = run.trained_loss.values
     losses = [formatting.value(float(value)) for value in (*loss[:1], *loss[1:][-1:])]
-    attempts = f" over {len(run.restarts) + 1} attempts" if run.restarts else ""
+    attempts = f" over {run.num_attempts} attempts" if run.num_attempts > 1 else ""
     went = ("no update was kept", "the loss was {}", "the loss went from {} to {}")[len(losses)].format(*losses)
     yield f"The run {state}: {updates}, {went}{attempts}."
 
@@ -230,7 +230,9 @@ def _next(evidence: _Evidence) -> Iterator[str]:
         return
     if not evidence.causes and evidence.ranks.split():
         ideas = [*(["precision.compute: bf16"] if run.configured("precision", "compute") == "fp32" else [])]
-        ideas += ["a larger batch.micro_size", "more ranks"]
+        is_divided = not evidence.attempts or evidence.attempts[-1].number("accumulation") != 1
+        ideas += ["a larger batch.micro_size"] if is_divided and allows_larger(run.folder) else []
+        ideas += ["more ranks"]
         yield f"Nothing but the computation itself limits it; to try are {', '.join(ideas)}."
     if not evidence.traced:
         yield (

@@ -11,12 +11,14 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lockstep.core import formatting
 from lockstep.core.command_lines import command_line
 from lockstep.monitor.attempts import Attempt
 from lockstep.report.rank_history import RankHistory
 from lockstep.report.run_data import RunData
+from lockstep.training.smaller_batches import allows_larger
 
 # of an update's time, beyond which a cause is named, here and by a profile
 DATA_SHARE = 0.10
@@ -76,7 +78,7 @@ def limits(run: RunData, ranks: RankHistory, attempts: Sequence[Attempt] = ()) -
         _of_host(shares, split),
         _of_saves(run, shares),
         _of_optimizer(shares),
-        _of_short_micro_batches(split, attempts),
+        _of_short_micro_batches(run.folder, split, attempts),
         _of_evaluations(run, ranks),
     )
     return sorted((limit for limit in candidates if limit is not None), key=lambda limit: -limit.share)
@@ -217,17 +219,18 @@ def _of_optimizer(shares: Mapping[str, float]) -> Limit | None:
     )
 
 
-def _of_short_micro_batches(split: Mapping[str, float], attempts: Sequence[Attempt]) -> Limit | None:
+def _of_short_micro_batches(run: Path, split: Mapping[str, float], attempts: Sequence[Attempt]) -> Limit | None:
     number = int((attempts[-1].number("accumulation") if attempts else None) or 1)
     seconds = sum(split.get(phase, 0.0) for phase in ("forward", "backward", "optimizer")) / number
     if seconds >= _SHORT_S:
         return None
     what = f"Its {number:,} micro-batches" if number > 1 else "Its updates"
+    may_grow = number > 1 and allows_larger(run)
     return Limit(
         "tiny batches",
         0.5,
         f"{what} are so short ({formatting.short_time(seconds)} each) that operators' fixed costs make up much of them",
-        "a larger batch.micro_size" if number > 1 else "a larger batch.global_size, model.compile: true",
+        "a larger batch.micro_size" if may_grow else "a larger batch.global_size, model.compile: true",
         bounded=False,
     )
 

@@ -264,6 +264,12 @@ def sentences_on_sizes(run: Path) -> list[str]:
     return again + [f"Memory ran out with {key} {size}, so that it is {half(size)}." for key, size in sizes]
 
 
+def allows_larger(run: Path) -> bool:
+    """Return whether larger micro-batches may fit: the run in a folder has not run out of memory with such."""
+    known, _ = _recorded(run)
+    return _MICRO_SIZE not in known.too_large
+
+
 def recovery_notes(run: Path, config: Config, ranks: int) -> list[str]:
     """Return notes on how the run recovers: what has failed before, keys without effect."""
     notes = [*_notes_on_sizes(run, config, ranks), *notes_on_deadly(run, config)]
