@@ -150,4 +150,4 @@ def test_the_page_has_the_ranks_with_their_table_and_what_was_rolled_back(tmp_pa
     }
     assert bands == {("60.00%", "20.00%")}
     captions = [tag for tag, _ in page.elements if tag == "caption"]
-    assert len(captions) == len(titles) + 1  # a table for each chart, and that of the slow ranks
+    assert len(captions) == len(titles) + 2  # a table for each chart, and those of the slow ranks and of restarts

@@ -84,7 +84,10 @@ def test_each_set_has_its_row_and_its_curve(tmp_path: Path) -> None:
 def test_restarts_are_marked_in_every_chart_and_listed(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path, happenings={10: [resumed(10, 2)], 20: [resumed(20, 4), resumed(20, 4)]}))
     assert page.count("restart") == len(page.charts()) * 2
-    assert "Resumed 3 times: from step 10 on 2 ranks, from step 20 on 4 ranks, from step 20 on 4 ranks." in page.text
+    assert (
+        "startup Not recorded 10 2 Not recorded 20 4 Not recorded 20 4 The ranks were started again 3 times."
+        in page.text
+    )
     assert "restarted, 2 ranks" in page.text
     assert "restarted 2 times, 4 ranks" in page.text
     assert "Time 3.25 s over 4 attempts" in page.text

@@ -16,9 +16,10 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,41 @@ class Goodput:
         return dict(sorted(losses.items(), key=lambda item: -item[1]))
 
 
+@dataclass(frozen=True, slots=True)
+class RestartCost:
+    """The seconds that a restart has cost.
+
+    Attributes:
+        lost: Of the attempt before it: updates that were made again, and what passed until its end was noticed.
+        downtime: Between the two attempts.
+        startup: Until the first update.
+    """
+
+    lost: float
+    downtime: float
+    startup: float
+
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        return self.lost + self.downtime + self.startup
+
+
+def restart_costs(attempts: Sequence[Attempt]) -> list[RestartCost]:
+    """Return the cost of each attempt but the first."""
+    costs = []
+    for before, attempt in pairwise(attempts):
+        end = attempt.ended_before if attempt.ended_before >= before.began else before.began
+        begin = _begin(attempt)
+        lost = (end - before.began) - (attempt.seconds - before.seconds)
+        costs.append(RestartCost(max(0.0, lost), max(0.0, begin - end), max(0.0, attempt.began - begin)))
+    return costs
+
+
+def _begin(attempt: Attempt) -> float:
+    return attempt.launched if math.isfinite(attempt.launched) else attempt.began
+
+
 def goodput(run: Path) -> Goodput | None:
     """Return the goodput of a run, from its files; None if it isn't known. Never raises OSError."""
     attempts = read_attempts(run)
@@ -94,7 +130,7 @@ def goodput(run: Path) -> Goodput | None:
     if not attempts or not math.isfinite(clock):
         return None
     ended = _end(run)
-    begins = [attempt.launched if math.isfinite(attempt.launched) else attempt.began for attempt in attempts]
+    begins = [_begin(attempt) for attempt in attempts]
     ends = [*(attempt.ended_before for attempt in attempts[1:]), ended]
     ends = [end if end >= attempt.began else attempt.began for attempt, end in zip(attempts, ends, strict=True)]
     steps, discarded = number_or_nan(last.get("step")), number_or_nan(last.get("discarded"))

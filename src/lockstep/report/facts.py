@@ -16,16 +16,16 @@ import numpy as np
 from lockstep.core import formatting
 from lockstep.core.command_lines import command_line
 from lockstep.core.secrets import hidden_variable
-from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.folder import EARLIER
-from lockstep.monitor.goodput import saved_steps
+from lockstep.monitor.goodput import goodput, saved_steps
 from lockstep.monitor.run_lock import held_by
 from lockstep.report.curves import capitalized, throughput, unit_of
+from lockstep.report.restarts import cost_of_all, restarts
 from lockstep.report.run_data import RunData
 from lockstep.report.scales import value_text
 
 _MAX_EVALUATIONS = 3  # among the large figures
-_MAX_LISTED = 20
+MAX_LISTED = 20
 _LARGEST = 10**18  # larger integers aren't shown
 _REASONS = {"overflow": "fp16 overflow", "non_finite": "gradient not finite"}
 _ENVIRONMENT = ("command_line", "created", "host", "platform", "cpu", "cpus", "memory_bytes", "gpus", "git")
@@ -82,11 +82,19 @@ def large_figures(run: RunData) -> list[tuple[str, str, str]]:
         if metric == "loss" or len(evaluations) == 1  # of several sets, only their losses
     ][:_MAX_EVALUATIONS]
     if _is_amount(seconds):
-        attempts = f"over {len(run.restarts) + 1} attempts" if run.restarts else ""
-        figures.append(("Time", formatting.duration(float(seconds)), attempts))
+        figures.append(("Time", formatting.duration(float(seconds)), _attempts(run)))
     if len(speed.known):
         figures.append(("Throughput", value_text(float(np.median(speed.known)), "rate"), f"{speed.name}/s, median"))
     return figures
+
+
+def _attempts(run: RunData) -> str:
+    """Return how many attempts a run took, and in what wall time; empty if it was one."""
+    if run.num_attempts == 1:
+        return ""
+    used = goodput(run.folder)
+    wall = f"of training, in {formatting.duration(used.wall)} " if used is not None else ""
+    return f"{wall}over {run.num_attempts} attempts"
 
 
 def last_evaluations(run: RunData) -> dict[str, dict[str, tuple[int, float]]]:
@@ -127,7 +135,7 @@ def facts(run: RunData) -> list[tuple[str, str]]:
         ("Strategy", _resolved(run, "strategy", "parallel") + (f" over {backend}" if backend else "")),
         ("Device", _resolved(run, "device", "launch")),
         ("Precision", _resolved(run, "precision", "precision", "compute")),
-        ("Restarts", f"{len(run.restarts):,}"),
+        ("Restarts", f"{run.num_attempts - 1:,}"),
         ("Discarded updates", f"{len(run.discarded):,}"),
     ]
     return [(name, value) for name, value in entries if value]
@@ -135,7 +143,7 @@ def facts(run: RunData) -> list[tuple[str, str]]:
 
 def events(run: RunData) -> list[str]:
     """Return sentences about restarts, saves, discarded updates and samples that are left out."""
-    failed = [save for save in run.saves if save.failure is not None][:_MAX_LISTED]
+    failed = [save for save in run.saves if save.failure is not None][:MAX_LISTED]
     return [
         _restarts(run),
         _saves(run),
@@ -146,17 +154,22 @@ def events(run: RunData) -> list[str]:
     ]
 
 
-def left_out(samples: Mapping[int, str], most: int = _MAX_LISTED) -> list[str]:
+def left_out(samples: Mapping[int, str], most: int = MAX_LISTED) -> list[str]:
     """Return a sentence about the samples that could not be used; none if there are none."""
     if not samples:
         return []
-    listed = "; ".join(f"{index}: {reason}" for index, reason in list(samples.items())[:most])
-    more = f"; and {len(samples) - most:,} more" if len(samples) > most else ""
+    by_reason: dict[str, list[str]] = {}
+    for index, reason in samples.items():
+        by_reason.setdefault(reason, []).append(str(index))
+    shown = list(by_reason.items())[:most]
+    listed = "; ".join(f"{formatting.listed(indices, most)}: {reason}" for reason, indices in shown)
+    hidden = len(samples) - sum(len(indices) for _, indices in shown)
+    more = f"; and {hidden:,} more" if hidden else ""
     number = "1 sample" if len(samples) == 1 else f"{len(samples):,} samples"
     return [f"Left out {number} of the training data: {listed}{more}."]
 
 
-def bad_numbers(run: RunData, most: int = _MAX_LISTED) -> list[str]:
+def bad_numbers(run: RunData, most: int = MAX_LISTED) -> list[str]:
     """Return a sentence about updates whose numbers were bad, with the suspected samples; none if there were none."""
     if not run.bad_numbers:
         return []
@@ -167,21 +180,21 @@ def bad_numbers(run: RunData, most: int = _MAX_LISTED) -> list[str]:
 
 def _restarts(run: RunData) -> str:
     earlier = f" Lines that later attempts replaced are in {EARLIER}/ ({run.earlier:,})." if run.earlier else ""
-    if not run.restarts:
+    resumptions = restarts(run)
+    if not resumptions:
         return f"The run was never resumed.{earlier}"
-    shown = [
-        f"from step {step:,}" + (f" on {ranks:,} rank{'s' if ranks != 1 else ''}" if ranks else "")
-        for step, ranks in run.restarts[:_MAX_LISTED]
-    ]
-    more = f", and {len(run.restarts) - _MAX_LISTED:,} more" if len(run.restarts) > _MAX_LISTED else ""
-    return f"Resumed {_times(len(run.restarts))}: {', '.join(shown)}{more}.{earlier}"
+    shown = f", the last {MAX_LISTED} of which are listed" if len(resumptions) > MAX_LISTED else ""
+    return f"The ranks were started again {_times(len(resumptions))}{shown}. {cost_of_all(resumptions)}{earlier}"
 
 
 def _saves(run: RunData) -> str:
     saved = [save for save in run.saves if save.failure is None]
     failed = f"{len(run.saves) - len(saved):,} failed:" if len(run.saves) > len(saved) else ""
+    newest = max(saved_steps(run.folder), default=-1)  # when a rank fails, the others save, which is no event
+    if newest > max((save.step for save in saved), default=-1):
+        failed = f"The state after step {newest:,} was saved when a rank had failed. {failed}"
     if not saved:
-        return f"No save was made; {failed}" if failed else "No save was made."
+        return failed or "No save was made."
     size = formatting.size(float(np.median([save.size for save in saved])))
     seconds = formatting.duration(float(np.median([save.seconds for save in saved])))
     median = " (median)" if len(saved) > 1 else ""
@@ -221,8 +234,7 @@ def environment(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _resolved(run: RunData, name: str, section: str, key: str = "") -> str:
     """Return what the run resolved, by its summary or else its last attempt; else what was configured."""
-    attempts = read_attempts(run.folder) if not run.summary else ()
-    resolved = run.summary or (attempts[-1].facts if attempts else {})
+    resolved = run.summary or (run.attempts[-1].facts if run.attempts else {})
     if resolved.get(name) is not None:
         return as_text(resolved[name])
     configured = run.configured(section, key or name)

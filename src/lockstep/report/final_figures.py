@@ -79,7 +79,7 @@ def final_figures(run: RunData, ranks: RankHistory) -> Iterator[tuple[str, Figur
         ("duration", _number(summary.get("seconds", run.last.get("seconds"))), "seconds"),
         ("steps", _number(summary.get("steps", run.last.get("step"))), "count"),
         ("goodput", used.share if used is not None else None, "percent"),
-        ("attempts", len(run.restarts) + 1, "count"),
+        ("attempts", run.num_attempts, "count"),
         ("steps rolled back", sum(last - first for first, last in run.rollbacks) or None, "count"),
         ("updates discarded", len(run.discarded) or None, "count"),
     ]

@@ -28,6 +28,7 @@ from lockstep.report.logged_files import remark
 from lockstep.report.logged_tables import logged_tables
 from lockstep.report.rank_charts import draw_filled, filled_charts, gauge_charts, straggler_rows
 from lockstep.report.rank_history import RankHistory, read_rank_history
+from lockstep.report.restarts import restart_table, restarts
 from lockstep.report.run_data import RunData, read_run
 from lockstep.report.thumbnails import thumbnails
 
@@ -76,7 +77,7 @@ def compose(run: RunData, ended: str = "") -> str:
         heading=run.folder.name,
         standfirst=facts.as_text(run.config.get("description")),
         state=facts.state(run),
-        byline=f" · {'last started' if run.restarts else 'started'} {created}" if created else "",
+        byline=f" · {'last started' if run.num_attempts > 1 else 'started'} {created}" if created else "",
         flaws=[*facts.flaws(run, ended), *_flaws_of_ranks(ranks)],
         figures=facts.large_figures(run),
         facts=facts.facts(run),
@@ -91,6 +92,7 @@ def compose(run: RunData, ended: str = "") -> str:
         hidden_values=len(run.logged) - MAX_LOGGED,
         evaluations=facts.evaluation_table(run),
         events=facts.events(run),
+        restarts=restart_table(restarts(run), facts.MAX_LISTED),
         samples=[run.texts[index] for index in samples],
         images=images,
         images_remark=remark(run.images, images),

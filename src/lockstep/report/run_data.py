@@ -22,6 +22,7 @@ import numpy as np
 from lockstep.config.reading import MOST_BYTES, read_yaml, to_python
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.formatting import listed
+from lockstep.monitor.attempts import Attempt, read_attempts
 from lockstep.monitor.discards import passed
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import CONFIG, EARLIER, ENVIRONMENT, METRICS, SUMMARY
@@ -90,6 +91,7 @@ class RunData:
         bad_numbers: (update, a clause about it) of each update whose numbers were bad, and that is known more of.
         suspected: the samples that are suspected of each bad update for which some are.
         earlier: number of attempts whose files are in `earlier`.
+        attempts: those that were recorded, also such without an update.
         flaws: what could not be read, a sentence each.
         damaged: number of lines that can't be read, by file; a torn last line isn't counted.
     """
@@ -115,6 +117,7 @@ class RunData:
     bad_numbers: list[tuple[int, str]] = field(default_factory=list)
     suspected: list[list[int]] = field(default_factory=list)
     earlier: int = 0
+    attempts: tuple[Attempt, ...] = ()
     flaws: list[str] = field(default_factory=list)
     damaged: dict[str, int] = field(default_factory=dict)
 
@@ -125,6 +128,11 @@ class RunData:
         gone = passed([step for step, _ in self.discarded], int(loss.steps[-1]) if len(loss.steps) else 0)
         stays = ~np.isin(loss.steps, list(gone))
         return replace(loss, steps=loss.steps[stays], values=loss.values[stays])
+
+    @property
+    def num_attempts(self) -> int:
+        """The number of attempts, by their own file or else by the restarts among the events."""
+        return max(len(self.attempts), len(self.restarts) + 1)
 
     def configured(self, section: str, key: str) -> object:
         """Return a value of the config; None if there is none."""
@@ -146,6 +154,7 @@ def read_run(folder: Path) -> RunData:
     for step, record in _records(run, EVENTS):
         _take_event(run, step, record)
     run.reached = step_reached(folder)
+    run.attempts = read_attempts(folder)
     run.rollbacks = _rollbacks(run)
     run.earlier = sum(entry.name.isdecimal() for entry in (folder / EARLIER).glob("*"))
     return run
