@@ -171,7 +171,7 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "--model.freeze: 'head.*' is not a list of text; write [head.*]\n"
         "--data.leave_out: 17 is not a list of lists of 2 whole numbers from 0 up to, not including, 2^62; write "
         "[[17, 17]]\n"
-        "--data.loader: 3 is not a mapping\n"
+        "--data.loader: 3 is not a mapping; did you mean data.loader.workers: 3?\n"
         "/run.yaml:4:8: optim: Lockstep's key is optim.name: write `optim.name: adamw`\n"
         "--evaluation.every: 'often' is not an interval; write a number of steps (100), or '100 steps', '64k samples', "
         "'1M tokens', '5 minutes', '0.5 epochs'",
@@ -217,3 +217,30 @@ def test_the_message_is_exact(case: str, tmp_path: Path) -> None:
         load([path], overrides, environ={})
     assert str(caught.value).replace(str(tmp_path), "") == expected
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("recovery.max_restarts=3", "write `recovery.restarts: 3`"),
+        ("max_restarts=3", "write `recovery.restarts: 3`"),
+        ("launch.max_restarts=3", "write `recovery.restarts: 3`"),
+        ("recovery.retries=3", "write `recovery.restarts: 3`"),
+        ("recovery.budgets=3", "3 is not a mapping; did you mean recovery.restarts: 3?"),
+        ("recovery=3", "3 is not a mapping; did you mean recovery.restarts: 3?"),
+        ("recovery.watchdog=60", "60 is not a mapping; did you mean recovery.watchdog.end_after: 60?"),
+        ("recovery.budget.transient=3", "recovery.budget: unknown key; did you mean budgets?"),
+        ("recovery.budgets.oom=3", "write `recovery.budgets.memory: 3`"),
+        ("recovery.watchdog.timeout=5", "write `recovery.watchdog.end_after: 5`"),
+        ("recovery.bad_numbers.rollback=10", "unknown key; did you mean rollback_steps?"),
+        ("recovery.bad_numbers.nan=skip", "write `recovery.bad_numbers.nonfinite: skip`"),
+        ("recovery.snapshot=3", "unknown key; did you mean snapshot_every?"),
+        ("data.bad_samples.max=3", "write `data.bad_samples.limit: 3`"),
+        ("launch.time_out=3", "unknown key; did you mean timeout?"),
+    ],
+)
+def test_a_wrong_key_of_a_section_gets_a_key_of_that_section(override: str, answer: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(GOOD)
+    with pytest.raises(ConfigError) as error:
+        load([str(tmp_path / "run.yaml")], [f"--{override}"])
+    assert str(error.value).endswith(answer)

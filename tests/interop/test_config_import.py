@@ -137,7 +137,7 @@ NOT_NEEDED = {
     "log_level_replica", "run_name", "prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object",
     "eval_accumulation_steps", "batch_eval_metrics", "save_only_model", "enable_jit_checkpoint", "ignore_data_skip",
     "restore_callback_states_from_checkpoint", "dataloader_in_order", "length_column_name", "ddp_broadcast_buffers",
-    "do_train", "do_eval", "do_predict", "local_rank", "output_dir",
+    "do_train", "do_eval", "do_predict", "local_rank", "output_dir", "auto_find_batch_size", "skip_memory_metrics",
 }  # fmt: skip
 """Fields whose reason was reviewed: Lockstep does what they request, or no result and no output is lost."""
 
@@ -170,7 +170,7 @@ LIGHTNING = {
 }  # fmt: skip
 LOST_OF_LIGHTNING = [
     "callbacks", "max_time", "num_sanity_val_steps", "gradient_clip_algorithm", "benchmark", "use_distributed_sampler",
-    "profiler", "detect_anomaly", "barebones", "plugins", "reload_dataloaders_every_n_epochs",
+    "detect_anomaly", "barebones", "plugins", "reload_dataloaders_every_n_epochs",
     "enable_autolog_hparams", "model_registry",
 ]  # fmt: skip
 
@@ -202,14 +202,18 @@ def test_each_field_of_accelerate_s_config_has_an_answer(tmp_path: Path) -> None
         ({"push_to_hub": True}, "not there", "the hub is never written to"),
         ({"hub_model_id": "me/x", "push_to_hub": True}, "not there", "the hub is never written to"),
         ({"hub_model_id": "me/x", "push_to_hub": False}, "not needed", "push_to_hub is off"),
-        ({"report_to": ["wandb", "tensorboard"]}, "not there", "but not yet wandb"),
+        ({"report_to": ["wandb", "tensorboard"]}, "to do", "write monitor.trackers: [{target: wandb}]"),
         ({"report_to": "none"}, "taken", ""),
         ({"use_wandb": False}, "not needed", "requests nothing"),
-        ({"use_wandb": True}, "not there", "other trackers are not supported yet"),
+        ({"use_wandb": True}, "to do", "write monitor.trackers: [{target: wandb"),
         ({"wandb_project": "x", "use_wandb": False}, "not needed", "use_wandb is off"),
-        ({"wandb_project": "x"}, "not there", "other trackers are not supported yet"),
+        ({"wandb_project": "x"}, "to do", "arguments: {project: NAME}"),
+        ({"report_to": ["comet_ml"]}, "not there", "the trackers are wandb, mlflow, trackio"),
+        ({"early_stopping_patience": 3}, "to do", "write monitor.early_stopping"),
+        ({"profiler": "simple"}, "to do", "write profile.steps"),
+        ({"max_restarts": 3}, "taken", ""),
         ({"wandb": {"project": "x", "enabled": False}}, "not needed", "wandb.enabled is off"),
-        ({"auto_find_batch_size": True}, "not there", "isn't tried again smaller"),
+        ({"auto_find_batch_size": True}, "not needed", "continues with smaller micro-batches"),
         ({"model_revision": "v2"}, "not there", "the newest revision is loaded"),
         ({"model_revision": "main"}, "not needed", "requests nothing"),
         ({"eval_delay": 1}, "not there", "from the first on"),
@@ -223,7 +227,7 @@ def test_each_field_of_accelerate_s_config_has_an_answer(tmp_path: Path) -> None
         ({"resume_from_checkpoint": True}, "not needed", "requests nothing"),
         ({"resume_from_checkpoint": "out/checkpoint-5"}, "to do", "--from CHECKPOINT"),
         ({"overwrite_output_dir": True}, "to do", "--fresh starts from scratch"),
-        ({"nnodes": 2}, "to do", "torchrun on every machine"),
+        ({"nnodes": 2}, "to do", "write launch.nodes: 2"),
         ({"attn_implementation": "sdpa", "model_name": "gpt2"}, "taken", ""),
         ({"attn_implementation": "sdpa"}, "to do", "with a model of kind huggingface"),
         ({"gradient_accumulation_kwargs": {"num_steps": 4}}, "to do", "another name for gradient_accumulation_steps"),

@@ -1,6 +1,7 @@
 """Suggestions for keys and values that don't exist.
 
 optim.momentun   ->   did you mean momentum?
+recovery.budget  ->   did you mean budgets?                   (before a key of another section, or tool)
 lr               ->   write optim.lr
 precision.fp16   ->   write `precision.compute: fp16`        (another tool's word)
 checkpoint.steps ->   write `checkpoint.every: 5 steps`
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -31,8 +33,9 @@ def other_tools() -> Any:
 
 def for_key(path: tuple[str, ...], siblings: Sequence[str], node: Node, tree: Table) -> str:
     """Return a sentence about an unknown key."""
-    hint = _flag_of_others(path, node) or _interval(path, siblings, node) or other_tools().key_hint(path, node, tree)
-    if hint := hint or _elsewhere(path):
+    if hint := _flag_of_others(path, node) or _interval(path, siblings, node) or _in_section(path, siblings):
+        return hint
+    if hint := other_tools().key_hint(path, node, tree) or _elsewhere(path):
         return str(hint)
     if near := closest_match(path[-1], siblings):
         return f"unknown key; did you mean {near}?"
@@ -74,12 +77,27 @@ def _interval(path: tuple[str, ...], siblings: Sequence[str], node: Node) -> str
     return f"a unit, not a key; write `{'.'.join((*path[:-1], 'every'))}: {value} {path[-1]}`"
 
 
+def _in_section(path: tuple[str, ...], siblings: Sequence[str]) -> str | None:
+    """Return the key of the same section that is spelled almost alike, or has the word in its name.
+
+    At the top, and where another tool's key is one of this section, the table of those keys has the better answer.
+    """
+    section = ".".join(path[:-1])
+    target = other_tools().target_of(path)
+    if not section or (target and target.startswith(f"{section}.")):
+        return None
+    longer = [key for key in siblings if path[-1] in key.split("_")]
+    near = closest_match(path[-1], siblings, cutoff=0.8) or (longer[0] if len(longer) == 1 else None)
+    return f"unknown key; did you mean {near}?" if near else None
+
+
 def _elsewhere(path: tuple[str, ...]) -> str | None:
     """Return where the same word is a key: here, for another kind; or in other sections."""
     places = [key for key in dict.fromkeys(shape.all_keys()) if key[-1] == path[-1]]
     for key in places:
         if len(key) == len(path) and all(name in ("NAME", word) for name, word in zip(key, path, strict=True)):
             return f"only kind {_or(_kinds(key))} has this key"
+    places.sort(key=lambda key: -len(os.path.commonprefix([key, path])))  # those of the same section first
     return f"unknown here; write {_or(['.'.join(key) for key in places[:3]])}" if places else None
 
 

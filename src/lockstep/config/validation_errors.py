@@ -116,10 +116,29 @@ def _inside(key: str, node: Node, at: ValueShape) -> str:
     if not isinstance(node, Leaf) or len(at.sections()) != 1:
         return ""
     text = node.text or node.value
+    if key in _NUMBERS and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return f"; did you mean {_NUMBERS[key]}: {shown(node)}?"
     for name, inner in shape.fields(at.sections()[0]).items():
         if (inner.boolean and isinstance(node.value, bool)) or text in inner.choices:
             return f"; did you mean {key}.{name}: {shown(node)}?"
     return ""
+
+
+_NUMBERS = {
+    "recovery": "recovery.restarts",
+    "recovery.budgets": "recovery.restarts",
+    "recovery.watchdog": "recovery.watchdog.end_after",
+    "recovery.bad_numbers": "recovery.bad_numbers.rollback_steps",
+    "data.bad_samples": "data.bad_samples.limit",
+    "data.loader": "data.loader.workers",
+    "batch": "batch.global_size",
+    "evaluation": "evaluation.every",
+    "checkpoint": "checkpoint.every",
+    "monitor": "monitor.every",
+    "run": "run.steps",
+    "launch": "launch.ranks",
+}
+"""The key for which a number is meant that is written for a section."""
 
 
 def _as_text(key: str, node: Node) -> str:

@@ -16,7 +16,7 @@ from lockstep.config.reading import Leaf, Node, Table, leaves, to_python
 from lockstep.config.wording import yaml_like
 from lockstep.interop.answers import apply
 from lockstep.interop.foreign import ForeignFile, ForeignKey, as_yaml_1_1, plain
-from lockstep.interop.keys import NOTHING, key_rows, keys_for
+from lockstep.interop.keys import NOTHING, KeyRow, key_rows, keys_for
 from lockstep.interop.strategy_rules import strategy_hint
 
 _UNCHANGED = ("rename", "length", "shape")
@@ -28,7 +28,7 @@ _OFF = {"precision.compute": "fp32", "memory.activation_checkpointing.mode": "no
 def key_hint(path: tuple[str, ...], node: Node, tree: Table) -> str | None:
     """Return what to write instead of another tool's key; None if no tool has it."""
     word = plain(path[-1])
-    row = key_rows().get(word)
+    row = _row(path)
     if row is None and len(path) == 1:
         row = key_rows().get(word.partition("_")[0])
         return row.note if row is not None and row.rule == "not there" else None
@@ -59,6 +59,18 @@ def key_hint(path: tuple[str, ...], node: Node, tree: Table) -> str | None:
         return answer.why
     written = " and ".join(f"`{target}: {typed or _yaml(value)}`" for target, value in settings.items())
     return f"Lockstep's key is {next(iter(settings))}: write {written}"
+
+
+def _row(path: tuple[str, ...]) -> KeyRow | None:
+    """Return the row of `section.key`, or else of the key."""
+    rows = key_rows()
+    return rows.get(".".join(map(plain, path[-2:]))) or rows.get(plain(path[-1]))
+
+
+def target_of(path: tuple[str, ...]) -> str | None:
+    """Return Lockstep's key for another tool's one, if it has one."""
+    row = _row(path)
+    return row.target or None if row is not None else None
 
 
 def value_hint(key: str, node: Node) -> str | None:

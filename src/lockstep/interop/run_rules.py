@@ -2,7 +2,7 @@
 
 eval_steps: 0.25 of max_steps: 100        evaluation.every: 25
 save_strategy: epoch                      checkpoint.every: 1 epoch
-report_to: [tensorboard, wandb]           monitor.tensorboard: true; not yet wandb
+report_to: [tensorboard, wandb]           monitor.tensorboard: true; to do: monitor.trackers: [{target: wandb}]
 """
 
 from __future__ import annotations
@@ -76,14 +76,19 @@ def save_strategy(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     return not_there("choose steps, epoch, best or no")
 
 
+_TRACKERS = ("wandb", "mlflow", "trackio")
+
+
 def trackers(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     if isinstance(key.value, bool):
         return taken(row.target, key.value)
     names = [str(name) for name in key.value] if isinstance(key.value, list) else [str(key.value)]
     others = [name for name in names if name not in ("none", "all", "tensorboard", "None")]
     if others:
-        why = f"metrics.jsonl and TensorBoard are written, but not yet {', '.join(others)}"
-        return Answer("not there", {row.target: "tensorboard" in names}, why)
+        known = all(name in _TRACKERS for name in others)
+        why = f"write monitor.trackers: [{', '.join(f'{{target: {name}}}' for name in others)}]"
+        strange = "the trackers are wandb, mlflow, trackio, and those of your own (monitor.trackers)"
+        return Answer("to do" if known else "not there", {row.target: "tensorboard" in names}, why if known else strange)
     return taken(row.target, names != ["none"] and bool(key.value))
 
 
