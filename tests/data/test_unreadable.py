@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ from lockstep.config.data_sections import BadSamples
 from lockstep.core.errors import RunFailed, Stopped
 from lockstep.core.out_of_memory import error_location
 from lockstep.core.progress import Progress
+from lockstep.core.warnings_on_stderr import prefix_warnings
+from lockstep.data import unreadable
 from lockstep.data.custom import adapt_dataset
 from lockstep.data.sources import skipping
 
@@ -49,6 +52,56 @@ def test_an_error_that_happens_once_costs_a_warning(workers: int, caplog: pytest
     first_update(source, workers=workers)
     warning = "reading samples 0, 1, 2 failed once and succeeded when it was tried again: OSError: stale file handle ("
     assert workers or warning in caplog.text
+
+
+class Once:
+    """A dataset of 8 items, of which item 5 is bad the first time that it is read for training."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error, self.is_bad = error, False
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor | None:
+        if index == 5 and self.is_bad:
+            self.is_bad = False
+            if self._error is not None:
+                raise self._error
+            return None
+        return torch.zeros(2)
+
+
+@pytest.mark.parametrize("policy", ["fail", "skip"])
+@pytest.mark.parametrize(
+    ("error", "warning"),
+    [
+        (OSError("stale"), "reading sample 5 failed once and succeeded when it was tried again: OSError: stale ("),
+        (None, "using sample 5 failed once and succeeded when it was tried again: the dataset returned None for it"),
+    ],
+)
+def test_only_the_sample_that_failed_once_is_named(
+    error: Exception | None, warning: str, policy: Any, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(unreadable, "_warned", 0)
+    dataset = Once(error)
+    source = skipping(adapt_dataset(dataset), BadSamples(policy=policy))
+    dataset.is_bad = True
+    loader = make_loader(source, shuffle=False, global_size=8, micro_size=8)
+    (batch,) = next(loader.updates(Progress())).micro_batches
+    assert (batch.samples, batch.left_out) == (8, ())
+    (record,) = caplog.records
+    assert record.getMessage().startswith(warning)
+
+
+def test_a_warning_has_the_name_of_the_program(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    logger = logging.getLogger("lockstep")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logger, "handlers", [])
+    for _ in range(2):
+        prefix_warnings()
+    logging.getLogger("lockstep.data").warning("reading sample %d failed once", 17)
+    assert capsys.readouterr().err == "lockstep: reading sample 17 failed once\n"
 
 
 def test_an_error_of_the_whole_batch_is_reported_as_that() -> None:

@@ -2,7 +2,7 @@
 
 fetch [4, 7, 9] raises --> [4], [7], [9] are read one by one: [7] raises      --> [4, 9], and 7 is left out
                            none raises; with a sample that is fine, 9 raises  --> [4, 7], and 9 is left out
-                           none raises, and [4, 7, 9] works now               --> [4, 7, 9]
+                           none raises, and [4, 7, 9] works now               --> [4, 7, 9], with a warning
 nothing is left        --> a sample that is fine, without weight: all ranks have the same number of micro-batches
 
 Whether a sample is left out doesn't depend on the others in its micro-batch, so it is the same on any number of ranks.
@@ -27,7 +27,7 @@ from lockstep.core.records import Batch, LeftOutSample
 from lockstep.data import noise
 from lockstep.data.order import Indices, digest
 from lockstep.data.time_limit import time_limit
-from lockstep.data.unreadable import describe, named, reraise_out_of_memory
+from lockstep.data.unreadable import describe, named, noted_sample, reraise_out_of_memory, warn_of_passing_error
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Source
@@ -185,6 +185,9 @@ class SkippingSource:
         errors = {int(index): _error_of(self._read, indices[indices == index]) for index in indices}
         faults = {index: _reason(fault) for index, fault in errors.items() if fault is not None}
         if faults or _error_of(self._read, indices) is None:
+            sample = noted_sample(error)
+            if sample not in faults if sample is not None else not faults:
+                warn_of_passing_error(indices, error)
             return faults
         reference = self._good_sample()
         for index in indices[indices != reference[0]]:

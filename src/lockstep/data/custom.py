@@ -31,7 +31,7 @@ from lockstep.core.records import Batch, DataFacts
 from lockstep.data.item_fingerprint import NotRead, covered, fingerprint_of_items, spread
 from lockstep.data.order import Indices
 from lockstep.data.time_limit import time_limit
-from lockstep.data.unreadable import UnfitItem, reraise_out_of_memory
+from lockstep.data.unreadable import UnfitItem, note_sample, reraise_out_of_memory
 from lockstep.data.windows import fingerprint
 
 Collate = Callable[[list[Any]], Any]
@@ -178,11 +178,16 @@ class ItemSource:
                 for index in numbers:
                     slots[at] = mark_of(index, self._evaluates)
                     items.append(self.dataset[index])
-            except Exception:  # after any other the process may end, and its launcher looks what it was reading
+            except Exception as error:  # after any other the process may end; its launcher looks what it was reading
                 slots[at] = 0
+                note_sample(error, index)
                 raise
             slots[at] = 0
-        return as_batch(self.collate(items), len(numbers))
+        try:
+            return as_batch(self.collate(items), len(numbers))
+        except UnfitItem as error:
+            note_sample(error, numbers[error.place])
+            raise
 
     def _item(self, index: int, reading: ItemReading) -> Any:
         """Return an item for the fingerprint. Raises NotRead if it is left out, or can't be read and may be."""
@@ -213,8 +218,9 @@ def collate_values(items: list[Any]) -> Any:
     try:
         return default_collate([with_tensors(item) for item in items])
     except TypeError as error:
-        if len(items) == 1 and (part := _unfit_part(items[0])):
-            raise UnfitItem(part) from error
+        for place, item in enumerate(items):
+            if part := _unfit_part(item):
+                raise UnfitItem(part, place) from error
         raise
 
 

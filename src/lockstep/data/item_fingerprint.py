@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.core.extensions import source_file
 from lockstep.data import noise
 from lockstep.data.order import Indices
-from lockstep.data.unreadable import read_or_explain
+from lockstep.data.unreadable import note_sample, read_or_explain
 from lockstep.data.windows import fingerprint
 
 _ITEMS = 16
@@ -69,6 +69,9 @@ def _items(indices: Indices, read: Callable[[int], Any]) -> Iterator[tuple[Any, 
                     item = covered(read(index))
         except NotRead:
             yield _UNREADABLE, None
+        except Exception as error:
+            note_sample(error, index)
+            raise
         else:
             yield contents, fingerprint(item)
 

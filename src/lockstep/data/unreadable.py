@@ -3,7 +3,7 @@
 read([4, 7, 9]) raises --> read([4]), read([7]), read([9])
                            one raises            "sample 7 can't be read"
                            none, read([4, 7, 9]) raises again     "... but not put into one batch"
-                                                 works now        used, with a warning
+                                                 works now        used, with a warning that names the sample
                        --> memory ran out: nothing is read again
 """
 
@@ -25,7 +25,21 @@ _warned = 0
 
 
 class UnfitItem(TypeError):
-    """A dataset returned what can't be put into a batch."""
+    """A dataset returned what can't be put into a batch.
+
+    Attributes:
+        place: Of the item among those that were to be put into the batch.
+    """
+
+    def __init__(self, message: str, place: int = 0) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+class _SampleNote(str):
+    """A note on an exception that states which sample raised it."""
+
+    index: int
 
 
 def read_or_explain(read: Callable[[Indices], T], indices: Indices) -> T:
@@ -61,16 +75,35 @@ def read_again(read: Callable[[Indices], T], indices: Indices, error: Exception)
         reason = f"{describe(batch_error)}{remedy}"
         message = f"samples {named(indices)} can each be read, but not put into one batch: {reason}"
         raise UnusableSamples(message) from error
-    _warn(f"reading samples {named(indices)} failed once and succeeded when it was tried again: {describe(error)}")
+    warn_of_passing_error(indices, error)
     return values
 
 
-def _warn(message: str) -> None:
+def note_sample(error: Exception, index: int) -> None:
+    """Add a note to `error` on the sample that raised it, where several are read together."""
+    note = _SampleNote(f"while sample {index} was read")
+    note.index = index
+    error.add_note(note)
+
+
+def noted_sample(error: Exception) -> int | None:
+    """Return the sample that raised the error; None if it isn't known."""
+    return next((note.index for note in getattr(error, "__notes__", ()) if isinstance(note, _SampleNote)), None)
+
+
+def warn_of_passing_error(indices: Indices, error: Exception) -> None:
+    """Report an error that didn't come again, with its sample, or all samples [n] of the read if that isn't known."""
     global _warned
     _warned += 1
-    if _warned <= _MOST_WARNINGS:
-        more = "; further ones aren't reported" if _warned == _MOST_WARNINGS else ""
-        _log.warning("%s%s", message, more)
+    if _warned > _MOST_WARNINGS:
+        return
+    sample = noted_sample(error)
+    alone = indices if sample is None else indices[indices == sample]
+    samples = f"samples {named(indices)}" if len(alone) > 1 else f"sample {named(alone)}"
+    more = "; further ones aren't reported" if _warned == _MOST_WARNINGS else ""
+    verb = "using" if isinstance(error, UnfitItem) else "reading"
+    said = f"failed once and succeeded when it was tried again: {describe(error)}"
+    _log.warning("%s %s %s%s", verb, samples, said, more)
 
 
 def describe(error: Exception) -> str:

@@ -60,7 +60,9 @@ def _row(path: Sequence[str]) -> KeyRow | None:
     for section in path[:-1]:
         qualified = rows.get(".".join(path[-2:]))
         row = qualified or rows.get(section)
-        whole = row is not None and row.rule in ("not needed", "not there", "to do") and section not in _SECTIONS_WITH_KEYS
+        whole = (
+            row is not None and row.rule in ("not needed", "not there", "to do") and section not in _SECTIONS_WITH_KEYS
+        )
         if row is not None and (whole or row is qualified):
             return row
     return rows.get(path[-1])

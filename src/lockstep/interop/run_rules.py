@@ -88,7 +88,9 @@ def trackers(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
         known = all(name in _TRACKERS for name in others)
         why = f"write monitor.trackers: [{', '.join(f'{{target: {name}}}' for name in others)}]"
         strange = "the trackers are wandb, mlflow, trackio, and those of your own (monitor.trackers)"
-        return Answer("to do" if known else "not there", {row.target: "tensorboard" in names}, why if known else strange)
+        return Answer(
+            "to do" if known else "not there", {row.target: "tensorboard" in names}, why if known else strange
+        )
     return taken(row.target, names != ["none"] and bool(key.value))
 
 

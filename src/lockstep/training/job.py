@@ -25,6 +25,7 @@ from lockstep.core.errors import Failure, OutOfMemory, RunFailed
 from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.ranks import names_a_rank, started_by_lockstep
 from lockstep.core.records import RestartReport, RunInfo
+from lockstep.core.warnings_on_stderr import prefix_warnings
 from lockstep.distributed.process_group import World, joined
 from lockstep.launch import streams
 from lockstep.launch.other_launchers import launch_environment
@@ -183,6 +184,7 @@ def opened(
     Args:
         purpose: of a session without a job.
     """
+    prefix_warnings()
     if config.launch.device != "cpu" and torch.accelerator.is_available():
         standby.wait()  # a rank that has joined the others takes memory of its accelerator
     grouped = names_a_rank(os.environ) or uses_ranks(config.parallel.strategy)
