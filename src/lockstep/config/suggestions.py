@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import os
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -97,7 +96,7 @@ def _elsewhere(path: tuple[str, ...]) -> str | None:
     for key in places:
         if len(key) == len(path) and all(name in ("NAME", word) for name, word in zip(key, path, strict=True)):
             return f"only kind {_or(_kinds(key))} has this key"
-    places.sort(key=lambda key: -len(os.path.commonprefix([key, path])))  # those of the same section first
+    places.sort(key=lambda key: key[:1] != path[:1])  # those of the same section first
     return f"unknown here; write {_or(['.'.join(key) for key in places[:3]])}" if places else None
 
 
