@@ -19,6 +19,8 @@ from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.looking.files import sampled_losses
+from lockstep.report.run_data import read_run
 from lockstep.training.audit import Audit, audit
 
 BAD = {5: OSError("broken image"), 17: KeyError("no label")}
@@ -232,6 +234,25 @@ def test_weights_are_finite_where_a_whole_update_is_left_out(tmp_path: Path) -> 
     bad = {"bad_samples": {"policy": "skip", "limit": 3}}
     tiny = config(tmp_path / "run", data=bad) | {"batch": {"global_size": 1, "micro_size": 1}}
     assert torch.isfinite(torch.tensor(in_world(1, trained, tiny)[0]))
+
+
+def test_an_update_without_a_sample_has_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = config(tmp_path, steps=6, data={"shuffle": False, "leave_out": [[12, 17]], "bad_samples": {}})
+    given["data"]["train"]["arguments"] = {"mended": True}
+    given["monitor"]["progress"] = "plain"
+    lockstep.train({**given, "run": {**given["run"], "steps": 3}})
+    assert "loss        none (of the last update)" in capsys.readouterr().out
+    lockstep.train(given)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    empty = lines[2]
+    assert [line["step"] for line in lines if not line["count"]] == [3]
+    assert (empty["loss"], empty["count"], empty["grad_norm"], empty["kept"]) == (None, 0.0, 0.0, True)
+    assert "not_finite" not in empty
+    columns = read_run(tmp_path).columns
+    assert [columns[name].steps.tolist() for name in ("loss", "grad_norm", "lr")] == [[1, 2, 4, 5, 6]] * 2 + [
+        [1, 2, 3, 4, 5, 6]
+    ]
+    assert [step for step, _ in sampled_losses(tmp_path / "metrics.jsonl")] == [1, 2, 4, 5, 6]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -172,8 +172,8 @@ class StepReport:
         step: The update's number, from 1.
         samples, tokens: Consumed by the run so far.
         epoch: Epoch of the update's samples, from 0.
-        loss: Mean over all valid targets of the update.
-        count: Valid targets of the update, over all ranks.
+        loss: Mean over all valid targets of the update; NaN if it has none.
+        count: Valid targets of the update, over all ranks; 0: all of its samples are left out, or have no target.
         grad_norm: Global 2-norm of the gradient of `loss`, before clipping.
         lr: Learning rate of the update, for groups whose `lr_scale` is 1.
         verdict: Whether the update was kept, and why not.

@@ -39,7 +39,7 @@ class UnfitItem(TypeError):
 class _SampleNote(str):
     """A note on an exception that states which sample raised it."""
 
-    index: int
+    sample: int
 
 
 def read_or_explain(read: Callable[[Indices], T], indices: Indices) -> T:
@@ -82,13 +82,13 @@ def read_again(read: Callable[[Indices], T], indices: Indices, error: Exception)
 def note_sample(error: Exception, index: int) -> None:
     """Add a note to `error` on the sample that raised it, where several are read together."""
     note = _SampleNote(f"while sample {index} was read")
-    note.index = index
+    note.sample = index
     error.add_note(note)
 
 
 def noted_sample(error: Exception) -> int | None:
     """Return the sample that raised the error; None if it isn't known."""
-    return next((note.index for note in getattr(error, "__notes__", ()) if isinstance(note, _SampleNote)), None)
+    return next((note.sample for note in getattr(error, "__notes__", ()) if isinstance(note, _SampleNote)), None)
 
 
 def warn_of_passing_error(indices: Indices, error: Exception) -> None:

@@ -17,7 +17,8 @@ from lockstep.core.files import MAX_JSON_BYTES, opened_regular, read_bounded
 from lockstep.monitor.discards import passed
 
 _LOSS = re.compile(
-    rb'^\{"step": (\d{1,15}),.*?"loss": (null|-?[\d.]+(?:e[-+]?\d+)?)[,}](.*"kept": false)?', re.MULTILINE
+    rb'^\{"step": (\d{1,15}),.*?"loss": (null|-?[\d.]+(?:e[-+]?\d+)?)(?!, "count": 0\.0,)[,}](.*"kept": false)?',
+    re.MULTILINE,
 )
 _BLOCK = 1 << 12
 _BLOCKS = 12
@@ -66,7 +67,7 @@ def _object(text: bytes) -> dict[str, Any] | None:
 def sampled_losses(file: Path) -> list[tuple[int, float]]:
     """Return step and loss of some records of metrics.jsonl, the first and the last among them; NaN: not finite.
 
-    Discarded updates count only if they are many in a row at the end.
+    Updates without a sample have none. Discarded updates count only if they are many in a row at the end.
     """
     try:
         with opened_regular(file) as handle:

@@ -189,7 +189,7 @@ class Console(ThrottledMonitor):
         steps = self._facts.steps if self._facts else None
         left = self._throughput.remaining(report.step, steps)
         parts = [
-            f"loss {formatting.value(report.loss)}",
+            f"loss {_loss(report)}",
             *self._rates(self._throughput.moving),
             f"grad norm {formatting.value(report.grad_norm)}",
             f"lr {formatting.value(report.lr)}",
@@ -219,7 +219,7 @@ class Console(ThrottledMonitor):
         tokens = f", {last.tokens:,} tokens" if last.tokens > last.samples else ""
         return [
             f"{end} {last.step:,}{of} steps, {last.samples:,} samples{tokens} in {formatting.duration(last.seconds)}",
-            _row("loss", f"{formatting.value(last.loss)} (of the last update)"),
+            _row("loss", f"{_loss(last)} (of the last update)"),
             *(
                 _row("evaluation", f"{name}: {formatting.metrics(report.metrics)} (step {report.step:,})")
                 for name, report in self._evaluations.items()
@@ -229,6 +229,10 @@ class Console(ThrottledMonitor):
             _row("discarded", f"{last.discarded:,} of {last.step:,} updates" if last.discarded else "none"),
             _row("folder", _shortest_path(facts.folder)),
         ]
+
+
+def _loss(report: StepReport) -> str:
+    return formatting.value(report.loss) if report.count else "none"
 
 
 def _end_of(error: BaseException | None) -> str:

@@ -151,6 +151,7 @@ class EventLog(ReportWriter):
         rates = self._throughput.moving
         record = {
             **{name: getattr(report, name) for name in _STEP},
+            "loss": report.loss if report.count else None,
             "verdict": report.verdict.name.lower(),
             "discarded": report.discarded,
             "spike": report.spike or None,

@@ -104,10 +104,10 @@ def model_flops_utilization(facts: RunInfo, tokens_per_second: float) -> float |
 
 
 def update_values(report: StepReport, rates: Rates, facts: RunInfo | None) -> dict[str, float]:
-    """Return the values of an update that curves are drawn of."""
+    """Return the values of an update that curves are drawn of; one without a target has no loss, and no gradient."""
+    learned = {"train/loss": report.loss, "train/grad_norm": report.grad_norm} if report.count else {}
     values = {
-        "train/loss": report.loss,
-        "train/grad_norm": report.grad_norm,
+        **learned,
         "train/lr": report.lr,
         "train/loss_scale": report.loss_scale,
         "train/discarded": float(report.discarded),

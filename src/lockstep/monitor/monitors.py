@@ -133,9 +133,9 @@ class Monitors:
         requests = self._show_others(report) if self._others else _NOTHING
         epoch = self._epoch
         if report.verdict is _KEPT:
-            count = report.count
-            epoch.loss += report.loss * count
-            epoch.count += count
+            if count := report.count:
+                epoch.loss += report.loss * count
+                epoch.count += count
             early = report.step < self._next_step and report.seconds < self._next_seconds
             if early and report.samples < epoch.end and not report.spike:
                 return requests

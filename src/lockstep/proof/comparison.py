@@ -218,7 +218,8 @@ def _gather_record(session: Session, batch: GlobalBatch) -> UpdateRecord:
 def _add_report(records: list[UpdateRecord], report: StepReport) -> None:
     record = records[report.step - 1]
     record.reported = True
-    record.loss, record.norm, record.rate, record.kept = report.loss, report.grad_norm, report.lr, report.kept
+    record.loss = report.loss if report.count else 0.0
+    record.norm, record.rate, record.kept = report.grad_norm, report.lr, report.kept
 
 
 def _on_cpu(batch: Batch) -> Batch:

@@ -242,9 +242,11 @@ def _records(run: RunData, name: str) -> Iterator[tuple[int, Json]]:
 
 
 def _read_updates(run: RunData) -> None:
-    rows = array("d")
+    rows, empty = array("d"), []
     for step, record in _records(run, METRICS):
         run.last = record
+        if record.get("count") == 0:
+            empty.append(step)
         rows.append(step)
         try:
             rows.extend(array("d", _values_of(record)))  # as nearly all of a million lines
@@ -254,6 +256,10 @@ def _read_updates(run: RunData) -> None:
             run.discarded.append((step, _name(record.get("verdict"))))
     steps, *columns = np.frombuffer(rows).reshape(-1, 1 + len(COLUMNS)).T
     run.columns = {name: Series.of(name, steps, column) for name, column in zip(COLUMNS, columns, strict=True)}
+    for name in ("loss", "grad_norm") if empty else ():  # an update without a sample has neither
+        series = run.columns[name]
+        has_samples = ~np.isin(series.steps, empty)
+        run.columns[name] = replace(series, steps=series.steps[has_samples], values=series.values[has_samples])
 
 
 def _take_event(run: RunData, step: int, record: Json) -> None:

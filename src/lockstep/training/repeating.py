@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _MOST_GUILTY = 4  # samples; if there are more, it is hardly the samples
 
 Compute = Callable[["GlobalBatch", "float | Tensor"], "UpdateAttempt"]
-"""Accumulates a batch whose loss is divided by a count, and closes the vote."""
+"""Accumulates a batch with a number of valid targets, and closes the vote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class UpdateAttempt:
     """An attempt at an update, up to its vote.
 
     Attributes:
-        count: By which its loss is divided.
+        count: Valid targets, over all ranks.
         norm: Of the gradient, unscaled.
     """
 
@@ -61,7 +61,7 @@ class UpdateAttempt:
 
     def numbers(self) -> tuple[float, float]:
         """Return loss and gradient norm; an accelerator is waited for."""
-        return float(self.outcome.loss_sum / self.count), float(self.norm)
+        return float(self.outcome.loss_sum / nonzero_count(self.count)), float(self.norm)
 
     def fault(self) -> str:
         """Return what is bad about its numbers; empty if nothing is."""
@@ -243,4 +243,4 @@ class _Search:
         count, tokens = components.consensus.announce(*counts)
         components.readback.land()
         components.readback.start(int(tokens))
-        return self.again(part, nonzero_count(count))
+        return self.again(part, count)

@@ -5,6 +5,7 @@ slots of the vote, norm, verdict --> ranks agree? --> verdicts, ledger, saves --
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Books:
                 fault = self.difference()
                 text, ranks = ("", ()) if fault is None else (f"; {fault.text}", fault.ranks)
                 raise ReplicasDiffer(f"{ranks_differ(progress.steps - 1)}{text}", ranks)
-            loss = slots[0] / count
+            loss = slots[0] / (count or 1.0)
             result, spike = self.verdicts.see(progress.steps, loss, norm, limits, keep=keep)
             digest, settled, failed = tallies_in(slots)
             self.ledger.add(progress.samples - batch.samples, progress.samples, digest)
@@ -61,7 +62,7 @@ class Books:
                 samples=progress.samples,
                 tokens=progress.tokens,
                 epoch=batch.epoch,
-                loss=loss,
+                loss=loss if count or not keep else math.nan,
                 count=count,
                 grad_norm=norm,
                 lr=rate,

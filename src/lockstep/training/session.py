@@ -109,7 +109,7 @@ class Session:
         count, tokens = self._components.consensus.announce(*self._counts(self._batch))
         if not float(count) and not self._batch.left_out:
             print_once(no_valid_target(self.progress.steps + 1))
-        self._count = nonzero_count(count)
+        self._count = count
         self._components.readback.start(int(tokens))
 
     @property
@@ -131,7 +131,7 @@ class Session:
             self._failure_state.updating = True
             self._saves.before_update()
         components.sharding.step.begin_update(batch.samples, self._rate)
-        components.engine.accumulate(batch, components.scaler.scale / self._count, self._open_vote)
+        components.engine.accumulate(batch, components.scaler.scale / nonzero_count(self._count), self._open_vote)
         if batch.step == 0:
             refuse_unused(components)
 
@@ -168,7 +168,7 @@ class Session:
         reporter = self._books.reporter(batch, self.progress, rate, tokens, decision.limits)
         self._bad_updates.updated(before)
         pending = components.readback.push(numbers, reporter)
-        self._batch, self._count, self._upcoming = upcoming, nonzero_count(attempt.outcome.next_count), None
+        self._batch, self._count, self._upcoming = upcoming, attempt.outcome.next_count, None
         self._failure_state.updated()
         if components.watch is not None:
             self.request(components.watch.requests(self.progress.steps))
@@ -277,7 +277,7 @@ class Session:
         components, batch, count = self._components, self._current, self._count
         outcome = components.consensus.close(components.sharding.step.squared_norm)
         norm = outcome.squared_norm**0.5 / components.scaler.scale
-        decision = self._verdicts.decide(batch.step + 1, outcome.loss_sum, count, norm)
+        decision = self._verdicts.decide(batch.step + 1, outcome.loss_sum, nonzero_count(count), norm)
         return UpdateAttempt(batch, count, outcome, norm, decision)
 
     def _attempt(self, batch: GlobalBatch, count: float | Tensor) -> UpdateAttempt:

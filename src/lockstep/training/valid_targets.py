@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def nonzero_count(count: float | Tensor) -> float | Tensor:
-    """Return the divisor of a loss: 1 for an update without a valid target, whose loss is 0, not 0 / 0.
+    """Return the divisor of a loss: 1 for an update without a valid target, whose sum is 0, so that none is 0 / 0.
 
     A count may be less than 1, since class weights count by their sum.
     """
