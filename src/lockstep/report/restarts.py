@@ -87,6 +87,6 @@ def cost_of_all(resumptions: Sequence[Restart]) -> str:
     )
     whole = duration(sum(cost.seconds for cost in costs))
     return (
-        f"This cost {whole}: {lost} were lost with the attempts before, {down} passed until the next, and {startup} "
-        "until its first update."
+        f"This cost {whole}: {lost} were lost with attempts that ended, {down} passed between attempts, and "
+        f"{startup} until their first updates."
     )
