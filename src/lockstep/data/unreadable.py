@@ -102,8 +102,8 @@ def warn_of_passing_error(indices: Indices, error: Exception) -> None:
     samples = f"samples {named(indices)}" if len(alone) > 1 else f"sample {named(alone)}"
     more = "; further ones aren't reported" if _warned == _MOST_WARNINGS else ""
     verb = "using" if isinstance(error, UnfitItem) else "reading"
-    said = f"failed once and succeeded when it was tried again: {describe(error)}"
-    _log.warning("%s %s %s%s", verb, samples, said, more)
+    outcome = f"failed once and succeeded when it was tried again: {describe(error)}"
+    _log.warning("%s %s %s%s", verb, samples, outcome, more)
 
 
 def describe(error: Exception) -> str:
