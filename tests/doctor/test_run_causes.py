@@ -120,10 +120,10 @@ def test_the_last_word_on_a_full_disk_names_one_place(small_disk: Path, tmp_path
 
 
 EXITS = [
-    ("import sys; sys.exit(3)", 3, "called sys.exit(3) in ", "cause: a rank exited"),
-    ("import sys; sys.exit(2)", 2, "failed after step 2 of 6: rank 0 called sys.exit(2)", "cause: a rank exited"),
-    ("import sys; sys.exit(130)", 130, "failed after step 2 of 6: rank 0 called", "cause: a rank exited"),
-    ("import sys; sys.exit(0)", 0, "all ranks ended with exit code 0 before it was done", "called sys.exit(0)"),
+    ("import sys; sys.exit(3)", 1, "called sys.exit(3) in ", "cause: a rank exited"),
+    ("import sys; sys.exit(2)", 1, "failed after step 2 of 6: rank 0 called sys.exit(2)", "cause: a rank exited"),
+    ("import sys; sys.exit(130)", 1, "failed after step 2 of 6: rank 0 called", "cause: a rank exited"),
+    ("import sys; sys.exit(0)", 1, "called sys.exit(0) in ", "cause: a rank exited"),
     ("os._exit(0)", 0, "without a record: its process was killed or called os._exit()", "search the program for"),
     ("import no_such_package", 1, "No module named 'no_such_package'", "cause: package missing"),
     ("from os import nothing", 1, "cannot import name 'nothing'", "cause: an import fails"),

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import replace
 
 import pytest
 
@@ -35,8 +34,8 @@ def _end(kind: EndKind, time: float = 0.0, text: str = "") -> End:
         (Stopped("time is up"), EndKind.STOPPED, 130),
         (Paused("time is up"), EndKind.PAUSED, 75),
         (KeyboardInterrupt(), EndKind.STOPPED, 130),
-        (SystemExit(), EndKind.EXITED, 0),
-        (SystemExit(4), EndKind.EXITED, 4),
+        (SystemExit(), EndKind.EXITED, 1),
+        (SystemExit(4), EndKind.EXITED, 1),
         (SystemExit(75), EndKind.EXITED, 1),  # nothing was saved: no scheduler may start it again for ever
         (SystemExit("enough"), EndKind.MESSAGE, 1),
         (ValueError("boom"), EndKind.TRACEBACK, 1),
@@ -62,8 +61,10 @@ def test_an_exception_caused_by_a_broken_connection_is_a_peer_failure() -> None:
     [
         (0, EndKind.EXITED, "ended with exit code 0 before it was done"),
         (75, EndKind.EXITED, "ended with exit code 75 before it was done"),
-        (3, EndKind.CODE, "ended with exit code 3"),
-        (130, EndKind.STOPPED, ""),
+        (2, EndKind.EXITED, "ended with exit code 2"),
+        (3, EndKind.EXITED, "ended with exit code 3"),
+        (124, EndKind.EXITED, "ended with exit code 124"),
+        (130, EndKind.EXITED, "ended with exit code 130 before it was done"),
         (-9, EndKind.KILLED, "was killed by SIGKILL"),
         (-11, EndKind.KILLED, "was killed by SIGSEGV"),
         (-6, EndKind.PEER_FAILED, "was killed by SIGABRT"),
@@ -72,7 +73,12 @@ def test_an_exception_caused_by_a_broken_connection_is_a_peer_failure() -> None:
 )
 def test_the_end_of_a_process_without_a_report(exitcode: int, kind: EndKind, text: str) -> None:
     end = end_of_process(exitcode, 0.0)
-    assert (end.kind, end.text) == (kind, text)
+    assert (end.kind, end.text, end.code) == (kind, text, 1)
+
+
+def test_a_process_that_was_asked_to_stop_has_stopped() -> None:
+    assert end_of_process(130, 0.0, stopping=True).kind is EndKind.STOPPED
+    assert end_of_process(3, 0.0, stopping=True).kind is EndKind.EXITED
 
 
 @pytest.mark.parametrize(
@@ -80,8 +86,8 @@ def test_the_end_of_a_process_without_a_report(exitcode: int, kind: EndKind, tex
     [
         ([_end(EndKind.DONE), _end(EndKind.DONE)], None),
         ([_end(EndKind.PEER_FAILED, 1), _end(EndKind.KILLED, 2)], 1),
-        ([_end(EndKind.PEER_FAILED, 1), replace(_end(EndKind.EXITED, 2), code=0)], 1),
-        ([_end(EndKind.DONE, 1), replace(_end(EndKind.EXITED, 2), code=0)], None),
+        ([_end(EndKind.EXITED, 1), _end(EndKind.EXITED, 2)], 0),
+        ([_end(EndKind.DONE, 1), _end(EndKind.EXITED, 2)], 1),
         ([_end(EndKind.ENDED, 1), _end(EndKind.PEER_FAILED, 2), _end(EndKind.TRACEBACK, 3)], 2),
         ([_end(EndKind.TRACEBACK, 2), _end(EndKind.MESSAGE, 1)], 1),
         ([_end(EndKind.PEER_FAILED, 2), _end(EndKind.PEER_FAILED, 1)], 1),

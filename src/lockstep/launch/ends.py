@@ -54,7 +54,7 @@ class EndKind(Enum):
     DONE = "returned 0"
     MESSAGE = "raised a Failure, whose message is shown without a traceback"
     TRACEBACK = "raised another exception"
-    CODE = "returned another code"
+    CODE = "returned another code, which Lockstep has chosen"
     EXITED = "called sys.exit() or os._exit() before it was done"
     KILLED = "was killed by a signal"
     STOPPED = "was stopped by another process than the launcher"
@@ -164,9 +164,8 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
             called = traceback.extract_tb(error.__traceback__)
             where = f" in {called[-1].filename}:{called[-1].lineno}" if called else ""
             saved = message_of(error).removeprefix(str(error))
-            code = int(error.code or 0)
-            shown = RunFailed.exit_code if code == Paused.exit_code else code  # Lockstep has saved nothing
-            return End(EndKind.EXITED, shown, f"called sys.exit({code}){where}{saved}", time)
+            text = f"called sys.exit({int(error.code or 0)}){where}{saved}"
+            return End(EndKind.EXITED, RunFailed.exit_code, text, time)
         case SystemExit():
             return End(EndKind.MESSAGE, 1, message_of(error), time)
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
@@ -176,14 +175,25 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
     return End(EndKind.PEER_FAILED if blames_a_peer(error) else EndKind.TRACEBACK, 1, text, time)
 
 
-def end_of_process(exitcode: int, time: float) -> End:
-    """Return the end of a process without a report; `exitcode` is minus the signal's number if one killed it."""
-    if exitcode == 0:
-        return End(EndKind.EXITED, 0, "ended with exit code 0 before it was done", time)
-    if exitcode == Paused.exit_code:  # a rank that has saved reports it; a scheduler would start this one for ever
-        return End(EndKind.EXITED, RunFailed.exit_code, f"ended with exit code {exitcode} before it was done", time)
-    if exitcode > 0:
+def exit_text(exitcode: int) -> str:
+    """Return how a process ended that exited by itself, without a report."""
+    early = exitcode in (0, Paused.exit_code, Stopped.exit_code)
+    return f"ended with exit code {exitcode}{' before it was done' if early else ''}"
+
+
+def end_of_process(exitcode: int, time: float, *, stopping: bool = False) -> End:
+    """Return the end of a process without a report.
+
+    A code that the program, or a library, has chosen means nothing to a scheduler: the run has failed, with code 1.
+
+    Args:
+        exitcode: Minus the signal's number if one killed it.
+        stopping: Whether a stop signal was sent to it.
+    """
+    if stopping and exitcode == Stopped.exit_code:
         return end_of_return(exitcode, time)
+    if exitcode >= 0:
+        return End(EndKind.EXITED, RunFailed.exit_code, exit_text(exitcode), time)
     try:
         name = signal.Signals(-exitcode).name
     except ValueError:
@@ -200,10 +210,9 @@ def while_reading(end: End, reading: Reading | None) -> End:
         return end
     # an abort in a decoder is no broken connection, and an exit in a dataset is neither an end nor a stop of the run
     by_signal = end.kind in (EndKind.KILLED, EndKind.PEER_FAILED)
-    kind = EndKind.KILLED if by_signal else EndKind.CODE if end.kind is EndKind.CODE else EndKind.EXITED
-    code = end.code if end.kind is EndKind.CODE else RunFailed.exit_code
-    text = end.text or f"ended with exit code {end.code}"
-    return with_reading(replace(end, kind=kind, code=code, text=text), reading)
+    kind = EndKind.KILLED if by_signal else EndKind.EXITED
+    text = end.text or exit_text(end.code)
+    return with_reading(replace(end, kind=kind, code=RunFailed.exit_code, text=text), reading)
 
 
 def with_reading(end: End, reading: Reading | None) -> End:
@@ -214,14 +223,9 @@ def with_reading(end: End, reading: Reading | None) -> End:
 
 
 def first_cause(ends: Iterable[End | None]) -> int | None:
-    """Return the rank whose end explains the others'; None if all are done or have not ended (None).
-
-    Ranks that have exited with code 0 count as done unless others have failed.
-    """
+    """Return the rank whose end explains the others'; None if all are done or have not ended (None)."""
     reported = [(rank, end) for rank, end in enumerate(ends) if end is not None and end.kind is not EndKind.DONE]
-    if all(end.kind is EndKind.EXITED and end.code == 0 for _, end in reported):
-        return None
-    return min(reported, key=lambda item: (_WEIGHT.get(item[1].kind, 0), item[1].time))[0]
+    return min(reported, key=lambda item: (_WEIGHT.get(item[1].kind, 0), item[1].time))[0] if reported else None
 
 
 def describe(

@@ -160,7 +160,7 @@ class RankProcess:
             exits = self.reported.kind is EndKind.EXITED
             self.ended = self.reported = while_reading(self.reported, reading) if exits else self.reported
             return
-        end = end_of_process(exitcode, time.monotonic())
+        end = end_of_process(exitcode, time.monotonic(), stopping=self._signaled)
         by_launcher = self._ended_by_launcher and exitcode < 0
         self.ended = _by_launcher(end) if by_launcher else while_reading(end, reading)
 
@@ -312,7 +312,7 @@ def _set_deadlines(ends: Mapping[int, End], deadlines: _Deadlines, patience: flo
     """Set when the other ranks are ended because one has ended without being done."""
     if deadlines.terminated:
         return
-    kinds = [EndKind.DONE if end.kind is EndKind.EXITED and end.code == 0 else end.kind for end in ends.values()]
+    kinds = [end.kind for end in ends.values()]
     if EndKind.INTERRUPTED in kinds:
         deadlines.kill = min(deadlines.kill, time.monotonic() + _SETTLE)
     deadlines.terminate = min(deadlines.terminate, time.monotonic() + _settle_time(kinds, ranks, patience))
