@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from kit.reports import FACTS, report
 
 from lockstep.core import formatting
-from lockstep.core.errors import OutOfMemory, PeerFailed, RolledBack, RunFailed, Stopped
+from lockstep.core.errors import OutOfMemory, PeerFailed, RolledBack, RunFailed, Stopped, WorkerDied
 from lockstep.core.ranks import LAUNCHER
 from lockstep.core.records import EvaluationReport, Verdict
 from lockstep.monitor.console import Console
@@ -146,7 +146,13 @@ def test_the_summary_states_how_the_run_ended(error: BaseException | None, end: 
 
 
 @pytest.mark.parametrize(
-    ("error", "end"), [(ValueError("x"), "interrupted"), (OutOfMemory("x"), "interrupted"), (RunFailed("x"), "failed")]
+    ("error", "end"),
+    [
+        (ValueError("x"), "interrupted"),
+        (OutOfMemory("x"), "interrupted"),
+        (WorkerDied("x"), "interrupted"),
+        (RunFailed("x"), "failed"),
+    ],
 )
 def test_what_the_launcher_tries_again_has_not_failed(
     error: Exception, end: str, monkeypatch: pytest.MonkeyPatch
@@ -156,7 +162,15 @@ def test_what_the_launcher_tries_again_has_not_failed(
     console = Console(10, "none", stream)
     console.start(FACTS)
     console.finish(error)
-    assert f"{end} after 0 steps" in stream.getvalue()
+    assert f"{end} after 0 of 30 steps" in stream.getvalue()
+
+
+def test_an_attempt_without_an_update_ends_at_the_step_that_it_resumed_from() -> None:
+    stream = io.StringIO()
+    console = Console(10, "none", stream)
+    console.start(replace(FACTS, resumed_from=10))
+    console.finish(ValueError("x"))
+    assert "failed after 10 of 30 steps" in stream.getvalue()
 
 
 def test_epochs_and_what_user_code_logs_are_printed() -> None:

@@ -268,6 +268,14 @@ def test_a_sample_that_is_found_is_left_out_alone(tmp_path: Path, strategy: str,
     assert {line["left_out"] for line in events(run, "left_out")} == {BAD}
 
 
+def test_the_message_names_the_sample_and_what_follows(tmp_path: Path) -> None:
+    printed = in_world(1, printed_by, config(tmp_path / "run", "single", {"nonfinite": "skip", "bisect": True}))[0]
+    assert (
+        f"lockstep: update {BAD_UPDATE} had loss nan, gradient norm nan, because of sample {BAD} "
+        "(found by recovery.bad_numbers.bisect); the update was repeated without it, and is kept"
+    ) in printed
+
+
 SPIKE = 13
 FAR_ORDER = SampleOrder(120, 0).indices(0, torch.arange(120).numpy()).tolist()
 FAR = FAR_ORDER[SIZE * SPIKE - 2]

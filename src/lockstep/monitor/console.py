@@ -23,6 +23,7 @@ from lockstep.core.errors import (
     ReplicasDiffer,
     RolledBack,
     Stopped,
+    WorkerDied,
     blames_a_peer,
 )
 from lockstep.core.ranks import started_by_lockstep
@@ -49,7 +50,7 @@ _STRAGGLERS = 3
 _MOST_LINES = 1000  # that wait for a reader
 _BATCH_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _NOT_CI = ("", "0", "false")
-_TRIED_AGAIN = (CollectiveTimeout, OutOfMemory, ReplicasDiffer, RolledBack)
+_TRIED_AGAIN = (CollectiveTimeout, OutOfMemory, ReplicasDiffer, RolledBack, WorkerDied)
 """Failures after which Lockstep's launcher starts the ranks again, as after an exception that is none."""
 
 
@@ -213,9 +214,10 @@ class Console(ThrottledMonitor):
 
     def _summary(self, facts: RunInfo, error: BaseException | None) -> list[str]:
         end, last = _end_of(error), self._last
+        step = (facts.resumed_from or 0) if last is None else last.step
+        of = f" of {facts.steps:,}" if facts.steps is not None and step < facts.steps else ""
         if last is None:
-            return [f"{end} 0 steps", _row("folder", _shortest_path(facts.folder))]
-        of = f" of {facts.steps:,}" if facts.steps is not None and last.step < facts.steps else ""
+            return [f"{end} {step:,}{of} steps", _row("folder", _shortest_path(facts.folder))]
         tokens = f", {last.tokens:,} tokens" if last.tokens > last.samples else ""
         return [
             f"{end} {last.step:,}{of} steps, {last.samples:,} samples{tokens} in {formatting.duration(last.seconds)}",

@@ -101,7 +101,8 @@ class BadUpdates:
     def add(self, report: NumbersReport) -> None:
         """Add what is known of an update whose report isn't bad any more."""
         self._unseen.append(report)
-        print_once(f"lockstep: update {report.update:,} had {_text(report)}; {_OUTCOMES[report.action]}")
+        text = f"update {report.update:,} had {_text(report)}; {_OUTCOMES[report.action]}"
+        print_once(f"lockstep: {text.replace('them', 'it') if len(report.samples) == 1 else text}")
 
     def take_new(self) -> list[NumbersReport]:
         """Return what became known since the last call."""
@@ -152,7 +153,7 @@ class BadUpdates:
 
 _OUTCOMES = {
     "repeated": "it was repeated, and is kept",
-    "left out": "it was repeated without them, and is kept",
+    "left out": "the update was repeated without them, and is kept",
 }
 
 
@@ -162,6 +163,8 @@ def _text(bad: NumbersReport) -> str:
     number = len(bad.samples)
     samples = f"sample{'s' * (number > 1)} {listed([str(sample) for sample in bad.samples], _MOST_NAMED)}"
     more = " (all in events.jsonl; recovery.bad_numbers.bisect finds which)" if number > _MOST_NAMED else ""
+    if bad.where == FOUND:
+        return f"{bad.what}, because of {samples} ({FOUND})"
     return f"{bad.what}; suspected: {bad.where or 'the whole update'}, {samples}{more}"
 
 
