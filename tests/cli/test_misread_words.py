@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.cli.main import main
 
-TRACKERS = "metrics.jsonl and TensorBoard are written; other trackers are not supported yet"
+TRACKERS = "write monitor.trackers: [{target: wandb, arguments: {project: NAME}}]"
 MESSAGES: dict[str, tuple[str, str]] = {
     "a size without a unit": (
         "plan stdlib-lm --memory 80",
@@ -69,7 +69,7 @@ MESSAGES: dict[str, tuple[str, str]] = {
         "--model: 'gpt2' is not a mapping; a name or folder goes into model: {kind: huggingface, task: causal-lm, "
         "pretrained: gpt2}",
     ),
-    "patience": ("train --patience 3", "--patience: a run ends by its length; early stopping is not supported yet"),
+    "patience": ("train --patience 3", "--patience: write monitor.early_stopping: {metric: SET.METRIC, patience: N}"),
     "TOML": (
         "train {folder}/a.toml",
         "a.toml: is TOML, and a config is YAML or JSON: sections, with lines `key: value`",

@@ -98,9 +98,10 @@ def reference(kind: str, job: Job, run: Path, size: int, train: Callable[[Job, i
     return folder
 
 
-def distance(losses: Mapping[int, float], expected: Mapping[int, float]) -> float:
-    """Return by what part of it a loss differs from the expected one, at most."""
-    pairs = [(loss, expected[step]) for step, loss in losses.items() if step in expected]
+def distance(losses: Mapping[int, float | None], expected: Mapping[int, float | None]) -> float:
+    """Return by what part of it a loss differs from the expected one, at most; None: an update without a sample."""
+    both = [(loss, expected.get(step)) for step, loss in losses.items()]
+    pairs = [(loss, other) for loss, other in both if loss is not None and other is not None]
     return max((abs(loss - other) / max(abs(other), 1e-30) for loss, other in pairs), default=0.0)
 
 
