@@ -101,8 +101,8 @@ class BadUpdates:
     def add(self, report: NumbersReport) -> None:
         """Add what is known of an update whose report isn't bad any more."""
         self._unseen.append(report)
-        text = f"update {report.update:,} had {_text(report)}; {_OUTCOMES[report.action]}"
-        print_once(f"lockstep: {text.replace('them', 'it') if len(report.samples) == 1 else text}")
+        sentence = f"update {report.update:,} had {_text(report)}; {_OUTCOMES[report.action]}"
+        print_once(f"lockstep: {sentence.replace('them', 'it') if len(report.samples) == 1 else sentence}")
 
     def take_new(self) -> list[NumbersReport]:
         """Return what became known since the last call."""
