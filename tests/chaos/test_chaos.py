@@ -81,10 +81,13 @@ def test_memory_that_runs_out_where_activations_can_be_computed_again(tmp_path: 
 
 def test_a_round_that_fails_does_not_stop_the_rest(tmp_path: Path) -> None:
     """Micro-batches of one sample can't be halved; the folder of the round stays, and that of the other one goes."""
-    words = ("--batch.global_size", "2", "--run.steps", "5", "--optim.lr", "0.1")
+    words = ("--batch.global_size=2", "--run.steps=5", "--monitor.prometheus.port=9100", "--optim.lr=0.1")
     done = chaos(tmp_path, "--rounds", "2", "--faults", "oom,raise", *words, "--json")
     assert done.returncode == 3
-    assert "note: rounds have settings of their own, and not --run.steps; --steps is the length of one" in done.stderr
+    assert (
+        "note: rounds have settings of their own, and not --monitor.prometheus.port, --run.steps; --steps is"
+        in done.stderr
+    )
     rows = {row["fault"]: row for row in json.loads(done.stdout)}
     assert "this run's have one sample" in rows["oom"]["failure"]
     assert rows["raise"]["passed"]

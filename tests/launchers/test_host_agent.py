@@ -42,7 +42,8 @@ def serving(folder: Path, kills: int, *words: str) -> Iterator[subprocess.Popen[
     )
     assert process.stdin is not None
     environment = {"PYTHONPATH": str(folder), "KILLS": str(kills)}
-    order = {"do": "start", "words": words, "environment": environment, "grace": 1}
+    again = [word for word in words if word != "--fresh"]
+    order = {"do": "start", "words": words, "restart_words": again, "environment": environment, "grace": 1}
     process.stdin.write(json.dumps(order) + "\n")
     process.stdin.flush()
     try:

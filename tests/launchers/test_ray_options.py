@@ -54,6 +54,7 @@ def test_each_node_is_a_bundle_and_the_driver_has_the_whole_order(
     assert order == {
         "job": job["submission_id"],
         "words": ["train", "digits", "run.folder=runs/a", "--ranks", "4", "run.folder=it's here"],
+        "restart_words": ["train", "digits", "run.folder=runs/a", "--ranks", "4", "run.folder=it's here"],
         "nodes": 2,
         "bundle": {"CPU": 4, "GPU": 8, "accelerator_type:H100": 0.5},
         "folder": str(tmp_path),

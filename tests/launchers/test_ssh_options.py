@@ -104,3 +104,10 @@ def test_a_value_from_here_is_not_written_down(
 def test_what_cannot_work_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "ssh", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--fresh"], ["--from", "4"]])
+def test_a_launcher_that_is_started_again_resumes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    planned = record(capsys, "--hosts", "a,b", "train", "digits", *words)
+    for host, line in planned["hosts"].items():
+        assert planned["restarts"][host] == line.replace(f" {' '.join(words)}", "") != line

@@ -75,7 +75,9 @@ def _notes(loaded: LoadedConfig, of_round: Config) -> Iterator[str]:
     from lockstep.config.loading import values
 
     given, used = values(loaded.config), values(of_round)
-    flags = [f"--{key}" for key, value in given.items() if loaded.origins[key].startswith("--") and used[key] != value]
+    flags = [
+        f"--{key}" for key, value in given.items() if loaded.origins[key].startswith("--") and used.get(key) != value
+    ]
     if flags:
         yield f"note: rounds have settings of their own, and not {', '.join(flags)}; --steps is the length of one"
 

@@ -201,7 +201,7 @@ def _run(order: Message, requests: _Requests) -> int:
         name = signal.Signals(-code).name
         text = f"lockstep: the launcher on {socket.gethostname()} was killed by {name}; it is started again"
         echo(text, file=sys.stderr, flush=True)
-        words = [word for word in words if word != "--fresh"]  # the run continues
+        words = order["restart_words"]  # which resume what has begun
 
 
 def _run_once(words: Sequence[str], order: Message, requests: _Requests) -> tuple[int, bool]:

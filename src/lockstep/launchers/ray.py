@@ -68,6 +68,7 @@ class RayLauncher:
         order = {
             "job": job,
             "words": command.words,
+            "restart_words": command.restart_words,
             "nodes": options.nodes,
             "bundle": bundle(command, options),
             "folder": folder,

@@ -190,10 +190,12 @@ def _started(order: Order, connections: Sequence[HostConnection], attempt: int) 
     rendezvous = check_hosts(connections, Wanted(order["folder"] or ".", tuple(order["shared"])))
     environment = {**order["environment"], TOKEN: secrets.token_hex(32)}
     for node, connection in enumerate(connections):
-        words = [*order["words"]]
+        place: list[str] = []
         if rendezvous is not None:
-            words += ["--nodes", str(len(connections)), "--rendezvous", rendezvous, "--node-rank", str(node)]
-            words += ["--job-id", f"{order['job']}.{attempt}"]
-        connection.send("start", words=words, environment=environment, grace=order["grace"])
+            place += ["--nodes", str(len(connections)), "--rendezvous", rendezvous, "--node-rank", str(node)]
+            place += ["--job-id", f"{order['job']}.{attempt}"]
+        words, restart = [*order["words"], *place], [*order["restart_words"], *place]
+        start = {"words": words, "restart_words": restart, "environment": environment, "grace": order["grace"]}
+        connection.send("start", **start)
     logs = [Path(order["logs"], f"{connection.host}.log") for connection in connections]
     return RemoteRun(connections, logs, order["grace"])

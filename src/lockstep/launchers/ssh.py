@@ -51,11 +51,16 @@ class SshLauncher:
         folder = options.folder or str(here)
         program = own_program() if options.program is None else _program(options.program)
         job = secrets.token_hex(4)
+
+        def on_each(words: Sequence[str]) -> dict[str, str]:
+            return {
+                host.name: shlex.join(_words(words, host, node, len(hosts), job)) for node, host in enumerate(hosts)
+            }
+
         record = {
             "job": job,
-            "hosts": {
-                host.name: shlex.join(_words(command, host, node, len(hosts), job)) for node, host in enumerate(hosts)
-            },
+            "hosts": on_each(command.words),
+            "restarts": on_each(command.restart_words),
             "logs": {host.name: f"{host.file_name}.log" for host in hosts[1:]},
             "folder": folder,
             "shared": shared_folders(command, here, folder),
@@ -76,9 +81,10 @@ class SshLauncher:
             wanted = Wanted(record["folder"], tuple(record["shared"]), record["rendezvous"])
             rendezvous = check_hosts(connections, wanted)
             environment = {**_environment(record["environment"]), TOKEN: secrets.token_hex(32)}
-            for connection in connections:
-                words = shlex.split(record["hosts"][connection.host].replace(_TO_BE_CHOSEN, rendezvous or ""))
-                record["hosts"][connection.host] = shlex.join(words)
+            for part in ("hosts", "restarts"):
+                record[part] = {
+                    host: line.replace(_TO_BE_CHOSEN, rendezvous or "") for host, line in record[part].items()
+                }
             write_files({path: json.dumps({**record, **_this_process()}, indent=2) + "\n"})
         except BaseException:
             for connection in connections:
@@ -87,8 +93,9 @@ class SshLauncher:
                 connection.process.wait()
             raise
         for connection in connections:
-            words = shlex.split(record["hosts"][connection.host])
-            connection.send("start", words=words, environment=environment, grace=record["grace"])
+            words, restart = (shlex.split(record[each][connection.host]) for each in ("hosts", "restarts"))
+            start = {"words": words, "restart_words": restart, "environment": environment, "grace": record["grace"]}
+            connection.send("start", **start)
         logs = [path.parent / record["logs"].get(connection.host, "") for connection in connections]
         self._runs[record["job"]] = RemoteRun(connections, logs, record["grace"]), path
         return str(record["job"])
@@ -138,9 +145,9 @@ def _program(text: str) -> str:
     return " ".join([home + shlex.quote(first.removeprefix(home)), *map(shlex.quote, rest)])
 
 
-def _words(command: JobCommand, host: SshHost, node: int, nodes: int, job: str) -> list[str]:
+def _words(words: Sequence[str], host: SshHost, node: int, nodes: int, job: str) -> list[str]:
     """Return the command line on a host, without the program."""
-    words = [*command.words]
+    words = [*words]
     if host.ranks is not None:
         words += ["--ranks", str(host.ranks)]
     if nodes > 1:
