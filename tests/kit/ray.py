@@ -70,6 +70,7 @@ class RayCluster:
 def ray_cluster(*, dashboard: bool = True) -> Iterator[RayCluster]:
     """Brings a cluster of two nodes up in some seconds, and ends it."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # its sockets need a short path
+    Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)  # where Ray notes its newest cluster, whatever its folder
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1] if dashboard else 0
