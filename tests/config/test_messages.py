@@ -101,7 +101,6 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         GOOD + "trainer:\n  devices: 4\n  strategy: fsdp\n  precision: bf16-mixed\n  gradient_clip_val: 0\n"
         "zero_optimization: {stage: 2}\n",
         [],
-        "/run.yaml:4:1: trainer: there is no such section\n"
         "/run.yaml:5:3: trainer.devices: Lockstep's key is launch.ranks: write `launch.ranks: 4`\n"
         "/run.yaml:6:3: trainer.strategy: Lockstep's key is parallel.strategy: write `parallel.strategy: fsdp`\n"
         "/run.yaml:7:3: trainer.precision: Lockstep's key is precision.compute: write `precision.compute: bf16`\n"
@@ -228,6 +227,8 @@ def test_the_message_is_exact(case: str, tmp_path: Path) -> None:
         ("recovery.retries=3", "write `recovery.restarts: 3`"),
         ("recovery.budgets=3", "3 is not a mapping; did you mean recovery.restarts: 3?"),
         ("recovery=3", "3 is not a mapping; did you mean recovery.restarts: 3?"),
+        ("batch=abc", "'abc' is not a mapping; its keys are global_size, micro_size"),
+        ("run=runs/a", "'runs/a' is not a mapping; a folder goes into run.folder: runs/a"),
         ("recovery.watchdog=60", "60 is not a mapping; did you mean recovery.watchdog.end_after: 60?"),
         ("recovery.budget.transient=3", "recovery.budget: unknown key; did you mean budgets?"),
         ("recovery.budgets.oom=3", "write `recovery.budgets.memory: 3`"),
@@ -244,3 +245,12 @@ def test_a_wrong_key_of_a_section_gets_a_key_of_that_section(override: str, answ
     with pytest.raises(ConfigError) as error:
         load([str(tmp_path / "run.yaml")], [f"--{override}"])
     assert str(error.value).endswith(answer)
+
+
+def test_a_section_of_another_tool_is_not_reported_beside_its_keys(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(GOOD)
+    with pytest.raises(ConfigError) as error:
+        load([str(tmp_path / "run.yaml")], ["--train.steps=3"])
+    assert str(error.value) == "--train.steps: Lockstep's key is run.steps: write `run.steps: 3`"
+    with pytest.raises(ConfigError, match="train: there is no such section"):
+        load([str(tmp_path / "run.yaml")], ["--train.steps=3", "--train.other=3"])

@@ -5,6 +5,8 @@ Some tests start Python itself: then nothing is there that hasn't been asked for
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import multiprocessing as mp
 import os
 import runpy
@@ -40,6 +42,7 @@ class Running:
 
     def __init__(self, process: Any, folder: Path) -> None:
         self._process, self._folder = process, folder
+        atexit.register(self.kill)  # multiprocessing would wait for what a test that failed has left
 
     @property
     def pid(self) -> int:
@@ -65,15 +68,23 @@ class Running:
         deadline = time.monotonic() + _PATIENCE_S
         while not moment():
             assert self.lives, f"ended with {self._process.exitcode}: {self.output}"
-            assert time.monotonic() < deadline, f"it doesn't come: {self.output}"
+            if time.monotonic() > deadline:
+                self.kill()  # other tests need the processors
+                raise AssertionError(f"it doesn't come: {self.output}")
             time.sleep(0.005)
+
+    def kill(self) -> None:
+        """Kill it with its process group; nothing happens if it has ended."""
+        if self.lives:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def end(self) -> int:
         """Wait for it, end its processes, and return the exit code."""
         self._process.join(_PATIENCE_S)
         code = self._process.exitcode
         if code is None:
-            os.killpg(self.pid, signal.SIGKILL)
+            self.kill()
             raise AssertionError(f"it hangs: {self.output}")
         deadline = time.monotonic() + 5
         while left := processes_of_group(self.pid):

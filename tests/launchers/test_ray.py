@@ -209,6 +209,14 @@ def test_a_sweep_of_which_a_run_fails_and_the_others_are_canceled(cluster: RayCl
     def saved(run: int) -> bool:
         return any(tmp_path.glob(f"run/{run}/checkpoints/*/manifest.json"))
 
+    def third_begins() -> bool:
+        """Kill all of the first run, also its launcher, which is started again a few times."""
+        for process, words in processes_in(tmp_path).items():
+            if "on-ray" not in words and words.count("optim.lr=0.01") == 2:  # of RUN, and of the sweep
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        return saved(2)
+
     def states() -> list[str]:
         done = run_lockstep("launch", "ray", "status", "run", cwd=tmp_path)
         return [re.sub(r"Ray job \S+: ", "", line) for line in done.stdout.splitlines()]
@@ -216,11 +224,7 @@ def test_a_sweep_of_which_a_run_fails_and_the_others_are_canceled(cluster: RayCl
     launched.wait_for(lambda: saved(0) and saved(1))
     assert not saved(2), "two nodes have a CPU each"
     assert states() == ["RUNNING"] * 3
-    for process, words in processes_in(tmp_path).items():
-        if "on-ray" not in words and words.count("optim.lr=0.01") == 2:  # of RUN, and of the sweep
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-    launched.wait_for(lambda: saved(2))
+    launched.wait_for(third_begins)
     assert states() == ["FAILED, exit code 1", "RUNNING", "RUNNING"]
     launched.send(signal.SIGINT)
     assert launched.end() == 130

@@ -119,18 +119,25 @@ def test_a_killed_launcher_leaves_its_memory_to_the_next_start(tmp_path: Path, u
     assert_same(run, undisturbed)
 
 
-def test_a_stop_in_an_update_that_outlasts_the_grace_saves_the_newest_snapshot(
-    tmp_path: Path, undisturbed: Path
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "was in memory, and is saved in"),
+        (("--recovery.snapshot_every=null", "--checkpoint.every=4"), "\nthe state after step 8 is saved in"),
+    ],
+)
+def test_a_stop_in_an_update_that_outlasts_the_grace_names_what_is_saved(
+    tmp_path: Path, undisturbed: Path, flags: tuple[str, ...], said: str
 ) -> None:
     run, plan = tmp_path / "run", tmp_path / "faults.json"
     write_plan(plan, [Fault("hang", 1, 10, "data")])
     variables = json.dumps({FAULTS: str(plan)})
     running = start_lockstep(
-        "train", write_config(run), "--launch.grace", 1, "--launch.environment", variables, cwd=tmp_path
+        "train", write_config(run), "--launch.grace", 1, "--launch.environment", variables, *flags, cwd=tmp_path
     )
     running.wait_for(lambda: any(event["event"] == "fired" for event in events_of(plan)))
     running.send(signal.SIGTERM)
     assert running.end() == 75, running.output
-    assert "was in memory, and is saved in" in running.output
+    assert said in running.output
     assert train(run).returncode == 0
     assert_same(run, undisturbed)

@@ -87,9 +87,12 @@ def _unknown(path: Path, tree: Table) -> list[Problem]:
     siblings = list(dict.fromkeys(key for section in sections for key in shape.fields(section)))
     inside = []
     if isinstance(node, Table) and other_tools().key_hint(path, node, tree) is None:  # another tool's section
-        for deeper, leaf in leaves(node):
-            if deeper and (hint := other_tools().key_hint(path + deeper, leaf, tree)):
+        written = [(deeper, leaf) for deeper, leaf in leaves(node) if deeper]
+        for deeper, leaf in written:
+            if hint := other_tools().key_hint(path + deeper, leaf, tree):
                 inside.append(Problem(_key_place(tree, path + deeper), ".".join(path + deeper), hint))
+        if inside and len(inside) == len(written):
+            return inside
     answer = "there is no such section" if inside else suggestions.for_key(path, siblings, node, tree)
     return [Problem(_key_place(tree, path), ".".join(path), answer), *inside]
 
@@ -112,7 +115,7 @@ def _refused(path: Path, node: Node, at: ValueShape, tree: Table) -> str:
 
 
 def _inside(key: str, node: Node, at: ValueShape) -> str:
-    """Return the key of a section for which a value is valid that was written for the section."""
+    """Return the key for which a value is valid that was written for its section, or the section's keys."""
     if not isinstance(node, Leaf) or len(at.sections()) != 1:
         return ""
     text = node.text or node.value
@@ -121,7 +124,7 @@ def _inside(key: str, node: Node, at: ValueShape) -> str:
     for name, inner in shape.fields(at.sections()[0]).items():
         if (inner.boolean and isinstance(node.value, bool)) or text in inner.choices:
             return f"; did you mean {key}.{name}: {shown(node)}?"
-    return ""
+    return f"; its keys are {', '.join(shape.fields(at.sections()[0]))}"
 
 
 _NUMBERS = {
@@ -158,6 +161,7 @@ _TEXTS = {
     "model": "a name or folder goes into model: {{kind: huggingface, task: causal-lm, pretrained: {0}}}",
     "data": _DATA,
     "data.train": _DATA,
+    "run": "a folder goes into run.folder: {0}",
     "checkpoint": "a folder goes into checkpoint.folder; `lockstep train RUN` resumes the run in a folder",
 }
 _EXAMPLES = (

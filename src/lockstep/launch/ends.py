@@ -95,6 +95,7 @@ class End:
         evaluation_set: The evaluation set that they are of; None: the training data.
         reading: What it was reading, if `text` doesn't state it.
         differing: The ranks whose copies of the training state differ from most ranks'.
+        status: The exit code of the rank's process, if it has exited by itself without a report.
     """
 
     kind: EndKind
@@ -109,6 +110,7 @@ class End:
     evaluation_set: str | None = None
     reading: str = ""
     differing: tuple[int, ...] = ()
+    status: int | None = None
 
 
 def end_fields(end: End) -> dict[str, Any]:
@@ -193,7 +195,7 @@ def end_of_process(exitcode: int, time: float, *, stopping: bool = False) -> End
     if stopping and exitcode == Stopped.exit_code:
         return end_of_return(exitcode, time)
     if exitcode >= 0:
-        return End(EndKind.EXITED, RunFailed.exit_code, exit_text(exitcode), time)
+        return End(EndKind.EXITED, RunFailed.exit_code, exit_text(exitcode), time, status=exitcode)
     try:
         name = signal.Signals(-exitcode).name
     except ValueError:

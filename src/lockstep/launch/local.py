@@ -43,7 +43,7 @@ from lockstep.core.ranks import LAUNCHER, RankEnvironment, started_by_lockstep
 from lockstep.core.stopping import handled_signals, stop_code
 from lockstep.launch import streams
 from lockstep.launch.devices import check_ranks
-from lockstep.launch.ends import End, EndKind, describe, exit_text, first_cause
+from lockstep.launch.ends import End, EndKind, describe, first_cause
 from lockstep.launch.ends_file import append_ends
 from lockstep.launch.forking import may_fork
 from lockstep.launch.group import SignalRequests, watch
@@ -212,7 +212,7 @@ def _run_ranks(
         begun.close()
     if logs is not None:
         ends = all_with_last_words(ends, logs, old_sizes, stderr)
-    if not job.forks and any(end.kind is EndKind.EXITED and end.text == exit_text(_UNGUARDED) for end in ends):
+    if not job.forks and any(end.status == _UNGUARDED for end in ends):
         raise ConfigError(_GUARD)
     if hosts is None:
         result = result_of(ends, timeout, requests, why_sigkill())
@@ -241,7 +241,7 @@ def result_of(
     if requests is not None and requests.last_stop is not None and end.kind in _CAUSED_BY_STOP:
         at_once = "at once by a second signal, " if requests.stops > 1 else "by "
         code = Stopped.exit_code if requests.stops > 1 else stop_code(requests.last_stop)
-        return LaunchResult(code, f"stopped {at_once}{requests.last_stop.name}")
+        return LaunchResult(code, f"stopped {at_once}{requests.last_stop.name}", cut_off=True)
     text = describe(cause, ends, timeout, sigkill, hosts)
     is_traceback = end.kind in (EndKind.TRACEBACK, EndKind.PEER_FAILED) and "\n" in text
     problems = end.problems if text == end.text else ()

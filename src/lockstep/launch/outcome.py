@@ -38,6 +38,7 @@ class LaunchResult:
         problems: The problems of a ConfigError that all ranks have raised.
         logs: The folder of each rank's output, if that helps.
         advice: That of an OutOfMemory, which `text` contains.
+        cut_off: Whether a stop signal has ended ranks that could not save.
     """
 
     code: int
@@ -46,6 +47,7 @@ class LaunchResult:
     problems: tuple[Problem, ...] = ()
     logs: Path | None = None
     advice: str = ""
+    cut_off: bool = False
 
     def show(self) -> int:
         """Print on stderr why the run isn't done; return the exit code."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lockstep.core.formatting import short_time
-from lockstep.profiling.finding import ProfileFinding
+from lockstep.profiling.finding import RAISE_MICRO_SIZE, RAISE_SIZES, ProfileFinding
 
 if TYPE_CHECKING:
     from lockstep.profiling.device_use import DeviceUse
@@ -30,8 +30,7 @@ def device_findings(trace: Trace) -> Iterator[ProfileFinding]:
             "communication",
             f"the GPU computes nothing for {short_time(device.exposed)} of an update while it communicates, "
             f"{device.exposed * share:.0%} of its time{hidden}",
-            "raise batch.global_size or batch.micro_size: an update exchanges as much for more samples; lockstep "
-            "doctor measures the links",
+            f"{RAISE_SIZES}; lockstep doctor measures the links",
             device.exposed * share,
         )
     idle = max(0.0, device.idle - device.stalled)
@@ -60,7 +59,7 @@ def _idle(device: DeviceUse, idle: float, share: float) -> ProfileFinding:
             "host-bound",
             f"the GPU does nothing for {short_time(idle)} of an update, {idle * share:.0%} of its time, and a kernel "
             f"starts {short_time(device.delay)} after its launch: it waits for the host's launches",
-            "raise batch.micro_size, so that a kernel has more to do, or set model.compile: true",
+            f"{RAISE_MICRO_SIZE}, so that a kernel has more to do, or set model.compile: true",
             idle * share,
         )
     return ProfileFinding(

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+RAISE_MICRO_SIZE = "raise batch.micro_size (auto: the largest that fits in memory)"
+RAISE_SIZES = (
+    "raise batch.global_size or batch.micro_size (auto: the largest that fits in memory): an update exchanges as much "
+    "for more samples"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ProfileFinding:

@@ -11,7 +11,7 @@ from lockstep.core import formatting
 from lockstep.core.formatting import short_time
 from lockstep.monitor.rank_meters import RankTimes, stragglers_of
 from lockstep.profiling.device_findings import device_findings, device_line, waits_for_launches
-from lockstep.profiling.finding import ProfileFinding
+from lockstep.profiling.finding import RAISE_MICRO_SIZE, RAISE_SIZES, ProfileFinding
 from lockstep.profiling.traces import Trace
 from lockstep.report.limits import COMMUNICATION_SHARE, CROWDED_SHARE, DATA_SHARE, SAVE_SHARE
 
@@ -92,7 +92,7 @@ def _host(trace: Trace) -> Iterator[ProfileFinding]:
             "small operators",
             f"the host is the limit: an update has {trace.calls:,.0f} operators, and "
             f"{trace.small / trace.seconds:.0%} of its time goes into those under 20 us and their calls",
-            "raise batch.micro_size, so that an operator has more to do, or set model.compile: true",
+            f"{RAISE_MICRO_SIZE}, so that an operator has more to do, or set model.compile: true",
             trace.small / trace.seconds,
         )
     yield from _host_code(trace)
@@ -123,11 +123,10 @@ def _communication(trace: Trace, traced: int) -> Iterator[ProfileFinding]:
         return
     hidden = f", and {trace.overlap:.0%} of the collectives' time is hidden" if trace.overlap is not None else ""
     alone = traced < int(trace.facts["ranks"])
-    remedy = "raise batch.global_size or batch.micro_size: an update exchanges as much for more samples"
     yield ProfileFinding(
         "communication",
         f"an update waits {short_time(trace.split['communication'])} for other ranks, {share:.0%} of its time{hidden}",
-        "trace all ranks (--ranks all), to see whether one of them is slow" if alone else remedy,
+        "trace all ranks (--ranks all), to see whether one of them is slow" if alone else RAISE_SIZES,
         share,
     )
 

@@ -18,16 +18,15 @@ aten = torch.ops.aten
 
 _HALF = (torch.bfloat16, torch.float16)
 _FLASH_DIM = 256  # the largest head of flash attention
-_libraries: list[torch.library.Library] = []
 
 
 @cache
-def register() -> None:
-    """Register the choice, once in a process."""
+def register() -> torch.library.Library:
+    """Register the choice, once in a process; it lasts as long as the library, which the cache keeps."""
     library = torch.library.Library("aten", "IMPL")
-    _libraries.append(library)
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         library.impl("scaled_dot_product_attention", _attention, key)
+    return library
 
 
 def _attention(

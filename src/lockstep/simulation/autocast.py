@@ -47,12 +47,11 @@ def clear_cache() -> None:
 
 
 @cache
-def register() -> None:
-    """Register the kernels, once in a process."""
+def register() -> tuple[torch.library.Library, ...]:
+    """Register the kernels, once in a process; they last as long as the libraries, which the cache keeps."""
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     library = torch.library.Library("aten", "IMPL")
-    _libraries.extend((everything, library))
     policies = ((_LOWER, _lower), (_FP32, _fp32), (_FP32_RESULT, _fp32_result), (_PROMOTED, _promoted))
     for names, policy in policies:
         for name in names.split():
@@ -62,9 +61,7 @@ def register() -> None:
                     continue
                 operation = getattr(packet, overload)
                 library.impl(operation, _kernel(operation, policy), "AutocastPrivateUse1")
-
-
-_libraries: list[torch.library.Library] = []
+    return everything, library
 
 
 def _kernel(operation: Any, policy: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Callable[..., Any]:

@@ -21,15 +21,15 @@ _WEIGHTS = {aten.native_layer_norm.default: 2, aten.native_group_norm.default: 1
 """Norms, with the place of their weight: the CPU keeps mean and deviation in its dtype, torch here in the input's."""
 
 
-_libraries: list[torch.library.Library] = []
-
-
 @cache
-def register() -> None:
-    """Register, once in a process, that the simulated device has the fused norm that GPUs have."""
+def register() -> torch.library.Library:
+    """Register, once in a process, that the simulated device has the fused norm that GPUs have.
+
+    What is registered lasts as long as the library that is returned, which the cache keeps.
+    """
     library = torch.library.Library("aten", "IMPL")
-    _libraries.append(library)
     library.impl("_fused_rms_norm", rms_norm, "PrivateUse1")
+    return library
 
 
 def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:

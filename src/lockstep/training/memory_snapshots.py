@@ -1,8 +1,8 @@
-"""Snapshots of a run in its launcher's memory: when one is taken, and what happens to the newest one at the end.
+"""Snapshots of a run in its launcher's memory: when one is taken, and which the ranks resume from.
 
 each update    scheduled? requested by the clock of rank 0? --> copied beside the next update --> /dev/shm
 a rank dies    the next round resumes from the newest of memory and storage
-the run ends   a snapshot that is newer than every checkpoint is saved in the storage, by the launcher
+the run ends   a snapshot that is newer than every checkpoint is saved in the storage, by the launcher (`last_snapshot`)
 
 On several hosts each has a part in its memory, and a copy of another host's (`host_memories`). The next snapshot waits
 until the last one is copied: a vote against it (`NO_SNAPSHOT`) costs nothing.
@@ -11,45 +11,33 @@ until the last one is copied: a vote against it (`NO_SNAPSHOT`) costs nothing.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lockstep.checkpoint.host_parts import JointSnapshot, remove_parts
-from lockstep.checkpoint.inspection import verify
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import CorruptCheckpoint
 from lockstep.checkpoint.memory_saving import KEPT, MemorySaver
-from lockstep.checkpoint.reading import manifest_bytes, read_manifest
+from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
 from lockstep.checkpoint.with_memory import WithMemory, drop
 from lockstep.core import heartbeat
 from lockstep.core.control_groups import tightest_limit
-from lockstep.core.errors import Failure
 from lockstep.core.formatting import size as shown_size
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Request
 from lockstep.launch.memory_copying import is_copied, is_copying
-from lockstep.monitor import report_buffer
-from lockstep.training.fallback_folder import is_saved_elsewhere
-from lockstep.training.host_memories import HostMemories, HostsStorage, content
-from lockstep.training.locations import storage_of
+from lockstep.training.host_memories import HostMemories, HostsStorage
 from lockstep.training.session import Session, components_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.saving import RunMetadata, StepMetadata
     from lockstep.checkpoint.storage import Storage
     from lockstep.core.records import TrainingState
-    from lockstep.launch.hosts import Hosts
-    from lockstep.launch.memory_folder import MemoryFolder
-    from lockstep.launch.outcome import LaunchResult
-    from lockstep.training.job import Job
 
 _SHARE = 0.005  # of the time that automatic snapshots may cost
 _SHORTEST_S = 0.2  # between automatic snapshots
@@ -300,96 +288,6 @@ def _usable(hosts: HostMemories, storage: Storage, run: Path | None) -> tuple[li
     except OSError:
         durable = []
     return [snapshot for snapshot in snapshots if snapshot.name not in durable], storage.run
-
-
-# --- at the launcher's end ------------------------------------------------------------------------------------------
-
-
-def after_last_round(
-    job: Job, folder: Path, memory: MemoryFolder, result: LaunchResult, hosts: Hosts | None = None
-) -> LaunchResult:
-    """Save what memory has and the storage doesn't, if the run has failed or stopped; return the result that states it.
-
-    If the storage can't take it, memory keeps it for the next start of the run.
-
-    Args:
-        hosts: The hosts of a run on several; the leader saves what they have together.
-    """
-    if result.code == 0:
-        return result
-    try:
-        storage = storage_of(job.config.checkpoint, folder, job.given.storage)
-        snapshots: LocalStorage | HostsStorage = snapshots_in(memory.path, storage.run)
-        if hosts is not None and storage.run is not None:
-            memories = HostMemories(memory.path, hosts.node, hosts.memories, job.config.launch.job_id)
-            snapshots = HostsStorage(memories, memories.whole_snapshots(folder, storage.run), storage.run)
-        saved = save_newest(snapshots, storage)
-    except Failure as failure:  # the ranks have failed for the same reason
-        _log.debug("no storage for a snapshot: %s", failure)
-        return result
-    if saved is None or (saved[1] and storage.run and is_saved_elsewhere(folder, storage.run, saved[0])):
-        return result  # the ranks' message names that folder
-    step, fault = saved
-    if fault is None:
-        report_buffer.mend(folder, memory.path, step, job.config.monitor.every)
-        text = f"the state after step {step:,} was in memory, and is saved in {storage.place}; start it again to resume"
-    else:
-        memory.leave()
-        place = f"in this host's memory, in {memory.path}, from which the same command resumes"
-        text = f"the state after step {step:,} could not be saved: {fault}; it is {place}"
-    return replace(result, text=f"{result.text}\n{text}" if result.text else text)
-
-
-def save_newest(snapshots: LocalStorage | HostsStorage, storage: Storage) -> tuple[int, str | None] | None:
-    """Save the newest intact snapshot in the storage, if it is newer than all checkpoints there.
-
-    Returns:
-        Its step, and why it could not be saved; None: there is none.
-    """
-    if storage.run is None:
-        return None
-    try:
-        newest = max(names_by_step(storage.names()), default=-1)
-    except OSError:
-        newest = -1
-    for step, name in sorted(names_by_step(snapshots.names()).items(), reverse=True):
-        if step <= newest:
-            return None
-        if verify(snapshots, name).fault is not None:
-            continue
-        try:
-            _copy(snapshots, name, storage)
-        except OSError as error:
-            return step, error.strerror or str(error)
-        return step, None
-    return None
-
-
-def _copy(snapshots: LocalStorage | HostsStorage, name: str, storage: Storage) -> None:
-    manifest = read_manifest(snapshots, name)
-    draft = storage.with_separate_drafts().begin(name)
-    try:
-        for file in manifest.files:
-            with _whole(snapshots, name, file) as whole:
-                draft.write(file, whole)
-        draft.publish(manifest_bytes(snapshots, name))
-    except BaseException:
-        draft.discard()
-        raise
-
-
-@contextmanager
-def _whole(snapshots: LocalStorage | HostsStorage, name: str, file: str) -> Iterator[memoryview]:
-    """Yield the bytes of a file, which need no more memory if it is on this host."""
-    if isinstance(snapshots, HostsStorage):
-        yield memoryview(content(snapshots.open(name, file)))
-        return
-    with (
-        (Path(snapshots.place) / name / file).open("rb") as handle,
-        mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ) as data,
-        memoryview(data) as whole,
-    ):
-        yield whole
 
 
 def _is_intact(snapshots: LocalStorage, name: str) -> bool:

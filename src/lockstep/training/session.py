@@ -75,6 +75,7 @@ class Session:
         self._batch: GlobalBatch | None = None
         self._upcoming: GlobalBatch | None = None
         self._count: float | Tensor = 1.0
+        self._divisor: float | Tensor = 1.0  # of this update's loss
         self._reports = Reports(components.readback, self._receive)
         self._requests: set[Request] = set()
         self._began = time.perf_counter()
@@ -131,7 +132,8 @@ class Session:
             self._failure_state.updating = True
             self._saves.before_update()
         components.sharding.step.begin_update(batch.samples, self._rate)
-        components.engine.accumulate(batch, components.scaler.scale / nonzero_count(self._count), self._open_vote)
+        self._divisor = nonzero_count(self._count)
+        components.engine.accumulate(batch, components.scaler.scale / self._divisor, self._open_vote)
         if batch.step == 0:
             refuse_unused(components)
 
@@ -277,7 +279,7 @@ class Session:
         components, batch, count = self._components, self._current, self._count
         outcome = components.consensus.close(components.sharding.step.squared_norm)
         norm = outcome.squared_norm**0.5 / components.scaler.scale
-        decision = self._verdicts.decide(batch.step + 1, outcome.loss_sum, nonzero_count(count), norm)
+        decision = self._verdicts.decide(batch.step + 1, outcome.loss_sum, self._divisor, norm)
         return UpdateAttempt(batch, count, outcome, norm, decision)
 
     def _attempt(self, batch: GlobalBatch, count: float | Tensor) -> UpdateAttempt:

@@ -39,8 +39,9 @@ from lockstep.training.decisions import decision_of
 from lockstep.training.ended_early import continues_after_early_end, finished_message
 from lockstep.training.finished_run import run_config
 from lockstep.training.job import Job, run_job
+from lockstep.training.last_snapshot import after_last_round
 from lockstep.training.locations import CheckpointLocation, choose, storage_of
-from lockstep.training.memory_snapshots import after_last_round, snapshots_in
+from lockstep.training.memory_snapshots import snapshots_in
 from lockstep.training.out_of_memory import advice, memory_factors, with_prediction
 from lockstep.training.ownership import LENGTHS, other_settings, run_folder_for
 from lockstep.training.resuming import Resume

@@ -1,0 +1,134 @@
+"""Saving, when a launch has ended, of the newest snapshot in memory that is newer than every checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.checkpoint.inspection import verify
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.reading import manifest_bytes, read_manifest
+from lockstep.checkpoint.storage import names_by_step
+from lockstep.core.errors import Failure
+from lockstep.monitor import report_buffer
+from lockstep.training.fallback_folder import is_saved_elsewhere
+from lockstep.training.host_memories import HostMemories, HostsStorage, content
+from lockstep.training.locations import storage_of
+from lockstep.training.memory_snapshots import snapshots_in
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.storage import Storage
+    from lockstep.launch.hosts import Hosts
+    from lockstep.launch.memory_folder import MemoryFolder
+    from lockstep.launch.outcome import LaunchResult
+    from lockstep.training.job import Job
+
+_log = logging.getLogger("lockstep")
+
+
+def after_last_round(
+    job: Job, folder: Path, memory: MemoryFolder, result: LaunchResult, hosts: Hosts | None = None
+) -> LaunchResult:
+    """Save what memory has and the storage doesn't, if the run has failed or stopped; return the result that states it.
+
+    If the storage can't take it, memory keeps it for the next start of the run.
+
+    Args:
+        hosts: The hosts of a run on several; the leader saves what they have together.
+    """
+    if result.code == 0:
+        return result
+    try:
+        storage = storage_of(job.config.checkpoint, folder, job.given.storage)
+        snapshots: LocalStorage | HostsStorage = snapshots_in(memory.path, storage.run)
+        if hosts is not None and storage.run is not None:
+            memories = HostMemories(memory.path, hosts.node, hosts.memories, job.config.launch.job_id)
+            snapshots = HostsStorage(memories, memories.whole_snapshots(folder, storage.run), storage.run)
+        saved = _save_newest(snapshots, storage)
+    except Failure as failure:  # the ranks have failed for the same reason
+        _log.debug("no storage for a snapshot: %s", failure)
+        return result
+    if saved is None:
+        return _with_checkpoint(result, storage) if result.cut_off else result
+    if saved[1] and storage.run and is_saved_elsewhere(folder, storage.run, saved[0]):
+        return result  # the ranks' message names that folder
+    step, fault = saved
+    if fault is None:
+        report_buffer.mend(folder, memory.path, step, job.config.monitor.every)
+        text = f"the state after step {step:,} was in memory, and is saved in {storage.place}; start it again to resume"
+    else:
+        memory.leave()
+        place = f"in this host's memory, in {memory.path}, from which the same command resumes"
+        text = f"the state after step {step:,} could not be saved: {fault}; it is {place}"
+    return replace(result, text=f"{result.text}\n{text}" if result.text else text)
+
+
+def _with_checkpoint(result: LaunchResult, storage: Storage) -> LaunchResult:
+    """Return the result, which also states the newest checkpoint if there is one."""
+    newest = _newest_step(storage)
+    if newest < 0:
+        return result
+    text = f"the state after step {newest:,} is saved in {storage.place}; start it again to resume"
+    return replace(result, text=f"{result.text}\n{text}")
+
+
+def _newest_step(storage: Storage) -> int:
+    """Return the step of the newest checkpoint; -1 if there is none, or if the storage can't be read."""
+    try:
+        return max(names_by_step(storage.names()), default=-1)
+    except OSError:
+        return -1
+
+
+def _save_newest(snapshots: LocalStorage | HostsStorage, storage: Storage) -> tuple[int, str | None] | None:
+    """Save the newest intact snapshot in the storage, if it is newer than all checkpoints there.
+
+    Returns:
+        Its step, and why it could not be saved; None: there is none.
+    """
+    if storage.run is None:
+        return None
+    newest = _newest_step(storage)
+    for step, name in sorted(names_by_step(snapshots.names()).items(), reverse=True):
+        if step <= newest:
+            return None
+        if verify(snapshots, name).fault is not None:
+            continue
+        try:
+            _copy(snapshots, name, storage)
+        except OSError as error:
+            return step, error.strerror or str(error)
+        return step, None
+    return None
+
+
+def _copy(snapshots: LocalStorage | HostsStorage, name: str, storage: Storage) -> None:
+    manifest = read_manifest(snapshots, name)
+    draft = storage.with_separate_drafts().begin(name)
+    try:
+        for file in manifest.files:
+            with _whole(snapshots, name, file) as whole:
+                draft.write(file, whole)
+        draft.publish(manifest_bytes(snapshots, name))
+    except BaseException:
+        draft.discard()
+        raise
+
+
+@contextmanager
+def _whole(snapshots: LocalStorage | HostsStorage, name: str, file: str) -> Iterator[memoryview]:
+    """Yield the bytes of a file, which need no more memory if it is on this host."""
+    if isinstance(snapshots, HostsStorage):
+        yield memoryview(content(snapshots.open(name, file)))
+        return
+    with (
+        (Path(snapshots.place) / name / file).open("rb") as handle,
+        mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ) as data,
+        memoryview(data) as whole,
+    ):
+        yield whole
