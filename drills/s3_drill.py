@@ -49,6 +49,7 @@ WORDS = (
     "train", "digits", "--model.width=176", "--run.epochs=null", "--run.steps=1000000", "--batch.global_size=8",
     "--evaluation.every=null", "--monitor.progress=plain", "--monitor.every=1", "--monitor.tensorboard=false",
     "--launch.device=cpu", "--checkpoint.every=1 steps", "--checkpoint.keep_last=2", "--checkpoint.retry_seconds=0.5",
+    "--recovery.snapshot_every=null",  # else the run may resume from memory, later than from the newest checkpoint
 )  # fmt: skip
 WORDS_OF_SAVES = (f"--checkpoint.folder={ADDRESS}", "--run.folder=run")
 WORDS_OF_RUNS = (f"--run.folder={ADDRESS}",)

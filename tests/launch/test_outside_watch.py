@@ -158,6 +158,21 @@ def test_a_rank_that_is_killed_because_it_does_not_stop_is_no_death_of_its_sampl
     assert (rank.ended.kind, rank.ended.samples) == (kind, samples)
 
 
+def test_ranks_that_were_killed_together_with_their_watch_are_not_those_that_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    beats = mapped_heartbeats(tmp_path, 2)
+    beats[0].numbers[PROCESS], beats[1].numbers[PROCESS] = os.getpid(), child
+    monkeypatch.setattr(outside_watch, "_COMES_S", 0.2)
+    assert not outside_watch._all_begun(beats)
+    beats[1].numbers[PROCESS] = os.getpid()
+    assert outside_watch._all_begun(beats)
+
+
 # --- the times of the rounds before ---------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from kit.worlds import in_world
 from torch.nn import functional as F
 
 import lockstep
+from lockstep.config.every import Every
 from lockstep.config.training_sections import ProfileConfig
 from lockstep.core.errors import Failure
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport
@@ -20,6 +21,7 @@ from lockstep.models.objectives import TargetLoss
 from lockstep.monitor.metric_log import MetricLog
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.profiler import Profiler
+from lockstep.training.requests import Trigger
 from lockstep.training.run import run
 from lockstep.training.session import components_of
 from lockstep.training.user_logs import UserLogs
@@ -123,10 +125,19 @@ def test_no_evaluation_at_the_end_if_none_is_wanted(tmp_path: Path) -> None:
     assert _steps_of_evaluations(tmp_path / "b", None, at_end=False) == []
 
 
-def test_minutes_are_agreed_on_by_all_ranks(tmp_path: Path) -> None:
-    first, second = in_world(2, _steps_of_evaluations, tmp_path, "0.000001 minutes")
-    assert first == second
-    assert len(first) > 2
+def test_minutes_are_agreed_on_by_all_ranks_and_each_evaluation_is_made_once(tmp_path: Path) -> None:
+    """Their clock is requested in the vote of an update, and followed after the next one."""
+    steps = in_world(2, _steps_of_evaluations, tmp_path, "0.000001 minutes")
+    assert steps == [[2, 4, 6, 8]] * 2
+
+
+def test_a_request_is_made_again_only_if_it_was_lost() -> None:
+    trigger = Trigger(Every(1e-9, "minutes"), Request.SAVE, epoch_samples=40, rank=0)
+    requests = [trigger.requests() for _ in range(34)]
+    assert [at for at, made in enumerate(requests) if made] == [0, 16, 32]
+    trigger.restart()
+    assert trigger.requests() == (Request.SAVE,)
+    assert Trigger(Every(1e-9, "minutes"), Request.SAVE, epoch_samples=40, rank=1).requests() == ()
 
 
 class Unreadable:

@@ -123,7 +123,10 @@ def test_a_killed_launcher_leaves_its_memory_to_the_next_start(tmp_path: Path, u
     ("flags", "said"),
     [
         ((), "was in memory, and is saved in"),
-        (("--recovery.snapshot_every=null", "--checkpoint.every=4"), "\nthe state after step 8 is saved in"),
+        (
+            ("--recovery.snapshot_every=null", "--checkpoint.every=4", "--checkpoint.asynchronous=false"),
+            "\nthe state after step 8 is saved in",
+        ),
     ],
 )
 def test_a_stop_in_an_update_that_outlasts_the_grace_names_what_is_saved(

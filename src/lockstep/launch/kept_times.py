@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.core.files import read_bounded
+from lockstep.core.processes import started
 from lockstep.launch.hang_watch import LearnedTimes
 from lockstep.launch.memory_folder import ROOT, is_own, prefix
 
@@ -35,10 +36,7 @@ def times_folder(opening: int, environ: Mapping[str, str] = os.environ) -> tuple
     restarts, most = (environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     if not restarts.isdigit() or not most.isdigit() or int(most) == 0:
         return None, False
-    try:
-        stat = Path(f"/proc/{os.getppid()}/stat").read_text(errors="replace")  # its name may be in any encoding
-        begun = stat.rpartition(")")[2].split()[19]  # process ids come again
-    except (OSError, LookupError):
+    if not (begun := started(os.getppid())):
         return None, False
     return ROOT / f"{prefix()}times-{os.getppid()}-{begun}-{opening}", int(restarts) < int(most)
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.core import heartbeat
 from lockstep.core.heartbeat import PROCESS, READY, Heartbeat, mapped_heartbeats
+from lockstep.core.processes import started
 from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.core.stopping import STACKS_SIGNAL, STOP_SIGNALS
 from lockstep.launch.deadly_samples import DeadlySamples
@@ -129,7 +130,8 @@ def _signals_file(folder: Path, place: int) -> Path:
 def _shared_folder(opening: int) -> Path | None:
     """Return the folder of the ranks that this rank's launcher has started on this host, at this opening."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    path = ROOT / f"{prefix()}watch-{os.getppid()}-{os.environ.get('MASTER_PORT', '')}-{restarts}-{opening}"
+    launcher, port = os.getppid(), os.environ.get("MASTER_PORT", "")
+    path = ROOT / f"{prefix()}watch-{launcher}-{started(launcher)}-{port}-{restarts}-{opening}"
     try:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -230,10 +232,10 @@ def _watch(watch: HangWatch, ranks: Sequence[_OutsideRank], deadly: DeadlySample
 
 
 def _all_begun(beats: Sequence[Heartbeat]) -> bool:
-    """Wait until all ranks of this host have begun; return whether they have."""
+    """Wait until all ranks of this host have begun, not only those that ran in this folder before; return whether."""
     until = time.monotonic() + _COMES_S
-    while not all(beat.numbers[PROCESS] for beat in beats):
-        if time.monotonic() > until or not os.path.exists(f"/proc/{int(beats[0].numbers[PROCESS])}"):
+    while not all(started(int(beat.numbers[PROCESS])) for beat in beats):
+        if time.monotonic() > until or not started(int(beats[0].numbers[PROCESS])):
             return False
         time.sleep(_TICK_S)
     return True

@@ -22,6 +22,7 @@ from typing import Any
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
+from lockstep.core.processes import started
 from lockstep.launch.meeting import TOKEN
 from lockstep.launchers.host_checks import Wanted, check_hosts, shared_folders
 from lockstep.launchers.host_connection import HostConnection
@@ -110,7 +111,7 @@ class SshLauncher:
             )
         if record["machine"] != socket.gethostname():
             raise ConfigError(f"this job was launched on {record['machine']}; call this there")
-        if _started(record["process"]) != record["started"]:
+        if started(record["process"]) != record["started"]:
             return JobStatus(
                 f"ssh job {record['job']} on {hosts}: its launcher was killed, and the hosts have stopped", 1
             )
@@ -177,15 +178,7 @@ def _connect(record: Mapping[str, Any], commands: Sequence[Sequence[str]]) -> li
 
 
 def _this_process() -> dict[str, Any]:
-    return {"machine": socket.gethostname(), "process": os.getpid(), "started": _started(os.getpid()), "code": None}
-
-
-def _started(process: int) -> str:
-    """Return when a process was started, in ticks since the machine was; empty if there is none."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
+    return {"machine": socket.gethostname(), "process": os.getpid(), "started": started(os.getpid()), "code": None}
 
 
 def _record(job: LaunchedJob) -> Mapping[str, Any]:

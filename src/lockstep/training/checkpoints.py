@@ -90,7 +90,7 @@ class Checkpoints(VoteParticipant):
         self.home = home
         self._recipe = recipe
         self._retention = Retention(storage, section, epoch_samples)
-        self._trigger = Trigger(section.every, Request.SAVE, epoch_samples)
+        self._trigger = Trigger(section.every, Request.SAVE, epoch_samples, self._axis.rank)
         self._begun_saver: Saver | None = None
         self._saved_at: int | None = None
         self._best: float | None = None

@@ -32,6 +32,7 @@ from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Request
 from lockstep.launch.memory_copying import is_copied, is_copying
 from lockstep.training.host_memories import HostMemories, HostsStorage
+from lockstep.training.requests import OpenRequest
 from lockstep.training.session import Session, components_of
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class MemorySnapshots:
         self._has_space: bool | None = None
         self._has_warned = False
         self._began = time.perf_counter()
+        self._open = OpenRequest()
 
     def resumable(self, storage: Storage) -> Storage | WithMemory:
         """Return the checkpoints from which the run may resume; rank 0 has emptied memory that is another run's."""
@@ -167,7 +169,7 @@ class MemorySnapshots:
             is_due = self._hosts is not None and next_step // self._every > self._taken // self._every
         else:
             is_due = time.perf_counter() - self._began >= max(_SHORTEST_S, saver.seconds / _SHARE)
-        return (Request.SNAPSHOT,) if is_due else ()
+        return (Request.SNAPSHOT,) if self._open.is_made(due=is_due) else ()
 
     def _is_settled(self, saver: MemorySaver, hosts: HostMemories) -> bool:
         """Return whether this rank has written the last snapshot, and its host has a copy of the other host's part.
@@ -188,6 +190,7 @@ class MemorySnapshots:
     def is_due(self, requests: Collection[Request] = ()) -> bool:
         """Return whether a snapshot follows the last update, the same on all ranks."""
         if self._saver is None or Request.NO_SNAPSHOT in requests:
+            self._open.close()
             return False
         if isinstance(self._every, int) and self._hosts is None:
             return self._session.progress.steps % self._every == 0
@@ -200,6 +203,7 @@ class MemorySnapshots:
         assert describe is not None, "and states how"
         self._began = began = time.perf_counter()
         self._taken, self._is_copied = self._session.progress.steps, False
+        self._open.close()
         with self._world.clock.phase(Phase.SAVE), heartbeat.snapshot_stage(first=self._has_space is None):
             try:
                 state = self._session.state()

@@ -2,13 +2,14 @@
 
 steps, samples, tokens, epochs    no request: they follow from the progress, which all ranks share
 smaller micro-batches             the first rank counts updates, and all ranks stop after the same one, to grow them
-minutes                           the first rank to reach them requests, and all ranks act after the same update
+minutes                           the first rank requests, and all ranks act after the same update
 memory                            0.83 of a rank's memory > 0.8: all ranks switch checkpointing on after the vote
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -24,7 +25,27 @@ if TYPE_CHECKING:
     from lockstep.training.session import Session
     from lockstep.transforms.recomputing import Switch
 
+_LOST_AFTER = 16  # updates after which a request that isn't followed was lost with the vote that it was for
 _log = logging.getLogger("lockstep")
+
+
+class OpenRequest:
+    """A request by the clock, made once until it is followed: a vote, and on a GPU its result, come an update later."""
+
+    def __init__(self) -> None:
+        self._updates_left = 0
+
+    def is_made(self, *, due: bool) -> bool:
+        """Return whether to make it now; called once an update."""
+        self._updates_left = max(0, self._updates_left - 1)
+        if not due or self._updates_left:
+            return False
+        self._updates_left = _LOST_AFTER
+        return True
+
+    def close(self) -> None:
+        """Note that it was followed, or refused."""
+        self._updates_left = 0
 
 
 class Trigger:
@@ -33,24 +54,26 @@ class Trigger:
     Args:
         every: None for never, unless a rank requests it.
         request: how ranks request it from each other.
+        rank: of this process; the clock of the first one counts.
     """
 
-    def __init__(self, every: Every | None, request: Request, epoch_samples: int) -> None:
+    def __init__(self, every: Every | None, request: Request, epoch_samples: int, rank: int) -> None:
         self._every = every
         self._request = request
         self._epoch_samples = epoch_samples
+        self._seconds = every.number * 60 if rank == 0 and every is not None and every.unit == "minutes" else math.inf
+        self._open = OpenRequest()
         self.restart()
 
     def restart(self) -> None:
         """Count minutes from now on, because it was done."""
         self._began = time.monotonic()
+        self._open.close()
 
     def requests(self) -> tuple[Request, ...]:
-        """Return this rank's request for the next vote, if its minutes are over."""
-        every = self._every
-        if every is None or every.unit != "minutes" or time.monotonic() - self._began < every.number * 60:
-            return ()
-        return (self._request,)
+        """Return this rank's request for the next vote, if its minutes are over; called once an update."""
+        is_due = time.monotonic() - self._began >= self._seconds
+        return (self._request,) if self._open.is_made(due=is_due) else ()
 
     def follows(self, before: Progress, now: Progress, requests: Collection[Request] = ()) -> bool:
         """Return whether it follows the update between `before` and `now`.

@@ -89,7 +89,9 @@ def run(
         NothingLearned: no update was kept.
     """
     components = components_of(session)
-    evaluation = Trigger(components.config.evaluation.every, Request.EVALUATE, components.plan.epoch_samples)
+    evaluation = Trigger(
+        components.config.evaluation.every, Request.EVALUATE, components.plan.epoch_samples, components.world.rank
+    )
     place = components.config.recovery.notice if components.world.local_rank == 0 else None
     replicas = ReplicaCheck(session, components.config.recovery.compare_every)
     with run_signals(shown=components.world.rank == 0) as signals, watched_notice(place):
