@@ -75,6 +75,7 @@ class Disk:
         self._handles: dict[int, str] = {}
         self._unflushed: dict[str, None] = {}
         self._names: list[tuple[str, str | None]] = []  # (new, old or None): not yet flushed by their folders
+        self._replaced: dict[str, bytes] = {}  # by renames among them
         self._os = {
             name: getattr(os, name)
             for name in ("open", "close", "write", "fsync", "preadv", "mkdir", "rename", "unlink", "rmdir", "listdir")
@@ -92,6 +93,7 @@ class Disk:
         self._ended, self.fault = False, lambda call: None
         self._unflushed.clear()
         self._names.clear()
+        self._replaced.clear()
 
     def forget(self) -> None:
         """Forget the calls until now, and count from one again."""
@@ -104,9 +106,15 @@ class Disk:
         for path in self._unflushed:
             if os.path.exists(path):
                 os.truncate(path, 0)
-        for new, old in reversed(self._names) if names else ():
+        moved_back: dict[str, str] = {}
+        for name, old in reversed(self._names) if names else ():
+            new = moved_back.get(name, name)
             if old is not None and os.path.exists(new):
                 self._os["rename"](new, old)
+                if new in self._replaced:
+                    with self._io_open(new, "wb") as file:
+                        file.write(self._replaced.pop(new))
+                    moved_back[new] = old
             elif os.path.isdir(new):
                 shutil.rmtree(new)
             elif os.path.exists(new):
@@ -183,6 +191,9 @@ class Disk:
         place = self._place(old, None)
         if place is not None:
             self._call("rename", place)
+        if place is not None and os.path.isfile(new):
+            with self._lock, self._io_open(new, "rb") as file:
+                self._replaced[os.fspath(new)] = file.read()
         self._os["rename"](old, new)
         if place is None:
             return

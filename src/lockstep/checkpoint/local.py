@@ -132,6 +132,16 @@ class LocalStorage:
         finally:
             _close_quietly(handle)
 
+    def replace_manifest(self, name: str, manifest: bytes) -> None:
+        new, target = self._folder / f"{self._draft_prefix}{name}-{MANIFEST}", self._folder / name / MANIFEST
+
+        def replace() -> None:
+            _write_durably(new, memoryview(manifest))
+            new.rename(target)
+            flush(target.parent)
+
+        repeated(replace, self._retry_seconds, target)
+
     def delete(self, name: str) -> bool:
         path = self._folder / name
         if _is_being_read(path / MANIFEST):

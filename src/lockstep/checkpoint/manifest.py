@@ -204,6 +204,18 @@ def joined(parts: Sequence[bytes]) -> bytes:
     return _with_hash({**bodies[0], "files": files})
 
 
+def amended(
+    data: bytes, state: Mapping[str, Any], metrics: Mapping[str, float | None], environment: Mapping[str, Any]
+) -> bytes:
+    """Return the manifest that `data` holds, with these metrics, and these entries of state and environment.
+
+    Raises CorruptCheckpoint.
+    """
+    body = _intact_body(data)
+    changed = {name: {**body[name], **new} for name, new in (("state", state), ("environment", environment))}
+    return _with_hash({**body, **changed, "metrics": dict(metrics)})
+
+
 def from_bytes(data: bytes) -> Manifest:
     """Return the manifest that `data` holds.
 

@@ -92,6 +92,9 @@ class ObjectStorage:
     def read_lock(self, name: str) -> Iterator[None]:
         yield
 
+    def replace_manifest(self, name: str, manifest: bytes) -> None:
+        self._store.write(f"{name}/{MANIFEST}", memoryview(manifest))
+
     def delete(self, name: str) -> bool:
         self._delete(name)
         return True

@@ -20,7 +20,9 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint.hashing import BlockHasher
+from lockstep.checkpoint.manifest import amended
 from lockstep.checkpoint.rank_records import encoded, manifest_of, taken_record, write_rank_file, write_record
+from lockstep.checkpoint.reading import checked_manifest, manifest_bytes
 from lockstep.checkpoint.save_planner import SavePlanner
 from lockstep.checkpoint.snapshot import Snapshot, snapshot_of
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
@@ -183,6 +185,21 @@ class Saver:
         save.lost += time.perf_counter() - waiting
         self._save = None
 
+    def amend(self, metadata: StepMetadata) -> str | None:
+        """Replace metrics of a step's checkpoint, and add to its state and environment; return why that failed.
+
+        All ranks together, which all know the outcome. The checkpoint always has its old manifest or the new one.
+        """
+        self.finish()
+        failure: str | None = None
+        if self._axis.rank == 0:
+            try:
+                self._flush_history()
+                self._published(self._amended(metadata))
+            except Exception as error:
+                failure = failure_reason(error)
+        return cast("str | None", self._axis.broadcast(failure))
+
     def disable_deletion(self) -> None:
         """Delete nothing for later saves."""
         self._published = lambda manifest: None
@@ -266,6 +283,14 @@ class Saver:
         self._reports.put((save, report))
         if published is not None:
             self._published(published)
+
+    def _amended(self, metadata: StepMetadata) -> Manifest:
+        name = checkpoint_name(metadata.step)
+        old = manifest_bytes(self._storage, name)
+        new = amended(old, metadata.state, metadata.metrics, metadata.environment)
+        manifest = checked_manifest(self._storage, name, new)
+        self._storage.replace_manifest(name, new)
+        return manifest
 
     def _newest(self) -> int | None:
         try:

@@ -91,6 +91,9 @@ class Storage(ReadableStorage, Protocol):
         Meanwhile `has_marker(name)` is true.
         """
 
+    def replace_manifest(self, name: str, manifest: bytes) -> None:
+        """Replace the manifest of a published checkpoint: it always has the old or the new one. Raises OSError."""
+
     def delete(self, name: str) -> bool:
         """Delete a checkpoint; return False if it is being read, and stays. Raises OSError."""
 
