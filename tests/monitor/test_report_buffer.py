@@ -59,9 +59,22 @@ def test_the_report_that_comes_with_the_state(tmp_path: Path) -> None:
     run, memory = killed_at(tmp_path, 5, 4)
     last = report_buffer.entry_of(report(6, loss=0.5))
     for folder in (memory, None):
-        report_buffer.mend(run, folder, 6, 1, last)
+        report_buffer.mend(run, folder, 6, 1, [last])
         assert [line["step"] for line in lines(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert lines(run / "metrics.jsonl")[-1]["loss"] == 0.5
+
+
+def test_the_evaluation_that_comes_with_the_state(tmp_path: Path) -> None:
+    """The first rank may have failed before it could write it; another one needed other seconds for it."""
+    run, memory = killed_at(tmp_path, 5, 5)
+    last = [
+        report_buffer.entry_of_evaluation(EvaluationReport("held-out", step, {"loss": 2.5}, 8, 7.0)) for step in (5, 6)
+    ]
+    for folder in (memory, None):
+        report_buffer.mend(run, folder, 6, 1, last)
+        evaluations = [line for line in lines(run / "events.jsonl") if "evaluation" in line]
+        assert [(line["step"], line["seconds"]) for line in evaluations][-2:] == [(5, 0.125), (6, 7.0)]
+        assert len(evaluations) == 6
 
 
 def test_a_torn_line_is_left_out(tmp_path: Path) -> None:

@@ -41,6 +41,20 @@ def test_the_lines_after_a_step_are_moved_however_little_is_read(
         assert (moved.read_bytes() if moved.exists() else b"") == b"".join(removed)
 
 
+def test_evaluations_that_are_repeated_are_moved(tmp_path: Path) -> None:
+    lines = [
+        b'{"evaluation": "held-out", "step": 3, "loss": 2.0}\n',
+        b'{"saved": 3, "step": 3}\n',
+        b'{"evaluation": "held-out", "step": 6, "loss": 1.0}\n',
+        b'{"logged": {"a": 1}, "step": 6}\n',
+    ]
+    (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
+    for _ in range(2):
+        history.remove_evaluations(tmp_path, 6, tmp_path / "earlier" / "1")
+        assert (tmp_path / "events.jsonl").read_bytes() == b"".join([*lines[:2], lines[3]])
+        assert (tmp_path / "earlier" / "1" / "events.jsonl").read_bytes() == lines[2]
+
+
 def test_what_was_lost_or_changed_is_reported_with_and_without_a_mark(tmp_path: Path) -> None:
     lines = [b'{"step": %d}\n' % step for step in range(50)]
     whole = b"".join(lines)

@@ -1,12 +1,15 @@
-"""Runs that end during an evaluation: what resumes begins with it, and ends as the undisturbed run."""
+"""Runs that end before an evaluation that is due, or in it: what resumes begins with it, and ends undisturbed."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from kit import small
@@ -17,10 +20,11 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.config.loading import validate
 from lockstep.core.errors import Paused
-from lockstep.core.records import Batch
+from lockstep.core.records import Batch, StepReport
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.training.evaluate import EvaluationStopped, StopVote
 from lockstep.training.job import Job, run_job
+from lockstep.training.user_logs import UserLogs
 
 STEPS = 9
 TARGET = f"{Path(interrupted_data.__file__)}:Interrupting"
@@ -43,11 +47,23 @@ def _config(folder: Path, how: str, rank: int, at: int, strategy: str) -> dict[s
 
 
 def _trained(config: dict[str, Any]) -> str:
+    arguments = config["data"]["evaluation"]["held-out"]["arguments"]
     try:
+        if arguments["how"] == "raise before" and arguments["rank"] == int(os.environ.get("RANK", "0")):
+            with patch.object(UserLogs, "see", partialmethod(_raise_once, arguments["at"], Path(arguments["marker"]))):
+                run_job(Job(validate(config).config, "interrupted"))
+                return "finished"
         run_job(Job(validate(config).config, "interrupted"))
     except Exception as error:
         return type(error).__name__
     return "finished"
+
+
+def _raise_once(_: UserLogs, at: int, marker: Path, report: StepReport) -> None:
+    """Fail between an update and its evaluation, where the ranks collect what user code has logged."""
+    if report.step == 3 * at and not marker.exists():
+        marker.touch()
+        raise ValueError("planted")
 
 
 def _history(run: Path) -> list[tuple[int, float]]:
@@ -82,6 +98,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("stop", 1, 3, "fsdp", id="one of two sharded ranks stopped"),
         pytest.param("raise", 0, 2, "auto", id="an exception"),
         pytest.param("raise", 1, 2, "ddp", id="an exception on one of two ranks"),
+        pytest.param("raise before", 0, 2, "auto", id="an exception before it"),
+        pytest.param("raise before", 0, 3, "auto", id="an exception before it at the end"),
+        pytest.param("raise before", 1, 2, "ddp", id="an exception before it on one of two ranks"),
     ],
 )
 def test_it_is_done_when_the_run_resumes(

@@ -112,6 +112,6 @@ def test_a_metric_that_is_not_finite_costs_no_save(tmp_path: Path, capsys: pytes
 
 def test_why_a_save_failed_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where a run whose folder takes nothing leaves its state
-    monkeypatch.setattr("lockstep.training.checkpoints.finite", lambda value: value)
+    monkeypatch.setattr("lockstep.training.evaluations.finite", lambda value: value)
     with pytest.raises(RunFailed, match="could not be saved: metrics: Input should be a finite number"):
         _run(_judged(tmp_path / "run", ["inf"]))

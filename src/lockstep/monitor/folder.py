@@ -141,6 +141,11 @@ class RunFolder:
         with _run_failed_on_error("rewind the history in", self.path):
             history.rewind(self.path, step, _next_archive(self.path))
 
+    def remove_evaluations(self, step: int) -> None:
+        """Move evaluations at `step`, with which the run resumes, to earlier/N. Raises RunFailed."""
+        with _run_failed_on_error("rewind the history in", self.path):
+            history.remove_evaluations(self.path, step, _next_archive(self.path))
+
     @property
     def config(self) -> Path:
         return self.path / CONFIG

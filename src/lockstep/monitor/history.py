@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from lockstep.monitor.tensorboard import TensorBoard
 
 _log = logging.getLogger("lockstep.monitor")
-_LINE_FILES = ("metrics.jsonl", "events.jsonl", "ranks.jsonl")
+_EVENTS = "events.jsonl"
+_LINE_FILES = ("metrics.jsonl", _EVENTS, "ranks.jsonl")
 _TENSORBOARD = "tensorboard/"
 _EVENT_FILE = re.compile(r"tensorboard/events\.out\.tfevents\.[\w.-]+")
-_RESUMED = b'{"resumed":'
+_RESUMED, _EVALUATION = b'{"resumed":', b'{"evaluation":'
 _MAX_FAULTS = 8
 _LATE = 100  # updates that an entry may be behind the one before it
 _END = 2**20  # bytes of a file of lines that are read at first: a run that starts again doesn't wait for all of it
@@ -48,6 +49,19 @@ def rewind(run: Path, step: int, archive: Path) -> None:
     if summary.exists():
         archive.mkdir(parents=True, exist_ok=True)
         summary.rename(archive / summary.name)
+
+
+def remove_evaluations(run: Path, step: int, archive: Path) -> None:
+    """Move evaluations at `step` from events.jsonl to `archive`: the run that resumes there repeats them.
+
+    A rank may have failed in an evaluation that the first one had finished. Raises OSError.
+    """
+
+    def step_of_other_line(line: bytes) -> float | None:
+        at = _step_of_line(line)
+        return None if at == step and line.startswith(_EVALUATION) else at
+
+    _rewind_file(run / _EVENTS, archive / _EVENTS, _split_lines, step_of_other_line, step)
 
 
 class HistoryFiles:

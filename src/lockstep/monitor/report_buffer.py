@@ -49,7 +49,7 @@ class ReportBuffer:
         self._add_text(entry_of(report))
 
     def evaluated(self, report: EvaluationReport) -> None:
-        self._add({"evaluated": asdict(report)})
+        self._add_text(entry_of_evaluation(report))
 
     def epoch(self, report: EpochReport) -> None:
         self._add({"epoch": asdict(report)})
@@ -89,6 +89,11 @@ def entry_of(report: StepReport) -> str:
     return json.dumps({"see": [*(getattr(report, name) for name in _STEP_FIELDS), report.verdict.value]})
 
 
+def entry_of_evaluation(report: EvaluationReport) -> str:
+    """Return an evaluation's report as a line of the buffer."""
+    return json.dumps({"evaluated": asdict(report)})
+
+
 def clear(folder: Path | None) -> None:
     """Empty a buffer: its run starts over."""
     if folder is not None:
@@ -96,16 +101,16 @@ def clear(folder: Path | None) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def mend(run: Path, folder: Path | None, step: int, every: int, last: str | None = None) -> None:
+def mend(run: Path, folder: Path | None, step: int, every: int, last: Sequence[str] = ()) -> None:
     """Add to metrics.jsonl and events.jsonl the lines up to `step` that a rank which was killed had not yet written.
 
     Args:
         run: The run's folder, rewound to `step`.
         folder: Of the buffer; None: there is none.
         every: Steps between the lines of metrics.jsonl.
-        last: The report of update `step`, as `entry_of` returns it, if it came with the state.
+        last: Reports of update `step` and its evaluation that came with the state, as `entry_of` returns them.
     """
-    taken = [*(_entries(folder) if folder is not None else ()), *([json.loads(last)] if last is not None else ())]
+    taken = [*(_entries(folder) if folder is not None else ()), *map(json.loads, last)]
     entries = [entry for entry in taken if _step_of(entry) <= step]
     if not entries:
         return
@@ -114,8 +119,9 @@ def mend(run: Path, folder: Path | None, step: int, every: int, last: str | None
         _replay(entries, replayed / _METRICS, every)
         newest = max((int(json.loads(line)["step"]) for line in _lines(run / _METRICS)[-_NEWEST:]), default=0)
         _append(run / _METRICS, [line for line in _lines(replayed / _METRICS) if json.loads(line)["step"] > newest])
-        present = set(_lines(run / EVENTS))
-        _append(run / EVENTS, [line for line in _lines(replayed / EVENTS) if line not in present])
+        present = {_event_of(line) for line in _lines(run / EVENTS)}
+        missing = {event: line for line in _lines(replayed / EVENTS) if (event := _event_of(line)) not in present}
+        _append(run / EVENTS, [*missing.values()])
 
 
 def _replay(entries: Sequence[Mapping[str, Any]], metrics: Path, every: int) -> None:
@@ -157,6 +163,15 @@ def _step_of(entry: Mapping[str, Any]) -> float:
         case {"see": [step, *_]} | {"logged": [step, *_]} | {"evaluated": {"step": step}} | {"epoch": {"step": step}}:
             return float(step)
     return float("inf")
+
+
+def _event_of(line: bytes) -> object:
+    """Return what identifies an event: of an evaluation, whose seconds differ between ranks, its set and step."""
+    if line.startswith(b'{"evaluation":'):
+        with suppress(ValueError, KeyError):  # a kill has truncated it
+            record = json.loads(line)
+            return record["evaluation"], record["step"]
+    return line
 
 
 def _lines(file: Path) -> list[bytes]:

@@ -7,16 +7,16 @@ finish          the last save exists, or the run reports why it doesn't
 
 from __future__ import annotations
 
-import math
+import logging
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint.loading import load_newest, move_newer_aside
 from lockstep.checkpoint.ownership import Owner
-from lockstep.checkpoint.retention import Retention, is_better
+from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.checkpoint.storage import checkpoint_name
 from lockstep.config.writing import to_public
@@ -24,19 +24,19 @@ from lockstep.core.collection import paused_collection
 from lockstep.core.errors import RunFailed
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase
-from lockstep.core.records import EvaluationReport, Request, SaveReport, TrainingState
+from lockstep.core.records import Request, SaveReport, TrainingState
 from lockstep.monitor.folder import RunFolderTaken
 from lockstep.monitor.jsonl import finite
 from lockstep.training.components import FailureState, VoteParticipant
 from lockstep.training.data_identity import identity_of
-from lockstep.training.early_stopping import EarlyStopping
+from lockstep.training.evaluations import Evaluations
 from lockstep.training.memory_snapshots import MemorySnapshots
 from lockstep.training.ownership import refuse_other_run
 from lockstep.training.requests import Trigger
 from lockstep.training.rescue import Rescue
-from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, refuse_unknown_metric, restore
+from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, restore
 from lockstep.training.saved_state import check_state
-from lockstep.training.session import Session, attach, components_of
+from lockstep.training.session import Session, attach, components_of, seconds_of
 from lockstep.training.working_copy import place_of
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
     from lockstep.core.progress import Progress
     from lockstep.monitor.history import HistoryFiles
+
+_log = logging.getLogger("lockstep")
 
 # Keys in a manifest's environment:
 HISTORY = "history"  # how far the run's files had been written
@@ -60,6 +62,7 @@ class Checkpoints(VoteParticipant):
 
     Attributes:
         storage, home: those above.
+        evaluations: of the run.
         snapshots: of the run, in memory.
         environment: of this attempt, on the first rank.
         run: id of the run, from `begin` on.
@@ -67,8 +70,6 @@ class Checkpoints(VoteParticipant):
         history: of the run, on the first rank; flushed before a checkpoint that refers to it exists.
         resumed_environment: of the checkpoint that this attempt resumed from.
         resumed_from: the step that this attempt resumed from; None: it started from the beginning.
-        evaluation_due: whether the evaluation after this update has begun, and not ended. An attempt that resumes from
-            a state that was saved meanwhile begins with it.
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class Checkpoints(VoteParticipant):
         self._trigger = Trigger(section.every, Request.SAVE, epoch_samples, self._axis.rank)
         self._begun_saver: Saver | None = None
         self._saved_at: int | None = None
-        self._best: float | None = None
-        self.early_stopping = EarlyStopping(components.config.monitor.early_stopping)
+        self.evaluations = Evaluations(session)
+        self._saved_evaluation = self._evaluation()
         self._began_at = 0
         self._saves_again = False
         self._owner: Owner | None = None
@@ -107,7 +108,6 @@ class Checkpoints(VoteParticipant):
         self.history: HistoryFiles | None = None
         self.resumed_environment: Mapping[str, Any] = {}
         self.resumed_from: int | None = None
-        self.evaluation_due = False
         self.run = ""
 
     @property
@@ -137,9 +137,7 @@ class Checkpoints(VoteParticipant):
 
     def _begin(self, resume: Resume) -> list[str]:
         components = components_of(self._session)
-        for key, metric in (("checkpoint.best", self._section.best), *self.early_stopping.metrics):
-            if metric is not None:
-                refuse_unknown_metric(key, metric, components.objective, components.evaluator.sources)
+        self.evaluations.refuse_unknown_metrics()
         refuse_local_storage(self.storage, self._axis, components.config.launch.timeout)
         lock_storage(self.storage, self._axis)
         refuse_other_run(self._session, self.storage, self.home, resume)
@@ -159,9 +157,8 @@ class Checkpoints(VoteParticipant):
                 self.resumed_from = manifest.step
                 if resume.origin is None:  # a fork begins with its own checkpoint and its own best metric
                     run = manifest.run
-                    self._best = manifest.state.get("best")
-                    notes += self.early_stopping.restore(manifest.state.get("early_stopping"))
-                    self.evaluation_due = manifest.state.get("evaluation_due", False)
+                    notes += self.evaluations.restore(manifest)
+                    self._saved_evaluation = self._evaluation()
                     if self.snapshots.has(manifest.step):
                         notes[0] += ", which was in memory"
                     else:
@@ -243,44 +240,16 @@ class Checkpoints(VoteParticipant):
         """Return whether a save follows the update between `before` and the session's progress; see `Trigger`."""
         return self._trigger.follows(before, self._session.progress, requests)
 
-    def see_evaluation(self, evaluations: Iterable[EvaluationReport]) -> None:
-        """Take the reports of an evaluation that was due."""
-        self.early_stopping.see(evaluations)
-        self.evaluation_due = False
+    def save_evaluated(self, report_saves: Callable[[list[SaveReport]], None]) -> None:
+        """Save the evaluation of the state from which the run has resumed.
 
-    def save_evaluated(
-        self, evaluations: Sequence[EvaluationReport], report_saves: Callable[[list[SaveReport]], None]
-    ) -> None:
-        """Take the reports of an evaluation that the attempt before didn't finish.
-
-        If they are the best, the checkpoint that it saved instead is replaced by one that has them.
+        If the state is in a checkpoint, its metrics are added there. If it was in memory, the best one is saved.
         """
-        self.see_evaluation(evaluations)
-        if self.is_best(evaluations):
-            if self._axis.rank == 0 and self._saved_at is not None:
-                self.storage.delete(checkpoint_name(self._saved_at))
-                self._retention.invalidate()
-            self._axis.barrier()
-            self._saved_at = None
-            self.save(evaluations, report_saves)
+        if self.evaluations.is_best or self._saved_at == self._session.progress.steps:
+            self.save(report_saves)
 
-    def is_best(self, evaluations: Iterable[EvaluationReport]) -> bool:
-        """Return whether the metric of `checkpoint.best` is better than ever."""
-        name = self._section.best
-        metric = _metrics(evaluations).get(name) if name else None
-        if name is None or metric is None or not math.isfinite(metric):
-            return False
-        if self._best is not None and not is_better(metric, self._best, name, self._section.best_is):
-            return False
-        self._best = metric
-        return True
-
-    def save(
-        self,
-        evaluations: Iterable[EvaluationReport] = (),
-        report_saves: Callable[[list[SaveReport]], None] | None = None,
-    ) -> None:
-        """Start a save of the session as it is, unless it was saved at this step.
+    def save(self, report_saves: Callable[[list[SaveReport]], None] | None = None) -> None:
+        """Start a save of the session as it is; if it was saved at this step, only add an evaluation since then.
 
         Args:
             report_saves: called with the saves that have ended since `outcomes`, before this one can exist: the run's
@@ -288,34 +257,52 @@ class Checkpoints(VoteParticipant):
         """
         saver, step = self._saver, self._session.progress.steps
         if self._saved_at == step:
+            self._add_evaluation()
             return
         with components_of(self._session).world.clock.phase(Phase.SAVE):
             try:
                 with paused_collection():
                     state = self._session.state()
                 self._saves_again = False
-                metadata = self._metadata(state, evaluations)
+                metadata = self._metadata(state)
                 finished = (lambda: report_saves(self.outcomes())) if report_saves is not None else lambda: None
                 self._wait_for_copies = saver.start(state, metadata, finished)
             except Exception as error:
                 note_location(error, "checkpoint", f"in the save after update {step}")
                 raise
-            self._saved_at = step
+            self._saved_at, self._saved_evaluation = step, self._evaluation()
             self._trigger.restart()
             if not self._section.asynchronous:
                 saver.finish()
 
-    def _metadata(
-        self, state: TrainingState, evaluations: Iterable[EvaluationReport] = (), *, marked: bool = True
-    ) -> StepMetadata:
+    def _add_evaluation(self) -> None:
+        """Add what is known of the evaluation at this step to its checkpoint, which exists all the while."""
+        evaluation = self._evaluation()
+        if evaluation == self._saved_evaluation:
+            return
+        state, metrics = evaluation
+        added = {**state, "seconds": seconds_of(self._session)}
+        step = self._session.progress.steps
+        failure = self._saver.amend(StepMetadata(step, 0, 0, added, metrics, self._marks()))
+        if failure is None:
+            self._saved_evaluation = evaluation
+        elif self._axis.rank == 0:
+            _log.warning("the checkpoint of step %d lacks the metrics of its evaluation: %s", step, failure)
+
+    def _evaluation(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what a checkpoint of the session as it is keeps of evaluations: in its state, and as metrics."""
+        return self.evaluations.state(), self.evaluations.metrics()
+
+    def _metadata(self, state: TrainingState, *, marked: bool = True) -> StepMetadata:
         """Describe a state; `marked`: with how far the history has been written, for which its threads are awaited."""
         progress = self._session.progress
-        values = {**state.values, "data": self._data, "best": self._best, **self.early_stopping.state()}
-        if self.evaluation_due:
-            values["evaluation_due"] = True
-        environment = {} if self.history is None or not marked else {HISTORY: self.history.marks()}
-        metrics = finite(_metrics(evaluations))
+        of_evaluations, metrics = self._evaluation()
+        values = {**state.values, "data": self._data, **of_evaluations}
+        environment = self._marks() if marked else {}
         return StepMetadata(progress.steps, progress.samples, progress.tokens, values, metrics, environment)
+
+    def _marks(self) -> dict[str, Any]:
+        return {} if self.history is None else {HISTORY: self.history.marks()}
 
     def finish(self) -> list[SaveReport]:
         """Wait for the current save; return the saves that have ended since `outcomes`, on all ranks."""
@@ -329,7 +316,13 @@ class Checkpoints(VoteParticipant):
         if self._begun_saver is None or self._session.progress.steps == self._began_at:
             return None
         rescue = Rescue(
-            self._session, self.storage, self._saver, self._failure_state, self._metadata, self.snapshots.folder
+            self._session,
+            self.storage,
+            self._saver,
+            self._failure_state,
+            self._metadata,
+            self.evaluations,
+            self.snapshots.folder,
         )
         return rescue.save(error)
 
@@ -393,8 +386,3 @@ class Checkpoints(VoteParticipant):
         loaded = load_newest(self.storage, self._axis, self._session.state(), step, check_state)
         assert loaded is not None, "a checkpoint of a given step exists, or RunFailed is raised"
         self._session.restore(loaded.state)
-
-
-def _metrics(evaluations: Iterable[EvaluationReport]) -> dict[str, float]:
-    """Return the metrics by `set.metric`."""
-    return {f"{report.name}.{name}": value for report in evaluations for name, value in report.metrics.items()}

@@ -33,7 +33,7 @@ from lockstep.launch.outside_watch import watched_from_outside
 from lockstep.launch.rank import append
 from lockstep.launch.streams import log_path
 from lockstep.models.blocks import repeated_blocks
-from lockstep.monitor import history, metric_log, report_buffer
+from lockstep.monitor import metric_log, report_buffer
 from lockstep.monitor.environment import describe
 from lockstep.monitor.events import summarize
 from lockstep.monitor.folder import LOGS, LockedRunFolder, RunFolder
@@ -45,10 +45,10 @@ from lockstep.resilience.faults import plant
 from lockstep.resilience.memory_faults import Trained, held_samples
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
-from lockstep.training import rolling_back
+from lockstep.training import resumed_history, rolling_back
 from lockstep.training.assemble import assemble
 from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt
-from lockstep.training.checkpoints import HISTORY, TRANSFORMS, Checkpoints
+from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
 from lockstep.training.deadly_samples import forget_others, known_deadly, remember_death
 from lockstep.training.fallback_folder import save_elsewhere
@@ -60,7 +60,6 @@ from lockstep.training.monitoring import Meters, make_monitors, refuse_missing_p
 from lockstep.training.out_of_memory import MemoryFactors, explain, memory_factors, with_prediction
 from lockstep.training.ownership import run_folder_for
 from lockstep.training.publishing import publish, write_report
-from lockstep.training.rescue import LAST_REPORT
 from lockstep.training.resuming import Resume, a_checkpoint_follows
 from lockstep.training.rolling_back import Rollback
 from lockstep.training.run import Results, SaveFailed, run
@@ -254,10 +253,8 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
         if checkpoints.resumed_from is None or resume.origin is not None:
             run_folder.archive_attempt()
         else:
-            run_folder.rewind(checkpoints.resumed_from)
-            saved, every = checkpoints.resumed_environment, job.config.monitor.every
-            report_buffer.mend(folder, job.memory, checkpoints.resumed_from, every, saved.get(LAST_REPORT))
-            notes += history.faults(folder, saved.get(HISTORY))
+            every = job.config.monitor.every
+            notes += resumed_history.rewind(run_folder, checkpoints.resumed_from, checkpoints, job.memory, every)
         report_buffer.clear(job.memory)
         run_folder.write_config(recorded(in_bucket(components.config, job.stored), checkpoints.run))
         run_folder.write_environment({**environment, "run": checkpoints.run})

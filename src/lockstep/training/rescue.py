@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint.saving import Saver, StepMetadata, failure_reason
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from lockstep.core.records import SaveReport, TrainingState
     from lockstep.distributed.store_exchange import StoreExchange
     from lockstep.training.components import FailureState
+    from lockstep.training.evaluations import Evaluations
     from lockstep.training.session import Session
 
-LAST_REPORT = "last_report"
-"""The key of a manifest's environment for the report of the update before a save by one rank alone."""
+_LAST_REPORT, _LAST_EVALUATIONS = "last_report", "last_evaluations"
+"""Keys of a manifest's environment for reports of the update before a save by one rank alone, and its evaluation."""
 
 
 @contextmanager
@@ -68,6 +69,7 @@ class Rescue:
 
     Attributes:
         metadata: describes a state, for its manifest; `marked=False`: without the history, which memory has.
+        evaluations: of the run.
         memory: the launcher's folder for snapshots; None: there is none.
     """
 
@@ -76,6 +78,7 @@ class Rescue:
     saver: Saver
     failure_state: FailureState
     metadata: Callable[..., StepMetadata]
+    evaluations: Evaluations
     memory: Path | None
 
     def save(self, error: BaseException) -> str:
@@ -200,8 +203,17 @@ class Rescue:
         return None if name in self.storage.names() else "another rank could not save it"
 
     def _metadata_alone(self, state: TrainingState, *, marked: bool = True) -> StepMetadata:
-        """Describe a state with its update's report: the first rank may have failed before it could write that."""
+        """Describe a state with the last reports: the first rank may have failed before it could write them."""
         metadata, report = self.metadata(state, marked=marked), reports_of(self.session).newest
-        if report is None or report.step != metadata.step:
-            return metadata
-        return replace(metadata, environment={**metadata.environment, LAST_REPORT: report_buffer.entry_of(report)})
+        environment = dict(metadata.environment)
+        if report is not None and report.step == metadata.step:
+            environment[_LAST_REPORT] = report_buffer.entry_of(report)
+        if self.evaluations.is_done:
+            environment[_LAST_EVALUATIONS] = [*map(report_buffer.entry_of_evaluation, self.evaluations.reports)]
+        return replace(metadata, environment=environment)
+
+
+def last_reports(environment: Mapping[str, Any]) -> list[str]:
+    """Return the reports that came with a state, as lines of the buffer of reports."""
+    last = environment.get(_LAST_REPORT)
+    return [*([last] if last is not None else []), *environment.get(_LAST_EVALUATIONS, ())]

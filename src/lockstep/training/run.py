@@ -1,6 +1,6 @@
 """A whole run on one rank: the loop, with its evaluations, saves and monitors.
 
-an evaluation that the attempt before didn't finish
+an evaluation that was due in the attempt before, and that it didn't finish
 each update:    requests of monitors, signals and clocks reach all ranks with the next vote
     monitors see its report --> evaluate? --> save? --> stop?
 evaluate --> save --> results
@@ -27,7 +27,7 @@ from lockstep.resilience.signals import RunSignals, run_signals
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.evaluate import EvaluationStopped
 from lockstep.training.replica_check import ReplicaCheck
-from lockstep.training.requests import Growth, Trigger
+from lockstep.training.requests import Growth
 from lockstep.training.rescue import rescuing
 from lockstep.training.rolling_back import RollbackDue, recorded
 from lockstep.training.session import Session, components_of, reports_of, seconds_of, updates_of
@@ -89,14 +89,12 @@ def run(
         NothingLearned: no update was kept.
     """
     components = components_of(session)
-    evaluation = Trigger(
-        components.config.evaluation.every, Request.EVALUATE, components.plan.epoch_samples, components.world.rank
-    )
+    checkpoints.evaluations.schedule()
     place = components.config.recovery.notice if components.world.local_rank == 0 else None
     replicas = ReplicaCheck(session, components.config.recovery.compare_every)
     with run_signals(shown=components.world.rank == 0) as signals, watched_notice(place):
         growth = Growth(session, grow_after)
-        loop = _Loop(session, monitor, checkpoints, user_logs, profiler, evaluation, signals, replicas, growth)
+        loop = _Loop(session, monitor, checkpoints, user_logs, profiler, signals, replicas, growth)
         with (
             rescuing(session, SaveFailed, NothingLearned, ReplicasDiffer, RolledBack),
             loop.complete_history(),
@@ -114,7 +112,7 @@ def run(
             except EvaluationStopped:
                 stops = True
                 replicas.compare()
-                checkpoints.save((), loop.report_saves)
+                checkpoints.save(loop.report_saves)
             _finish(checkpoints, loop.report_saves)
             if loop.grows:
                 raise GrowsBatches(f"saved at step {session.progress.steps:,}, to try larger micro-batches again")
@@ -122,8 +120,9 @@ def run(
                 raise Paused(
                     f"stopped at step {session.progress.steps:,}, as requested, and saved; start it again to resume"
                 )
-    stopped_early = checkpoints.early_stopping.reason
-    return Results(session.progress, loop.last, loop.evaluations, seconds_of(session), stopped_early)
+    evaluations, seconds = checkpoints.evaluations, seconds_of(session)
+    stopped_early = evaluations.early_stopping.reason
+    return Results(session.progress, loop.last, evaluations.reports, seconds, stopped_early)
 
 
 @dataclass(slots=True)
@@ -132,7 +131,6 @@ class _Loop:
 
     Attributes:
         last: the last report that was seen.
-        evaluations: the last reports of the evaluation sets.
         grows: whether the run stops to start again with larger micro-batches.
     """
 
@@ -141,13 +139,10 @@ class _Loop:
     checkpoints: Checkpoints
     user_logs: UserLogs
     profiler: Profiler
-    evaluation: Trigger
     signals: RunSignals
     replicas: ReplicaCheck
     growth: Growth
     last: StepReport | None = None
-    evaluations: tuple[EvaluationReport, ...] = ()
-    evaluated_at: int = -1
     warned_of_grace: bool = False
     grows: bool = False
 
@@ -158,27 +153,28 @@ class _Loop:
             EvaluationStopped: it was requested during an evaluation.
         """
         session, checkpoints = self.session, self.checkpoints
-        if checkpoints.evaluation_due:  # the attempt before ended in it
-            checkpoints.save_evaluated(self._evaluate(), self.report_saves)
-        for before in updates_of(session, self.is_followed) if checkpoints.early_stopping.reason is None else ():
+        evaluations, early_stopping = checkpoints.evaluations, checkpoints.evaluations.early_stopping
+        if evaluations.due:  # the attempt before ended without it
+            self._evaluate()
+        checkpoints.save_evaluated(self.report_saves)
+        for before in updates_of(session, self.is_followed) if early_stopping.reason is None else ():
             requests = self.see_reports(before)
-            own = (self.signals, self.evaluation, checkpoints, self.profiler, self.growth)
+            own = (self.signals, evaluations, checkpoints, self.profiler, self.growth)
             session.request(request for requester in own for request in requester.requests())
             self.report_saves(checkpoints.outcomes())
             self.replicas.follow()
             if self.follow(before, requests):
                 return True
             self.profiler.updated(session.progress.steps)
-            if checkpoints.early_stopping.reason is not None:
+            if early_stopping.reason is not None:
                 break
         _refuse_untrained(self.last)
         return False
 
     def is_followed(self, before: Progress) -> bool:
         """Return whether something is scheduled after the update that began at `before`: its report is needed first."""
-        now = self.session.progress
         checkpoints = self.checkpoints
-        is_scheduled = self.evaluation.follows(before, now) or checkpoints.is_due(before)
+        is_scheduled = checkpoints.evaluations.due or checkpoints.is_due(before)
         return self.session.finished or is_scheduled or checkpoints.snapshots.is_due()
 
     def see_reports(self, before: Progress) -> set[Request]:
@@ -191,6 +187,7 @@ class _Loop:
         requests: set[Request] = set()
         for report in reports:
             self.last = report
+            self.checkpoints.evaluations.receive(report)
             self.session.request(self.monitor.see(report))
             self.user_logs.see(report)
             self.profiler.see(report)
@@ -199,21 +196,18 @@ class _Loop:
 
     def follow(self, before: Progress, requests: set[Request]) -> bool:
         """Evaluate and save, if that is scheduled or requested; return whether the run stops here, saved."""
-        session, checkpoints, now = self.session, self.checkpoints, self.session.progress
-        new: tuple[EvaluationReport, ...] = ()
+        session, checkpoints = self.session, self.checkpoints
         if not requests.isdisjoint(_FOLLOWED):
             reports_of(session).flush()  # a request that came late: the last update's report belongs before
             requests |= self._show(reports_of(session))
-        if self.evaluation.follows(before, now, requests):
-            new = self._evaluate()
-            self.evaluation.restart()
-            checkpoints.see_evaluation(new)
-        saves = checkpoints.is_best(new) or checkpoints.is_due(before, requests)
+        if checkpoints.evaluations.due:
+            self._evaluate()
+        saves = checkpoints.evaluations.is_best or checkpoints.is_due(before, requests)
         self.grows = Request.GROW in requests and Request.STOP not in requests and not session.finished
         stops = Request.STOP in requests or self.grows
         if stops or (saves and not session.finished):  # at the end, the last evaluation is saved with the state
             self.replicas.compare()
-            checkpoints.save(new, self.report_saves)
+            checkpoints.save(self.report_saves)
         if checkpoints.snapshots.is_due(requests) and not (stops or session.finished):
             self.replicas.compare()
             checkpoints.snapshots.take()
@@ -221,13 +215,10 @@ class _Loop:
 
     def finish(self, *, at_end: bool) -> None:
         """Evaluate for the last time, and start the last save."""
-        new = self.evaluations if self.evaluated_at == self.session.progress.steps else ()
-        if at_end and not new:
-            new = self._evaluate()
-            self.checkpoints.evaluation_due = False
-        self.checkpoints.is_best(new)
+        if at_end and not self.checkpoints.evaluations.is_done:
+            self._evaluate(at_end=True)
         self.replicas.compare()
-        self.checkpoints.save(new, self.report_saves)
+        self.checkpoints.save(self.report_saves)
 
     def report_saves(self, ended: Iterable[SaveReport]) -> None:
         grace = components_of(self.session).config.launch.grace
@@ -248,19 +239,18 @@ class _Loop:
         except BaseException as error:
             hangs = isinstance(error, Stopped) or blames_a_peer(error) or is_timeout(error)
             for report in reports_of(self.session).last(0.0 if hangs else _LAST_REPORT_S):
+                self.checkpoints.evaluations.receive(report)
                 self.monitor.see(report)
             self.user_logs.show_bad_updates()
             raise
 
-    def _evaluate(self) -> tuple[EvaluationReport, ...]:
+    def _evaluate(self, *, at_end: bool = False) -> None:
         components, step = components_of(self.session), self.session.progress.steps
-        self.checkpoints.evaluation_due = True
         with components.world.clock.phase(Phase.EVALUATION):
-            self.evaluations = tuple(components.evaluator.evaluate(step, self.signals.stops))
-        self.evaluated_at = step
-        for report in self.evaluations:
+            reports = components.evaluator.evaluate(step, self.signals.stops)
+        for report in reports:
             self.session.request(self.monitor.evaluated(report))
-        return self.evaluations
+        self.checkpoints.evaluations.take(reports, at_end=at_end)
 
 
 def _refuse_untrained(last: StepReport | None) -> None:

@@ -1,0 +1,149 @@
+"""The evaluations of a run: which one is due, and what their metrics decide.
+
+update 6 --> the interval is over? a clock has requested it? --> due --> evaluated --> best so far? early stopping?
+                                                                  |
+             a state that is saved from here on has `evaluation_due`: the run that resumes begins with the evaluation
+
+Every rank has the same metrics, so every rank decides the same. What a checkpoint keeps of this is asked for when it
+is saved, for whatever reason that is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.checkpoint.retention import is_better
+from lockstep.core.records import EvaluationReport, Request, StepReport
+from lockstep.monitor.jsonl import finite
+from lockstep.training.early_stopping import EarlyStopping
+from lockstep.training.requests import Trigger
+from lockstep.training.resuming import refuse_unknown_metric
+from lockstep.training.session import Session, components_of
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.manifest import Manifest
+
+
+class Evaluations:
+    """The evaluations of one run, on one rank; all ranks call the same methods at the same updates.
+
+    Attributes:
+        early_stopping: of the run.
+        reports: of the last evaluation; empty before one.
+    """
+
+    def __init__(self, session: Session) -> None:
+        components = components_of(session)
+        self._session = session
+        self._section = components.config.checkpoint
+        self._trigger: Trigger | None = None
+        self._last = session.progress  # at the last evaluation, or at the beginning
+        self._is_requested = False
+        self._best: float | None = None
+        self._best_at: int | None = None
+        self.early_stopping = EarlyStopping(components.config.monitor.early_stopping)
+        self.reports: tuple[EvaluationReport, ...] = ()
+
+    def refuse_unknown_metrics(self) -> None:
+        """Raise ConfigError if the config names a metric that no evaluation will have."""
+        components = components_of(self._session)
+        for key, metric in (("checkpoint.best", self._section.best), *self.early_stopping.metrics):
+            if metric is not None:
+                refuse_unknown_metric(key, metric, components.objective, components.evaluator.sources)
+
+    def restore(self, manifest: Manifest) -> list[str]:
+        """Continue from a checkpoint; return notes for the user."""
+        self._best = manifest.state.get("best")
+        self._is_requested = manifest.state.get("evaluation_due", False)
+        self.reports = _reports_in(manifest, list(components_of(self._session).evaluator.sources))
+        if self._best is not None and manifest.metrics.get(self._section.best or "") == self._best:
+            self._best_at = manifest.step
+        return self.early_stopping.restore(manifest.state.get("early_stopping"))
+
+    def schedule(self) -> None:
+        """Let `evaluation.every` decide from now on which one is due; a custom loop decides itself."""
+        components = components_of(self._session)
+        every = components.config.evaluation.every if components.evaluator.sources else None
+        self._trigger = Trigger(every, Request.EVALUATE, components.plan.epoch_samples, components.world.rank)
+        self._last = self._session.progress
+
+    def requests(self) -> tuple[Request, ...]:
+        """Return this rank's request for the next vote: an evaluation by the clock."""
+        return self._trigger.requests() if self._trigger is not None else ()
+
+    def receive(self, report: StepReport) -> None:
+        """Take the requests of all ranks that came with a report."""
+        self._is_requested |= Request.EVALUATE in report.requests
+
+    @property
+    def due(self) -> bool:
+        """True if an evaluation follows the last update, and hasn't ended yet."""
+        trigger = self._trigger
+        return self._is_requested or (trigger is not None and trigger.follows(self._last, self._session.progress))
+
+    @property
+    def comes_first(self) -> bool:
+        """True if a run that has resumed begins with an evaluation, not with an update."""
+        trains = not self._session.finished and self.early_stopping.reason is None
+        at_end = components_of(self._session).config.evaluation.at_end
+        return self.due or (at_end and not trains and not self.is_done)
+
+    @property
+    def is_done(self) -> bool:
+        """True if the state after the last update was evaluated."""
+        return any(report.step == self._session.progress.steps for report in self.reports)
+
+    @property
+    def is_best(self) -> bool:
+        """True if the evaluation after the last update has the best metric so far."""
+        return self._best_at == self._session.progress.steps
+
+    def take(self, reports: Sequence[EvaluationReport], *, at_end: bool = False) -> None:
+        """Take the reports of the evaluation after the last update.
+
+        Args:
+            at_end: It wasn't due, but the run's last one, which doesn't count for early stopping.
+        """
+        if not at_end:
+            self.early_stopping.see(reports)
+        self.reports = tuple(reports)
+        self._note_best()
+        self._last, self._is_requested = self._session.progress, False
+        if self._trigger is not None:
+            self._trigger.restart()
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint of the state after the last update keeps."""
+        return {"best": self._best, "evaluation_due": self.due, **self.early_stopping.state()}
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics of the state after the last update by `set.metric`; empty if it wasn't evaluated."""
+        metrics: dict[str, Any] = finite(_metrics(self.reports) if self.is_done else {})
+        return metrics
+
+    def _note_best(self) -> None:
+        name = self._section.best
+        metric = _metrics(self.reports).get(name) if name else None
+        if name is None or metric is None or not math.isfinite(metric):
+            return
+        if self._best is None or is_better(metric, self._best, name, self._section.best_is):
+            self._best, self._best_at = metric, self._session.progress.steps
+
+
+def _metrics(reports: Sequence[EvaluationReport]) -> dict[str, float]:
+    return {f"{report.name}.{name}": value for report in reports for name, value in report.metrics.items()}
+
+
+def _reports_in(manifest: Manifest, names: Sequence[str]) -> tuple[EvaluationReport, ...]:
+    """Return the reports of the evaluation at a checkpoint's step, if it has all sets; empty if not."""
+    metrics: dict[str, dict[str, float]] = {}
+    for key, value in manifest.metrics.items():
+        name = max((name for name in names if key.startswith(f"{name}.")), key=len, default=None)
+        if name is not None:
+            of_set = metrics.setdefault(name, {})
+            of_set[key.removeprefix(f"{name}.")] = math.nan if value is None else value
+    if metrics.keys() != set(names):
+        return ()
+    return tuple(EvaluationReport(name, manifest.step, metrics[name], 0, 0.0) for name in names)
