@@ -17,6 +17,7 @@ from kit import small
 from kit.commands import Done, run_lockstep, start_lockstep
 from kit.hosts import needs_hosts
 
+from lockstep.chaos import evaluations
 from lockstep.chaos.drawing import balanced
 from lockstep.chaos.kinds import Cluster, applicable
 from lockstep.config.loading import validate
@@ -270,3 +271,45 @@ def updates(plan: Path) -> None:
     for _ in range(4):
         clock.enter(Phase.FORWARD)
         clock.updated()
+
+
+class UndeterminedInEvaluations(small.Net):
+    """Draws from what no run can repeat, but not in updates."""
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return super().forward(points) + (0 if self.training else os.urandom(1)[0])
+
+
+def test_an_evaluation_that_differs_is_found(tmp_path: Path) -> None:
+    model = {"kind": "custom", "target": f"{HERE}:UndeterminedInEvaluations"}
+    done = chaos(tmp_path, "--rounds", "1", "--faults", "raise", "--json", model=model)
+    assert done.returncode == 3, done.stdout + done.stderr
+    (row,) = json.loads(done.stdout)
+    assert row["equal"]
+    assert row["evaluations_differ"] > 0
+    assert not row["passed"]
+    assert "events.jsonl lacks 1 evaluations, or has others" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("events", "exact", "differ"),
+    [
+        ([(3, 2.0), (6, 1.0)], True, 0),
+        ([(3, 2.0)], True, 1),
+        ([(3, 2.0), (6, 1.0), (6, 1.0)], True, 1),
+        ([(3, 2.0), (6, 1.001)], True, 1),
+        ([(3, 2.0), (6, 1.001)], False, 0),
+        ([(3, 2.0), (6, 1.1)], False, 1),
+        ([(3, 2.0), (6, None)], False, 1),
+        ([(3, 2.0)], False, 1),
+    ],
+)
+def test_evaluations_that_are_missing_or_differ_are_counted(
+    events: list[tuple[int, float | None]], exact: bool, differ: int, tmp_path: Path
+) -> None:
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    for folder, pairs in ((run, events), (undisturbed, [(3, 2.0), (6, 1.0)])):
+        folder.mkdir()
+        lines = [{"evaluation": "held-out", "step": step, "seconds": len(pairs), "loss": loss} for step, loss in pairs]
+        (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert evaluations.differing(run, undisturbed, undisturbed, exact=exact) == differ

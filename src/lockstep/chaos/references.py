@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.chaos.kinds import ONE_SAMPLE
 from lockstep.checkpoint.reading import read_manifest
@@ -98,7 +98,7 @@ def reference(kind: str, job: Job, run: Path, size: int, train: Callable[[Job, i
     return folder
 
 
-def distance(losses: Mapping[int, float | None], expected: Mapping[int, float | None]) -> float:
+def distance(losses: Mapping[Any, float | None], expected: Mapping[Any, float | None]) -> float:
     """Return by what part of it a loss differs from the expected one, at most; None: an update without a sample."""
     both = [(loss, expected.get(step)) for step, loss in losses.items()]
     pairs = [(loss, other) for loss, other in both if loss is not None and other is not None]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.chaos import references
+from lockstep.chaos import evaluations, references
 from lockstep.chaos.drawing import balanced, draw_faults, updates_between_saves
 from lockstep.chaos.hosts import output_of, train_on_several
 from lockstep.chaos.kinds import Cluster, applicable, prepared
@@ -37,6 +37,7 @@ from lockstep.launch.local import import_ahead
 from lockstep.monitor.folder import METRICS
 from lockstep.resilience.disk_faults import FLIP
 from lockstep.resilience.faults import FAULTS, OOM, Fault, events_of, write_plan
+from lockstep.resilience.number_faults import BAD_SAMPLE
 from lockstep.training.ahead import imports_ahead
 from lockstep.training.audit import audit
 from lockstep.training.job import Job
@@ -97,6 +98,7 @@ class ChaosRow:
             that leaves the same samples out.
         distance: By what part of it a loss differs from the undisturbed run's, at most.
         updates_unrecorded: Number of updates that metrics.jsonl lacks.
+        evaluations_differ: Number of evaluations that events.jsonl lacks, has twice, or has with other metrics.
         ledger_complete: Whether the run was trained on every sample of its order once.
         output: The file with what the run printed.
         failure: Why the round couldn't be run or compared; empty: it was.
@@ -113,6 +115,7 @@ class ChaosRow:
     steps_redone: int | None = None
     equal: bool = False
     updates_unrecorded: int = 0
+    evaluations_differ: int = 0
     ledger_complete: bool = False
     distance: float = 0.0
     failure: str = ""
@@ -120,7 +123,8 @@ class ChaosRow:
     @property
     def passed(self) -> bool:
         done = self.fired and not self.code and not self.failure
-        return done and self.equal and not self.updates_unrecorded and self.ledger_complete
+        is_recorded = not self.updates_unrecorded and not self.evaluations_differ
+        return done and self.equal and is_recorded and self.ledger_complete
 
 
 def run_rounds(job: Job, settings: Settings, stop: StopRequest) -> Iterator[ChaosRow]:
@@ -276,6 +280,7 @@ def _row(fault: Fault, plan: Path, code: int, undisturbed: Path, reference: Path
     after = [event for event in events if mended is not None and event["time"] > mended["time"]]
     again = next((event for event in after if event["event"] == "updated"), None)
     equal = ledger_complete = False
+    evaluations_differ = 0
     losses: dict[int, Any] = {}
     expected = usual = _losses(undisturbed)
     with suppress(Failure, OSError, ValueError, KeyError):
@@ -283,6 +288,8 @@ def _row(fault: Fault, plan: Path, code: int, undisturbed: Path, reference: Path
         expected = {**usual, **_losses(reference)}
         equal = _have_equal_state(run, reference) and all(expected[step] == loss for step, loss in losses.items())
         ledger_complete = _is_complete(run)
+        exact = reference == undisturbed or fault.kind == BAD_SAMPLE
+        evaluations_differ = evaluations.differing(run, undisturbed, reference, exact=exact)
     return ChaosRow(
         fault.kind,
         fault.rank,
@@ -295,6 +302,7 @@ def _row(fault: Fault, plan: Path, code: int, undisturbed: Path, reference: Path
         max(0, fault.step - again["step"]) if again is not None else None,
         equal,
         len(expected.keys() - losses.keys()),
+        evaluations_differ,
         ledger_complete,
         references.distance(losses, usual),
     )
