@@ -68,6 +68,52 @@ class WithNorms(Chain):
         self.norm = nn.BatchNorm1d(7)  # type: ignore[assignment]
 
 
+class Centering(nn.Linear):
+    """Subtracts the running mean of its inputs, which its training forwards replace or change in place."""
+
+    def __init__(self, inputs: int, outputs: int, *, replaces: bool) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("center", torch.zeros(inputs))
+        self._replaces = replaces
+
+    def forward(self, points: Tensor) -> Tensor:
+        centered = super().forward(points - self.center)
+        if self.training:
+            share = 0.3 * points.detach().mean(0)
+            if self._replaces:
+                self.center = 0.7 * self.center + share
+            else:
+                self.center.mul_(0.7).add_(share)
+        return centered
+
+
+class Centered(Chain):
+    """Keeps running means before its blocks and after them."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.lift = Centering(4, 7, replaces=replaces)
+        self.head = Centering(7, 3, replaces=replaces)
+
+
+class Counting(nn.Linear):
+    """Counts its training forwards in a buffer that each of them replaces."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, points: Tensor) -> Tensor:
+        self.forwards = self.forwards + self.training
+        return super().forward(points)
+
+
+class Counted(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = Counting(4, 7)
+
+
 def unequal() -> nn.Sequential:
     """What goes from layer to layer has another size each time."""
     sizes = (4, 9, 6, 11, 3)

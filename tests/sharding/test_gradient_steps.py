@@ -46,7 +46,9 @@ def ddp_update(micro_batches: int, divisor: float) -> dict[str, Any]:
         model = nn.Linear(1, 1, bias=False)
         optimizer: Any = Dividing(model.weight)
         world = World(RankGroup(dist.group.WORLD), rank, ranks, rank, ranks, torch.device("cpu"), "gloo")
-        step = DDPStep(model, optimizer, squared_norm, DDP(), world, False, accumulates=micro_batches > 1)
+        step = DDPStep(
+            model, optimizer, squared_norm, DDP(), world, SyncedBuffers(model), accumulates=micro_batches > 1
+        )
         for index in range(micro_batches):
             with step.sync_context(index == micro_batches - 1):
                 step.backward(step.module(torch.tensor([[10.0 * rank + index + 1]])).sum(), ONE)
@@ -70,7 +72,7 @@ def places_of_gradients(options: DDP) -> list[set[tuple[int, ...]]]:
         model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
         optimizer = NoOptimizer(model)
         world = World(RankGroup(dist.group.WORLD), rank, 2, rank, 2, torch.device("cpu"), "gloo")
-        step = DDPStep(model, optimizer, squared_norm, options, world, False, accumulates=True)  # type: ignore[arg-type]
+        step = DDPStep(model, optimizer, squared_norm, options, world, SyncedBuffers(model), accumulates=True)  # type: ignore[arg-type]
         places = []
         for _ in range(3):
             place = set()
@@ -113,7 +115,7 @@ def leaving_a_layer_out() -> str:
         world = World(RankGroup(dist.group.WORLD), rank, 2, rank, 2, torch.device("cpu"), "gloo")
         model.forward = lambda layers: sum(model[layer](torch.ones(1, 1)) for layer in layers)  # type: ignore[method-assign]
         step = DDPStep(
-            model, Dividing(model[0].weight), squared_norm, DDP(), world, sync_buffers=False, accumulates=True
+            model, Dividing(model[0].weight), squared_norm, DDP(), world, SyncedBuffers(model), accumulates=True
         )  # type: ignore[arg-type]
         with pytest.raises(ConfigError) as refusal, step.sync_context(True):
             step.backward(step.module([0]).sum(), ONE)

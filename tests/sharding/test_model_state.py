@@ -134,6 +134,36 @@ def test_a_snapshot_restores_buffers_that_forwards_have_changed() -> None:
     assert model.running_mean.tolist() == [0.0, 0.0]
 
 
+class Replaces(nn.Module):
+    """Its forward replaces, makes, removes and resizes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Buffer(torch.zeros(2))
+        self.register_buffer("late", None)
+        self.early = nn.Buffer(torch.ones(1))
+        self.wider = nn.Buffer(torch.ones(1))
+        self.shared = nn.Buffer(torch.ones(1).expand(3))
+
+    def forward(self) -> None:
+        self.mean = self.mean + 1
+        self.late = torch.ones(3)
+        self.early = None
+        self.wider.resize_(4).zero_()
+        self.shared = self.shared + 1
+
+
+def test_a_snapshot_restores_buffers_that_forwards_have_replaced() -> None:
+    model = Replaces()
+    snapshot = BufferSnapshot(model)
+    for _ in range(2):
+        snapshot.take()
+        model()
+        snapshot.put_back()
+        assert (model.mean.tolist(), model.late, model.early.tolist()) == ([0, 0], None, [1])
+        assert (model.wider.tolist(), model.shared.tolist()) == ([1], [1, 1, 1])
+
+
 def test_unused_parameters_are_named_with_the_remedy() -> None:
     message = str(unused_parameters([f"spare.{index}" for index in range(7)], remedy="leave x out and "))
     assert message.startswith(

@@ -84,14 +84,17 @@ def test_options_make_the_same_run() -> None:
 
 
 def test_running_means_and_frozen_parameters() -> None:
-    for sections in ({"model": "WithBatchNorm"}, {}):
-        config = small.config(**sections, batch={"global_size": 10})
-        if not sections:
-            config["model"]["freeze"] = ["inner.*"]
-        configs = [{**config, "parallel": {"strategy": "ddp"}}, *({**config, "parallel": zero(one)} for one in STAGES)]
-        expected, *runs = in_world(2, record_all, configs, 4, None)[0]  # of each rank its own running means
+    batch = {"batch": {"global_size": 10}}
+    frozen = small.config(**batch)
+    frozen["model"]["freeze"] = ["inner.*"]
+    replaced = {"kind": "custom", "target": "kit.chains:Centered", "arguments": {"replaces": True}}
+    models = [small.config("WithBatchNorm", **batch), frozen, {**small.config(**batch), "model": replaced}]
+    ways = [{"strategy": "ddp"}, *map(zero, STAGES)]
+    configs = [{**config, "parallel": way} for config in models for way in ways]
+    every = iter(in_world(2, record_all, configs, 4, None)[0])  # of each rank its own running means
+    for expected, *runs in zip(*[every] * len(ways), strict=True):
         for stage, run in enumerate(runs):
-            assert differences(run, expected) == [], (stage, sections)
+            assert differences(run, expected) == [], (stage, expected.weights.keys())
             assert run.weights.keys() == expected.weights.keys()
 
 

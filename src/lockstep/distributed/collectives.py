@@ -127,7 +127,7 @@ class RankGroup:
         if _exchange is not None:
             tensor.copy_(cast("Tensor", self._gather_over(_exchange, tensor)[0]))
             return
-        moved = self._moved(tensor)
+        moved = self._moved(tensor).contiguous()  # gloo would read and write beyond the elements of others
         dist.broadcast(moved, group=self._group, group_src=0)
         if moved is not tensor:
             tensor.copy_(moved)
@@ -153,6 +153,18 @@ class RankGroup:
         if _exchange is not None:
             return self._gather_over(_exchange, value)
         return self.host().gather(value)
+
+    def gather_if_all(self, value: object) -> list[object]:
+        """Return every rank's value, as `gather` does, at a point that some ranks may not reach.
+
+        Raises:
+            RunFailed: Some don't.
+        """
+        exchange = _exchange or _waits
+        if exchange is None:  # outside of a run
+            return self.gather(value)
+        values = exchange.gather_if_all(dist.get_process_group_ranks(self._group), pickled(value))
+        return [pickle.loads(cast("bytes", data)) for data in values]
 
     def broadcast(self, value: object) -> object:
         if _exchange is not None:

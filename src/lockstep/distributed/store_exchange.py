@@ -57,7 +57,7 @@ class StoreExchange:
         self._meeting_timeout = min(timeout, _WOKEN_S if wakes else _NOT_WOKEN_S)
         self._has_posted = self._has_met = False
         self._barriers: Counter[tuple[int, ...]] = Counter()
-        self._rounds: Counter[tuple[int, ...]] = Counter()
+        self._rounds: Counter[str] = Counter()
 
     def listen(self) -> None:
         """Post the addresses on which this rank's groups listen; again when more groups have been made."""
@@ -175,11 +175,23 @@ class StoreExchange:
 
     def gather(self, ranks: Sequence[int], value: object) -> list[object]:
         """Return the value of each of `ranks`, in their order."""
-        key = tuple(ranks)
-        self._rounds[key] += 1
-        name = f"round/{'-'.join(map(str, key))}/{self._rounds[key]}"
+        return self._read(self._write_next("round", ranks, value), ranks, self._timeout)
+
+    def gather_if_all(self, ranks: Sequence[int], value: object) -> list[object]:
+        """Return the value of each of `ranks`, in their order, at a point that some of them may not reach.
+
+        Raises:
+            RunFailed: Some don't, in half the time for which others may wait for this one in a collective.
+        """
+        return self._read(self._write_next("all", ranks, value), ranks, self._timeout / 2)
+
+    def _write_next(self, kind: str, ranks: Sequence[int], value: object) -> str:
+        """Write this rank's value of the next exchange of a kind between `ranks`; return the exchange's name."""
+        between = f"{kind}/{'-'.join(map(str, ranks))}"
+        self._rounds[between] += 1
+        name = f"{between}/{self._rounds[between]}"
         self._write(name, value)
-        return self._read(name, key, self._timeout)
+        return name
 
     def _post(self, status: object) -> None:
         self._has_posted = True

@@ -56,7 +56,7 @@ class DDPStep(GradientStep):
         squared_norm: SquaredNorm,
         options: DDP,
         world: World,
-        sync_buffers: bool,
+        buffers: SyncedBuffers,
         accumulates: bool = False,
         has_values: bool = True,
     ) -> None:
@@ -80,10 +80,11 @@ class DDPStep(GradientStep):
             static_graph=options.static_graph,
             bucket_cap_mb=options.bucket_mb,
             init_sync=has_values,  # others follow, the same on all ranks
-            **{sync: sync_buffers},  # type: ignore[arg-type]
+            **{sync: bool(buffers)},  # type: ignore[arg-type]
         )
         self._ddp = make() if self._in_buckets is None else self._in_buckets.renew(make)
         self.module = self._ddp
+        self._buffers = buffers
         self._learns_graph = options.static_graph
         self._hook, self._after_discard = _hook(options, world.backend, accumulates)
         if self._hook is not None:
@@ -95,6 +96,9 @@ class DDPStep(GradientStep):
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
         self._reduces = last
+        if self._buffers and self._ddp.require_forward_param_sync:  # the forward copies the first rank's
+            self._buffers.prepare()
+            self._ddp.find_buffers()
         sync, self._learns_graph = last or self._learns_graph, False
         if self._hook is not None:
             self._hook.active = last
@@ -180,6 +184,11 @@ class _InOrder(DistributedDataParallel):
         self.reducer._push_all_rebuilt_params()  # as if the first backward had reached them in this order
         self.reducer._rebuild_buckets()
 
+    def find_buffers(self) -> None:
+        """Find the buffers to be copied, if there were none: torch looks for others whenever it copies some."""
+        if not self.modules_buffers:
+            self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+
     def in_order(self, parameters: list[T]) -> list[T]:
         """Return what belongs to trained parameters in the order in which the reducer numbers them."""
         return parameters if self._has_fixed_buckets else parameters[::-1]
@@ -245,7 +254,7 @@ def build(context: ShardingContext) -> Sharding:
         context.squared_norm,
         options,
         context.world,
-        bool(buffers),
+        buffers,
         accumulates,
         context.has_values,
     )

@@ -96,10 +96,10 @@ class InvariantStep(GradientStep):
     @contextmanager
     def sync_context(self, last: bool) -> Iterator[None]:
         before = current_buffers(self._buffer_owners)
-        versions = [buffer._version for buffer in before]
+        versions = [_version(buffer) for buffer in before]
         yield
         pairs = zip(self._buffer_owners, before, versions, current_buffers(self._buffer_owners), strict=True)
-        changed = [name for name, old, version, new in pairs if new is not old or new._version != version]
+        changed = [name for name, old, version, new in pairs if new is not old or _version(new) != version]
         if changed:
             message = (
                 f"invariant, but the model's forward changes {', '.join(changed)}, which is part of its state: each "
@@ -185,6 +185,11 @@ def build(context: ShardingContext) -> Sharding:
 
 
 BUILDER = Builder(build)
+
+
+def _version(buffer: Tensor | None) -> int:
+    """Return a number that each change of a buffer in place increases."""
+    return 0 if buffer is None else buffer._version
 
 
 class _FlatGradient:

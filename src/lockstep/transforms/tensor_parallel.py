@@ -138,14 +138,23 @@ def _with_replicated_buffers(
 ) -> Any:
     if _is_bypassed(mode, module):
         return forward(*args, **kwargs)
-    plain: dict[str, Any] = dict(module._buffers)
     slots: dict[str, Any] = module._buffers
+    plain = dict(slots)
+    replicated = {
+        name: DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+        for name, tensor in plain.items()
+        if tensor is not None
+    }
+    slots.update(replicated)
+    replaced: dict[str, Any] = {}
     try:
-        for name, tensor in plain.items():
-            slots[name] = None if tensor is None else DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
-        return forward(*args, **kwargs)
+        outputs = forward(*args, **kwargs)
+        replaced = {name: tensor for name, tensor in slots.items() if tensor is not replicated.get(name)}
+        return outputs
     finally:
-        slots |= plain
+        slots.update(plain)
+        for name, tensor in replaced.items():
+            slots[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _with_whole_weights(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
