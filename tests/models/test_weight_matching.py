@@ -47,7 +47,7 @@ def started(model: nn.Module, place: Path | str, partial: bool = False) -> tuple
         model, CustomModel(kind="custom", target="a:b", init_from=str(place), init_partial=partial)
     )
     assert fit is not None
-    fit.put()
+    fit.put(model)
     return fit.notes()
 
 

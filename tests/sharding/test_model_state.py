@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.records import TrainingState
 from lockstep.distributed.shard_boxes import FlatShard, full_tensor, shard_of
+from lockstep.models.weight_files import Weights
+from lockstep.models.weight_matching import match_weights
 from lockstep.sharding.buffers import BufferSnapshot
 from lockstep.sharding.deepspeed_shards import ZeroShard
 from lockstep.sharding.model_state import ModelState
@@ -64,6 +67,27 @@ def test_a_state_names_each_tensor_once_and_restores_it() -> None:
     assert optimizer.entries["table.weight"]["step"] == 3
     assert torch.equal(optimizer.entries["table.weight"]["momentum"], torch.full((4, 3), 3.0))
     assert [name for name, _ in state.weights()] == ["mean", "table.weight"]
+
+
+class Counts(nn.Linear):
+    """Makes a tensor of its number of forwards whenever its state is asked for."""
+
+    forwards = 0
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.forwards)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.forwards = int(state)
+
+
+def test_a_module_is_given_the_state_that_it_makes_itself() -> None:
+    first, second, third = (nn.Sequential(Counts(1, 1), Counts(1, 1)) for _ in range(3))
+    first[1].forwards = 7
+    saved = ModelState(first, Momentum(first)).live_state()  # type: ignore[arg-type]
+    ModelState(second, Momentum(second)).restore(saved)  # type: ignore[arg-type]
+    match_weights(third, Weights(Path("run"), dict(first.state_dict()))).put(third)
+    assert [(model[0].forwards, model[1].forwards) for model in (second, third)] == [(0, 7)] * 2
 
 
 def test_another_models_state_is_refused() -> None:

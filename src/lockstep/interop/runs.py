@@ -89,7 +89,7 @@ def _load(session: Session, checkpoint: ZeroCheckpoint) -> None:
     match = match_weights(model, Weights(checkpoint.place, checkpoint.tensors), translate=False)
     if not match.whole:
         raise ConfigError(match.mismatches().rstrip())
-    match.put()
+    match.put(model)
     state = session.state()
     slots = {id(tensor): slot.name for slot, tensor in match.pairs}
     names = {name: slots[id(tensor)] for name, tensor in checkpoint.tensors.items() if id(tensor) in slots}

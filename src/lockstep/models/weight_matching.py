@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lockstep.config.schema import ModelSection
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.formatting import listed
+from lockstep.distributed.extra_states import set_extra_states
 from lockstep.distributed.shard_boxes import copy_from_full
 from lockstep.models.transformers_models import is_transformers_model, translated
 from lockstep.models.weight_files import Weights, read_weights, readable
@@ -109,7 +110,7 @@ class WeightMatch:
         return not (self.missing or self.reshaped or self.unexpected)
 
     @torch.no_grad()
-    def put(self, sharded: Mapping[str, Tensor] | None = None) -> None:
+    def put(self, model: nn.Module, sharded: Mapping[str, Tensor] | None = None) -> None:
         """Copy the tensors into the model, in its dtype, on its device.
 
         Args:
@@ -120,6 +121,8 @@ class WeightMatch:
                 copy_from_full(slot.tensor, tensor)
             elif slot.name in sharded:
                 copy_from_full(sharded[slot.name], tensor)
+        own = {slot.name: slot.tensor for slot, _ in self.pairs}
+        set_extra_states(model, own if sharded is None else {name: sharded[name] for name in own.keys() & sharded})
 
     def notes(self) -> tuple[str, ...]:
         """Return a sentence for each kind of mismatch."""

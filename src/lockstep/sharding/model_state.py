@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
+from lockstep.distributed.extra_states import set_extra_states
 from lockstep.distributed.shard_boxes import FlatShard, full_tensor, is_sharded, local_shape, local_tensor, shard_of
 from lockstep.sharding.partition import specs_of
 
@@ -147,12 +148,14 @@ class ModelState:
         """
         if self._partition is not None:
             state = self._partition.own_state(state)
-        for name, tensor in self._tensors()[0].items():
+        own = self._tensors()[0]
+        for name, tensor in own.items():
             saved = _saved(state, name, tensor)
             if isinstance(tensor, FlatShard):
                 tensor.write(saved)
             else:
                 local_tensor(tensor).copy_(saved)
+        set_extra_states(self.model, own)
         entries: dict[str, dict[str, Any]] = {
             name: dict(numbers) for name, numbers in state.values["optimizer"].items()
         }

@@ -60,7 +60,7 @@ class ModelPartition:
         self._ends = ends
         self._device = device
         self._shared = frozenset(shared) if ends.size > 1 else frozenset()
-        self._own = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+        self._own = {*dict(model.named_parameters()), *dict(model.named_buffers()), *model.state_dict()}
 
     @property
     def is_divided(self) -> bool:

@@ -177,7 +177,7 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose,
     if pretrained is not None:
         plan = replace(plan, warnings=(*plan.warnings, *pretrained.notes()))
         if meta is None:
-            pretrained.put()
+            pretrained.put(model)
 
     objective, source, evaluation = make_objective(config, (source, evaluation), given, model)
     tensor_plan = tensor_plan_of(config.parallel.tensor_parallel, plan.mesh, model)

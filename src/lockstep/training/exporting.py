@@ -322,7 +322,7 @@ def _build_model(saved: _SavedModel, config: Config, trust_remote_code: bool) ->
     fit = match_weights(model, Weights(Path(saved.name), saved.tensors))
     if not fit.whole:
         raise RunFailed(fit.mismatches().rstrip())
-    fit.put()
+    fit.put(model)
     return cast("nn.Module", model)
 
 

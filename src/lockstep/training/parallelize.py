@@ -90,7 +90,7 @@ class WholeModel:
         overwritten = () if self.pretrained is None else [slot.name for slot, _ in self.pretrained.pairs]
         self.meta.draw(overwritten, shards or {})
         if self.pretrained is not None:
-            self.pretrained.put({**model.state_dict(keep_vars=True), **(shards or {})})
+            self.pretrained.put(model, {**model.state_dict(keep_vars=True), **(shards or {})})
 
     def draw_sharded(self, sharding: Sharding) -> None:
         """Set the parameters of a strategy in use, which have no values yet, to their initial ones."""

@@ -67,7 +67,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
             raise ConfigError(fit.mismatches().rstrip())
     except ConfigError as error:
         raise RunFailed(f"{place}: these are not the weights of the run's model: {error}") from error
-    fit.put()
+    fit.put(model)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
