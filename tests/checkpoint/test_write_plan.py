@@ -17,8 +17,10 @@ from lockstep.checkpoint.file_layout import WriteItem
 from lockstep.checkpoint.inventory import gather_inventories, inventory
 from lockstep.checkpoint.manifest import ELEMENT_BYTES
 from lockstep.checkpoint.reading import Reader, ReadItem
+from lockstep.checkpoint.save_planner import SavePlanner
 from lockstep.checkpoint.write_plan import WritePlan
 from lockstep.core.errors import RunFailed
+from lockstep.distributed.collectives import LocalGroup
 from lockstep.distributed.shard_boxes import Box, local_shards
 
 
@@ -134,3 +136,12 @@ def test_the_files_are_safetensors(tmp_path: Path) -> None:
     loaded = load_file(Path(storage.place) / name / "rank-00000.safetensors")
     assert loaded.keys() == tensors.keys()
     assert all(torch.equal(loaded[key], tensors[key]) for key in tensors)
+
+
+def test_a_tensor_that_was_resized_since_the_save_before_is_planned_again() -> None:
+    planner, buffer = SavePlanner(LocalGroup()), torch.zeros(4)
+    sizes = []
+    for size in (4, 6):
+        layout = planner.layout({"model.seen": buffer.resize_(size)})
+        sizes += [item.box.sizes for item in layout.items]
+    assert sizes == [(4,), (6,)]

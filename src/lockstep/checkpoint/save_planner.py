@@ -13,6 +13,8 @@ from lockstep.checkpoint.write_plan import WritePlan
 from lockstep.distributed.shard_boxes import ShardLike
 
 if TYPE_CHECKING:
+    import torch
+
     from lockstep.core.protocols import Axis
 
 
@@ -21,7 +23,7 @@ class SavePlanner:
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
-        self._seen: dict[str, weakref.ref[Any]] = {}
+        self._seen: dict[str, tuple[weakref.ref[Any], tuple[int, ...], torch.dtype]] = {}
         self._inventory: Inventory | None = None
         self._plan: WritePlan | None = None
         self._layout: FileLayout | None = None
@@ -43,13 +45,16 @@ class SavePlanner:
             self._layout = file_layout(rank, self._plan.items(rank, tensors))
             self._inventory = local
         if known is None:
-            self._seen = {name: weakref.ref(_memory(tensor)) for name, tensor in tensors.items()}
+            self._seen = {
+                name: (weakref.ref(_memory(tensor)), tensor.shape, tensor.dtype) for name, tensor in tensors.items()
+            }
         return self._layout
 
     def _has_seen(self, tensors: Mapping[str, Any]) -> bool:
-        """Return whether these are the objects of the save before, whose shapes and shards can't have changed."""
+        """Return whether these are the objects of the save before, as they were: forwards may resize buffers."""
         return tensors.keys() == self._seen.keys() and all(
-            seen() is _memory(tensor) for seen, tensor in zip(self._seen.values(), tensors.values(), strict=True)
+            seen() is _memory(tensor) and tensor.shape == shape and tensor.dtype == dtype
+            for (seen, shape, dtype), tensor in zip(self._seen.values(), tensors.values(), strict=True)
         )
 
 

@@ -1,4 +1,4 @@
-"""Entries of a model's `state_dict` that modules make anew each time, by torch's `get_extra_state`."""
+"""Entries of a model's `state_dict` that modules make each time that it is asked for, by torch's `get_extra_state`."""
 
 from __future__ import annotations
 
