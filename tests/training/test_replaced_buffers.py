@@ -36,7 +36,12 @@ def _assert_same(run: Trajectory, expected: Trajectory) -> None:
 
 def test_ranks_continue_with_the_first_rank_s() -> None:
     expected = _config({"strategy": "ddp"}, replaces=False)
-    configs = [_config({"strategy": strategy}, replaces=True) for strategy in ("ddp", "fsdp")]
+    ways: list[dict[str, Any]] = [
+        {"strategy": "ddp"},
+        {"strategy": "ddp", "ddp": {"static_graph": True}},
+        {"strategy": "fsdp"},
+    ]
+    configs = [_config(parallel, replaces=True) for parallel in ways]
     oracle, *runs = recorded_all([expected, *configs], ranks=2, updates=3)
     assert "lift.center" in oracle.weights
     for run in runs:

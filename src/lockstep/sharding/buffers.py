@@ -44,9 +44,13 @@ class SyncedBuffers:
 
     def before_forward(self, last: bool) -> None:
         """Synchronize before the first micro-batch of an update; `last`: the micro-batch is the update's last."""
-        if self._update_begins:
+        if self.begins_update(last):
             self.synchronize()
-        self._update_begins = last
+
+    def begins_update(self, last: bool) -> bool:
+        """Return whether a micro-batch is an update's first, to be called for each; `last`: it is the update's last."""
+        begins, self._update_begins = self._update_begins, last
+        return begins
 
     def synchronize(self) -> None:
         """Copy the first rank's buffers to all ranks of the group.

@@ -96,9 +96,8 @@ class DDPStep(GradientStep):
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
         self._reduces = last
-        if self._buffers and self._ddp.require_forward_param_sync:  # the forward copies the first rank's
+        if self._buffers and self._ddp.copies_buffers(self._buffers.begins_update(last)):
             self._buffers.prepare()
-            self._ddp.find_buffers()
         sync, self._learns_graph = last or self._learns_graph, False
         if self._hook is not None:
             self._hook.active = last
@@ -184,10 +183,15 @@ class _InOrder(DistributedDataParallel):
         self.reducer._push_all_rebuilt_params()  # as if the first backward had reached them in this order
         self.reducer._rebuild_buckets()
 
-    def find_buffers(self) -> None:
-        """Find the buffers to be copied, if there were none: torch looks for others whenever it copies some."""
-        if not self.modules_buffers:
+    def copies_buffers(self, begins_update: bool) -> bool:
+        """Return whether the next forward begins with the first rank's buffers: only in an update's first micro-batch.
+
+        With a static graph, torch's would in the first two of a run.
+        """
+        self.require_forward_param_sync = begins_update
+        if not self.modules_buffers:  # torch looks for new ones whenever it copies some
             self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        return begins_update
 
     def in_order(self, parameters: list[T]) -> list[T]:
         """Return what belongs to trained parameters in the order in which the reducer numbers them."""
