@@ -188,6 +188,43 @@ def test_a_snapshot_restores_buffers_that_forwards_have_replaced() -> None:
         assert (model.wider.tolist(), model.shared.tolist()) == ([1], [1, 1, 1])
 
 
+class _Replaces(nn.BatchNorm1d):
+    """Replaces buffers in its forward, one of them by a larger one."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.register_buffer("last", torch.zeros(2))
+        self.register_buffer("rows", torch.zeros(0, 2))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        self.last = input[-1].clone()
+        self.rows = torch.cat([self.rows, input])
+        return super().forward(input)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_buffers_are_put_back_unless_the_update_is_kept(on_device: bool) -> None:
+    model = _Replaces()
+    snapshot = BufferSnapshot(model)
+    for keep in (True, False, False, True):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        snapshot.take()
+        model(torch.full((3, 2), 1.0 if keep else torch.nan))
+        after = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        snapshot.put_back(unless=torch.tensor(keep) if on_device else keep)
+        expected = after if keep else before
+        for name, buffer in model.named_buffers():
+            if name != "rows" or not on_device:
+                assert torch.equal(buffer, expected[name]), name
+    assert model.num_batches_tracked == 2
+
+
+def test_a_buffer_that_is_too_large_to_be_copied_leaves_the_others() -> None:
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("queue", torch.zeros(2**20))
+    assert BufferSnapshot(model).names == {"running_mean", "running_var", "num_batches_tracked"}
+
+
 def test_unused_parameters_are_named_with_the_remedy() -> None:
     message = str(unused_parameters([f"spare.{index}" for index in range(7)], remedy="leave x out and "))
     assert message.startswith(

@@ -8,9 +8,10 @@ a refusal                       only where the table of features has it, in its 
 from __future__ import annotations
 
 import pytest
+from kit import small
 from kit.cells import PRECISIONS, allowed, cells, fault, faults, features
 from kit.layouts import DRILLED
-from kit.simulated import Simulated
+from kit.simulated import Simulated, one_rank
 from training.test_features import ASKS
 
 from lockstep.plan.features import FEATURES
@@ -32,6 +33,12 @@ def test_products_run_as_on_an_accelerator() -> None:
 def test_every_feature_of_fsdp_runs_as_on_an_accelerator(third: int) -> None:
     chosen = [feature for feature in features("fsdp") if feature not in PRECISIONS][third::3]
     assert not faults([("fsdp", feature, "bf16") for feature in chosen], 2)
+
+
+def test_buffers_that_a_discarded_update_has_changed_cost_no_wait() -> None:
+    done = one_rank(small.config("WithBatchNorm", launch={"device": "auto"}), 0, 1, None)
+    assert done.outcome == "runs"
+    assert done.syncs == allowed("single", "")
 
 
 def test_a_fault_in_a_cell_is_found() -> None:

@@ -91,6 +91,48 @@ def test_an_update_that_is_not_finite_leaves_no_trace(ranks: int, only_rank: int
         assert _same(weights[-1], everywhere[0][1][-1])
 
 
+def _spoiled(strategy: str, precision: dict[str, Any]) -> list[tuple[list[bool], list[Weights]]]:
+    """Updates of a model with batch norm whose inputs are infinite in two of them on one rank, from host and device."""
+    sections = {"parallel": dict(VARIANTS[strategy]), "precision": precision}
+    asked = small.config("WithBatchNorm", batch={"global_size": 10, "micro_size": 5}, **sections)
+    if is_partitioned(strategy):
+        asked |= {"model": {"kind": "custom", "target": "kit.chains:WithNorms"}}
+    here = os.environ.get("RANK") == "0"
+    runs = []
+    with small.in_group():
+        for on_device in (False, True):
+            with lockstep.session(asked) as session:
+                session = _as_on_a_gpu(session) if on_device else session
+                kept, weights = [], [_whole(session)]
+                for batch in session.batches():
+                    if here and batch.step in (2, 3):
+                        for micro_batch in batch.micro_batches:
+                            micro_batch.inputs[0].fill_(np.inf)
+                    session.accumulate(batch)
+                    kept.append(session.commit().result().kept)
+                    weights.append(_whole(session))
+                runs.append((kept, weights))
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "compute"),
+    [
+        (1, "single", "fp32"),
+        (1, "single", "fp16"),
+        *((2, name, "fp32") for name in ("ddp", "fsdp", "zero2", "pipeline-1f1b")),
+    ],
+)
+def test_batch_norm_forgets_a_discarded_update(ranks: int, strategy: str, compute: str) -> None:
+    for runs in in_world(ranks, _spoiled, strategy, {"compute": compute, "loss_scale": {"initial": 4.0}}):
+        for kept, weights in runs:
+            assert kept == [True, True, False, False, *[True] * 4]
+            assert [not _same(before, after) for before, after in pairwise(weights)] == kept
+            assert any("running_mean" in name for name in weights[0])
+            assert all(np.isfinite(value).all() for value in weights[-1].values())
+        assert _same(runs[0][1][-1], runs[1][1][-1])
+
+
 def _with_a_gradient_that_differs(rank: int, factor: float) -> str:
     with lockstep.session(small.config()) as session:
         for batch in session.batches():

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.distributed.collectives import group_or_all
-from lockstep.distributed.shard_boxes import TensorInfo, dtype_name
+from lockstep.distributed.shard_boxes import TensorInfo, dtype_name, live_part
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 _Spec = tuple["torch.Size", "torch.dtype"]
@@ -147,17 +149,25 @@ def _is_expanded(tensor: Tensor) -> bool:
 class BufferSnapshot:
     """Saved buffers as they were before an update, whose forwards may change them.
 
-    Buffers are left out if they are too large to be copied in every update at no cost.
+    The largest buffers are left out if all are too large to be copied in every update at no cost.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._owners = buffer_owners(model)
+        owners = buffer_owners(model)
+        present = {
+            name: buffer for name, buffer in zip(owners, current_buffers(owners), strict=True) if buffer is not None
+        }
+        sizes = {name: present[name].nbytes if name in present else 0 for name in owners}
+        by_size = sorted(owners, key=sizes.__getitem__)
+        totals = accumulate(sizes[name] for name in by_size)
         allowed = max(_SMALL, sum(parameter.nbytes for parameter in model.parameters()) // 100)
-        if sum(buffer.nbytes for buffer in current_buffers(self._owners) if buffer is not None) > allowed:
-            self._owners = {}
+        copied = {name for name, total in zip(by_size, totals, strict=True) if total <= allowed}
+        self._owners = {name: owner for name, owner in owners.items() if name in copied}
         self._sources: list[Any] = []
         self._specs: list[_Spec | None] = []
+        self._parts: list[Any] = []  # what this rank holds of the sources
         self._copies: list[Any] = []
+        self._groups: list[list[int]] = []  # indices of buffers of one device and dtype: a kernel copies them together
 
     @property
     def names(self) -> frozenset[str]:
@@ -170,24 +180,69 @@ class BufferSnapshot:
         if not self._owners:
             return
         now = current_buffers(self._owners)
-        specs = _specs(now)
-        if specs == self._specs and all(map(operator.is_, now, self._sources)):
-            copies, buffers = ([tensor for tensor in each if tensor is not None] for each in (self._copies, now))
-            if copies:
-                torch._foreach_copy_(copies, buffers)
-        else:
-            self._sources, self._specs = now, specs
-            self._copies = [None if buffer is None else buffer.detach().clone() for buffer in now]
+        if self._are_sources(now):
+            for group in self._groups:
+                torch._foreach_copy_(_of(group, self._copies), _of(group, self._parts))
+            return
+        self._sources, self._specs, self._parts = now, _specs(now), _parts(now)
+        self._copies = [None if part is None else part.detach().clone() for part in self._parts]
+        self._groups = _groups(self._parts, self._copies)
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Restore the model's buffers to the values of the last `take`, where forwards have replaced them, too."""
-        copied: Any = zip(self._owners.items(), self._sources, self._copies, strict=True)
-        for (name, owner), source, copy in copied:
-            key = _key(name)
-            if copy is None:
-                owner[key] = None
-            elif owner.get(key) is source and source.shape == copy.shape and not _is_expanded(source):
-                source.copy_(copy)
-            else:
-                owner[key] = copy.clone()
+    def put_back(self, *, unless: bool | Tensor = False) -> None:
+        """Restore the model's buffers to the values of the last `take`, where forwards have replaced them, too.
+
+        Args:
+            unless: Leave them as they are if this is true. For a tensor on an accelerator the host doesn't wait, and a
+                buffer that has another shape or dtype than it had, or has become None, stays as it is.
+        """
+        if isinstance(unless, Tensor):
+            self._put_back_on_device(unless)
+        elif not unless:
+            specs = _specs(self._sources)
+            kept = [index for index in range(len(specs)) if specs[index] == self._specs[index]]
+            for group in _groups(self._parts, self._copies, kept):
+                torch._foreach_copy_(_of(group, self._parts), _of(group, self._copies))
+            written = {index for group in _groups(self._parts, self._copies, kept) for index in group}
+            for index, (name, owner) in enumerate(self._owners.items()):
+                copy = self._copies[index]
+                owner[_key(name)] = self._sources[index] if index in written or copy is None else copy.clone()
+
+    def _put_back_on_device(self, unless: Tensor) -> None:
+        now, groups, parts = current_buffers(self._owners), self._groups, self._parts
+        if not self._are_sources(now):  # a forward has replaced some
+            parts = _parts(now)
+            groups = _groups(parts, self._copies)
+        for group in groups:
+            buffers, copies = _of(group, parts), _of(group, self._copies)
+            after, before = (torch.cat([part.reshape(-1) for part in of_group]) for of_group in (buffers, copies))
+            chosen = torch.where(unless.to(after.device), after, before)
+            flat = torch.split(chosen, [part.numel() for part in buffers])
+            values = [value.view(part.shape) for value, part in zip(flat, buffers, strict=True)]
+            torch._foreach_copy_(buffers, values)
+
+    def _are_sources(self, buffers: Sequence[Any]) -> bool:
+        """Return whether these are the buffers that were copied, of the same shapes."""
+        same = len(buffers) == len(self._sources) and all(map(operator.is_, buffers, self._sources))
+        return same and _specs(buffers) == self._specs
+
+
+def _of(indices: Sequence[int], tensors: Sequence[Any]) -> list[Tensor]:
+    return [tensors[index] for index in indices]
+
+
+def _parts(buffers: Sequence[Any]) -> list[Any]:
+    """Return what this rank holds of buffers, some of which may be None."""
+    return [None if buffer is None else live_part(buffer) for buffer in buffers]
+
+
+def _groups(parts: Sequence[Any], copies: Sequence[Any], indices: Sequence[int] | None = None) -> list[list[int]]:
+    """Return the indices of parts into which their copies can be written, by device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index in range(len(parts)) if indices is None else indices:
+        part, copy = parts[index], copies[index]
+        if part is None or copy is None or _is_expanded(part):
+            continue
+        if (part.shape, part.dtype, part.device) == (copy.shape, copy.dtype, copy.device):
+            groups.setdefault((copy.device, copy.dtype), []).append(index)
+    return [*groups.values()]

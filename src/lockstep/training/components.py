@@ -107,10 +107,10 @@ class FailureState:
         buffers: copies of the model's buffers; None: none are kept.
     """
 
-    def __init__(self, fails_together: bool) -> None:
+    def __init__(self, fails_together: bool, buffers: BufferSnapshot | None = None) -> None:
         self.fails_together = fails_together
         self.updating = False
-        self.buffers: BufferSnapshot | None = None
+        self.buffers = buffers
         self._accumulating = False
 
     def begin_forward(self) -> None:
@@ -119,7 +119,10 @@ class FailureState:
             self.buffers.take()
         self._accumulating = True
 
-    def updated(self) -> None:
+    def updated(self, keep: bool | Tensor) -> None:
+        """End an update: of one that isn't kept, restore the buffers that its forwards have changed."""
+        if self.buffers is not None:
+            self.buffers.put_back(unless=keep)
         self._accumulating = self.updating = False
 
     def undo_forward(self, model: nn.Module) -> list[str]:

@@ -22,7 +22,6 @@ from lockstep.core.records import NumbersReport, Request
 from lockstep.data.bad_samples import BAD_NUMBERS
 from lockstep.distributed import generators
 from lockstep.distributed.consensus import requests_in, with_requests
-from lockstep.sharding.buffers import BufferSnapshot
 from lockstep.training.bad_updates import FOUND
 from lockstep.training.bisecting import worst_sample
 from lockstep.training.valid_targets import nonzero_count
@@ -96,10 +95,9 @@ class UpdateRepeats:
         if self._bisects and components.coupled is not None:
             why = f"true computes parts of an update, but {components.coupled}; write false"
             raise ConfigError(Problem("", "recovery.bad_numbers.bisect", why))
-        model = components.sharding.state.model
-        self._state.buffers = BufferSnapshot(model)
+        model, copied = components.sharding.state.model, failure_state.buffers
         buffers = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        if too_large := sorted(buffers - self._state.buffers.names):
+        if too_large := sorted(buffers - (copied.names if copied is not None else frozenset())):
             why = (
                 f"{getattr(section, key)} copies the model's buffers before each update, and {too_large[0]} is too "
                 "large; leave it out"

@@ -63,7 +63,7 @@ class Session:
         self._ledger = Ledger(components.world.size, order_of(components))
         self._left_out = LeftOutSamples(components)
         self._saves = VoteParticipant()
-        self._failure_state = FailureState(components.world.size == 1)
+        self._failure_state = FailureState(components.world.size == 1, BufferSnapshot(components.sharding.state.model))
         self._bad_updates = BadUpdates(components, self._verdicts, self._failure_state)
         self._repeats = UpdateRepeats(components, self._failure_state, self._left_out, self._bad_updates)
         size = components.world.axis.size
@@ -171,7 +171,7 @@ class Session:
         self._bad_updates.updated(before)
         pending = components.readback.push(numbers, reporter)
         self._batch, self._count, self._upcoming = upcoming, attempt.outcome.next_count, None
-        self._failure_state.updated()
+        self._failure_state.updated(decision.keep)
         if components.watch is not None:
             self.request(components.watch.requests(self.progress.steps))
         self._reports.receive()
@@ -386,12 +386,8 @@ def seconds_of(session: Session) -> float:
 
 
 def attach(session: Session, saves: VoteParticipant) -> FailureState:
-    """Let `saves` take part in each vote; return what it needs to save after a failure.
-
-    From now on the model's buffers are copied before a forward may change them.
-    """
+    """Let `saves` take part in each vote; return what it needs to save after a failure."""
     session._saves = saves
-    session._failure_state.buffers = BufferSnapshot(session._components.sharding.state.model)
     return session._failure_state
 
 
