@@ -17,7 +17,7 @@ Outside of a run nothing is kept. Values are detached at once; a GPU's tensors a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -193,6 +193,18 @@ class MetricLog:
             known = self._histograms.get(name)
             self._histograms[name] = counts if known is None else known.plus(counts)
 
+    def copy(self) -> MetricLog:
+        """Return a log with the same entries, without reading them."""
+        copied = MetricLog()
+        copied._kinds, copied._clamped = self._kinds, self._clamped
+        copied.replace(self)
+        return copied
+
+    def replace(self, other: MetricLog) -> None:
+        """Replace the entries by those of another log, which stay there, too."""
+        self._scalars, self._means, self._histograms = {**other._scalars}, {**other._means}, {**other._histograms}
+        self._texts, self._media = {**other._texts}, {**other._media}
+
     def _claim(self, name: object, kind: str) -> None:
         if not isinstance(name, str):
             raise TypeError(f"log.{kind}({name!r}): the name must be a str, not {type(name).__name__}")
@@ -254,6 +266,15 @@ def recording(log: MetricLog) -> Iterator[MetricLog]:
         yield log
     finally:
         _current = before
+
+
+def restore_point() -> Callable[[], None]:
+    """Return a function that drops what user code has logged since this call; it may be called several times."""
+    log = _current
+    if log is None:
+        return lambda: None
+    copied = log.copy()
+    return lambda: log.replace(copied)
 
 
 def scalar(name: str, value: float | Tensor) -> None:

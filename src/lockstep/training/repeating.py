@@ -22,6 +22,7 @@ from lockstep.core.records import NumbersReport, Request
 from lockstep.data.bad_samples import BAD_NUMBERS
 from lockstep.distributed import generators
 from lockstep.distributed.consensus import requests_in, with_requests
+from lockstep.monitor import metric_log
 from lockstep.training.bad_updates import FOUND
 from lockstep.training.bisecting import worst_sample
 from lockstep.training.valid_targets import nonzero_count
@@ -89,6 +90,7 @@ class UpdateRepeats:
         self._left_out = left_out
         self._bad_updates = bad_updates
         self._draws: dict[str, Tensor] = {}
+        self._restore_log: Callable[[], None] = lambda: None
         if not self.enabled:
             return
         key = "bisect" if self._bisects else "nonfinite"
@@ -110,9 +112,10 @@ class UpdateRepeats:
         return self._retries or self._bisects
 
     def begin(self) -> None:
-        """Copy what user code's generators draw from in the update that begins."""
+        """Copy what user code's generators draw from in the update that begins, and what it has logged before."""
         if self.enabled:
             self._draws = generators.states(0)
+            self._restore_log = metric_log.restore_point()
 
     def settled(self, attempt: UpdateAttempt, progress: Progress, rate: float, compute: Compute) -> UpdateAttempt:
         """Return the attempt that counts: this one, unless it is bad and another one isn't; all ranks together.
@@ -143,11 +146,12 @@ class UpdateRepeats:
         return replace(attempt, outcome=with_requests(attempt.outcome, requests))
 
     def _undo(self, rate: float) -> None:
-        """Undo what an attempt has changed: gradients, buffers, user code's generators."""
+        """Undo what an attempt has changed: gradients, buffers, user code's generators and its log."""
         components = self._components
         components.sharding.step.update(rate, 1.0, False)
         self._state.undo_forward(components.sharding.state.model)
         generators.put(self._draws, 0)
+        self._restore_log()
 
     def _is_overflow(self, attempt: UpdateAttempt) -> bool:
         return self._components.scaler.enabled and not bool(attempt.decision.finite)
