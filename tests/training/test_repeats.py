@@ -1,19 +1,34 @@
-"""An update that is repeated leaves nothing of the attempts before: not in what user code logs, nor in later updates."""
+"""An update that is repeated leaves nothing of the attempts before, in what user code logs and in later updates."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit import small
-from training.test_rollback import BAD, BAD_UPDATE, SIZE, config
+from kit.worlds import in_world
+from training.test_rollback import (
+    BAD,
+    BAD_UPDATE,
+    SIZE,
+    assert_same_end,
+    config,
+    left_out,
+    losses,
+    of_session,
+    ranks_of,
+    trained,
+    without,
+)  # fmt: skip
 
 import lockstep
 from lockstep import log
 from lockstep.core.records import Batch
+from lockstep.data import loader
 from lockstep.monitor.metric_log import LogEntries, MetricLog, recording
 from lockstep.resilience.number_faults import make_nan
 from lockstep.training.session import components_of
@@ -60,3 +75,50 @@ def test_a_search_logs_nothing_but_the_update_without_the_sample(tmp_path: Path,
     assert [entry.means["before"] for entry in entries] == [(step, 1.0) for step in range(BAD_UPDATE + 1)]
     left_out = {**asked, "data": {**asked["data"], "leave_out": [[BAD, BAD]]}}
     assert entries == _logged(left_out)
+
+
+# --- samples that are left out while the next update is fetched already --------------------------------------------
+
+
+def _ahead(items: Iterator[Any], device: torch.device, pin: bool) -> Iterator[Any]:
+    """Yield one item while the next is on its way, as to an accelerator."""
+    pending = next(items)
+    for item in items:
+        yield pending
+        pending = item
+    yield pending
+
+
+def _trained(asked: dict[str, Any], on_device: bool) -> None:
+    if on_device:
+        loader.to_device = _ahead
+    assert trained(asked) == ""
+
+
+TINY: dict[str, Any] = {
+    "arguments": {"nan": [5], "samples": 8},
+    "batch": {"global_size": 8, "micro_size": 2},
+    "steps": 4,
+}
+"""An epoch is an update, so that each update has the bad sample."""
+
+
+@pytest.mark.parametrize(("strategy", "on_device"), [("single", False), ("single", True), ("ddp", True)])
+def test_a_sample_that_is_found_is_left_out_of_updates_that_were_fetched_already(
+    tmp_path: Path, strategy: str, on_device: bool
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    searched = config(run, strategy, {"bisect": True}, **TINY)
+    known = config(other, strategy, {}, **TINY, data=without([5]))
+    for asked in (searched, known):
+        in_world(ranks_of(strategy), _trained, asked, on_device)
+    assert_same_end(run, other)
+    assert all(kept for *_, kept in losses(run))
+    assert left_out(run) == [5]
+
+
+def test_counts_of_an_update_that_was_fetched_again_are_those_of_the_host(tmp_path: Path) -> None:
+    asked = config(tmp_path / "run", "single", {"bisect": True}, **TINY)
+    reports, _ = of_session(asked, on_device=True)
+    assert (reports, "") == of_session(asked, on_device=False)
+    assert [kept for _, _, kept, _, _ in reports[:4]] == [True] * 4

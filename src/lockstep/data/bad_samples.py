@@ -105,6 +105,11 @@ class SkippingSource:
         if self._reference is not None and int(self._reference[0]) in samples:
             self._reference = None
 
+    @property
+    def number_left_out(self) -> int:
+        """The number of samples that are known to be left out."""
+        return len(self._known)
+
     def leaves_out(self, sample: int) -> bool:
         """Return whether a sample is known to be left out."""
         return sample in self._known

@@ -126,6 +126,10 @@ class TrainingLoader:
         requests = self._share_after(progress).requests
         return [[] if request.is_padding else request.indices.tolist() for request in requests]
 
+    def samples_after(self, progress: Progress) -> list[int]:
+        """Return the samples of all ranks in the update after `progress`."""
+        return self.samples_between(progress.samples, self._share_after(progress).cursor)
+
     def samples_between(self, first: int, last: int) -> list[int]:
         """Return the samples of all ranks at the positions `first` to `last`, exclusive."""
         samples: list[int] = []
@@ -173,9 +177,25 @@ class TrainingLoader:
             if self._options.workers and not self._options.persistent_workers:
                 stop = (cursor // self.epoch_samples + 1) * self.epoch_samples
             updates = self._fetched(self._shares(steps, cursor, stop))
+            left_out = self._number_left_out()
             for update in to_device(updates, self._device, self._workers.pin):
-                yield update
+                before, left_out = left_out, self._number_left_out()
+                # on a device's way since the update before, after which more samples may have been left out
+                yield update if left_out == before else self._again_if_stale(update, Progress(steps, cursor))
                 steps, cursor = update.step + 1, update.cursor
+
+    def _number_left_out(self) -> int:
+        return self._skipping.number_left_out if self._skipping is not None else 0
+
+    def _again_if_stale(self, update: GlobalBatch, before: Progress) -> GlobalBatch:
+        """Return the update after `before`, fetched again if it has samples that are left out by now."""
+        assert self._skipping is not None, "other sources leave nothing out"
+        requests = self._share_after(before).requests
+        lacks = (
+            request.is_padding or self._skipping.lacks(request.indices, batch.left_out)
+            for request, batch in zip(requests, update.micro_batches, strict=True)
+        )
+        return update if all(lacks) else self.again(before)
 
     def _fetched(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
         prefetched, shares = tee(shares)  # workers read requests ahead of the updates that are delivered

@@ -18,8 +18,8 @@ On the CPU the result is a list of floats. On a GPU it stays on the device, so t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -170,6 +170,13 @@ def with_requests(outcome: VoteResult, requests: Iterable[Request]) -> VoteResul
     for request in requests:
         outcome.slots[FIRST_REQUEST + request.value] = 1.0
     return outcome
+
+
+def with_next_counts(outcome: VoteResult, count: float | Tensor, tokens: float | Tensor) -> VoteResult:
+    """Return the result of a vote as if the next update had these counts, over all ranks."""
+    slots: Any = outcome.slots  # numbers of the same kind
+    slots[NEXT_COUNT], slots[NEXT_TOKENS] = count, tokens
+    return replace(outcome, next_count=count, next_tokens=tokens)
 
 
 def tallies_in(slots: Sequence[float]) -> tuple[float, ...]:

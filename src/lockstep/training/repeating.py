@@ -21,11 +21,11 @@ from lockstep.core.formatting import value
 from lockstep.core.records import NumbersReport, Request
 from lockstep.data.bad_samples import BAD_NUMBERS
 from lockstep.distributed import generators
-from lockstep.distributed.consensus import requests_in, with_requests
+from lockstep.distributed.consensus import requests_in, with_next_counts, with_requests
 from lockstep.monitor import metric_log
 from lockstep.training.bad_updates import FOUND
 from lockstep.training.bisecting import worst_sample
-from lockstep.training.valid_targets import nonzero_count
+from lockstep.training.valid_targets import nonzero_count, reported_counts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,15 +117,20 @@ class UpdateRepeats:
             self._draws = generators.states(0)
             self._restore_log = metric_log.restore_point()
 
-    def settled(self, attempt: UpdateAttempt, progress: Progress, rate: float, compute: Compute) -> UpdateAttempt:
-        """Return the attempt that counts: this one, unless it is bad and another one isn't; all ranks together.
+    def settled(
+        self, attempt: UpdateAttempt, upcoming: GlobalBatch, progress: Progress, rate: float, compute: Compute
+    ) -> tuple[UpdateAttempt, GlobalBatch]:
+        """Return the attempt that counts, and the next update's batch; all ranks together.
+
+        It is this attempt, unless it is bad and another one isn't.
 
         Args:
+            upcoming: The next update's batch, as it was fetched.
             progress: Before the update.
             compute: Makes another attempt, after what this one has changed was undone.
         """
         if not self.enabled or not (fault := attempt.fault()) or self._is_overflow(attempt):
-            return attempt
+            return attempt, upcoming
         outcome = attempt.outcome
         slots = outcome.slots
         requests = requests_in(cast("list[float]", slots if isinstance(slots, list) else slots.tolist()))
@@ -140,10 +145,12 @@ class UpdateRepeats:
             if not attempt.fault():
                 self._bad_updates.add(self._report(progress, fault, "repeated"))
         if self._bisects and attempt.fault():
-            attempt, own = self._without_guilty(attempt, progress, again)
-            requests |= own
+            attempt, guilty = self._without_guilty(attempt, progress, again)
+            if guilty and Request.FAIL not in requests:  # else a rank has no data for the next update
+                attempt, upcoming = self._next_without(guilty, attempt, upcoming, progress)
+            requests |= {Request.LEFT_OUT} if guilty else set()
         generators.put(after, 0)
-        return replace(attempt, outcome=with_requests(attempt.outcome, requests))
+        return replace(attempt, outcome=with_requests(attempt.outcome, requests)), upcoming
 
     def _undo(self, rate: float) -> None:
         """Undo what an attempt has changed: gradients, buffers, user code's generators and its log."""
@@ -164,8 +171,8 @@ class UpdateRepeats:
 
     def _without_guilty(
         self, attempt: UpdateAttempt, progress: Progress, again: Compute
-    ) -> tuple[UpdateAttempt, frozenset[Request]]:
-        """Return an attempt without the samples that make this one bad, and the requests that follow from it.
+    ) -> tuple[UpdateAttempt, list[int]]:
+        """Return an attempt without the samples that make this one bad, and those samples.
 
         If there are none, or the config doesn't leave them out, the attempt is made once more as it was.
         """
@@ -184,13 +191,29 @@ class UpdateRepeats:
         if without is None or policy in ("warn", "stop"):
             self._bad_updates.searched[progress.steps + 1] = guilty
             self._components.readback.start(tokens)
-            return again(attempt.batch, attempt.count), frozenset()
+            return again(attempt.batch, attempt.count), []
         self._left_out.source.leave_out(dict.fromkeys(guilty, search.reason))
         known = attempt.batch.left_out
         new = tuple(sample for sample in without.batch.left_out if sample not in known)
         self._left_out.fetched(replace(without.batch, left_out=new))
         self._bad_updates.add(self._report(progress, fault, "left out", guilty))
-        return without, frozenset((Request.LEFT_OUT,))
+        return without, guilty
+
+    def _next_without(
+        self, guilty: Sequence[int], attempt: UpdateAttempt, upcoming: GlobalBatch, progress: Progress
+    ) -> tuple[UpdateAttempt, GlobalBatch]:
+        """Return the attempt and the next update's batch, which is fetched again if it has guilty samples."""
+        loader, after = self._components.loader, progress.advance(attempt.batch.samples, 0)
+        if not {*guilty} & {*loader.samples_after(after)}:
+            return attempt, upcoming
+        upcoming = loader.again(after)
+        count, tokens = _announced(self._components, upcoming)
+        return replace(attempt, outcome=with_next_counts(attempt.outcome, count, tokens)), upcoming
+
+
+def _announced(components: Components, batch: GlobalBatch) -> tuple[float | Tensor, float | Tensor]:
+    """Return valid targets and tokens of an update over all ranks."""
+    return components.consensus.announce(*reported_counts(batch, components.position))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +233,8 @@ class _Search:
 
     def guilty(self) -> tuple[list[int], UpdateAttempt | None]:
         """Return the samples, and the attempt without them, which isn't bad; none if there is no such attempt."""
-        first = self.progress.samples
-        rest = self.components.loader.samples_between(first, first + self.attempt.batch.samples)
-        rest = [sample for sample in rest if not self.left_out.source.leaves_out(sample)]
+        samples = self.components.loader.samples_after(self.progress)
+        rest = [sample for sample in samples if not self.left_out.source.leaves_out(sample)]
         loss, norm = self.attempt.numbers()
         finite, limits = math.isfinite(loss + norm), self.attempt.decision.limits
 
@@ -236,13 +258,11 @@ class _Search:
 
     def _with(self, samples: Sequence[int]) -> UpdateAttempt:
         """Compute the update with no other samples."""
-        components, loader, batch = self.components, self.components.loader, self.attempt.batch
-        first = self.progress.samples
-        others = {*loader.samples_between(first, first + batch.samples)} - {*samples}
+        components, loader = self.components, self.components.loader
+        others = {*loader.samples_after(self.progress)} - {*samples}
         with self.left_out.source.without(dict.fromkeys(others, self.reason)):
             part = loader.again(self.progress)
-        counts = (part.count, part.tokens) if components.position.reports_counts else (0, 0)
-        count, tokens = components.consensus.announce(*counts)
+        count, tokens = _announced(components, part)
         components.readback.land()
         components.readback.start(int(tokens))
         return self.again(part, count)

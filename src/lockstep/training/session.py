@@ -37,7 +37,7 @@ from lockstep.training.repeating import UpdateAttempt, UpdateRepeats
 from lockstep.training.replicas import difference
 from lockstep.training.reporting import Books
 from lockstep.training.unused_parameters import refuse_unused
-from lockstep.training.valid_targets import no_valid_target, nonzero_count
+from lockstep.training.valid_targets import no_valid_target, nonzero_count, reported_counts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,7 +107,8 @@ class Session:
         with _remedy_named():
             self._batch = next(self._batches)
         self.request(self._left_out.fetched(self._batch))
-        count, tokens = self._components.consensus.announce(*self._counts(self._batch))
+        counts = reported_counts(self._batch, self._components.position)
+        count, tokens = self._components.consensus.announce(*counts)
         if not float(count) and not self._batch.left_out:
             print_once(no_valid_target(self.progress.steps + 1))
         self._count = count
@@ -152,7 +153,7 @@ class Session:
         step, scale, clock = components.sharding.step, components.scaler.scale, components.world.clock
         clock.enter(Phase.OPTIMIZER)
         before, rate = self.progress, self._rate()
-        attempt = self._repeats.settled(self._close_vote(), before, rate, self._attempt)
+        attempt, upcoming = self._repeats.settled(self._close_vote(), upcoming, before, rate, self._attempt)
         batch, norm, decision = attempt.batch, attempt.norm, attempt.decision
         clock.enter(Phase.SAVE)
         for observe in components.gradient_observers:
@@ -271,7 +272,8 @@ class Session:
         position = self._components.position
         tallies = (float(self._current.digest) if position.reports_counts else 0.0, *self._saves.status())
         loss_sum = loss_sum if position.reports_loss else loss_sum.new_zeros(())
-        self._components.consensus.open(loss_sum, *self._counts(self._upcoming), tallies, self._requests)
+        counts = reported_counts(self._upcoming, position)
+        self._components.consensus.open(loss_sum, *counts, tallies, self._requests)
         self._requests.clear()
 
     def _close_vote(self) -> UpdateAttempt:
@@ -314,10 +316,6 @@ class Session:
         self._failure_state.fails_together = True
         if self._failure is None:
             self._failure = PeerFailed(f"another rank has no data for the update after step {report.step}")
-
-    def _counts(self, batch: GlobalBatch) -> tuple[float, int]:
-        """Return valid targets and tokens of a batch; 0 where another rank with the same samples counts them."""
-        return (batch.count, batch.tokens) if self._components.position.reports_counts else (0, 0)
 
     def _rate(self) -> float:
         plan = self._components.plan
