@@ -33,6 +33,9 @@ _STRATEGIES: dict[str, dict[str, Any]] = {
     "zero2": {"strategy": "deepspeed", "deepspeed": {"zero_stage": 2}},
     "pipeline": {"strategy": "ddp", "pipeline": 2},
 }
+_COMPRESSED = {
+    "powersgd": {"strategy": "ddp", "ddp": {"compression": "powersgd", "powersgd": {"rank": 1, "start_step": 2}}}
+}
 
 
 class SpikeAt(small.CrossEntropy):
@@ -240,10 +243,10 @@ def _updated(asked: dict[str, Any], times: int) -> tuple[list[Verdict], list[flo
         return verdicts, losses, f"{_digest(session)}{buffers}"
 
 
-@pytest.mark.parametrize("strategy", ["single", *_STRATEGIES])
+@pytest.mark.parametrize("strategy", ["single", *_STRATEGIES, "powersgd"])
 def test_a_nan_that_does_not_come_again_leaves_no_trace(strategy: str) -> None:
     ranks = 1 if strategy == "single" else 2
-    for usual, once, twice in in_world(ranks, _repeated, _STRATEGIES.get(strategy), "WithBatchNorm"):
+    for usual, once, twice in in_world(ranks, _repeated, {**_STRATEGIES, **_COMPRESSED}.get(strategy), "WithBatchNorm"):
         assert once == usual
         assert set(once[0]) == {Verdict.KEPT}
         assert [step for step, verdict in enumerate(twice[0]) if verdict is not Verdict.KEPT] == [3]

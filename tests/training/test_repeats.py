@@ -77,6 +77,17 @@ def test_a_search_logs_nothing_but_the_update_without_the_sample(tmp_path: Path,
     assert entries == _logged(left_out)
 
 
+POWERSGD = {"strategy": "ddp", "ddp": {"compression": "powersgd", "powersgd": {"rank": 1, "start_step": 2}}}
+
+
+def test_a_search_leaves_the_errors_of_compressed_gradients_as_they_were(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    in_world(2, trained, config(run, "ddp", {"bisect": True}, parallel=POWERSGD))
+    in_world(2, trained, config(other, "ddp", {}, parallel=POWERSGD, data=without([BAD])))
+    assert_same_end(run, other)
+    assert left_out(run) == [BAD]
+
+
 # --- samples that are left out while the next update is fetched already --------------------------------------------
 
 

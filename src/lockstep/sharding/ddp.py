@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -86,13 +86,16 @@ class DDPStep(GradientStep):
         self.module = self._ddp
         self._buffers = buffers
         self._learns_graph = options.static_graph
-        self._hook, self._after_discard = _hook(options, world.backend, accumulates)
+        self._hook, self._memory = _hook(options, world.backend, accumulates)
         if self._hook is not None:
             self._hook.register(self._ddp)
         is_seen = self._hook is not None  # hooks are in Python, where collectives are counted
         self._reduced_bytes = 0 if is_seen else sum(each.numel() * each.element_size() for each in self._parameters)
         self._unused_remedy = "leave parallel.ddp.static_graph out and " if options.static_graph else ""
         self._reduces = True
+
+    def restore_point(self) -> Callable[[], None]:
+        return super().restore_point() if self._memory is None else self._memory.restore_point()
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
         self._reduces = last
@@ -151,8 +154,8 @@ class DDPStep(GradientStep):
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
         self._optimizer.update(rate, divisor / self._ranks, keep)
-        if self._after_discard is not None and not keep:
-            self._after_discard()
+        if self._memory is not None and not keep:
+            self._memory.clear()
 
     def close(self) -> None:
         if self._in_buckets is not None:
@@ -294,8 +297,44 @@ class _Hook:
         return unchanged
 
 
-def _hook(options: DDP, backend: str, accumulates: bool) -> tuple[_Hook | None, Callable[[], None] | None]:
-    """Return the hook that DDP needs, and a function to call when an update is discarded, if they are needed."""
+class _PowerSGDMemory:
+    """PowerSGD's memory of the updates before: errors that it adds to the next gradient, and factors to begin with."""
+
+    _NUMBERS = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def clear(self) -> None:
+        """Forget a gradient that was not finite: it would corrupt all later ones."""
+        self._state.error_dict.clear()
+        self._state.p_memory_dict.clear()
+        self._state.q_memory_dict.clear()
+
+    def restore_point(self) -> Callable[[], None]:
+        """Return a function that restores the memory as it is now.
+
+        A backward replaces the errors, so they aren't copied: those of before exist beside the new ones.
+        """
+        state = self._state
+        errors, left, right = {**state.error_dict}, {**state.p_memory_dict}, _copies(state.q_memory_dict)
+        numbers, drawn = [getattr(state, name) for name in self._NUMBERS], state.rng.get_state()
+
+        def restore() -> None:
+            state.error_dict, state.p_memory_dict, state.q_memory_dict = {**errors}, {**left}, _copies(right)
+            state.rng.set_state(drawn)
+            for name, number in zip(self._NUMBERS, numbers, strict=True):
+                setattr(state, name, number)
+
+        return restore
+
+
+def _copies(factors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {bucket: factor.clone() for bucket, factor in factors.items()}
+
+
+def _hook(options: DDP, backend: str, accumulates: bool) -> tuple[_Hook | None, _PowerSGDMemory | None]:
+    """Return the hook that DDP needs, and what it keeps between updates, if they are needed."""
     if options.compression == "none" and not (options.static_graph and accumulates):
         return None, None
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -315,11 +354,4 @@ def _hook(options: DDP, backend: str, accumulates: bool) -> tuple[_Hook | None, 
         matrix_approximation_rank=options.powersgd.rank,
         start_powerSGD_iter=options.powersgd.start_step,
     )
-
-    def reset() -> None:
-        """Clear PowerSGD's memory, in which a gradient that was not finite would corrupt all later ones."""
-        state.error_dict.clear()
-        state.p_memory_dict.clear()
-        state.q_memory_dict.clear()
-
-    return _Hook(powerSGD_hook.powerSGD_hook, state), reset
+    return _Hook(powerSGD_hook.powerSGD_hook, state), _PowerSGDMemory(state)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from lockstep.core.errors import ConfigError, Problem
@@ -89,8 +90,7 @@ class UpdateRepeats:
         self._state = failure_state
         self._left_out = left_out
         self._bad_updates = bad_updates
-        self._draws: dict[str, Tensor] = {}
-        self._restore_log: Callable[[], None] = lambda: None
+        self._restore: tuple[Callable[[], object], ...] = ()
         if not self.enabled:
             return
         key = "bisect" if self._bisects else "nonfinite"
@@ -112,10 +112,13 @@ class UpdateRepeats:
         return self._retries or self._bisects
 
     def begin(self) -> None:
-        """Copy what user code's generators draw from in the update that begins, and what it has logged before."""
+        """Copy what an attempt at the update that begins may change, beside gradients and buffers."""
         if self.enabled:
-            self._draws = generators.states(0)
-            self._restore_log = metric_log.restore_point()
+            self._restore = (
+                partial(generators.put, generators.states(0), 0),
+                metric_log.restore_point(),
+                self._components.sharding.step.restore_point(),
+            )
 
     def settled(
         self, attempt: UpdateAttempt, upcoming: GlobalBatch, progress: Progress, rate: float, compute: Compute
@@ -153,12 +156,12 @@ class UpdateRepeats:
         return replace(attempt, outcome=with_requests(attempt.outcome, requests)), upcoming
 
     def _undo(self, rate: float) -> None:
-        """Undo what an attempt has changed: gradients, buffers, user code's generators and its log."""
+        """Undo what an attempt has changed."""
         components = self._components
         components.sharding.step.update(rate, 1.0, False)
         self._state.undo_forward(components.sharding.state.model)
-        generators.put(self._draws, 0)
-        self._restore_log()
+        for restore in self._restore:
+            restore()
 
     def _is_overflow(self, attempt: UpdateAttempt) -> bool:
         return self._components.scaler.enabled and not bool(attempt.decision.finite)
