@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from index_sources import IndexSource, make_loader
 from lockstep.config.data_sections import BadSamples
 from lockstep.core.errors import RunFailed, Stopped
 from lockstep.core.out_of_memory import error_location
+from lockstep.core.planted import UnreadableSamples, plant_unreadable
 from lockstep.core.progress import Progress
 from lockstep.core.warnings_on_stderr import prefix_warnings
 from lockstep.data import unreadable
@@ -52,6 +56,32 @@ def test_an_error_that_happens_once_costs_a_warning(workers: int, caplog: pytest
     first_update(source, workers=workers)
     warning = "reading samples 0, 1, 2 failed once and succeeded when it was tried again: OSError: stale file handle ("
     assert workers or warning in caplog.text
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_are_planted_fail_once_in_whichever_process_reads_them(workers: int, tmp_path: Path) -> None:
+    def fails() -> bool:
+        with suppress(FileExistsError):
+            (tmp_path / str(os.getpid())).touch(exist_ok=False)
+            return True
+        return False
+
+    def batches() -> list[list[int]]:
+        loader = make_loader(IndexSource(64), shuffle=False, workers=workers)
+        try:
+            updates = loader.updates(Progress())
+            return [next(updates).micro_batches[0].inputs[0].tolist() for _ in range(3)]
+        finally:
+            loader.close()
+
+    usual = batches()
+    plant_unreadable(UnreadableSamples(8, 16, fails))
+    try:
+        assert batches() == usual
+    finally:
+        plant_unreadable(None)
+    (process,) = tmp_path.iterdir()
+    assert (process.name == str(os.getpid())) == (workers == 0)
 
 
 class Once:

@@ -53,7 +53,7 @@ def _outcome(asked: dict[str, Any], *, flips: bool) -> str:
         try:
             for _ in updates_of(session, lambda before: False):
                 if flips and session.progress.steps == _FLIPPED_AFTER:
-                    flip_bit(components_of(session).sharding.state.model)
+                    flip_bit(components_of(session).sharding.state.model, lambda: None)
                 check.follow()
         except ReplicasDiffer as failure:
             return f"{failure}; wrong: {[*failure.ranks]}"

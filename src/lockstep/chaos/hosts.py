@@ -105,7 +105,7 @@ class _Disturbed:
     def follow(self) -> bool:
         """Do what is to happen now; return whether its launcher is to be started again."""
         acts = _NETWORK_ACTS.get(self.fault.kind)
-        if acts is not None and not self.began and any(event["event"] == "fired" for event in events_of(self.plan)):
+        if acts is not None and not self.began and any(event["event"] == "waits" for event in events_of(self.plan)):
             self.began, self.next_at = True, time.monotonic() + _BROKEN_S
             acts[0](self.network, self.host)
             Path(self.fault.folder).touch()

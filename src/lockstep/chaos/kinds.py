@@ -20,7 +20,7 @@ from lockstep.plan.choosing import choose_strategy
 from lockstep.plan.mesh import mesh_of
 from lockstep.resilience.disk_faults import FLIP
 from lockstep.resilience.faults import KINDS, KINDS_OF_HOSTS, OOM, SHRINK
-from lockstep.resilience.number_faults import BAD_SAMPLE
+from lockstep.resilience.number_faults import BAD_SAMPLE, DIVERGE, NAN
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -66,13 +66,13 @@ def prepared(config: Config, kinds: Collection[str]) -> Config:
     """Return the config with what the kinds of faults need."""
     recovery = config.recovery
     numbers: dict[str, object] = {}
-    if "nan" in kinds:
+    if NAN in kinds:
         numbers = {"nonfinite": "retry", "bisect": recovery.bad_numbers.bisect or BAD_SAMPLE in kinds}
     elif BAD_SAMPLE in kinds and not (recovery.bad_numbers.bisect or recovery.bad_numbers.nonfinite == "rollback"):
         numbers = {"nonfinite": "rollback", "rollback_steps": _ROLLBACK_STEPS}
     if numbers:
         recovery = recovery.model_copy(update={"bad_numbers": recovery.bad_numbers.model_copy(update=numbers)})
-    if "diverge" in kinds:
+    if DIVERGE in kinds:
         recovery = recovery.model_copy(update={"compare_every": 1})
     return config.model_copy(update={"recovery": recovery})
 
@@ -83,10 +83,10 @@ def _reasons(config: Config, world: Cluster, steps: int) -> Iterator[tuple[str, 
         yield "collective", "is a collective that other ranks don't call; start 2 ranks at least"
     if not _has_copies(config, world.size):
         why = "2 ranks at least" if world.size == 1 else "2 replicas of the parameters, as ddp has on 2 ranks"
-        yield "diverge", f"changes one of several copies of a parameter; start {why}"
+        yield DIVERGE, f"changes one of several copies of a parameter; start {why}"
     if config.batch.micro_size == 1:
         yield OOM, ONE_SAMPLE
-    for kind in ("nan", BAD_SAMPLE):
+    for kind in (NAN, BAD_SAMPLE):
         if config.precision.compute == "fp16":
             yield kind, "is an overflow under precision.compute: fp16, which isn't repeated; leave it out"
         elif config.optim.in_backward:

@@ -80,7 +80,7 @@ def reference(kind: str, job: Job, run: Path, size: int, train: Callable[[Job, i
     folder = Path(job.config.run.folder or "")
     if kind == BAD_SAMPLE:
         folder.parent.mkdir()
-        _train(_changed(job, "data", leave_out=(*job.config.data.leave_out, *_left_out(run))), size, train)
+        _train(_changed(job, "data", leave_out=(*job.config.data.leave_out, *left_out(run))), size, train)
         return folder
     *_, last = read_attempts(run)
     resume = Resume()
@@ -105,12 +105,19 @@ def distance(losses: Mapping[Any, float | None], expected: Mapping[Any, float | 
     return max((abs(loss - other) / max(abs(other), 1e-30) for loss, other in pairs), default=0.0)
 
 
-def _left_out(run: Path) -> list[tuple[int, int]]:
+def left_out(run: Path) -> list[tuple[int, int]]:
     """Return the samples that a run has left out because of their numbers, as ranges."""
     place = find(run)
     listed = left_out_in(read_manifest(place.storage, choose(place, None)).state.get("left_out", ()))
     samples = sorted({sample.index for sample in listed if sample.reason.startswith(BAD_NUMBERS)})
     return [(sample, sample) for sample in samples]
+
+
+def distance(losses: Mapping[int, float | None], expected: Mapping[int, float | None]) -> float:
+    """Return by what part of it a loss differs from the expected one, at most; None: an update without a sample."""
+    both = [(loss, expected.get(step)) for step, loss in losses.items()]
+    pairs = [(loss, other) for loss, other in both if loss is not None and other is not None]
+    return max((abs(loss - other) / max(abs(other), 1e-30) for loss, other in pairs), default=0.0)
 
 
 def _last(run: Path, fact: str) -> int:

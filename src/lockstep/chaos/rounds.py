@@ -15,7 +15,7 @@ import random
 import shutil
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.chaos import evaluations, references
-from lockstep.chaos.drawing import balanced, draw_faults, updates_between_saves
+from lockstep.chaos.drawing import balanced, draw_fault, updates_between_saves
+from lockstep.chaos.effects import has_effect
 from lockstep.chaos.hosts import output_of, train_on_several
 from lockstep.chaos.kinds import Cluster, applicable, prepared
 from lockstep.chaos.launchers import Launchers, StopRequest
@@ -35,7 +36,7 @@ from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped, Verif
 from lockstep.launch.devices import threads_per_rank
 from lockstep.launch.local import import_ahead
 from lockstep.monitor.folder import METRICS
-from lockstep.resilience.disk_faults import FLIP
+from lockstep.resilience.disk_faults import FLIP, SAMPLE
 from lockstep.resilience.faults import FAULTS, OOM, Fault, events_of, write_plan
 from lockstep.resilience.number_faults import BAD_SAMPLE
 from lockstep.training.ahead import imports_ahead
@@ -88,7 +89,7 @@ class ChaosRow:
 
     Attributes:
         fault, rank, step, phase: The fault.
-        fired: Whether its rank reached that phase of that update.
+        fired: Whether it has had its effect.
         code: Exit code of the run.
         recovery_seconds: From the fault to the end of the first update after it, or after what was broken has been
             mended; None: there was none.
@@ -195,25 +196,25 @@ class _Rounds:
         folder = self._settings.folder / f"round-{number}"
         folder.mkdir()
         plan, world = folder / "faults.json", self._settings.world
-        faults = draw_faults(draws, kind, world.size, world.ranks, self._settings.steps, plan)
+        fault = draw_fault(draws, kind, world.size, world.ranks, self._settings.steps, plan)
         try:
             if kind == OOM:
-                faults[0] = references.in_memory(faults[0], self.undisturbed, self._job.config.memory)
-            row = self._disturbed(faults, plan)
+                fault = references.in_memory(fault, self.undisturbed, self._job.config.memory)
+            row = self._disturbed(fault, plan)
         except Stopped:
             raise
         except Exception as error:
             if not isinstance(error, Failure):
                 traceback.print_exc()
-            fault, text = faults[0], message_of(error) if isinstance(error, Failure) else repr(error)
+            text = message_of(error) if isinstance(error, Failure) else repr(error)
             row = ChaosRow(fault.kind, fault.rank, fault.step, fault.phase, str(output_of(folder)), failure=text)
         if row.passed and not self._settings.keep:
             shutil.rmtree(folder)
         return row
 
-    def _disturbed(self, faults: Sequence[Fault], plan: Path) -> ChaosRow:
-        folder, fault, world = plan.parent, faults[0], self._settings.world
-        write_plan(plan, faults)
+    def _disturbed(self, fault: Fault, plan: Path) -> ChaosRow:
+        folder, world = plan.parent, self._settings.world
+        write_plan(plan, [fault])
         job = self._job_in(folder / "run", snapshots=fault.kind != FLIP)
         if world.hosts == 1:
             code = self._train(job, world.size, plan)
@@ -277,13 +278,16 @@ def _row(fault: Fault, plan: Path, code: int, undisturbed: Path, reference: Path
     run, events = plan.with_name("run"), events_of(plan)
     fired = next((event for event in events if event["event"] == "fired"), None)
     mended = next((event for event in events if event["event"] == "mended"), fired)
-    after = [event for event in events if mended is not None and event["time"] > mended["time"]]
-    again = next((event for event in after if event["event"] == "updated"), None)
-    equal = ledger_complete = False
+    updated = [event for event in events if event["event"] == "updated"]
+    if fault.kind == SAMPLE:  # may be read many updates ahead
+        updated = [event for event in updated if event["step"] >= fault.step]
+    again = next((event for event in updated if mended is not None and event["time"] > mended["time"]), None)
+    has_fired = equal = ledger_complete = False
     evaluations_differ = 0
     losses: dict[int, Any] = {}
     expected = usual = _losses(undisturbed)
     with suppress(Failure, OSError, ValueError, KeyError):
+        has_fired = fired is not None and has_effect(fault.kind, run)
         losses = _losses(run)
         expected = {**usual, **_losses(reference)}
         equal = _have_equal_state(run, reference) and all(expected[step] == loss for step, loss in losses.items())
@@ -296,7 +300,7 @@ def _row(fault: Fault, plan: Path, code: int, undisturbed: Path, reference: Path
         fault.step,
         fault.phase,
         str(output_of(plan.parent)),
-        fired is not None,
+        has_fired,
         code,
         again["time"] - fired["time"] if again is not None and fired is not None else None,
         max(0, fault.step - again["step"]) if again is not None else None,

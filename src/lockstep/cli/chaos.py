@@ -149,10 +149,10 @@ def _but(rows: Sequence[ChaosRow]) -> str:
 def _result(row: ChaosRow) -> str:
     if row.failure:
         return f"failed: {row.failure}"
-    if not row.fired:
-        return "the fault didn't fire"
     if row.code:
         return f"ended with exit code {row.code}"
+    if not row.fired:
+        return "the fault had no effect"
     if not row.equal:
         return "ended with another state or other losses"
     if row.updates_unrecorded:

@@ -36,7 +36,7 @@ from lockstep.core import heartbeat
 from lockstep.core.control_groups import Kills, kernel_kills, why_killed
 from lockstep.core.errors import Failure, RunFailed, WorkerDied
 from lockstep.core.heartbeat import Reading, mark_of
-from lockstep.core.planted import raise_planted
+from lockstep.core.planted import UnreadableSamples, plant_unreadable, raise_planted, unreadable_samples
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch
 from lockstep.core.safe_path import safe_interpreters
@@ -121,7 +121,8 @@ def fetch(source: Source, request: FetchRequest) -> Batch:
 
 
 def _fetch(source: Source, request: FetchRequest) -> Batch:
-    raise_planted()
+    if not request.evaluates:
+        raise_planted(request.position)
     with heartbeat.evaluates(request.indices) if request.evaluates else nullcontext():
         if request.generator_key is None:
             return source.fetch(request.indices)
@@ -150,7 +151,7 @@ def _from_workers(source: Source, requests: Iterable[FetchRequest], workers: Wor
         prefetch_factor=workers.prefetch,
         pin_memory=workers.pin,
         multiprocessing_context=_killable_context(),
-        worker_init_fn=partial(_ignore_signals, os.getpid(), _in_main_thread()),
+        worker_init_fn=partial(_begin_worker, os.getpid(), _in_main_thread(), unreadable_samples()),
         # without it, torch would draw from the process' generator and change what the model draws
         generator=torch.Generator().manual_seed(workers.key),
     )
@@ -227,8 +228,13 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _ignore_signals(rank: int, from_main_thread: bool, worker: int) -> None:
-    """Leave signals to the rank; called in a worker, before it fetches."""
+def _begin_worker(rank: int, from_main_thread: bool, unreadable: UnreadableSamples | None, worker: int) -> None:
+    """Leave signals to the rank; called in a worker, before it fetches.
+
+    Args:
+        unreadable: What is planted in the rank, of which a worker that isn't forked knows nothing.
+    """
+    plant_unreadable(unreadable)
     if os.getppid() == rank and from_main_thread:
         die_with_parent(rank)
     else:  # the parent is a fork server, or a thread, whose end would count as the rank's

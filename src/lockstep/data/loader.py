@@ -143,12 +143,19 @@ class TrainingLoader:
     def sample_of(self, step: int, rank: int) -> Batch:
         """Return the first sample of update `step`, from 1, on a rank, at this global batch, as a batch on the CPU."""
         size = self._batch.global_size
-        epoch, number = divmod(step - 1, -(-self.epoch_samples // size))
-        position = number * size
+        epoch, position = divmod(self.positions_of(step)[0], self.epoch_samples)
         ranges = self._batch.ranges(min(size, self.epoch_samples - position), rank % self._batch.ranks)
         indices = self._order.indices(epoch, np.array([position + ranges[0][0] % size]))
         draws = key(self._seed, "augmentation") if self._source.draws else None
         return fetch(self._source, FetchRequest(indices, False, key(self._seed, "noise", epoch), draws))
+
+    def positions_of(self, step: int) -> tuple[int, int]:
+        """Return the positions between which update `step`, from 1, has its samples, at this global batch."""
+        size = self._batch.global_size
+        epoch, number = divmod(step - 1, -(-self.epoch_samples // size))
+        first = number * size
+        end = min(first + size, self.epoch_samples)
+        return epoch * self.epoch_samples + first, epoch * self.epoch_samples + end
 
     def position_before(self, position: int, updates: int) -> int:
         """Return the position at which the last `updates` updates before `position` began, at this global batch."""

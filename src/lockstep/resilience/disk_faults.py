@@ -4,8 +4,8 @@ full        a write to an unfinished checkpoint fails with ENOSPC, once
 readonly    whatever changes one fails with EROFS, for 0.5 s
 gone        whatever uses one fails with EIO, for 0.5 s
 slow        writes to one take 0.1 s longer, twenty times
-sample      the next read of samples raises, once
-flip        a byte of the newest checkpoint is changed, and the rank is killed
+sample      a read of samples raises, once
+flip        a byte of the newest checkpoint is changed, and all ranks are killed
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ _SLOW_S, _SLOW_CALLS = 0.1, 20
 
 
 def newest_of_two(folder: Path) -> Path | None:
-    """Return a file of the newest checkpoint in a folder; None if there is none before it."""
+    """Return the largest file of the newest checkpoint in a folder; None if there is none before it.
+
+    Under some strategies a rank has no part of the state to save, and the run that resumes doesn't read its file.
+    """
     files = sorted(folder.glob(_PUBLISHED))
-    return files[-1] if len({file.parent for file in files}) > 1 else None
+    newest = [file for file in files if file.parent == files[-1].parent]
+    return max(newest, key=lambda file: file.stat().st_size) if len(newest) < len(files) else None
 
 
 def flip_byte(file: Path) -> None:

@@ -4,8 +4,10 @@
     plan.jsonl                  what happened: a line for each fault as it fires, for the first update of each round,
                                 and for the one in which a fault has fired, if its rank ends it
 
-A fault fires once, in whichever round its rank enters the phase of that update first. What happens to the network is
-done by who started the hosts (`chaos.hosts`): there the rank waits until it has been done.
+A fault fires once, in whichever round its rank enters the phase of that update first. It is noted as fired when it has
+its effect, which may be later, and in another process: a NaN comes with a forward, an error with a call of the disk,
+and samples that can't be read with their read, perhaps in a data worker. What happens to the network is done by who
+started the hosts (`chaos.hosts`): there the rank waits until it has been done.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import append_line
 from lockstep.core.phase_clock import Phase
-from lockstep.core.planted import plant_unreadable
+from lockstep.core.planted import UnreadableSamples, plant_unreadable
 from lockstep.resilience.disk_faults import (
     DISK_KINDS,
     FLIP,
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 FAULTS = "LOCKSTEP_FAULTS"
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "host")
 """Phases of an update that every rank enters, under strategies with several ranks."""
-OOM, HOST, SHRINK = "oom", "host", "shrink"
+STOP, OOM, HOST, SHRINK = "stop", "oom", "host", "shrink"
 NETWORK_KINDS = ("partition", "one-way", "slow-link")
 """Kinds of faults of the network, which begin while a rank is in its phase."""
 _EXIT_CODE = 9
@@ -63,7 +65,7 @@ class Fault:
         phase: At whose first beginning in that update.
         above: Of kind `oom`: the largest micro-batch that fits.
         folder: Of kind `flip`: where the checkpoints are; it fires in the first update from `step` on that has two. Of
-            `NETWORK_KINDS`: a file that exists once the network fails.
+            `NETWORK_KINDS`: a file that exists once the network fails, which it does after the event "waits".
     """
 
     kind: str
@@ -89,7 +91,7 @@ def write_plan(plan: Path, faults: Sequence[Fault]) -> None:
 
 
 def events_of(plan: Path) -> list[dict[str, Any]]:
-    """Return what has happened: {"event": "fired" or "updated", "rank", "step", "time" in seconds of the epoch}."""
+    """Return what has happened: {"event": "fired", "updated" or "waits", "rank", "step", "time" of the epoch}."""
     try:
         return [json.loads(line) for line in plan.with_suffix(".jsonl").read_text(encoding="utf-8").split("\n") if line]
     except FileNotFoundError:
@@ -110,6 +112,8 @@ def plant(world: World, steps: int, environ: Mapping[str, str] = os.environ, tra
         faults = [Fault(**fault) for fault in json.loads(plan.read_text(encoding="utf-8"))["faults"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{FAULTS} names {name}, which is no plan of faults: {error}") from error
+    if any(fault.kind == FLIP for fault in faults):
+        _process_file(plan, world.rank).write_text(str(os.getpid()), encoding="utf-8")
     here = [fault for fault in faults if fault.rank == world.rank or fault.kind == BAD_SAMPLE]
     trap = _Trap(plan, world, steps, here)
     clock = world.clock
@@ -122,14 +126,7 @@ def plant(world: World, steps: int, environ: Mapping[str, str] = os.environ, tra
 
     clock.enter = entered  # type: ignore[method-assign]
     if trained is not None:
-        trap.model = trained.model
-    for number, fault in enumerate(trap.faults):
-        if fault.kind == OOM and trained is not None:
-            plant_in(trained, fault.phase, partial(trap.runs_out, number, trained.samples))
-        if fault.kind == BAD_SAMPLE and trained is not None:
-            sample = trained.sample(fault.step, fault.rank)
-            if sample.samples:  # else the run leaves it out by now
-                make_sample_nan(trained.model, sample.inputs, partial(trap.fires, number))
+        trap.plant(trained)
 
 
 class _Trap:
@@ -137,10 +134,25 @@ class _Trap:
         self._plan = plan
         self._world = world
         self._steps = steps
-        self.faults = faults
+        self._faults = faults
         self._first = world.rank == 0
         self._fired_in = 0
-        self.model: nn.Module | None = None
+        self._model: nn.Module | None = None
+
+    def plant(self, trained: Trained) -> None:
+        """Plant the faults that come with the model's forwards and backwards, or with the data."""
+        self._model = trained.model
+        for number, fault in enumerate(self._faults):
+            if fault.kind == OOM:
+                plant_in(trained, fault.phase, partial(self._runs_out, number, trained.samples))
+            if fault.kind == SAMPLE:
+                fails = partial(_fires_once, self._plan, self._world.rank, number, fault.step)
+                plant_unreadable(UnreadableSamples(*trained.positions(fault.step), fails))
+                self._fired_in = fault.step
+            if fault.kind == BAD_SAMPLE:
+                sample = trained.sample(fault.step, fault.rank)
+                if sample.samples:  # else the run leaves it out by now
+                    make_sample_nan(trained.model, sample.inputs, partial(self._fires, number))
 
     def entered(self, phase: Phase, updates: int, *, ends_update: bool) -> None:
         """See a phase begin, after some updates of this process.
@@ -150,51 +162,72 @@ class _Trap:
         """
         step, name = self._steps + updates + 1, phase.name.lower()
         if updates and (self._first or 0 < self._fired_in < step):
-            self._first, self._fired_in = False, 0
+            self._first = False
+            self._fired_in = self._fired_in if self._fired_in >= step else 0
             self._note("updated", step - 1)
-        for number, fault in enumerate(self.faults):
+        for number, fault in enumerate(self._faults):
             if (
-                fault.phase != name
-                or fault.kind in (OOM, BAD_SAMPLE)
-                or (fault.kind == DIVERGE and not ends_update)
-                or not _is_due(fault, step)
-                or not self._is_first(number)
+                fault.phase == name
+                and fault.kind not in _PLANTED_AHEAD
+                and (fault.kind != DIVERGE or ends_update)
+                and _is_due(fault, step)
+                and _is_first(self._plan, self._world.rank, number)
             ):
-                continue
-            if fault.kind in DISK_KINDS:
-                plant_in_disk(fault.kind, partial(self._note, "fired", step))
-            else:
-                self._note("fired", step)
-                if fault.kind not in NUMBER_FAULTS:
-                    _ACTIONS[fault.kind](fault, self._world)
-                elif self.model is not None:
-                    NUMBER_FAULTS[fault.kind](self.model)
+                self._begin(fault, step)
 
-    def runs_out(self, number: int, samples: Callable[[bool], int], training: bool) -> bool:
+    def _begin(self, fault: Fault, step: int) -> None:
+        if fault.kind in DISK_KINDS:
+            plant_in_disk(fault.kind, partial(self._note, "fired", step))
+        elif fault.kind == FLIP:
+            _flip(fault, self._plan, partial(self._note, "fired", step))
+        elif fault.kind in NETWORK_KINDS:
+            self._note("waits", step)
+            _wait_for_network(fault)
+            self._note("fired", step)
+        elif fault.kind not in NUMBER_FAULTS:
+            self._note("fired", step)
+            _ACTIONS[fault.kind](fault, self._world)
+        elif self._model is not None:
+            NUMBER_FAULTS[fault.kind](self._model, lambda: self._note("fired", self._step()))
+
+    def _runs_out(self, number: int, samples: Callable[[bool], int], training: bool) -> bool:
         """Return whether memory runs out, in a forward or backward of training (true) or of an evaluation."""
-        fault, step = self.faults[number], self._steps + self._world.clock.position().updates + training
+        fault, step = self._faults[number], self._step() - 1 + training
         if step < fault.step or samples(training) <= fault.above:
             return False
-        if self._is_first(number):
+        if _is_first(self._plan, self._world.rank, number):
             self._note("fired", step)
         return True
 
-    def fires(self, number: int) -> None:
+    def _fires(self, number: int) -> None:
         """Note the first time that a fault fires which may fire again."""
-        if self._is_first(number):
-            self._note("fired", self._steps + self._world.clock.position().updates + 1)
+        if _is_first(self._plan, self._world.rank, number):
+            self._note("fired", self._step())
 
-    def _is_first(self, number: int) -> bool:
-        try:
-            self._plan.with_suffix(f".{self._world.rank}-{number}").touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
+    def _step(self) -> int:
+        return self._steps + self._world.clock.position().updates + 1
 
     def _note(self, event: str, step: int) -> None:
         if event == "fired":
             self._fired_in = step
         note(self._plan, event, rank=self._world.rank, step=step)
+
+
+def _fires_once(plan: Path, rank: int, number: int, step: int) -> bool:
+    """Note the first time that a fault of a rank fires, in whichever process; return whether this is it."""
+    is_first = _is_first(plan, rank, number)
+    if is_first:
+        note(plan, "fired", rank=rank, step=step)
+    return is_first
+
+
+def _is_first(plan: Path, rank: int, number: int) -> bool:
+    """Return whether a fault of a rank was not asked for before, in any round."""
+    try:
+        plan.with_suffix(f".{rank}-{number}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _is_due(fault: Fault, step: int) -> bool:
@@ -203,11 +236,21 @@ def _is_due(fault: Fault, step: int) -> bool:
     return step == fault.step
 
 
-def _flip(fault: Fault, world: World) -> None:
+def _process_file(plan: Path, rank: int) -> Path:
+    """Return the file with the number of a rank's process, in a run with a fault of kind `flip`."""
+    return plan.with_suffix(f".process-{rank}")
+
+
+def _flip(fault: Fault, plan: Path, fired: Callable[[], None]) -> None:
+    """Change a byte of the newest checkpoint, and kill all ranks at once: one that is left would save a newer one."""
     file = newest_of_two(Path(fault.folder))
-    if file is not None:
-        flip_byte(file)
-    _kill(fault, world)
+    if file is None:
+        return
+    flip_byte(file)
+    fired()
+    processes = [int(file.read_text(encoding="utf-8")) for file in plan.parent.glob(f"{plan.stem}.process-*")]
+    for process in sorted(processes, key=lambda process: process == os.getpid()):
+        os.kill(process, signal.SIGKILL)
 
 
 def _kill(fault: Fault, world: World) -> None:
@@ -242,9 +285,12 @@ def _hold_interpreter(fault: Fault, world: World) -> None:
         library.sleep(int(_PATIENCE_S))
 
 
-def _wait_for_network(fault: Fault, world: World) -> None:
+def _wait_for_network(fault: Fault) -> None:
+    """Wait until the network fails. Raises PlantedFault if it doesn't."""
     deadline = time.monotonic() + _PATIENCE_S
-    while not Path(fault.folder).exists() and time.monotonic() < deadline:
+    while not Path(fault.folder).exists():
+        if time.monotonic() > deadline:
+            raise PlantedFault(f"the network doesn't fail in {fault.phase} of update {fault.step}")
         time.sleep(_SLICE_S)
 
 
@@ -256,20 +302,20 @@ _ACTIONS: Mapping[str, Callable[[Fault, World], None]] = {
     "kill": _kill,
     "exit": _exit,
     "raise": _raise,
-    "stop": _stop,
+    STOP: _stop,
     "hang": _hang,
     "gil": _hold_interpreter,
     "collective": _call_alone,
-    SAMPLE: lambda fault, world: plant_unreadable(),
-    FLIP: _flip,
     HOST: _kill_host,
     SHRINK: _kill_host,
-    **dict.fromkeys(NETWORK_KINDS, _wait_for_network),
 }
+_PLANTED_AHEAD = (OOM, SAMPLE, BAD_SAMPLE)
 KINDS_OF_HOSTS = (HOST, *NETWORK_KINDS)
 """Kinds of faults that happen to one of several hosts, which is there again afterwards."""
 KINDS = (
-    *(kind for kind in _ACTIONS if kind not in (*KINDS_OF_HOSTS, SHRINK)),
+    *(kind for kind in _ACTIONS if kind not in (HOST, SHRINK)),
+    SAMPLE,
+    FLIP,
     *DISK_KINDS,
     OOM,
     *NUMBER_FAULTS,

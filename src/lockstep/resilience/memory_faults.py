@@ -33,12 +33,14 @@ class Trained:
         step: Its optimizer's step is the method `update`.
         samples: Returns how many samples of a micro-batch count, in training (true) or in an evaluation.
         sample: Returns the first sample of an update on a rank, alone; it has no weight if it is left out.
+        positions: Returns between which positions in the order of the run an update has its samples.
     """
 
     model: nn.Module
     step: GradientStep
     samples: Callable[[bool], int]
     sample: Callable[[int, int], Batch]
+    positions: Callable[[int], tuple[int, int]]
 
 
 def held_samples(micro_size: int, memory: Memory) -> int:

@@ -11,7 +11,7 @@ Where the optimizer's state is sharded, an update writes all parameters again: a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from lockstep.distributed.forward_mode import current_sequences
@@ -22,22 +22,55 @@ if TYPE_CHECKING:
 
     from lockstep.core.records import Inputs
 
-BAD_SAMPLE, DIVERGE = "badsample", "diverge"
+NAN, BAD_SAMPLE, DIVERGE = "nan", "badsample", "diverge"
 _NAN = float("nan")
 _BIT = 1 << 20  # of a float32: an eighth of the number, as its exponent stays
 
 
-def make_nan(model: nn.Module) -> None:
-    """Let the next output of the first layer in training be NaN."""
-    first = _first_layer(model)
+def make_nan(model: nn.Module, fired: Callable[[], None]) -> None:
+    """Let the next output of the first layer in training be NaN; of a compiled model, that of the whole.
+
+    Args:
+        fired: Called when it is.
+    """
+    compiled = getattr(model, "_compiled_call_impl", None)
+    if compiled is not None:  # a hook would come too late for what is compiled
+
+        def call(*inputs: Any, **named: Any) -> Any:
+            output = compiled(*inputs, **named)
+            if not model.training:
+                return output
+            model._compiled_call_impl = compiled
+            fired()
+            return _spoiled(output)
+
+        model._compiled_call_impl = call
+        return
 
     def spoil(module: nn.Module, inputs: object, output: Any) -> Any:
         if not module.training:
             return None
         handle.remove()
-        return (output[0] * _NAN, *output[1:]) if isinstance(output, tuple) else output * _NAN
+        fired()
+        return _spoiled(output)
 
-    handle = first.register_forward_hook(spoil)
+    handle = _first_layer(model).register_forward_hook(spoil)
+
+
+def _spoiled(output: Any) -> Any:
+    """Return an output with NaN in its first tensor, or in all tensors of a mapping."""
+    if isinstance(output, MutableMapping):
+        for name, value in output.items():
+            if _is_of_numbers(value):
+                output[name] = value * _NAN
+        return output
+    return (output[0] * _NAN, *output[1:]) if isinstance(output, tuple) else output * _NAN
+
+
+def _is_of_numbers(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def make_sample_nan(model: nn.Module, inputs: Inputs, fired: Callable[[], None]) -> None:
@@ -89,14 +122,21 @@ def _first_layer(model: nn.Module) -> nn.Module:
     return next(module for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
 
 
-def flip_bit(model: nn.Module) -> None:
-    """Flip a bit of the largest trained parameter that this rank holds."""
+def flip_bit(model: nn.Module, fired: Callable[[], None]) -> None:
+    """Flip a bit of the largest trained parameter that this rank holds.
+
+    Args:
+        fired: Called when it is done.
+    """
     import torch
 
     held = [live_part(parameter).data for parameter in model.parameters() if parameter.requires_grad]
     largest: Tensor = max(held, key=lambda tensor: tensor.numel())
+    if not largest.numel():
+        return
     numbers = largest.view(-1)[:1].float().view(torch.int32) ^ _BIT
     largest.view(-1)[:1] = numbers.view(torch.float32).to(largest.dtype)
+    fired()
 
 
-NUMBER_FAULTS: Mapping[str, Callable[[nn.Module], None]] = {"nan": make_nan, DIVERGE: flip_bit}
+NUMBER_FAULTS: Mapping[str, Callable[[nn.Module, Callable[[], None]], None]] = {NAN: make_nan, DIVERGE: flip_bit}

@@ -129,7 +129,7 @@ def run_job(job: Job) -> Finished:
         checkpoints.snapshots.begin_attempt(record_attempt(session, folder, earlier, facts, job.memory))
         sharding, loader, memory = components.sharding, components.loader, components.config.memory
         held = components.evaluator.micro_size, held_samples(components.plan.batch.micro_size, memory)
-        trained = Trained(sharding.state.model, sharding.step, held.__getitem__, loader.sample_of)
+        trained = Trained(sharding.state.model, sharding.step, held.__getitem__, loader.sample_of, loader.positions_of)
         plant(components.world, session.progress.steps, trained=trained)
         is_first = components.world.rank == 0
         meters = Meters(session, folder)
