@@ -21,16 +21,23 @@ if TYPE_CHECKING:
 
 def seed_everything(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators, on all devices."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    _seed_host(seed)
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
     else:  # without the notes on seeds that torch keeps for devices that aren't there: 5 ms
         torch.default_generator.manual_seed(seed)
 
 
+def _seed_host(seed: int) -> None:
+    """Seed Python's and NumPy's generators: 5.5 us; with more than 32 bits, NumPy's alone would take 8 us."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 class KeyedDraws:
-    """Sets the device's generator before each forward to a key of (seed, update, data rank, micro-batch).
+    """Sets all generators before each forward to a key of (seed, update, data rank, micro-batch).
+
+    Those are Python's, NumPy's and torch's, on the CPU and on the device.
 
     Args:
         data_rank: 0 if micro-batches are numbered through all ranks.
@@ -65,5 +72,6 @@ class KeyedDraws:
         """Set the generators to the key of a forward."""
         forward = (step, self._data_rank, micro_batch, *((stage,) if stage else ()))
         number = key(self._seed, "forward", *forward, *self._part) >> 1
+        _seed_host(number)
         for generator in self._generators:
             generator.manual_seed(number)

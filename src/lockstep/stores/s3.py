@@ -37,6 +37,7 @@ _MOST_PARTS = 10_000
 _THREADS = 4
 _FIRST_REACH_S = 10.0  # an address that has never answered is more likely wrong than down
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_PAUSES = random.Random()  # of its own: a model may draw from the global generator meanwhile
 _MOST_DELETED = 1000  # by one call
 
 _R = TypeVar("_R")
@@ -270,7 +271,7 @@ def _new_client(place: str) -> Any:
 def _pauses() -> Iterator[float]:
     pause = _FIRST_PAUSE_S
     while True:
-        yield pause * random.uniform(0.5, 1)
+        yield pause * _PAUSES.uniform(0.5, 1)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
