@@ -25,13 +25,13 @@ from lockstep.config.every import Every
 from lockstep.core.errors import RunFailed
 from lockstep.data.bad_samples import BAD_NUMBERS
 from lockstep.monitor.attempts import read_attempts
+from lockstep.plan.batch import half
 from lockstep.resilience.faults import OOM, SHRINK, Fault
 from lockstep.resilience.memory_faults import held_samples
 from lockstep.resilience.number_faults import BAD_SAMPLE
 from lockstep.training.ledger import left_out_in
 from lockstep.training.locations import choose, find
 from lockstep.training.resuming import Resume
-from lockstep.training.smaller_batches import half
 
 if TYPE_CHECKING:
     from lockstep.config.training_sections import Memory
@@ -111,13 +111,6 @@ def left_out(run: Path) -> list[tuple[int, int]]:
     listed = left_out_in(read_manifest(place.storage, choose(place, None)).state.get("left_out", ()))
     samples = sorted({sample.index for sample in listed if sample.reason.startswith(BAD_NUMBERS)})
     return [(sample, sample) for sample in samples]
-
-
-def distance(losses: Mapping[int, float | None], expected: Mapping[int, float | None]) -> float:
-    """Return by what part of it a loss differs from the expected one, at most; None: an update without a sample."""
-    both = [(loss, expected.get(step)) for step, loss in losses.items()]
-    pairs = [(loss, other) for loss, other in both if loss is not None and other is not None]
-    return max((abs(loss - other) / max(abs(other), 1e-30) for loss, other in pairs), default=0.0)
 
 
 def _last(run: Path, fact: str) -> int:

@@ -158,6 +158,12 @@ def coupling(module: nn.Module) -> str | None:
     return " and ".join(causes) or None
 
 
+def least_samples(module: nn.Module) -> int:
+    """Return how many samples a micro-batch needs in training: 2 with batch norm, whose statistics are of them."""
+    norms = (child for child in module.modules() if isinstance(child, _BatchNorm) and child.training)
+    return 2 if any(not isinstance(norm, nn.SyncBatchNorm) for norm in norms) else 1
+
+
 def objective_kind(objective: schema.ObjectiveConfig, model: schema.Model, facts: DataFacts, head: Head | None) -> str:
     """Return the kind of the objective: one of those in `objectives`, `custom` or `given`.
 

@@ -43,6 +43,7 @@ _FACTS = (
     "flops_per_token",
     "peak_flops",
 )
+_FURTHER_FACTS = ("memory_bandwidth", "least_micro_size", "evaluation_size")
 _LARGEST = 1e30
 _TAIL = 1 << 22  # bytes: a line of 1,024 ranks has 100 KB
 
@@ -168,7 +169,7 @@ def _attempt(text: bytes) -> Attempt | None:
             int(record["step"]),
             float(record["seconds"]),
             tuple((str(host), int(ranks)) for host, ranks in record.get("hosts", ())),
-            {name: record.get(name) for name in (*_FACTS, "memory_bandwidth")},
+            {name: record.get(name) for name in (*_FACTS, *_FURTHER_FACTS)},
             Planned(
                 int(planned.get("parameters") or 0),
                 int(planned.get("gradients") or 0),

@@ -117,6 +117,17 @@ def micro_ranges(samples: int, micro_size: int, rank: int, ranks: int) -> Iterat
     return (_part(start, stop, index, accumulation) for index in range(accumulation))
 
 
+def half(size: int) -> int:
+    """Return the size of micro-batches of which there are twice as many."""
+    return _ceil(size, 2)
+
+
+def smallest_micro_batch(samples: int, micro_size: int, ranks: int) -> int:
+    """Return the samples of the smallest micro-batch of an update of `samples` samples, on any rank."""
+    accumulation = max(1, _ceil(_ceil(samples, ranks), micro_size))
+    return samples // ranks // accumulation
+
+
 def nearest_even_sizes(global_size: int, micro_size: int, ranks: int) -> tuple[int, int]:
     """Return the global sizes nearest to `global_size`, below (or equal) and above, that fill all micro-batches."""
     unit = micro_size * ranks

@@ -6,7 +6,7 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from lockstep.core.records import RunInfo
 from lockstep.launch.memory_folder import note_attempt
@@ -22,7 +22,11 @@ from lockstep.monitor.attempts import (
 )
 from lockstep.monitor.folder import RunFolder
 from lockstep.training.host_memories import attempt_id
+from lockstep.training.micro_sizes import least_micro_size
 from lockstep.training.session import Session, components_of, seconds_of
+
+if TYPE_CHECKING:
+    from lockstep.training.components import Components
 
 _SAME_LAUNCH_S = 0.1  # times are recorded rounded
 
@@ -55,6 +59,11 @@ def _launched(run: Path, earlier: EarlierAttempts) -> float:
     return earlier.ended if is_again else start
 
 
+def _sizes(components: Components) -> dict[str, int]:
+    """Return sizes of micro-batches that the launcher looks at when memory has run out."""
+    return {"least_micro_size": least_micro_size(components), "evaluation_size": components.evaluator.micro_size}
+
+
 def record_attempt(
     session: Session, run: Path, earlier: EarlierAttempts, info: RunInfo, memory: Path | None = None
 ) -> str | None:
@@ -79,7 +88,7 @@ def record_attempt(
         session.progress.steps,
         seconds_of(session),
         by_host(hosts),
-        facts_of(info),
+        {**facts_of(info), **_sizes(components)},
         Planned(held.parameters, held.gradients, held.optimizer, plan.sent, plan.bubble),
     )
     RunFolder.open(run).write_attempts(attempts_text((*earlier.attempts, attempt)))

@@ -10,7 +10,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +32,6 @@ from lockstep.launch.other_launchers import launch_environment
 from lockstep.launch.outside_watch import watched_from_outside
 from lockstep.launch.rank import append
 from lockstep.launch.streams import log_path
-from lockstep.models.blocks import repeated_blocks
 from lockstep.monitor import metric_log, report_buffer
 from lockstep.monitor.environment import describe
 from lockstep.monitor.events import summarize
@@ -56,8 +55,9 @@ from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
 from lockstep.training.locations import storage_of
 from lockstep.training.memory_snapshots import snapshots_in
+from lockstep.training.micro_sizes import factors_of
 from lockstep.training.monitoring import Meters, make_monitors, refuse_missing_packages, started
-from lockstep.training.out_of_memory import MemoryFactors, explain, memory_factors, with_prediction
+from lockstep.training.out_of_memory import explain, with_prediction
 from lockstep.training.ownership import run_folder_for
 from lockstep.training.publishing import publish, write_report
 from lockstep.training.resuming import Resume, a_checkpoint_follows
@@ -204,7 +204,7 @@ def opened(
                 world.exchange.listen()
             yield session
         except Exception as error:
-            failure = explain(error, _memory_factors(config, world.size, session), world.device)
+            failure = explain(error, factors_of(config, world.size, session), world.device)
             if failure is None:
                 raise
             if failure.advice and world.size == 1 and not started_by_lockstep(os.environ):  # a launcher does it itself
@@ -213,21 +213,6 @@ def opened(
         finally:
             if session is not None:
                 session.close()
-
-
-def _memory_factors(config: Config, ranks: int, session: Session | None) -> MemoryFactors:
-    """Return what determines how much memory a rank needs; without a session, as far as the config does."""
-    factors = memory_factors(config, ranks)
-    if session is None:
-        return factors
-    components = components_of(session)
-    return replace(
-        factors,
-        micro_size=components.plan.batch.micro_size,
-        evaluation_size=components.evaluator.micro_size,
-        strategy=components.plan.strategy,
-        can_checkpoint=factors.can_checkpoint and bool(repeated_blocks(components.sharding.state.model)),
-    )
 
 
 def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[str], list[Rollback]]:
@@ -312,7 +297,7 @@ def _logged_tracebacks(job: Job, session: Session) -> Iterator[Path]:
             is_held = lock_holder(folder) == holder  # it may have been deleted, or belong to another run now
             if is_held and not started_by_lockstep(os.environ):
                 used = components_of(session).config
-                remember(error, _memory_factors(used, world.size, session), used, world.size, folder)
+                remember(error, factors_of(used, world.size, session), used, world.size, folder)
                 remember_death(error, used, folder)
             if is_message and is_held and job.folder is None and names_a_rank(os.environ):
                 append(log_path(folder / LOGS, world.rank), "".join(traceback.format_exception(error)))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from lockstep.core.errors import OutOfMemory
 from lockstep.core.formatting import size
 from lockstep.core.out_of_memory import error_location, out_of_memory_cause, requested_bytes
+from lockstep.plan.batch import half
 from lockstep.strategies.registry import AUTO, find_strategy
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class MemoryFactors:
         strategy: as resolved, or `auto` where it isn't resolved yet.
         can_checkpoint: whether the model has repeated blocks whose activations are kept.
         adapts: whether activations are computed again once memory has run out.
+        least_size: the smallest `batch.micro_size` with which the model can be trained.
         workers: worker processes of the data loader.
     """
 
@@ -52,6 +54,7 @@ class MemoryFactors:
     can_checkpoint: bool
     adapts: bool
     workers: int
+    least_size: int = 1
 
 
 def memory_factors(config: Config, ranks: int) -> MemoryFactors:
@@ -81,7 +84,8 @@ def explain(error: BaseException, factors: MemoryFactors, device: torch.device) 
     where = f" {place}" if place is not None else " while the model and its training state were set up"
     need = f"{size(requested)} were requested, and " if requested is not None else ""
     free = f"{size(limit.free)} of {size(limit.total)} were free ({limit.owner} limit)"
-    smallest = "; micro-batches have one sample already" if _has_one_sample(factors, phase) else ""
+    is_smallest = phase in _MICRO_SIZE_KEYS and _is_smallest(factors, phase)
+    smallest = f"; {_why_smallest(factors, phase)}" if is_smallest else ""
     message = f"out of memory{where}: {need}{free}; this rank's peak was {size(peak_memory(device))}{smallest}."
     advised = advice(factors, phase, requested, limit)
     if advised.startswith(_TOO_LARGE):
@@ -98,14 +102,22 @@ def sizes_too_large(error: BaseException, factors: MemoryFactors) -> dict[str, i
     if out_of_memory_cause(error) is None:
         return {}
     key = "batch.micro_size" if phase == "update" else _MICRO_SIZE_KEYS.get(phase or "")
-    helped = factors.adapts and phase in ("forward", "backward")
-    if key is None or (_has_one_sample(factors, phase) and not helped):
+    helped = factors.adapts and phase in ("forward", "backward", "update")
+    if key is None or (_is_smallest(factors, phase) and not helped):
         return {}
     return {key: _samples(factors, phase)}
 
 
-def _has_one_sample(factors: MemoryFactors, phase: Phase | None) -> bool:
-    return phase in _MICRO_SIZE_KEYS and _samples(factors, phase) == 1
+def _is_smallest(factors: MemoryFactors, phase: Phase | None) -> bool:
+    """Return whether micro-batches can't be halved: they have one sample, or half as many are too few for the model."""
+    samples = _samples(factors, phase)
+    return samples == 1 or (phase != "evaluation" and half(samples) < factors.least_size)
+
+
+def _why_smallest(factors: MemoryFactors, phase: Phase | None) -> str:
+    if _samples(factors, phase) == 1:
+        return "micro-batches have one sample already"
+    return "smaller micro-batches would have a single sample, which batch norm can't be computed of"
 
 
 def _samples(factors: MemoryFactors, phase: Phase | None) -> int:
@@ -153,12 +165,13 @@ def advice(
     remedies = _REMEDIES.get(phase or "", _for_state)(factors)
     if phase in _MICRO_SIZE_KEYS:
         micro_size = _samples(factors, phase)
-        smaller = micro_size // 2
+        smaller = 0 if _is_smallest(factors, phase) else micro_size // 2
         if requested and limit is not None:
             if requested // micro_size > limit.total:  # nothing else makes one sample smaller
                 need = size(requested // micro_size)
                 return f"{_TOO_LARGE} {need}: make the samples or the model smaller."
             smaller = min(smaller, micro_size * limit.total // requested)  # the allocation grows with the samples
+            smaller = smaller if phase == "evaluation" or smaller >= factors.least_size else 0
         key = _MICRO_SIZE_KEYS[phase]
         remedies = [*([f"set {key} to {smaller} (it is {micro_size})"] if smaller else []), *remedies]
     first, *others = remedies

@@ -28,6 +28,7 @@ from lockstep.core.ranks import started_by_lockstep
 from lockstep.launch.failure_kinds import was_killed
 from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.folder import LOGS
+from lockstep.plan.batch import half
 from lockstep.plan.plan import check_on_ranks
 from lockstep.training.deadly_samples import notes_on_deadly
 from lockstep.training.launch_folder import begun_folder, resumed, starts_over
@@ -47,11 +48,6 @@ _KEYS = (_MICRO_SIZE, "evaluation.micro_size")
 _ADAPTIVE = "memory.activation_checkpointing.mode adaptive"
 _SETTINGS = ("model", "objective", "parallel", "memory", "precision", "transforms")
 """Sections of the config that determine how much memory a rank needs."""
-
-
-def half(size: int) -> int:
-    """Return the size of micro-batches of which there are twice as many."""
-    return -(-size // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +131,7 @@ class SmallerBatches:
         known, config = self._learned, self.job.config
         now = known.after(end.too_large or self._size_of_killed(end), config)
         changed = now.applied(config)
-        if changed == config or not _is_possible(changed, self.ranks):
+        if changed == config or not self._is_possible(changed):
             return ""
         if self.growths and self._pause is not None:
             self._pause *= 2
@@ -168,22 +164,30 @@ class SmallerBatches:
         size = getattr(getattr(self._config, name), option)
         return -(-self._config.batch.global_size // self.ranks) if size == "auto" else int(size)
 
+    def _is_possible(self, changed: Config) -> bool:
+        """Return whether the run works with these sizes.
+
+        Some settings need a whole update in one micro-batch, and batch norm more than one sample in each.
+        """
+        size, before = changed.batch.micro_size, self.job.config.batch.micro_size
+        if size != "auto" and size != before and size < (self._of_last_attempt("least_micro_size") or 1):
+            return False
+        try:
+            check_on_ranks(changed, self.ranks)
+        except ConfigError:
+            return False
+        return True
+
+    def _of_last_attempt(self, fact: str) -> int | None:
+        """Return a fact of the newest attempt of this launch; None if none had begun."""
+        attempts = read_attempts(self.folder)
+        number = attempts[-1].number(fact) if len(attempts) > self._attempts else None
+        return None if number is None else int(number)
+
     def _size_of_killed(self, end: End) -> Mapping[str, int]:
         """Return the size of the micro-batches of ranks that the kernel has killed; empty if none had begun."""
-        attempts = read_attempts(self.folder)
-        if not was_killed(end) or len(attempts) <= self._attempts:
-            return {}
-        size = attempts[-1].number("micro_size")
-        return {_MICRO_SIZE: int(size)} if size is not None else {}
-
-
-def _is_possible(config: Config, ranks: int) -> bool:
-    """Return whether the run works with these sizes; some settings need a whole update in one micro-batch."""
-    try:
-        check_on_ranks(config, ranks)
-    except ConfigError:
-        return False
-    return True
+        size = self._of_last_attempt("micro_size") if was_killed(end) else None
+        return {} if size is None else {_MICRO_SIZE: size}
 
 
 def changes(before: Learned, now: Learned) -> str:
