@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +22,9 @@ from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError, OutOfMemory
 from lockstep.launch.ends import End, EndKind
 from lockstep.monitor.attempts import read_attempts
-from lockstep.plan.batch import plan_batch
 from lockstep.resilience.faults import FAULTS, Fault, write_plan
 from lockstep.training.decisions import decided, decision_of
 from lockstep.training.job import Job
-from lockstep.training.micro_sizes import least_micro_size
 from lockstep.training.smaller_batches import SmallerBatches, learned, recovery_notes, sentences_on_sizes
 from lockstep.training.start_run import train_as_rank
 
@@ -193,7 +190,7 @@ def test_micro_batches_grow_again(tmp_path: Path) -> None:
     assert "batch.micro_size grows from 2 to 4 at most (recovery.grow_after)" in done.stderr
     assert [attempt.number("micro_size") for attempt in read_attempts(folder)] == [8, 4, 2, 4, 8]
     assert losses(folder) == pytest.approx(losses(undisturbed), rel=1e-5)
-    assert not (folder / "logs/out_of_memory.json").exists()
+    assert sentences_on_sizes(folder) == []
 
 
 def test_a_round_without_any_update_is_an_attempt(tmp_path: Path) -> None:
@@ -218,6 +215,13 @@ def test_memory_that_runs_out_again_postpones_the_next_growth(tmp_path: Path) ->
     assert (rounds.job.config.batch.micro_size, rounds.job.grow_after) == (8, None)
     rounds.after(ran_out(batch=8))
     assert (rounds.job.config.batch.micro_size, rounds.job.grow_after) == (4, 20)
+    again = sizes(tmp_path, config_of(recovery={"grow_after": 10}))
+    assert (again.job.config.batch.micro_size, again.job.grow_after) == (4, 20)
+    again.grow()
+    third = sizes(tmp_path, config_of(recovery={"grow_after": 10}))
+    assert (third.job.config.batch.micro_size, third.job.grow_after) == (8, None)
+    third.after(ran_out(batch=8))
+    assert (third.job.config.batch.micro_size, third.job.grow_after) == (4, 40)
     with pytest.raises(ConfigError, match="grow_after has no effect"):
         config_of(recovery={"grow_after": 10, "restarts": 0})
 
@@ -306,52 +310,6 @@ def test_halves_until_one_sample(tmp_path: Path) -> None:
     assert rounds.job.config.batch.micro_size == 1
     assert rounds.after(ran_out()) == ""
     assert rounds.halvings == 2
-
-
-def test_batch_norm_is_left_more_than_one_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of 3 would be 2 and 1."""
-    plan, folder = tmp_path / "plan.json", tmp_path / "run"
-    write_plan(plan, [Fault("oom", 0, 2, "backward", above=2)])
-    monkeypatch.setenv(FAULTS, str(plan))
-    config = {**small.config("WithBatchNorm", run={"steps": 3, "folder": str(folder)}), "batch": {"global_size": 3}}
-    with pytest.raises(OutOfMemory, match="smaller micro-batches would have a single sample, which batch norm"):
-        lockstep.train(config)
-    assert sentences_on_sizes(folder) == []
-    assert read_attempts(folder)[-1].number("least_micro_size") == 3
-    monkeypatch.delenv(FAULTS)
-    lockstep.train(config)
-
-
-@pytest.mark.parametrize(("size", "least", "halves"), [(3, 3, False), (4, 2, True), (3, 1, True)])
-def test_a_killed_rank_leaves_batch_norm_more_than_one_sample(
-    tmp_path: Path, size: int, least: int, halves: bool
-) -> None:
-    rounds = sizes(tmp_path, config_of(size))
-    begin_attempt(tmp_path, micro_size=size, least_micro_size=least)
-    assert bool(rounds.after(End(EndKind.KILLED, 1, "was killed by SIGKILL", 0.0))) == halves
-
-
-def begin_attempt(folder: Path, **facts: int) -> None:
-    line = {"launched": 0.0, "began": 1.0, "step": 0, "seconds": 0.0, "hosts": [["a", 2]], **facts}
-    (folder / "attempts.jsonl").write_text(json.dumps(line) + "\n")
-
-
-@pytest.mark.parametrize(
-    ("model", "share", "epoch_samples", "steps", "least"),
-    [
-        (small.Net(), 8, 64, 8, 1),
-        (small.WithBatchNorm(), 8, 64, 8, 2),
-        (small.WithBatchNorm(), 7, 56, 8, 3),  # 3 + 2 + 2; with 2 it is 2 + 2 + 2 + 1
-        (small.WithBatchNorm(), 8, 67, 8, 2),  # the epoch's last update, of 3, isn't reached
-        (small.WithBatchNorm(), 8, 67, 9, 3),
-        (small.WithBatchNorm(), 8, 65, 9, 2),  # it has one sample with any size
-        (small.WithBatchNorm().eval(), 8, 64, 8, 1),
-    ],
-)
-def test_the_least_size(model: torch.nn.Module, share: int, epoch_samples: int, steps: int, least: int) -> None:
-    plan = SimpleNamespace(batch=plan_batch(share, "auto", 1), epoch_samples=epoch_samples, steps=steps)
-    components = SimpleNamespace(plan=plan, sharding=SimpleNamespace(state=SimpleNamespace(model=model)))
-    assert least_micro_size(components) == least  # type: ignore[arg-type]
 
 
 def test_other_hosts_get_the_size_from_the_leader(tmp_path: Path) -> None:

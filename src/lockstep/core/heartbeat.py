@@ -204,6 +204,10 @@ class Heartbeat:
         name = self._integers[_NAME_AT : _NAME_AT + _NAME].tobytes()
         return name.rstrip(b"\0").decode("utf-8", "ignore")
 
+    def is_in(self, phase: int) -> bool:
+        """Return whether the rank is in a phase, or in a collective of it."""
+        return int(self.numbers[PHASE]) in (phase, phase + IN_WHOLE)
+
     def _set_of(self, mark: int) -> str | None:
         return self.evaluation_set() if mark < 0 else None
 

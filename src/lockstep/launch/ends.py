@@ -96,6 +96,7 @@ class End:
         reading: What it was reading, if `text` doesn't state it.
         differing: The ranks whose copies of the training state differ from most ranks'.
         status: The exit code of the rank's process, if it has exited by itself without a report.
+        evaluates: Whether it has ended in an evaluation, without a report.
     """
 
     kind: EndKind
@@ -111,6 +112,7 @@ class End:
     reading: str = ""
     differing: tuple[int, ...] = ()
     status: int | None = None
+    evaluates: bool = False
 
 
 def end_fields(end: End) -> dict[str, Any]:

@@ -21,12 +21,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from lockstep.core.phase_clock import Phase
 from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS
 from lockstep.launch.ends import End, EndKind, end_of_process, while_reading
 
@@ -161,6 +162,7 @@ class RankProcess:
             self.ended = self.reported = while_reading(self.reported, reading) if exits else self.reported
             return
         end = end_of_process(exitcode, time.monotonic(), stopping=self._signaled)
+        end = replace(end, evaluates=self.beat is not None and self.beat.is_in(Phase.EVALUATION))
         by_launcher = self._ended_by_launcher and exitcode < 0
         self.ended = _by_launcher(end) if by_launcher else while_reading(end, reading)
 

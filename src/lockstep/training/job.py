@@ -55,7 +55,7 @@ from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
 from lockstep.training.locations import storage_of
 from lockstep.training.memory_snapshots import snapshots_in
-from lockstep.training.micro_sizes import factors_of
+from lockstep.training.micro_sizes import factors_of, smaller_since
 from lockstep.training.monitoring import Meters, make_monitors, refuse_missing_packages, started
 from lockstep.training.out_of_memory import explain, with_prediction
 from lockstep.training.ownership import run_folder_for
@@ -83,7 +83,7 @@ class Job:
         stored: the run in a bucket of which the folder is a working copy; None: the folder is the run's.
         given: objects that were passed in Python.
         memory: the launcher's folder in memory; None: there is none.
-        grow_after: updates after which larger micro-batches are to be tried again; None: never.
+        grow_after: updates with smaller micro-batches after which larger ones are to be tried; None: never.
     """
 
     config: Config
@@ -132,6 +132,7 @@ def run_job(job: Job) -> Finished:
         trained = Trained(sharding.state.model, sharding.step, held.__getitem__, loader.sample_of, loader.positions_of)
         plant(components.world, session.progress.steps, trained=trained)
         is_first = components.world.rank == 0
+        grow_at = None if job.grow_after is None or not is_first else smaller_since(earlier, session) + job.grow_after
         meters = Meters(session, folder)
         monitors = make_monitors(job, folder, checkpoints, meters) if is_first else Monitors()
         with _watched(session, checkpoints, folder) as checked_folder:
@@ -142,9 +143,7 @@ def run_job(job: Job) -> Finished:
                     rolling_back.report(rollbacks, monitors, session.progress, folder)
                 user_logs = UserLogs(session, monitors, log)
                 try:
-                    results = run(
-                        session, monitors, checkpoints, user_logs, profiler, job.grow_after if is_first else None
-                    )
+                    results = run(session, monitors, checkpoints, user_logs, profiler, grow_at)
                 except SaveFailed as failure:
                     rescued = _save_elsewhere(session, checkpoints, folder, checked_folder)
                     raise RunFailed(f"{failure}; {rescued}") from failure

@@ -1,7 +1,7 @@
 """The requests of a rank in votes: an evaluation or a save by the clock, activation checkpointing.
 
 steps, samples, tokens, epochs    no request: they follow from the progress, which all ranks share
-smaller micro-batches             the first rank counts updates, and all ranks stop after the same one, to grow them
+smaller micro-batches             the first rank knows a step, and all ranks stop after the same update, to grow them
 minutes                           the first rank requests, and all ranks act after the same update
 memory                            0.83 of a rank's memory > 0.8: all ranks switch checkpointing on after the vote
 """
@@ -91,12 +91,12 @@ class Growth:
     """Decides when micro-batches that are smaller because memory has run out are to grow again.
 
     Args:
-        after: Updates of this process until then; None: never.
+        at: The step from which on the first rank requests it; None: never.
     """
 
-    def __init__(self, session: Session, after: int | None) -> None:
+    def __init__(self, session: Session, at: int | None) -> None:
         self._session = session
-        self._at = None if after is None else session.progress.steps + after
+        self._at = at
 
     def requests(self) -> tuple[Request, ...]:
         """Return this rank's request for the next vote."""

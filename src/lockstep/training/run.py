@@ -75,12 +75,12 @@ def run(
     checkpoints: Checkpoints,
     user_logs: UserLogs,
     profiler: Profiler,
-    grow_after: int | None = None,
+    grow_at: int | None = None,
 ) -> Results:
     """Train, evaluate and save as configured, from the session's progress to the end.
 
     Args:
-        grow_after: Updates after which the first rank asks for larger micro-batches; None: it doesn't.
+        grow_at: The step from which on this rank asks for larger micro-batches; None: it doesn't.
 
     Raises:
         GrowsBatches: all ranks have stopped for that, and the state is saved.
@@ -93,7 +93,7 @@ def run(
     place = components.config.recovery.notice if components.world.local_rank == 0 else None
     replicas = ReplicaCheck(session, components.config.recovery.compare_every)
     with run_signals(shown=components.world.rank == 0) as signals, watched_notice(place):
-        growth = Growth(session, grow_after)
+        growth = Growth(session, grow_at)
         loop = _Loop(session, monitor, checkpoints, user_logs, profiler, signals, replicas, growth)
         with (
             rescuing(session, SaveFailed, NothingLearned, ReplicasDiffer, RolledBack),

@@ -6,8 +6,9 @@
 
 Under activation checkpointing in mode adaptive, activations are computed again first, which changes no bit of the run.
 
-RUN/logs/out_of_memory.json lists the sizes with which memory has run out. They count as long as nothing changes that
-determines how much memory a rank needs: model, strategy, number of ranks, ways to save memory.
+RUN/logs/out_of_memory.json lists the sizes with which memory has run out, and after how many updates they grow. They
+count as long as nothing changes that determines how much memory a rank needs: model, strategy, number of ranks, ways to
+save memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
     from lockstep.training.resuming import Resume
 
 _FILE = "out_of_memory.json"
-_MICRO_SIZE = "batch.micro_size"
-_KEYS = (_MICRO_SIZE, "evaluation.micro_size")
+_MICRO_SIZE, _EVALUATION_SIZE = "batch.micro_size", "evaluation.micro_size"
+_KEYS = (_MICRO_SIZE, _EVALUATION_SIZE)
 _ADAPTIVE = "memory.activation_checkpointing.mode adaptive"
 _SETTINGS = ("model", "objective", "parallel", "memory", "precision", "transforms")
 """Sections of the config that determine how much memory a rank needs."""
@@ -57,10 +58,14 @@ class Learned:
     Attributes:
         too_large: Sizes of micro-batches, by their keys, with which it ran out and smaller ones may do.
         recomputes: Whether it ran out while activation checkpointing, in mode adaptive, was off.
+        pause: Updates with smaller micro-batches until they grow, if it isn't `recovery.grow_after`.
+        grown: Whether micro-batches have grown since memory ran out for the last time.
     """
 
     too_large: Mapping[str, int] = field(default_factory=dict)
     recomputes: bool = False
+    pause: int | None = None
+    grown: bool = False
 
     def applied(self, config: Config) -> Config:
         """Return the config with smaller micro-batches where they are as large as these, or larger."""
@@ -78,7 +83,11 @@ class Learned:
         """Return what is known after a round with a config ran out of memory with these sizes."""
         if _MICRO_SIZE in sizes and _recomputing(config) is not config:
             return replace(self, recomputes=True)
-        return replace(self, too_large={**self.too_large, **{key: size for key, size in sizes.items() if size > 1}})
+        pause, grow_after = self.pause, config.recovery.grow_after
+        if self.grown and grow_after is not None:
+            pause = 2 * (pause or grow_after)
+        too_large = {**self.too_large, **{key: size for key, size in sizes.items() if size > 1}}
+        return replace(self, too_large=too_large, pause=pause, grown=False)
 
 
 _NOTHING = Learned()
@@ -103,18 +112,15 @@ class SmallerBatches:
         folder: Of the run.
         ranks: On all hosts.
         halvings: How many times a size was halved in this launch.
-        growths: How many times since then it was doubled again.
     """
 
     job: Job
     folder: Path
     ranks: int
     halvings: int = field(default=0, init=False)
-    growths: int = field(default=0, init=False)
     _attempts: int = field(init=False)
     _learned: Learned = field(init=False)
     _config: Config = field(init=False)
-    _pause: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         """Use what an earlier launch has learned, unless the run starts over."""
@@ -123,7 +129,6 @@ class SmallerBatches:
             forget(self.folder / LOGS / _FILE)
         self._attempts = len(read_attempts(self.folder))
         self._config = self.job.config
-        self._pause = self._config.recovery.grow_after
         self._use(_NOTHING if fresh else learned(self.folder, self._config, self.ranks))
 
     def after(self, end: End) -> str:
@@ -133,9 +138,7 @@ class SmallerBatches:
         changed = now.applied(config)
         if changed == config or not self._is_possible(changed):
             return ""
-        if self.growths and self._pause is not None:
-            self._pause *= 2
-        self.halvings, self.growths = self.halvings + 1, 0
+        self.halvings += 1
         self._use(now)
         _record(self.folder, now, self._config, self.ranks)
         return changes(known, now)
@@ -143,9 +146,8 @@ class SmallerBatches:
     def grow(self) -> str:
         """Make the next round's micro-batches twice as large; return what changes."""
         sizes = self._learned.too_large
-        self.growths += 1
         larger = {key: 2 * size for key, size in sizes.items() if size < self._largest(key)}
-        self._use(replace(self._learned, too_large=larger))
+        self._use(replace(self._learned, too_large=larger, grown=True))
         _record(self.folder, self._learned, self._config, self.ranks)
         before = {key: half(size) for key, size in sizes.items()}
         listed = " and ".join(f"{key} grows from {size} to {2 * size} at most" for key, size in before.items())
@@ -156,7 +158,8 @@ class SmallerBatches:
         self._learned = known
         config = known.applied(self._config)
         grows = config.batch != self._config.batch or config.evaluation != self._config.evaluation
-        self.job = replace(self.job, config=config, grow_after=self._pause if grows else None)
+        pause = self._config.recovery.grow_after and (known.pause or self._config.recovery.grow_after)
+        self.job = replace(self.job, config=config, grow_after=pause if grows else None)
 
     def _largest(self, key: str) -> int:
         """Return the size that the config asks for."""
@@ -186,8 +189,12 @@ class SmallerBatches:
 
     def _size_of_killed(self, end: End) -> Mapping[str, int]:
         """Return the size of the micro-batches of ranks that the kernel has killed; empty if none had begun."""
-        size = self._of_last_attempt("micro_size") if was_killed(end) else None
-        return {} if size is None else {_MICRO_SIZE: size}
+        if not was_killed(end):
+            return {}
+        is_evaluated = end.evaluates or end.evaluation_set is not None
+        key, fact = (_EVALUATION_SIZE, "evaluation_size") if is_evaluated else (_MICRO_SIZE, "micro_size")
+        size = self._of_last_attempt(fact)
+        return {} if size is None else {key: size}
 
 
 def changes(before: Learned, now: Learned) -> str:
@@ -211,18 +218,20 @@ def _recorded(run: Path) -> tuple[Learned, object]:
     try:
         record = json.loads(read_bounded(run / LOGS / _FILE, MAX_JSON_BYTES))
         sizes = {key: size for key in _KEYS if (size := record["too_large"].get(key)) is not None}
-        recomputes, settings = record.get("recomputes", False) is True, record["settings"]
+        known = Learned(sizes, record.get("recomputes") is True, record.get("pause"), record.get("grown") is True)
+        settings = record["settings"]
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
         return _NOTHING, None
     valid = all(type(size) is int and size > 1 for size in sizes.values())
-    return (Learned(sizes, recomputes), settings) if valid else (_NOTHING, None)
+    valid &= known.pause is None or (type(known.pause) is int and known.pause > 0)
+    return (known, settings) if valid else (_NOTHING, None)
 
 
 def _record(run: Path, known: Learned, config: Config, ranks: int) -> None:
     if known == _NOTHING:
         forget(run / LOGS / _FILE)
         return
-    content = {"too_large": dict(known.too_large), "recomputes": known.recomputes, "settings": _digest(config, ranks)}
+    content = {**asdict(known), "settings": _digest(config, ranks)}
     text = json.dumps(content) + "\n"
     with suppress(OSError):  # the next start of the run learns it again
         write_atomically(run / LOGS / _FILE, text, durable=False)
