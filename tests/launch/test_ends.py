@@ -1,21 +1,28 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from multiprocessing import get_context
 
 import pytest
 
 from lockstep.core.control_groups import Kills, why_killed
 from lockstep.core.errors import CollectiveTimeout, ConfigError, Paused, RunFailed, Stopped
+from lockstep.core.heartbeat import PHASE, heartbeats
+from lockstep.core.phase_clock import Phase
 from lockstep.launch.ends import (
     End,
     EndKind,
     describe,
+    end_fields,
     end_of_exception,
+    end_of_fields,
     end_of_process,
     end_of_return,
     first_cause,
 )
+from lockstep.launch.group import RankProcess
 from lockstep.launch.rank import run_entry
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:41938"
@@ -174,3 +181,20 @@ def test_the_cause_of_a_failure_is_only_in_the_log() -> None:
     assert end.text == "sample 5 can't be read"
     assert "Traceback" in end.detail
     assert end.detail.endswith("ValueError: no such image")
+
+
+@pytest.mark.parametrize(("phase", "evaluates"), [(Phase.EVALUATION, True), (Phase.FORWARD, False)])
+def test_a_rank_that_is_killed_in_an_evaluation(phase: Phase, evaluates: bool) -> None:
+    (beat,) = heartbeats(1)
+    context = get_context("spawn")
+    process = context.Process(target=time.sleep, args=(60,))
+    process.start()
+    rank = RankProcess(process, context.Pipe()[0], beat)
+    beat.numbers[PHASE] = phase
+    process.kill()
+    process.join()
+    rank.update()
+    assert rank.ended is not None
+    assert (rank.ended.kind, rank.ended.evaluates) == (EndKind.KILLED, evaluates)
+    assert end_of_fields(end_fields(rank.ended)).evaluates == evaluates
+    beat.close()
