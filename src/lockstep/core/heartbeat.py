@@ -16,9 +16,10 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from mmap import mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,11 +112,13 @@ class Files(NamedTuple):
         stacks: The file for its stacks.
         record: The file for its flight record.
         bell: Numbers of 8 bytes that are written into it are read by the rank: a request for its flight record.
+        memory: The file that is the shared memory.
     """
 
     stacks: int = -1
     record: int = -1
     bell: int = -1
+    memory: int = -1
 
 
 class Heartbeat:
@@ -126,7 +129,7 @@ class Heartbeat:
     """
 
     def __init__(self, memory: Any, place: int, files: Files) -> None:
-        self._memory, self._place, self.files = memory, place, files
+        self._place, self.files = place, files
         row = memoryview(memory).cast("B")[place * _ROW * _BYTES : (place + 1) * _ROW * _BYTES]
         self.numbers = row.cast("d")
         self._integers = row.cast("l")
@@ -135,7 +138,7 @@ class Heartbeat:
     def __reduce__(self) -> tuple[Any, ...]:
         from multiprocessing.reduction import DupFd
 
-        return _received, (self._memory, self._place, *map(DupFd, self.files))
+        return _received, (self._place, *map(DupFd, self.files))
 
     def close(self) -> None:
         for file in self.files:
@@ -275,42 +278,58 @@ def _read_by(worker: Worker) -> Reading | None:
     return None if worker.sample is None else Reading((worker.sample,), worker.evaluation_set)
 
 
-def _received(memory: Any, place: int, *files: Any) -> Heartbeat:
-    return Heartbeat(memory, place, Files(*(file.detach() for file in files)))
+def _received(place: int, *received: Any) -> Heartbeat:
+    files = Files(*(file.detach() for file in received))
+    return Heartbeat(mmap(files.memory, 0), place, files)
 
 
 def heartbeats(ranks: int) -> list[Heartbeat]:
     """Make the heartbeats of a host's ranks, which their processes inherit or receive."""
-    from multiprocessing import get_context
+    with ExitStack() as opened:
 
-    memory = get_context("spawn").RawArray("B", ranks * _ROW * _BYTES)  # a mapped file: forked processes share it, too
-    return [Heartbeat(memory, place, Files(_file(), _file(), os.eventfd(0))) for place in range(ranks)]
+        def kept(handle: int) -> int:
+            opened.callback(os.close, handle)
+            return handle
+
+        memory = kept(_file())
+        shared = _mapped(memory, ranks)
+        files = [
+            Files(kept(_file()), kept(_file()), kept(os.eventfd(0)), kept(os.dup(memory)) if place else memory)
+            for place in range(ranks)
+        ]
+        opened.pop_all()
+    return [Heartbeat(shared, place, files[place]) for place in range(ranks)]
 
 
 def mapped_heartbeats(folder: Path, ranks: int) -> list[Heartbeat]:
     """Return the heartbeats of a host's ranks in the files of a folder, for processes that inherit nothing."""
-    from mmap import mmap
-
-    size = ranks * _ROW * _BYTES
     handle = os.open(folder / "heartbeats", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        os.ftruncate(handle, size)
-        memory = mmap(handle, size)
+        memory = _mapped(handle, ranks)
+        return [Heartbeat(memory, place, _named_files(folder, place, os.dup(handle))) for place in range(ranks)]
     finally:
         os.close(handle)
-    return [Heartbeat(memory, place, _named_files(folder, place)) for place in range(ranks)]
 
 
-def _named_files(folder: Path, place: int) -> Files:
+def _mapped(handle: int, ranks: int) -> mmap:
+    size = ranks * _ROW * _BYTES
+    os.ftruncate(handle, size)
+    return mmap(handle, size)
+
+
+def _named_files(folder: Path, place: int, memory: int) -> Files:
     bell, flags = folder / f"bell-{place}", os.O_RDWR | os.O_NOFOLLOW
     with suppress(FileExistsError):
         os.mkfifo(bell, 0o600)
     stacks = os.open(folder / f"stacks-{place}", flags | os.O_CREAT | os.O_APPEND, 0o600)
     record = os.open(folder / f"record-{place}", flags | os.O_CREAT, 0o600)
-    return Files(stacks, record, os.open(bell, flags))
+    return Files(stacks, record, os.open(bell, flags), memory)
 
 
 def _file() -> int:
+    """Open a file without a name, which needs no file system where the kernel has such files."""
+    with suppress(AttributeError, OSError):
+        return os.memfd_create("lockstep")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
