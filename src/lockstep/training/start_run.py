@@ -321,6 +321,9 @@ def _supervisor(sizes: SmallerBatches) -> Supervisor:
         return last[2]
 
     def furthest() -> int | None:
+        starts_over = job.resume.fresh or job.resume.step is not None
+        if starts_over and _content(attempts) == before:  # what is there is what the run starts over from
+            return 0
         steps = list(names_by_step(snapshots_in(job.memory, None).names())) if job.memory is not None else []
         return max((*steps, last_step(folder / METRICS) or 0))
 
