@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,13 @@ from kit import small
 
 from lockstep.config.loading import validate
 from lockstep.launch.ends import End, EndKind
+from lockstep.launch.memory_folder import MemoryFolder, left_by, note_attempt
 from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Supervisor
+from lockstep.training import start_run
 from lockstep.training.job import Job
 from lockstep.training.resuming import Resume
 from lockstep.training.smaller_batches import SmallerBatches
-from lockstep.training.start_run import _supervisor
 
 KILLED = [End(EndKind.KILLED, 1, "was killed by SIGKILL", 0.0)]
 
@@ -24,7 +26,7 @@ def supervisor_of(folder: Path, resume: Resume) -> Supervisor:
     (folder / "metrics.jsonl").write_text('{"step": 787}\n')
     (folder / "attempts.jsonl").write_text("an earlier attempt\n")
     config = validate(small.config(run={"folder": str(folder), "steps": 900}, recovery={"restarts": 1})).config
-    return _supervisor(SmallerBatches(Job(config, "test", resume=resume), folder, 2))
+    return start_run._supervisor(SmallerBatches(Job(config, "test", resume=resume), folder, 2))
 
 
 @pytest.mark.parametrize("resume", [Resume(fresh=True), Resume(step=4)], ids=["--fresh", "--from"])
@@ -44,3 +46,29 @@ def test_a_run_that_starts_over_has_not_got_as_far_as_the_run_before(
 def test_a_run_that_resumes_is_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert supervisor_of(tmp_path, Resume()).next_entry(KILLED, LaunchResult(1, "killed in setup")) is not None
     assert "the run was at step 787 or later" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("holds", [True, False], ids=["with a snapshot", "without"])
+def test_a_launch_that_raises_leaves_the_snapshots_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holds: bool
+) -> None:
+    """For the next start of the run: they are saved nowhere else."""
+    folder, memories = tmp_path / "run", []
+
+    def begin_and_fail(entry: partial[int], *arguments: object, **options: object) -> LaunchResult:
+        job = entry.args[0]
+        memories.append(job.memory)
+        if holds:
+            (job.memory / "checkpoints" / "step-00000416").mkdir(parents=True)
+            note_attempt(job.memory, folder)
+        raise FileNotFoundError("a folder for temporary files")
+
+    monkeypatch.setattr(start_run, "launch", begin_and_fail)
+    config = validate(small.config(run={"folder": str(folder), "steps": 900})).config
+    with pytest.raises(FileNotFoundError):
+        start_run.launch_job(Job(config, "test"), 2)
+    assert [memory.exists() for memory in memories] == [holds]
+    assert (left_by(folder) is not None) is holds
+    again = MemoryFolder.make(folder)
+    assert again is not None
+    again.remove()

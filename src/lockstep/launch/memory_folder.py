@@ -75,6 +75,13 @@ class MemoryFolder:
             shutil.rmtree(ended, ignore_errors=True)
             self.leave()
 
+    def leave_snapshots(self) -> None:
+        """Leave the folder for the next start of the run if it has snapshots, of any host; else remove it."""
+        if any(self.path.glob("checkpoints/*")) or any(self.path.glob("copies/*")):
+            self.leave()
+        else:
+            self.remove()
+
     def leave(self) -> None:
         """Leave the folder as it is, for the next start of the run."""
         if self._lock is not None:

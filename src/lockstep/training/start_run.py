@@ -245,17 +245,19 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
     number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
     path = run_folder_for(job.config, job.recipe, job.resume)
     existed = path is not None and path.exists()
-    result = unstarted = LaunchResult(ConfigError.exit_code)  # stays if `launch` raises
+    result = unended = LaunchResult(ConfigError.exit_code)  # stays if anything is raised
 
     def leave() -> None:
-        if memory is not None:
+        if memory is not None and result is unended:  # what is in it is saved nowhere else
+            memory.leave_snapshots()
+        elif memory is not None:
             memory.remove()
         folder.release()
         if not existed and result.code in _UNTRAINED_CODES:  # after other failures the ranks' logs are in it
             folder.remove_unstarted()
 
     def stop() -> None:
-        if result is unstarted:
+        if result is unended:
             text = "stopped before its ranks started"
             append_ends(folder.logs, 0, [], [], LaunchResult(Stopped.exit_code, text), {})
         leave()
@@ -277,15 +279,16 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
                 hosts.open_folder(folder.path, decision_of(job, entry))
             remedy = advice(memory_factors(sizes.job.config, size), "forward")
             with prepared_ahead(job.config, size):
-                result = launch(
+                ended = launch(
                     entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy, hosts=hosts,
                     supervisor=_rounds(job, sizes, hosts), watchdog=job.config.recovery.watchdog,
                 )  # fmt: skip
             if memory is not None:
-                result = after_last_round(job, folder.path, memory, result, hosts)
-            if result.advice:
-                text = with_prediction(result.text, result.advice, sizes.job.config, size, job.given)
-                result = replace(result, text=text)
+                ended = after_last_round(job, folder.path, memory, ended, hosts)
+            if ended.advice:
+                text = with_prediction(ended.text, ended.advice, sizes.job.config, size, job.given)
+                ended = replace(ended, text=text)
+            result = ended
         except Failure as failure:
             append_ends(folder.logs, 0, [], [], LaunchResult(failure.exit_code, message_of(failure)), {})
             raise
