@@ -12,6 +12,7 @@ import os
 import sys
 
 import launch_scenarios
+import round_scenarios
 import torch  # noqa: F401
 
 from lockstep.core.stopping import die_with_parent
@@ -46,7 +47,8 @@ def _be_launcher(request: dict[str, object]) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     code = 99
     try:
-        code = getattr(launch_scenarios, str(request["scenario"]))(**request["arguments"])  # type: ignore[arg-type]
+        scenarios = {**vars(launch_scenarios), **vars(round_scenarios)}
+        code = scenarios[str(request["scenario"])](**request["arguments"])
     except BaseException:
         import traceback
 

@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.config.schema import Launch
-from lockstep.config.training_sections import Recovery, Watchdog
-from lockstep.core import heartbeat, standby
+from lockstep.config.training_sections import Recovery
 from lockstep.core.errors import ConfigError, Failure, ReplicasDiffer, RunFailed, Stopped
 from lockstep.core.ranks import RankEnvironment
-from lockstep.launch import group, meeting, starting
+from lockstep.launch import group, meeting
 from lockstep.launch.host_rounds import FollowerRounds, LeaderRounds
 from lockstep.launch.local import launch, may_fork
 from lockstep.launch.meeting import connected_hosts
@@ -91,50 +90,6 @@ def host_rounds(scripts: Sequence[Sequence[str]], ranks: int, section: dict[str,
     except Failure as failure:
         print(failure, file=sys.stderr)
         return failure.exit_code
-
-
-def round_ahead(folder: str, then: str, changes: bool = False) -> int:
-    """Launch two ranks whose next round is started ahead; `then` is what rank 1 does once that waits.
-
-    Ranks of the next round note their processes in the files ahead-N and, once they are needed, needed-N.
-
-    Args:
-        changes: The next round has another entry than was foreseen.
-    """
-    group._GRACE, group._SETTLE, starting._AHEAD_AFTER_S = 0.5, 0.2, 0.1
-    entries = [partial(_waiting_round, Path(folder)) for _ in range(2)]
-
-    def resumed() -> Callable[[], int]:
-        return entries.pop() if changes else entries[0]
-
-    supervisor = Supervisor(Recovery(), lambda: 0, resumed)
-    first = partial(_first_round, Path(folder), then)
-    return launch(first, 2, Launch(), None, supervisor=supervisor, watchdog=Watchdog()).show()
-
-
-def _first_round(folder: Path, then: str) -> int:
-    rank = RankEnvironment.read(os.environ).rank
-    heartbeat.own().numbers[heartbeat.UPDATES] = 1
-    waiting = [folder / f"ahead-{place}" for place in range(2)]
-    while not all(file.exists() and file.read_text() for file in waiting):
-        time.sleep(0.01)
-    if then == "return":
-        return 0
-    if rank == 1 and then == "kill one that waits, too":
-        os.kill(int(waiting[0].read_text()), signal.SIGKILL)
-    if rank == 1 and then != "sleep":
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60.0)
-    return 0
-
-
-def _waiting_round(folder: Path) -> int:
-    rank = RankEnvironment.read(os.environ).rank
-    if standby.is_waiting():
-        (folder / f"ahead-{rank}").write_text(str(os.getpid()))
-    standby.wait()
-    (folder / f"needed-{rank}").write_text(str(os.getpid()))
-    return 0
 
 
 def refused(script: Sequence[str], section: dict[str, object]) -> int:
@@ -267,6 +222,10 @@ def _kill(value: str, me: RankEnvironment) -> None:
     os.kill(os.getpid(), int(value))
 
 
+def _stop_launcher(value: str, me: RankEnvironment) -> None:
+    os.kill(os.getppid(), int(value))
+
+
 def _sleep(value: str, me: RankEnvironment) -> None:
     time.sleep(float(value))
 
@@ -363,6 +322,7 @@ _VERBS = {
     "differ": _differ,
     "quit": _quit,
     "kill": _kill,
+    "stop-launcher": _stop_launcher,
     "sleep": _sleep,
     "pid": _pid,
     "deaf": _deaf,

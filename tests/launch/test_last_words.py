@@ -30,7 +30,7 @@ def ended(logs: Path, printed: str, exitcode: int = -6) -> tuple[End, str]:
     before = "what():  of an earlier launch\n"
     (logs / "rank-1.log").write_text(before + printed)
     ends = all_with_last_words([_PEER, end_of_process(exitcode, 1.0)], logs, {0: 0, 1: len(before)})
-    return ends[1], result_of(ends, 9.0, None).text
+    return ends[1], result_of(ends, 9.0).text
 
 
 _PEER = End(EndKind.ENDED, 0, "", 9.0)

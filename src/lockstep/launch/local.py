@@ -44,9 +44,10 @@ from lockstep.core.stopping import handled_signals, stop_code
 from lockstep.launch import streams
 from lockstep.launch.devices import check_ranks
 from lockstep.launch.ends import End, EndKind, describe, first_cause
-from lockstep.launch.ends_file import append_ends
+from lockstep.launch.ends_file import append_ends, gist
 from lockstep.launch.forking import may_fork
 from lockstep.launch.group import SignalRequests, watch
+from lockstep.launch.host_rounds import LeaderRounds
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.last_words import all_with_last_words, size_of_stderr
 from lockstep.launch.other_launchers import (
@@ -57,7 +58,7 @@ from lockstep.launch.other_launchers import (
 )
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.launch.rank import append_end, run_entry, signals_stop
-from lockstep.launch.starting import NextRound, Ranks, Round
+from lockstep.launch.starting import NextRound, NotStarted, Ranks, Round, begin_again
 from lockstep.launch.supervision import Rounds, Supervisor
 
 _LOOPBACK = "127.0.0.1"
@@ -69,7 +70,12 @@ _GUARD = (
 _MAX_REASON_LENGTH = 300  # characters
 _SHARE_OF_GRACE = 0.8
 _AHEAD_AFTER_S = 1.0  # seconds of training after which the ranks of the next round are started
-_CAUSED_BY_STOP = (EndKind.INTERRUPTED, EndKind.PEER_FAILED, EndKind.ENDED)  # ranks that stop break their connections
+_CAUSED_BY_STOP = (
+    EndKind.STOPPED,  # by a signal to all processes
+    EndKind.INTERRUPTED,
+    EndKind.PEER_FAILED,  # ranks that stop break their connections
+    EndKind.ENDED,
+)
 
 
 def launch(
@@ -128,21 +134,39 @@ def launch(
         return _run_rounds(job, remedy, requests, supervisor)
 
 
-def _run_rounds(job: Ranks, remedy: str, requests: SignalRequests, supervisor: Rounds | None) -> LaunchResult:
+def _run_rounds(job: Ranks, remedy: str, requests: SignalRequests, rounds: Rounds | None) -> LaunchResult:
     """Run rounds of ranks until there is no further one."""
-    if supervisor is None:
-        return _run_ranks(job, remedy, requests)[0]
     with contextlib.ExitStack() as stack:
-        ahead = NextRound(job, supervisor.resumed) if isinstance(supervisor, Supervisor) else None
+        ahead = NextRound(job, rounds.resumed) if isinstance(rounds, Supervisor) else None
         if ahead is not None:
             stack.callback(ahead.close)
-        result, ends = _run_ranks(job, remedy, requests, ahead)
-        while not requests.stops:
-            again = supervisor.next_entry(ends, result)
+        result, ends = _run_ranks(job, remedy, requests, rounds, ahead, partial(Round.begin, job))
+        while rounds is not None and not requests.stops:
+            again = rounds.next_entry(ends, result)
             if again is None:
-                return supervisor.concluded(result)
-            result, ends = _run_ranks(replace(job, entry=again), remedy, requests, ahead)
-        return result
+                return rounds.concluded(result)
+            job = replace(job, entry=again)
+            try:
+                begin = partial(begin_again, job, ahead, requests)
+                result, ends = _run_ranks(job, remedy, requests, rounds, ahead, begin)
+            except NotStarted as failure:
+                return _not_started(job, result, ends, failure, requests, rounds)
+        return _unless_stopped(job, result, ends, requests, rounds)
+
+
+def _not_started(
+    job: Ranks, result: LaunchResult, ends: Sequence[End], failure: NotStarted, requests: SignalRequests, rounds: Rounds
+) -> LaunchResult:
+    """Return the result of a run whose ranks had ended like this, and could not be started again."""
+    if requests.stops:
+        return _unless_stopped(job, result, ends, requests, rounds)
+    failed = LaunchResult(failure.exit_code, f"{gist(result.text)}\n{failure}", logs=job.logs)
+    if job.logs is not None:
+        append_ends(job.logs, 0 if job.hosts is None else job.hosts.node, [], [], failed, {})
+    if job.hosts is not None and not job.hosts.leads:
+        job.hosts.fail(failed.code, str(failure))
+        return job.hosts.wait_for_result(requests)
+    return failed
 
 
 def import_ahead(names: Sequence[str]) -> None:
@@ -179,7 +203,7 @@ def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> La
     environment = {**variables, **launch.environment}
     with set_environment(environment), set_threads(environment), streams.doubled(log), signals_stop():
         end = run_entry(entry)
-        result = result_of([end], launch.timeout, None)
+        result = result_of([end], launch.timeout)
         if log is not None and logs is not None:
             append_end(log, end)
             append_ends(logs, 0, [end], [socket.gethostname()], result, old_sizes)
@@ -192,7 +216,12 @@ def _patience(grace: float | None) -> float:
 
 
 def _run_ranks(
-    job: Ranks, remedy: str, requests: SignalRequests, ahead: NextRound | None = None
+    job: Ranks,
+    remedy: str,
+    requests: SignalRequests,
+    rounds: Rounds | None,
+    ahead: NextRound | None,
+    begin: Callable[[], Round],
 ) -> tuple[LaunchResult, list[End]]:
     logs, timeout = job.logs, job.section.timeout
     hosts = job.hosts
@@ -204,7 +233,7 @@ def _run_ranks(
 
     if hosts is not None:
         hosts.why_killed, hosts.requests = why_sigkill, requests
-    begun = (ahead.take(job.entry) if ahead is not None else None) or Round.begin(job)
+    begun = begin()
     prepare = partial(ahead.prepare, begun) if ahead is not None else None
     try:
         ends = watch(begun.members, requests, timeout, hosts, begun.hangs, prepare)
@@ -215,11 +244,12 @@ def _run_ranks(
     if not job.forks and any(end.status == _UNGUARDED for end in ends):
         raise ConfigError(_GUARD)
     if hosts is None:
-        result = result_of(ends, timeout, requests, why_sigkill())
+        result = result_of(ends, timeout, why_sigkill())
     elif hosts.leads:
-        result = result_of(ends, timeout, requests, why_sigkill(), hosts.names())
+        result = result_of(ends, timeout, why_sigkill(), hosts.names())
     else:
         result = hosts.wait_for_result(requests)
+    result = _unless_stopped(job, result, ends, requests, rounds)
     if logs is not None:
         names = [socket.gethostname()] * job.size if hosts is None else hosts.names()
         append_ends(logs, 0 if hosts is None else hosts.node, ends, names, result, old_sizes)
@@ -230,19 +260,36 @@ def _run_ranks(
     return replace(result, logs=logs) if has_logs else result, ends
 
 
-def result_of(
-    ends: list[End], timeout: float, requests: SignalRequests | None, sigkill: str = "", hosts: Sequence[str] = ()
-) -> LaunchResult:
+def result_of(ends: list[End], timeout: float, sigkill: str = "", hosts: Sequence[str] = ()) -> LaunchResult:
     """Return the result of a launch whose ranks have ended like this. Arguments as of `describe`."""
     cause = first_cause(ends)
     if cause is None:
         return LaunchResult(0)
     end = ends[cause]
-    if requests is not None and requests.last_stop is not None and end.kind in _CAUSED_BY_STOP:
-        at_once = "at once by a second signal, " if requests.stops > 1 else "by "
-        code = Stopped.exit_code if requests.stops > 1 else stop_code(requests.last_stop)
-        return LaunchResult(code, f"stopped {at_once}{requests.last_stop.name}", cut_off=True)
     text = describe(cause, ends, timeout, sigkill, hosts)
     is_traceback = end.kind in (EndKind.TRACEBACK, EndKind.PEER_FAILED) and "\n" in text
     problems = end.problems if text == end.text else ()
     return LaunchResult(end.code or 1, text, is_traceback, problems, advice=end.advice)
+
+
+def _unless_stopped(
+    job: Ranks, result: LaunchResult, ends: Sequence[End], requests: SignalRequests, rounds: Rounds | None
+) -> LaunchResult:
+    """Return the result of a round, or that of a stop if one was requested; of several hosts, the leader knows.
+
+    A failure after which ranks would have started again is stated, and leaves the stop what it is: the next start of
+    the run resumes. Any other is the result.
+    """
+    cause, stop = first_cause(ends), requests.last_stop
+    if cause is None or stop is None or result.cut_off or (job.hosts is not None and not job.hosts.leads):
+        return result
+    at_once = "at once by a second signal, " if requests.stops > 1 else "by "
+    text = f"stopped {at_once}{stop.name}"
+    code = Stopped.exit_code if requests.stops > 1 else stop_code(stop)
+    end, supervisor = ends[cause], rounds.supervisor if isinstance(rounds, LeaderRounds) else rounds
+    if end.kind in _CAUSED_BY_STOP:
+        return LaunchResult(code, text, cut_off=True)
+    if isinstance(supervisor, Supervisor) and supervisor.retries(end, result.text):
+        text = f"{text}; its ranks don't start again after a failure: {result.text}"
+        return replace(result, code=code, text=text, is_traceback=False, cut_off=True)
+    return result

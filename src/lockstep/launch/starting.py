@@ -13,6 +13,7 @@ import contextlib
 import gc
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import signal
@@ -21,26 +22,31 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Watchdog
 from lockstep.core import heartbeat
 from lockstep.core.closed_streams import open_closed_streams
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, Problem, RunFailed, message_of
+from lockstep.core.heartbeat import Heartbeat
 from lockstep.core.ranks import ADDRESS, LAUNCHER, MEMORIES, NODES, RankEnvironment
 from lockstep.core.safe_path import safe_interpreters
 from lockstep.core.stopping import blocked_signals
 from lockstep.launch import streams
 from lockstep.launch.devices import threads_per_rank
-from lockstep.launch.group import RankProcess
+from lockstep.launch.group import RankProcess, SignalRequests
 from lockstep.launch.hang_watch import HangWatch, LearnedTimes, hang_watch
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.other_launchers import interface_variables, set_environment
+from lockstep.launch.outcome import print_on_stderr
 from lockstep.launch.rank import RankTask, run_rank
 
 _LOOPBACK = "127.0.0.1"
 _MAX_REASON_LENGTH = 300  # characters
+_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between tries to start the ranks of a further round
 _AHEAD_AFTER_S = 1.0  # of training, until the ranks of the next round are started
 
 
@@ -95,8 +101,10 @@ class Round:
             times=job.times,
             others=None if hosts is None else hosts.waits,
         )
-        begun = cls(job, hangs, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE) if waits else None)
+        begun = cls(job, hangs, None)
         try:
+            if waits:
+                begun.gate = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
             with blocked_signals(forks=job.forks), _store_listener(job) as listener:
                 gc.freeze()  # forked ranks then never touch, and so never copy, the pages of existing objects
                 try:
@@ -170,6 +178,32 @@ class NextRound:
             self._round.close()
 
 
+class NotStarted(RunFailed):
+    """The ranks of a further round can't be started."""
+
+
+def begin_again(job: Ranks, ahead: NextRound | None, requests: SignalRequests) -> Round:
+    """Start the ranks of a further round; try again for a while, until a stop is requested.
+
+    The round before may have left a machine that lacks memory or processes, or processes that hold the port.
+
+    Raises:
+        NotStarted: They can't be started.
+    """
+    for number, pause in enumerate((*_PAUSES_S, None)):
+        try:
+            return (ahead.take(job.entry) if ahead is not None else None) or Round.begin(job)
+        except (OSError, ConfigError) as error:
+            if pause is None or requests.stops:
+                raise NotStarted(f"its ranks can't be started again: {message_of(error)}") from error
+            if number == 0:
+                seconds = sum(_PAUSES_S)
+                print_on_stderr(f"lockstep: its ranks can't start yet: {message_of(error)}; trying for {seconds:g} s")
+        requests.drain()
+        multiprocessing.connection.wait([requests.fileno()], pause)
+    raise AssertionError("the last try returns or raises")
+
+
 def _start(job: Ranks, listener: socket.socket | None, begun: Round) -> None:
     """Start the ranks and append them to the round, so that the caller can end them if one can't be started."""
     context = multiprocessing.get_context("fork") if job.forks else multiprocessing.get_context("spawn")
@@ -192,9 +226,19 @@ def _start(job: Ranks, listener: socket.socket | None, begun: Round) -> None:
         with set_environment(variables), safe_interpreters(), _pickling_explained():
             process.start()
         rank_channel.close()
-        begun.members.append(RankProcess(process, channel, beats))
+        begun.members.append(_observed(process, channel, beats))
     if stdin is not None:
         os.close(stdin)
+
+
+def _observed(process: BaseProcess, channel: Connection, beats: Heartbeat | None) -> RankProcess:
+    """Return a rank that was started; kill it if it can't be watched, for lack of descriptors."""
+    try:
+        return RankProcess(process, channel, beats)
+    except OSError:
+        process.kill()
+        process.join()
+        raise
 
 
 @contextlib.contextmanager
@@ -207,9 +251,9 @@ def _store_listener(job: Ranks) -> Iterator[socket.socket | None]:
         yield None
         return
     with _listener(job) as listener:
-        if job.hosts is not None:
-            job.hosts.open_store(listener.getsockname()[1])
         yield listener
+        if job.hosts is not None:  # once, and only for ranks that could be started
+            job.hosts.open_store(listener.getsockname()[1])
 
 
 def _store_port(job: Ranks, listener: socket.socket | None) -> int:

@@ -103,6 +103,16 @@ class Supervisor:
         )
         return self.resumed()
 
+    def retries(self, end: End, text: str) -> bool:
+        """Return whether another round may follow a failure; `next_entry` decides whether one does."""
+        kind, step = kind_of(end, text), self.last_step() or 0
+        in_vain = 0 if step > self._furthest else self._in_vain[kind]
+        if kind is FailureKind.ROLLBACK:
+            return True
+        if kind in NEVER_RETRIED or in_vain >= self.config.budget(kind.value):
+            return False
+        return kind is not FailureKind.PROGRAM or self._is_new(end, step)
+
     def concluded(self, result: LaunchResult) -> LaunchResult:
         """Return the result of the last round, with the number of those before, and what to do next."""
         before = self.rounds - 1
@@ -124,7 +134,9 @@ class Supervisor:
             return self._verdict.again
         if kind is not FailureKind.PROGRAM:
             return True
-        failure = gist(end.text), step
-        is_new = failure not in self._seen and step > 0
-        self._seen.add(failure)
+        is_new = self._is_new(end, step)
+        self._seen.add((gist(end.text), step))
         return is_new
+
+    def _is_new(self, end: End, step: int) -> bool:
+        return (gist(end.text), step) not in self._seen and step > 0

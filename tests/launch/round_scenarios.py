@@ -1,0 +1,97 @@
+"""Launches for tests whose ranks are started again after a failure."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from launch_scenarios import play
+
+from lockstep.config.schema import Launch
+from lockstep.config.training_sections import Recovery, Watchdog
+from lockstep.core import heartbeat, standby
+from lockstep.core.ranks import RankEnvironment
+from lockstep.launch import group, local, starting
+from lockstep.launch.local import launch
+from lockstep.launch.supervision import Supervisor
+
+
+def supervised(script: Sequence[str], step: int = 7, failures: int = 0, stop: str = "", logs: str | None = None) -> int:
+    """Launch ranks, of which rank N performs script[N] in the first round, and nothing in the second.
+
+    Args:
+        step: The step that the run has reached.
+        failures: How many tries to start them again fail, for lack of processes.
+        stop: When the launcher is stopped: "start", at the first of these tries; "record", once the first round's
+            result is recorded.
+    """
+    group._GRACE, group._SETTLE, starting._PAUSES_S = 0.5, 0.2, (0.05, 0.05)
+    begin, record, tries = starting.Round.begin, local.append_ends, iter([False, *[True] * failures])
+
+    def refusing(job: starting.Ranks, **options: Any) -> starting.Round:
+        if not next(tries, False):
+            return begin(job, **options)
+        if stop == "start":
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    def recording(*arguments: Any) -> None:
+        record(*arguments)
+        if stop == "record":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    starting.Round.begin, local.append_ends = refusing, recording  # type: ignore[method-assign]
+    again = partial(play, ["return:0"] * len(script))
+    supervisor = Supervisor(Recovery(), lambda: step, lambda: again)
+    folder = Path(logs) if logs else None
+    return launch(partial(play, list(script)), len(script), Launch(), folder, supervisor=supervisor).show()
+
+
+def round_ahead(folder: str, then: str, changes: bool = False) -> int:
+    """Launch two ranks whose next round is started ahead; `then` is what rank 1 does once that waits.
+
+    Ranks of the next round note their processes in the files ahead-N and, once they are needed, needed-N.
+
+    Args:
+        changes: The next round has another entry than was foreseen.
+    """
+    group._GRACE, group._SETTLE, starting._AHEAD_AFTER_S = 0.5, 0.2, 0.1
+    entries = [partial(_waiting_round, Path(folder)) for _ in range(2)]
+
+    def resumed() -> Callable[[], int]:
+        return entries.pop() if changes else entries[0]
+
+    supervisor = Supervisor(Recovery(), lambda: 0, resumed)
+    first = partial(_first_round, Path(folder), then)
+    return launch(first, 2, Launch(), None, supervisor=supervisor, watchdog=Watchdog()).show()
+
+
+def _first_round(folder: Path, then: str) -> int:
+    rank = RankEnvironment.read(os.environ).rank
+    heartbeat.own().numbers[heartbeat.UPDATES] = 1
+    waiting = [folder / f"ahead-{place}" for place in range(2)]
+    while not all(file.exists() and file.read_text() for file in waiting):
+        time.sleep(0.01)
+    if then == "return":
+        return 0
+    if rank == 1 and then == "kill one that waits, too":
+        os.kill(int(waiting[0].read_text()), signal.SIGKILL)
+    if rank == 1 and then != "sleep":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60.0)
+    return 0
+
+
+def _waiting_round(folder: Path) -> int:
+    rank = RankEnvironment.read(os.environ).rank
+    if standby.is_waiting():
+        (folder / f"ahead-{rank}").write_text(str(os.getpid()))
+    standby.wait()
+    (folder / f"needed-{rank}").write_text(str(os.getpid()))
+    return 0

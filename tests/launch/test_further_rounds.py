@@ -1,0 +1,93 @@
+"""Rounds that can't follow: ranks that can't be started again, and a stop that comes with a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lockstep.config.schema import Launch
+from lockstep.config.training_sections import Recovery
+from lockstep.launch.ends import End, EndKind
+from lockstep.launch.ends_file import read_ends
+from lockstep.launch.group import SignalRequests
+from lockstep.launch.local import _unless_stopped, result_of
+from lockstep.launch.starting import Ranks
+from lockstep.launch.supervision import Supervisor
+
+if TYPE_CHECKING:
+    from conftest import ForkServer
+
+NO_PROCESSES = "[Errno 11] Resource temporarily unavailable"
+KILLED = ["deaf,sleep:30", "kill:9"]
+
+
+def test_ranks_that_cannot_be_started_at_once_start_later(fork_server: ForkServer) -> None:
+    code, _, err = fork_server.run("supervised", script=KILLED, failures=2)
+    assert code == 0, err
+    assert err.count(f"its ranks can't start yet: {NO_PROCESSES}; trying for 0.1 s") == 1
+
+
+def test_ranks_that_cannot_be_started_again_end_the_run_with_the_reason(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    code, _, err = fork_server.run("supervised", script=KILLED, failures=99, logs=str(tmp_path))
+    assert code == 1
+    assert "Traceback" not in err
+    first, second = "rank 1 was killed by SIGKILL", f"its ranks can't be started again: {NO_PROCESSES}"
+    assert err.index(f"lockstep: {first}") < err.index(second)
+    assert [ends.text.startswith(first) for ends in read_ends(tmp_path)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("act", "step", "code", "text"),
+    [
+        ("kill:9", 7, 75, "rank 1 was killed by SIGKILL"),
+        ("raise:boom", 7, 75, "ValueError: boom"),
+        ("raise:boom", 0, 1, "ValueError: boom"),
+        ("give-up:no disk", 7, 1, "rank 1: no disk"),
+    ],
+    ids=["killed", "exception", "exception before the first update", "a failure that would come again"],
+)
+def test_a_stop_that_comes_with_a_failure_is_one_if_ranks_would_start_again(
+    fork_server: ForkServer, tmp_path: Path, act: str, step: int, code: int, text: str
+) -> None:
+    script = ["deaf,sleep:30", f"deaf,stop-launcher:15,sleep:0.1,{act}"]
+    done, _, err = fork_server.run("supervised", script=script, step=step, logs=str(tmp_path))
+    assert done == code, err
+    assert text in err
+    assert ("stopped by SIGTERM; its ranks don't start again after a failure: rank 1" in err) is (code == 75)
+    assert [ends.code for ends in read_ends(tmp_path)] == [code]
+
+
+@pytest.mark.parametrize(
+    ("number", "requests", "kind", "code"),
+    [
+        (signal.SIGTERM, 1, EndKind.HUNG, 75),
+        (signal.SIGINT, 1, EndKind.HUNG, 130),
+        (signal.SIGTERM, 2, EndKind.HUNG, 130),
+        (signal.SIGTERM, 1, EndKind.STOPPED, 75),
+        (signal.SIGTERM, 1, EndKind.LOST, 75),
+        (signal.SIGTERM, 1, EndKind.ROLLED_BACK, 75),
+    ],
+)
+def test_the_code_of_a_stop_is_that_of_its_signal(number: int, requests: int, kind: EndKind, code: int) -> None:
+    """A rank that was stopped by a signal to all processes may report that before its launcher has the signal."""
+    job = Ranks(lambda: 0, 2, Launch(), None, False, None, None)
+    supervisor = Supervisor(Recovery(), lambda: 7, lambda: lambda: 0)
+    with contextlib.closing(SignalRequests()) as signals:
+        signals.stop(number, None)
+        signals.own_stops = requests
+        ends = [End(EndKind.ENDED, 1, "", 1.0), End(kind, 124, "rank 1 hangs", 0.0)]
+        result = _unless_stopped(job, result_of(ends, 9.0), ends, signals, supervisor)
+    assert (result.code, result.cut_off) == (code, True)
+
+
+@pytest.mark.parametrize(("stop", "failures"), [("record", 0), ("start", 99)])
+def test_a_stop_between_rounds_is_one(fork_server: ForkServer, tmp_path: Path, stop: str, failures: int) -> None:
+    code, _, err = fork_server.run("supervised", script=KILLED, stop=stop, failures=failures, logs=str(tmp_path))
+    assert code == 75, err
+    assert "stopped by SIGTERM; its ranks don't start again after a failure: rank 1 was killed by SIGKILL" in err
