@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.loading import load
+from lockstep.config.loading import load, validate
 from lockstep.core.errors import ConfigError
 
 GOOD = """\
@@ -36,6 +36,11 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         GOOD,
         ["--batch.global_size=abc", "--optim.lr=fast"],
         "--batch.global_size: 'abc' is not a whole number above 0\n--optim.lr: 'fast' is not a number of 0 or more",
+    ),
+    "bytes that are not UTF-8": (
+        GOOD,
+        ["--run.folder=runs/\udcff"],
+        "--run.folder: 'runs/\\udcff' has bytes that aren't UTF-8; rename it",
     ),
     "out of range": (
         GOOD + "batch: {global_size: 0}\nschedule: {warmup_ratio: 1.5}\nprecision: {loss_scale: {initial: -1}}\n",
@@ -254,3 +259,9 @@ def test_a_section_of_another_tool_is_not_reported_beside_its_keys(tmp_path: Pat
     assert str(error.value) == "--train.steps: Lockstep's key is run.steps: write `run.steps: 3`"
     with pytest.raises(ConfigError, match="train: there is no such section"):
         load([str(tmp_path / "run.yaml")], ["--train.steps=3", "--train.other=3"])
+
+
+def test_an_entry_of_a_list_has_to_be_text_that_a_file_can_hold() -> None:
+    config = {"model": {"kind": "transformer"}, "data": {"train": {"kind": "text", "files": ["a", "b\udc80"]}}}
+    with pytest.raises(ConfigError, match=r"data\.train\.files: 'b\\udc80' has bytes that aren't UTF-8"):
+        validate({**config, "run": {"steps": 10}})

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from kit.reports import FACTS, report
 
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport
 from lockstep.monitor import environment, folder
@@ -220,3 +220,15 @@ def test_no_program_that_a_repository_names_is_run(
     assert state["changed_files"] == (1 if setting == "core.fsmonitor" else None)
     assert len(state["commit"]) == 40
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("path", ["run", None])
+def test_a_working_directory_that_is_not_utf_8_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str | None
+) -> None:
+    here = tmp_path / os.fsdecode(b"caf\xe9")
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with pytest.raises(ConfigError, match=r"run\.folder: .*caf\\udce9.* has bytes that aren't UTF-8"):
+        RunFolder.create(path)
+    assert list(here.iterdir()) == []

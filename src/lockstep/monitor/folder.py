@@ -84,9 +84,10 @@ class RunFolder:
             again: whether a finished run may be resumed, or begun again.
 
         Raises:
-            ConfigError: the path is a file.
+            ConfigError: the path is a file, or has bytes that aren't UTF-8.
             RunFailed: the folder has other content, a finished run, or one that is running; or it can't be written.
         """
+        _refuse_bytes(Path("runs") if path is None else local_path(path))
         folder = local_path(path) if path is not None else _new_default_folder(recipe)
         if folder.exists() and not folder.is_dir():
             raise ConfigError(Problem("", "run.folder", f"{folder} is a file; name a folder"))
@@ -332,6 +333,17 @@ def _mode(path: Path) -> int:
 
 
 _FOLDERS = (TENSORBOARD, MEDIA, TRACKERS, LOGS, EARLIER, "model")
+
+
+def _refuse_bytes(path: Path) -> None:
+    """Raise ConfigError if a path isn't text, which files of a run and libraries that write weights take only."""
+    with _run_failed_on_error("create the run folder", path):  # there may be no working directory
+        absolute = str(path.absolute())
+    try:
+        absolute.encode()
+    except UnicodeEncodeError:
+        why = f"{absolute!a} has bytes that aren't UTF-8; rename it, or name another folder"
+        raise ConfigError(Problem("", "run.folder", why)) from None
 
 
 def _new_default_folder(recipe: str) -> Path:
