@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +23,8 @@ from lockstep.core.ranks import RankEnvironment
 from lockstep.launch import group, local, starting
 from lockstep.launch.local import launch
 from lockstep.launch.supervision import Supervisor
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def supervised(script: Sequence[str], step: int = 7, failures: int = 0, stop: str = "", logs: str | None = None) -> int:
@@ -95,3 +100,36 @@ def _waiting_round(folder: Path) -> int:
     standby.wait()
     (folder / f"needed-{rank}").write_text(str(os.getpid()))
     return 0
+
+
+def orphaned(folder: str) -> int:
+    """Launch a rank that dies before a process of its own, to which this launcher becomes the parent; 0: it is gone.
+
+    Only ranks and orphans are waited for: a process that this program has started before is left to it.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    own = subprocess.Popen([sys.executable, "-c", "raise SystemExit(5)"])
+    supervisor = Supervisor(Recovery(), lambda: 7, lambda: partial(_after_orphan, Path(folder)))
+    code = launch(partial(_leave_orphan, Path(folder)), 2, Launch(), None, supervisor=supervisor, watchdog=Watchdog())
+    return code.show() or int(own.wait() != 5)
+
+
+def _leave_orphan(folder: Path) -> int:
+    if RankEnvironment.read(os.environ).rank == 0:
+        time.sleep(30.0)
+    rank, orphan = os.getpid(), os.fork()
+    if orphan == 0:
+        while os.getppid() == rank:
+            time.sleep(0.01)
+        os._exit(0)
+    (folder / "orphan").write_text(str(orphan))
+    os.kill(rank, signal.SIGKILL)
+    return 0
+
+
+def _after_orphan(folder: Path) -> int:
+    until = time.monotonic() + 20.0
+    orphan = Path("/proc", (folder / "orphan").read_text())
+    while orphan.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    return int(orphan.exists())

@@ -226,9 +226,9 @@ def test_no_program_that_a_repository_names_is_run(
 def test_a_working_directory_that_is_not_utf_8_is_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str | None
 ) -> None:
-    here = tmp_path / os.fsdecode(b"caf\xe9")
+    here = tmp_path / os.fsdecode(b"r\xe9sum\xe9")
     here.mkdir()
     monkeypatch.chdir(here)
-    with pytest.raises(ConfigError, match=r"run\.folder: .*caf\\udce9.* has bytes that aren't UTF-8"):
+    with pytest.raises(ConfigError, match=r"run\.folder: .*r\\udce9sum\\udce9.* has bytes that aren't UTF-8"):
         RunFolder.create(path)
     assert list(here.iterdir()) == []

@@ -31,7 +31,7 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +50,7 @@ from lockstep.launch.group import SignalRequests, watch
 from lockstep.launch.host_rounds import LeaderRounds
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.last_words import all_with_last_words, size_of_stderr
+from lockstep.launch.orphans import Orphans
 from lockstep.launch.other_launchers import (
     read_at_start,
     refuse_unsettable,
@@ -140,15 +141,15 @@ def _run_rounds(job: Ranks, remedy: str, requests: SignalRequests, rounds: Round
         ahead = NextRound(job, rounds.resumed) if isinstance(rounds, Supervisor) else None
         if ahead is not None:
             stack.callback(ahead.close)
-        result, ends = _run_ranks(job, remedy, requests, rounds, ahead, partial(Round.begin, job))
+        common = _Common(remedy, requests, rounds, ahead, Orphans())
+        result, ends = _run_ranks(job, common, partial(Round.begin, job))
         while rounds is not None and not requests.stops:
             again = rounds.next_entry(ends, result)
             if again is None:
                 return rounds.concluded(result)
             job = replace(job, entry=again)
             try:
-                begin = partial(begin_again, job, ahead, requests)
-                result, ends = _run_ranks(job, remedy, requests, rounds, ahead, begin)
+                result, ends = _run_ranks(job, common, partial(begin_again, job, ahead, requests))
             except NotStarted as failure:
                 return _not_started(job, result, ends, failure, requests, rounds)
         return _unless_stopped(job, result, ends, requests, rounds)
@@ -215,28 +216,38 @@ def _patience(grace: float | None) -> float:
     return math.inf if grace is None else _SHARE_OF_GRACE * grace
 
 
-def _run_ranks(
-    job: Ranks,
-    remedy: str,
-    requests: SignalRequests,
-    rounds: Rounds | None,
-    ahead: NextRound | None,
-    begin: Callable[[], Round],
-) -> tuple[LaunchResult, list[End]]:
-    logs, timeout = job.logs, job.section.timeout
-    hosts = job.hosts
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """The arguments and helpers that all rounds of a launch share."""
+
+    remedy: str
+    requests: SignalRequests
+    rounds: Rounds | None
+    ahead: NextRound | None
+    orphans: Orphans
+
+    def between(self, begun: Round) -> None:
+        """Do what is done between two looks at the ranks."""
+        self.orphans.reap()
+        if self.ahead is not None:
+            self.ahead.prepare(begun)
+
+
+def _run_ranks(job: Ranks, common: _Common, begin: Callable[[], Round]) -> tuple[LaunchResult, list[End]]:
+    """Start the ranks of a round, and wait until all have ended; return the result, and how each has ended."""
+    logs, timeout, hosts, requests = job.logs, job.section.timeout, job.hosts, common.requests
     old_sizes = streams.sizes(logs, range(job.first, job.first + job.ranks)) if logs else {}
     kills_before, stderr = kernel_kills(), size_of_stderr()
 
     def why_sigkill() -> str:
-        return why_killed(kills_before, kernel_kills(), remedy)
+        return why_killed(kills_before, kernel_kills(), common.remedy)
 
     if hosts is not None:
         hosts.why_killed, hosts.requests = why_sigkill, requests
+    common.orphans.reap()
     begun = begin()
-    prepare = partial(ahead.prepare, begun) if ahead is not None else None
     try:
-        ends = watch(begun.members, requests, timeout, hosts, begun.hangs, prepare)
+        ends = watch(begun.members, requests, timeout, hosts, begun.hangs, partial(common.between, begun))
     finally:
         begun.close()
     if logs is not None:
@@ -249,7 +260,7 @@ def _run_ranks(
         result = result_of(ends, timeout, why_sigkill(), hosts.names())
     else:
         result = hosts.wait_for_result(requests)
-    result = _unless_stopped(job, result, ends, requests, rounds)
+    result = _unless_stopped(job, result, ends, requests, common.rounds)
     if logs is not None:
         names = [socket.gethostname()] * job.size if hosts is None else hosts.names()
         append_ends(logs, 0 if hosts is None else hosts.node, ends, names, result, old_sizes)
