@@ -48,6 +48,12 @@ class HostPart:
     def name(self) -> str:
         return checkpoint_name(self.step)
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """The number of its attempt, and its step: higher for what a run has written later."""
+        number = self.attempt.partition("-")[0]
+        return int(number) if number.isdecimal() else 0, self.step
+
     def encoded(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 

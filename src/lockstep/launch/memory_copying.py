@@ -68,14 +68,19 @@ class MemoryCopier(threading.Thread):
                 self._stopped.wait(_AGAIN_S)
 
     def _copy_newest(self, memory: RemoteMemory) -> None:
-        parts = [part for part in memory.parts() if part.place == OWN]
-        newest = max(parts, key=lambda part: part.step, default=None)
-        kept = [part for part in parts_in(self._folder) if part.place == COPIES]
-        if newest is None or any(newest.is_same(part) for part in kept):
+        """Copy the newest part of the other host, if it is of a later snapshot than the copies that are here.
+
+        A copy may be the only one of a lost host's part: it stays until one of a later snapshot is complete.
+        """
+        newest = max((part for part in memory.parts() if part.place == OWN), key=_order, default=None)
+        if newest is None:
             return
-        before = max((part.step for part in kept if part.step < newest.step), default=-1)
+        kept = [part for part in parts_in(self._folder) if part.place == COPIES]
+        before = max((part for part in kept if part.run == newest.run), key=_order, default=None)
+        if before is not None and newest.order <= before.order:
+            return
         for part in kept:
-            if part.step != before:
+            if part is not before:
                 shutil.rmtree(self._copies / part.name, ignore_errors=True)
         draft = self._copies / f"{_DRAFT}{newest.name}"
         try:
@@ -92,6 +97,7 @@ class MemoryCopier(threading.Thread):
         for name in REPORTS if 0 in part.ranks else ():
             with suppress(OSError):  # it doesn't exist
                 self._copy_file(memory, "", name, draft / name)
+        shutil.rmtree(self._copies / part.name, ignore_errors=True)  # of an earlier attempt
         draft.rename(self._copies / part.name)
 
     def _copy_file(self, memory: RemoteMemory, place: str, name: str, to: Path) -> None:
@@ -109,6 +115,10 @@ class MemoryCopier(threading.Thread):
                     raise InterruptedError("the round has ended")
         finally:
             os.close(handle)
+
+
+def _order(part: HostPart) -> tuple[int, int]:
+    return part.order
 
 
 def is_copied(folder: Path, name: str) -> bool:
