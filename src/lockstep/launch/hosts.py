@@ -11,11 +11,8 @@ and decides how the run has ended. Messages pass through a process of each launc
 
 from __future__ import annotations
 
-import contextlib
-import json
 import multiprocessing.connection
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -33,8 +30,8 @@ if TYPE_CHECKING:
     from lockstep.launch.group import SignalRequests
     from lockstep.launch.memory_folder import MemoryFolder
     from lockstep.launch.memory_serving import Address
+    from lockstep.launch.relay_process import RelayProcess
 
-_RELAY_ENDS_S = 10.0  # seconds by which a relay must have ended
 _OF_ROUND = ("folder", "end", "stop", "save", "gone", "lost", "arrived", "waits")  # messages that mean one round only
 _LOST_NOTED = 4  # lost hosts that are noted; one that is cut off itself loses all others
 
@@ -82,9 +79,7 @@ class Hosts:
         waits: Which ranks wait in collectives, on all hosts.
     """
 
-    def __init__(
-        self, channel: Connection, relay: subprocess.Popen[bytes], name: str, *, leads: bool, recovers: bool = False
-    ) -> None:
+    def __init__(self, relay: RelayProcess, name: str, *, leads: bool, recovers: bool = False) -> None:
         self.leads = leads
         self.name = name
         self.recovers = recovers
@@ -103,13 +98,12 @@ class Hosts:
         self.ends: dict[int, End] = {}
         self.why_killed: Callable[[], str] = str
         self._ended: set[int] = set()
-        self._channel = channel
         self._relay = relay
         self._published: dict[int, End] = {}
         self._stops_sent = self._saves_sent = 0
         self._result: LaunchResult | None = None
         self._folder: str | None = None
-        self._is_over, self._lost = False, 0
+        self._lost = 0
         self.waits = HostWaits(self._send, lambda: self.size)
 
     # --- facts, once they have met ---
@@ -128,10 +122,6 @@ class Hosts:
         return [host.name for host in self.world for _ in range(host.ranks)]
 
     # --- before the ranks start ---
-
-    def start(self, order: Mapping[str, Any]) -> None:
-        """Send the relay what it has to know."""
-        self._send(order)
 
     def meet(self) -> None:
         """Wait until all hosts are there, or, of a host that has waited for a place, the run is done.
@@ -213,11 +203,11 @@ class Hosts:
 
     def readable(self) -> list[int | Connection]:
         """Return the descriptors that become readable when another launcher reports something."""
-        return [] if self._is_over else [self._channel]
+        return [] if self._relay.has_ended else [self._relay.channel]
 
     def update(self, requests: SignalRequests) -> None:
         """Receive what other launchers have reported."""
-        while not self._is_over and self._channel.poll():
+        while not self._relay.has_ended and self._relay.channel.poll():
             self._receive(requests)
 
     def publish(self, ends: Mapping[int, End], ended: set[int], requests: SignalRequests) -> None:
@@ -260,7 +250,7 @@ class Hosts:
         while self._result is None:
             if self.next is not None:
                 return self.next[1]
-            if self._is_over:
+            if self._relay.has_ended:
                 raise RunFailed(f"the run's end isn't known: {_LOST_RELAY}")
             self._wait(requests)
             if requests.own_stops > stops and requests.last_stop is not None:
@@ -279,24 +269,18 @@ class Hosts:
 
     def close(self) -> None:
         """End the relay, once it has sent what it has."""
-        self._channel.close()
-        try:
-            self._relay.wait(_RELAY_ENDS_S)
-        except subprocess.TimeoutExpired:
-            self._relay.kill()
-            self._relay.wait()
+        self._relay.close()
 
     # --- messages ---
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the relay has ended; `_receive` finds that
-            self._channel.send_bytes(json.dumps({"round": self.round, **message}).encode())
+        self._relay.send({"round": self.round, **message})
 
     def _wait(self, requests: SignalRequests | None) -> None:
         multiprocessing.connection.wait([*self.readable(), *([] if requests is None else [requests.fileno()])])
         if requests is not None:
             requests.drain()
-        if not self._is_over and self._channel.poll():
+        if not self._relay.has_ended and self._relay.channel.poll():
             self._receive(requests)
 
     def _refuse_result(self) -> None:
@@ -307,14 +291,12 @@ class Hosts:
         for rank, end in self.ends.items():
             if end.kind is not EndKind.DONE and rank in self._ended:
                 raise LaunchResult(end.code, end.text).failure()
-        if self._is_over:
+        if self._relay.has_ended:
             raise RunFailed(_LOST_RELAY)
 
     def _receive(self, requests: SignalRequests | None) -> None:
-        try:
-            message = json.loads(self._channel.recv_bytes())
-        except (EOFError, OSError):
-            self._is_over = True
+        message = self._relay.receive()
+        if message is None:
             for node in range(len(self.world)):
                 if node != self.node:
                     self._lose(node, End(EndKind.LOST, 1, _LOST_RELAY, time.monotonic()))

@@ -6,23 +6,20 @@ import contextlib
 import os
 import platform
 import socket
-import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import __version__
 from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed, Stopped, message_of
 from lockstep.core.interfaces import is_loopback
 from lockstep.core.nodes import is_elastic, node_range
-from lockstep.core.stopping import blocked_signals, code_at_once, undo_on_stop
+from lockstep.core.stopping import code_at_once, undo_on_stop
 from lockstep.launch.host_protocol import SHORT_SILENCE_S, SILENCE_S, job_key
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.outcome import print_on_stderr
+from lockstep.launch.relay_process import RelayProcess
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Launch
@@ -31,8 +28,6 @@ TOKEN = "LOCKSTEP_JOB_TOKEN"
 
 _Address = tuple[int, int, int, str, tuple[Any, ...]]  # as of getaddrinfo
 _NOTED_S = 0.5  # after which a name server that hasn't answered is noted
-
-_ROOT = str(Path(__file__).parents[2])
 
 
 @contextlib.contextmanager
@@ -64,8 +59,9 @@ def connected_hosts(
         "versions": versions(),
         "settings": dict(settings),
     }
-    address = [host if listener is None else listener.getsockname()[0], port]
     order = {
+        "address": [host if listener is None else listener.getsockname()[0], port],
+        "name": host,
         "key": job_key(token, launch.job_id or "").hex(),
         "timeout": launch.timeout,
         "join_wait": launch.nodes_wait,
@@ -74,11 +70,10 @@ def connected_hosts(
         "memory": snapshots,
         "hello": hello,
     }
-    channel, relay = _start_relay(listener)
-    hosts = Hosts(channel, relay, name, leads=listener is not None, recovers=recovers)
+    relay = RelayProcess(listener, order)
+    hosts = Hosts(relay, name, leads=listener is not None, recovers=recovers)
     hosts.elastic = is_elastic(launch.nodes)
     with contextlib.closing(hosts), undo_on_stop(lambda: hosts.fail(code_at_once(), f"stopped on host {name}")):
-        hosts.start({**order, "address": address, "name": host})
         if hosts.leads and not token:
             print_on_stderr(f"note: {TOKEN} isn't set: any host that knows the job's id can join this run")
         try:
@@ -89,19 +84,6 @@ def connected_hosts(
         except BaseException as error:
             hosts.fail(Stopped.exit_code if isinstance(error, KeyboardInterrupt) else 1, f"host {name}: {error!r}")
             raise
-
-
-def _start_relay(listener: socket.socket | None) -> tuple[Connection, subprocess.Popen[bytes]]:
-    own, its = socket.socketpair()
-    passed = [its.fileno(), *([] if listener is None else [listener.fileno()])]
-    numbers = f"{its.fileno()}, {-1 if listener is None else listener.fileno()}, {os.getpid()}"
-    code = f"import sys; sys.path.append({_ROOT!r}); from lockstep.launch.relay import main; main({numbers})"
-    with blocked_signals(forks=True):  # until it ignores them
-        relay = subprocess.Popen([sys.executable, "-P", "-c", code], pass_fds=passed, stdin=subprocess.DEVNULL)
-    its.close()
-    if listener is not None:
-        listener.close()
-    return Connection(own.detach()), relay
 
 
 def _rendezvous(launch: Launch) -> tuple[str, int]:
