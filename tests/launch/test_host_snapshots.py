@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kit.commands import run_lockstep
 from kit.waiting import wait_until
-from test_host_rounds import RUN, SLOW, Cluster, assert_equal, losses, planted
+from test_host_rounds import RUN, SLOW, Cluster, assert_equal, losses, newest, planted
 
 from lockstep.launch.memory_folder import MemoryFolder
 
@@ -93,3 +93,30 @@ def test_the_hosts_that_are_left_train_on_from_the_copy(tmp_path: Path, undistur
     assert 0 < step < FAILS
     expected = losses(undisturbed)
     assert losses(cluster.run) == {step: pytest.approx(loss, rel=1e-4) for step, loss in expected.items()}
+
+
+def test_hosts_that_do_not_find_node_0_again_leave_their_parts_to_the_next_start(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    cluster = Cluster(tmp_path, 2, planted("host", tmp_path, 0, FAILS), *WORDS, "recovery.host_wait=1")
+    launched = [cluster.start(node) for node in (0, 1)]
+    assert [each.end() for each in launched] == [-signal.SIGKILL, 1], launched[1].output
+    assert re.search(r"the state after step \d+ is in the memory of the hosts, this one's part in ", launched[1].output)
+    again = [cluster.start(node) for node in (0, 1)]
+    assert [each.end() for each in again] == [0, 0], again[0].output + again[1].output
+    (step,) = resumed_from(cluster.run)
+    assert 0 < step < FAILS
+    assert_equal(cluster.run, undisturbed)
+
+
+@pytest.mark.drill
+def test_a_host_that_does_not_return_costs_no_update_that_the_others_have_in_memory(tmp_path: Path) -> None:
+    """Host 2's part is on host 0 or 1, which both are there until all is saved."""
+    words = (*WORDS, "recovery.host_wait=1", "batch.global_size=48")
+    cluster = Cluster(tmp_path, 3, planted("host", tmp_path, 2, FAILS), *words)
+    launched = [cluster.start(node) for node in range(3)]
+    assert [each.end() for each in launched] == [1, 1, -signal.SIGKILL], launched[0].output
+    manifest = newest(cluster.run)
+    assert 0 < manifest.step < FAILS
+    saved = f"the state after step {manifest.step} was in memory, and is saved in "
+    assert all(saved in each.output for each in launched[:2])

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from conftest import ForkServer, Launched
 
 HOST = socket.gethostname()
+SAVED = "saved: True, needs memory: False\n"
 
 
 class Hosts:
@@ -27,16 +28,22 @@ class Hosts:
         self._section = {"nodes": nodes, "rendezvous": self.address, "job_id": "tested", "timeout": 20.0}
 
     def start(self, node: int | None, first: str = "sleep:60", **section: object) -> Launched:
-        return self.start_rounds(node, [[f"pid:{self._folder},{first}"] * 2, ["reduce:2"] * 2], **section)
+        return self.start_rounds(node, [[f"pid:{self._folder},{first}"] * 3, ["reduce:2"] * 3], **section)
 
     def start_rounds(self, node: int | None, scripts: list[list[str]], **section: object) -> Launched:
         """Start one whose rank N performs scripts[R - 1][N] in round R."""
         section = {**self._section, "node_rank": node, **section}
-        return self._server.start("host_rounds", scripts=scripts, ranks=1, section=section, wait=self._wait)
+        saved = str(self._folder / "saved")
+        return self._server.start(
+            "host_rounds", scripts=scripts, ranks=1, section=section, wait=self._wait, saved=saved
+        )
 
     def both(self) -> list[Launched]:
-        launched = [self.start(node) for node in range(2)]
-        wait_for([self._folder / f"pid-{rank}" for rank in range(2)])
+        return self.all(2)
+
+    def all(self, number: int) -> list[Launched]:
+        launched = [self.start(node) for node in range(number)]
+        wait_for([self._folder / f"pid-{rank}" for rank in range(number)])
         return launched
 
 
@@ -50,27 +57,57 @@ def killed(launched: Launched) -> None:
 
 
 def test_a_host_that_does_not_return_ends_the_run(fork_server: ForkServer, tmp_path: Path) -> None:
-    hosts = Hosts(fork_server, tmp_path, 2, wait=1.0)
-    first, second = hosts.both()
-    killed(second)
-    assert first.wait() == 1
-    assert first.err.splitlines()[-2:] == [
-        f"lockstep: host {HOST} (rank 1) is lost: its connection was closed",
-        f"1 of 2 hosts reached {hosts.address} within 1 s (recovery.host_wait): {HOST}; missing: 1 more. Start the "
-        f"same command on each host, and let the hosts reach {hosts.address}",
-    ]
+    """The first host has saved what the others have in memory by the time at which they end."""
+    hosts = Hosts(fork_server, tmp_path, 3, wait=1.0)
+    first, second, third = hosts.all(3)
+    killed(third)
+    assert [first.wait(), second.wait()] == [1, 1]
+    assert second.out == SAVED
+    for each in (first, second):
+        assert each.err.splitlines()[-3:] == [
+            f"lockstep: host {HOST} (rank 2) is lost: its connection was closed",
+            f"2 of 3 hosts reached {hosts.address} within 1 s (recovery.host_wait): {HOST}, {HOST}; missing: node rank "
+            f"2. Start the same command on each host, and let the hosts reach {hosts.address}",
+            "saved",
+        ]
 
 
+def test_a_host_that_does_not_find_the_first_one_keeps_its_memory(fork_server: ForkServer, tmp_path: Path) -> None:
+    first, second = Hosts(fork_server, tmp_path, 2, wait=0.5).both()
+    killed(first)
+    assert second.wait() == 1
+    assert "within 0.5 s (recovery.host_wait): nothing listens on" in second.err
+    assert second.out == "saved: False, needs memory: True\n"
+
+
+@pytest.mark.parametrize(("stop", "code"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGUSR1", 75)])
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_stop_while_a_host_is_waited_for_ends_the_run(fork_server: ForkServer, tmp_path: Path, lost: int) -> None:
+def test_a_stop_while_a_host_is_waited_for_ends_the_run(
+    fork_server: ForkServer, tmp_path: Path, lost: int, stop: str, code: int
+) -> None:
     launched = Hosts(fork_server, tmp_path, 2, wait=60.0).both()
     killed(launched[lost])
     other = launched[1 - lost]
     words = "this host waits up to 60 s" if lost == 0 else "start again, from the newest state"
     wait_until(lambda: prints(other, words))
-    os.kill(other.pid, signal.SIGINT)
-    assert other.wait() == 130
-    assert other.err.splitlines()[-1].endswith("stopped by SIGINT")
+    os.kill(other.pid, signal.Signals[stop])
+    assert other.wait() == code
+    assert other.err.removesuffix("saved\n").endswith(f"stopped by {stop}\n")
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_hosts_that_are_stopped_while_they_wait_end_once_all_is_saved(
+    fork_server: ForkServer, tmp_path: Path, stopped: int
+) -> None:
+    launched = Hosts(fork_server, tmp_path, 3, wait=60.0).all(3)
+    killed(launched.pop())
+    wait_until(lambda: prints(launched[1], "all ranks start again"))
+    os.kill(launched[stopped].pid, signal.SIGTERM)
+    assert [each.wait() for each in launched] == [75, 75]
+    assert launched[1].out == SAVED
+    where = f" on host {HOST}" * stopped
+    for each in launched:
+        assert each.err.splitlines()[-2:] == [f"stopped by SIGTERM{where}", "saved"]
 
 
 def test_a_host_that_comes_while_all_are_there_takes_the_place_of_a_lost_one(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.errors import Failure, message_of
+from lockstep.core.errors import Failure, Stopped, message_of
 from lockstep.launch.ends import EndKind, first_cause
 from lockstep.launch.ends_file import gist
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
@@ -73,7 +73,8 @@ class LeaderRounds:
         """Return the run's result, of which this was the last round's."""
         if self._failure is None:
             return self.supervisor.concluded(result)
-        return LaunchResult(self._failure.exit_code, f"{gist(result.text)}\n{message_of(self._failure)}")
+        text = f"{gist(result.text)}\n{message_of(self._failure)}"
+        return LaunchResult(self._failure.exit_code, text, cut_off=isinstance(self._failure, Stopped))
 
     def _after_pause(self, ends: Sequence[End]) -> Entry | None:
         cause = first_cause(ends)
@@ -106,13 +107,21 @@ class FollowerRounds:
                 self._result = LaunchResult(0)
             except Failure as failure:
                 if not self.hosts.lost_leader:
-                    self.hosts.fail(failure.exit_code, message_of(failure))
-                    self._result = LaunchResult(failure.exit_code, message_of(failure))
+                    self._result = self._left(failure)
         return None
 
     def concluded(self, result: LaunchResult) -> LaunchResult:
         """Return the run's result, of which this was the last round's."""
         return self._result or result
+
+    def _left(self, failure: Failure) -> LaunchResult:
+        """Return the run's result after a failure between rounds, of this host or of the run."""
+        hosts, result = self.hosts, LaunchResult(failure.exit_code, message_of(failure))
+        if isinstance(failure, Stopped) and hosts.needs_memory and hosts.round and hosts.requests is not None:
+            return hosts.stop(result, hosts.requests)
+        if hosts.needs_memory:
+            hosts.fail(result.code, result.text)
+        return result
 
     def _met(self, result: LaunchResult) -> Path | None:
         """Return the run's folder once all hosts of the round are there; None: nothing is left to train."""

@@ -15,14 +15,15 @@ import multiprocessing.connection
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.errors import Paused, Problem, RunFailed, Stopped, named_ranks
+from lockstep.core.errors import Paused, Problem, RunFailed, Stopped
 from lockstep.core.stopping import stop_code
 from lockstep.launch.ends import End, EndKind, end_fields, end_of_fields
+from lockstep.launch.host_ranks import HostRanks, in_order
 from lockstep.launch.host_waits import HostWaits
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 
@@ -34,22 +35,6 @@ if TYPE_CHECKING:
 
 _OF_ROUND = ("folder", "end", "stop", "save", "gone", "lost", "arrived", "waits")  # messages that mean one round only
 _LOST_NOTED = 4  # lost hosts that are noted; one that is cut off itself loses all others
-
-
-@dataclass(frozen=True, slots=True)
-class HostRanks:
-    """A host of the run, and its ranks: `first`, `first + 1`, ..."""
-
-    name: str
-    first: int
-    ranks: int
-
-    def __str__(self) -> str:
-        return f"{self.name} ({named_ranks(self.span)})"
-
-    @property
-    def span(self) -> range:
-        return range(self.first, self.first + self.ranks)
 
 
 class Hosts:
@@ -77,6 +62,8 @@ class Hosts:
         decision: What the leader has decided for this round, as of `open_folder`.
         memories: The addresses of all hosts' snapshots in memory; none: the run takes none.
         waits: Which ranks wait in collectives, on all hosts.
+        needs_memory: Whether the run may still need the snapshots in this host's memory: the leader, which saves them,
+            hasn't reported how the run has ended, or could not save them.
     """
 
     def __init__(self, relay: RelayProcess, name: str, *, leads: bool, recovers: bool = False) -> None:
@@ -89,6 +76,7 @@ class Hosts:
         self.next: tuple[int, LaunchResult] | None = None
         self.lost_leader = self.arrived = ""
         self.pauses = self.has_gone = self.is_cut_off = False
+        self.needs_memory = True
         self.decision: Mapping[str, Any] = {}
         self.memories: list[Address] = []
         self.node = 0
@@ -248,19 +236,31 @@ class Hosts:
         """Return how the run has ended on all hosts, as the leader has decided."""
         stops = requests.own_stops
         while self._result is None:
+            if self.next is not None and requests.own_stops and requests.last_stop is not None:
+                return self.stop(_stopped_by(requests.last_stop), requests)
             if self.next is not None:
                 return self.next[1]
             if self._relay.has_ended:
                 raise RunFailed(f"the run's end isn't known: {_LOST_RELAY}")
             self._wait(requests)
             if requests.own_stops > stops and requests.last_stop is not None:
-                return LaunchResult(stop_code(requests.last_stop), f"stopped by {requests.last_stop.name}")
+                return _stopped_by(requests.last_stop)
         return self._result
+
+    def stop(self, result: LaunchResult, requests: SignalRequests) -> LaunchResult:
+        """Report that this host is stopped; return how the run has ended, once the leader has saved what is in memory.
+
+        If the leader can't be reached, that is `result`.
+        """
+        self.next = None
+        self.fail(result.code, f"{result.text} on host {self.name}")
+        ended = self.wait_for_result(requests)
+        return result if self.needs_memory and self.lost_leader else ended
 
     def finish(self, result: LaunchResult) -> None:
         """Report how the run has ended to all hosts; only the leader does."""
         problems = [[problem.where, problem.key, problem.message] for problem in result.problems]
-        fields = {"code": result.code, "text": result.text, "is_traceback": result.is_traceback}
+        fields = {name: getattr(result, name) for name in ("code", "text", "is_traceback", "in_memory")}
         self._send({"type": "result", **fields, "problems": problems})
 
     def fail(self, code: int, text: str) -> None:
@@ -287,7 +287,7 @@ class Hosts:
         if self._result is not None:
             raise self._result.failure()
         if self.requests is not None and self.requests.stops and self.requests.last_stop is not None:
-            raise Stopped(f"stopped by {self.requests.last_stop.name}")
+            raise _stopped_by(self.requests.last_stop).failure()
         for rank, end in self.ends.items():
             if end.kind is not EndKind.DONE and rank in self._ended:
                 raise LaunchResult(end.code, end.text).failure()
@@ -318,6 +318,7 @@ class Hosts:
                 problems = tuple(Problem(*fields) for fields in message.get("problems", ()))
                 traceback = message.get("is_traceback", False)
                 self._result = LaunchResult(message["code"], message["text"], traceback, problems)
+                self.needs_memory = message.get("in_memory", False)
             case "end":
                 self._note_end(message)
             case "waits":
@@ -335,10 +336,7 @@ class Hosts:
                 self._lose_host(message)
 
     def _join(self, message: Mapping[str, Any]) -> None:
-        first, self.round = 0, message["round"]
-        for host in message["hosts"]:
-            self.world.append(HostRanks(host["host"], first, host["ranks"]))
-            first += host["ranks"]
+        self.round, self.world = message["round"], in_order(message["hosts"])
         self.node, self.address = message["node"], message["address"]
         self.store_port = message.get("port", 0)
         self.memories = [(host, port) for host, port in message.get("memories", ())]
@@ -376,6 +374,10 @@ class Hosts:
             if rank not in self._ended:
                 self.ends[rank] = end
                 self._ended.add(rank)
+
+
+def _stopped_by(number: signal.Signals) -> LaunchResult:
+    return LaunchResult(stop_code(number), f"stopped by {number.name}")
 
 
 _LOST_RELAY = "the process that connects this host with the others has ended"

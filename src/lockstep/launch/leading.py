@@ -50,6 +50,7 @@ class Leader(Relay):
         self._round = 1
         self._meeting: Meeting | None = None  # none: the round runs
         self._waiting: asyncio.Task[None] | None = None
+        self._concluded = False  # the launcher here is to end the run
         self._over: Message | None = None
         self._store: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -98,14 +99,20 @@ class Leader(Relay):
             text = waiting_text(self._there(), self.place, limit)
             self._note_everywhere(text)
         await asyncio.sleep(until - time.monotonic())
-        self._end({"type": "result", "code": FAILED, "text": missing_text(self._there(), self.place, limit)})
+        self._conclude(FAILED, missing_text(self._there(), self.place, limit))
+
+    def _conclude(self, code: int, text: str) -> None:
+        """Let the launcher here end the run: it saves what all hosts have in memory, and then reports the result."""
+        if not self._concluded and self._over is None:
+            self._concluded = True
+            self.launcher.send({"type": "result", "code": code, "text": text})
 
     def _there(self) -> list[Message]:
         return [dict(guest.hello) for guest in self._guests.values()]
 
     def _try_to_begin(self) -> bool:
         """Begin the round if its hosts are there: hand out node ranks; return whether it runs."""
-        if self._meeting is None or self._over is not None:
+        if self._meeting is None or self._concluded or self._over is not None:
             return False
         chosen = self._meeting.chosen([*self._guests.values()], time.monotonic())
         if not chosen:
@@ -257,7 +264,7 @@ class Leader(Relay):
             self._send({**message, "node": guest.node}, but=link)
             self.launcher.send({**message, "node": guest.node})
         elif message["type"] == "gone" and self._meeting is not None and (self._round == 1 or guest.has_trained):
-            self._end({"type": "result", "code": message["code"], "text": message["text"]})
+            self._conclude(message["code"], message["text"])
 
     def _lose(self, link: Link, why: Message) -> None:
         guest = self._guests.pop(link, None)

@@ -75,7 +75,8 @@ class _Follower(Relay):
         try:
             link = self._link = await rendezvous.reach(self.note)
         except (NotAuthorized, NotLauncher, OSError) as error:
-            self.launcher.send({"type": "result", **rendezvous.failure(error, self.hello["host"])})
+            failure = rendezvous.failure(error, self.hello["host"])
+            self.launcher.send({"type": "result", **failure, "in_memory": True})
             return
         address = link.writer.get_extra_info("sockname")[0]
         link.send({**self.hello, "memory": await self._serve_memory(address)})

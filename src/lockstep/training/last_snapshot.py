@@ -63,9 +63,10 @@ def after_last_round(
         text = f"the state after step {step:,} was in memory, and is saved in {storage.place}; start it again to resume"
     else:
         memory.leave()
-        place = f"in this host's memory, in {memory.path}, from which the same command resumes"
+        whose = "this host's" if hosts is None else "the hosts'"
+        place = f"in {whose} memory, in {memory.path}, from which the same command resumes"
         text = f"the state after step {step:,} could not be saved: {fault}; it is {place}"
-    return replace(result, text=f"{result.text}\n{text}" if result.text else text)
+    return replace(result, text=f"{result.text}\n{text}" if result.text else text, in_memory=fault is not None)
 
 
 def _with_checkpoint(result: LaunchResult, storage: Storage) -> LaunchResult:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.checkpoint.host_parts import parts_in
 from lockstep.config.schema import Config
 from lockstep.config.writing import to_plain
 from lockstep.core.errors import ConfigError, Problem, RunFailed
@@ -141,15 +142,21 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
 def _memory_shared(run: Path, hosts: Hosts) -> Iterator[Path | None]:
     """Yield this host's folder in memory, which the other hosts can read.
 
-    If the leader is lost, it stays for the next start of the run.
+    What the leader can't save, because it is lost or its disk is full, stays for the next start of the run.
     """
     memory = MemoryFolder.make(run, hosts=len(hosts.world)) if hosts.memories else None
     hosts.share_memory(memory)
     try:
         yield memory.path if memory is not None else None
     finally:
-        if memory is not None and hosts.lost_leader:
+        parts = [] if memory is None or not hosts.needs_memory else parts_in(memory.path)
+        if memory is not None and parts:
             memory.leave()
+            step = max(part.step for part in parts)
+            print_on_stderr(
+                f"the state after step {step:,} is in the memory of the hosts, this one's part in {memory.path}; the "
+                "same command on all of them resumes from it within an hour"
+            )
         elif memory is not None:
             memory.remove()
 
