@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from kit.waiting import wait_for, wait_until
 from kit.worlds import free_port
+
+from lockstep.launch import hosts as launch_hosts
+from lockstep.launch.relay_process import RelayProcess
 
 if TYPE_CHECKING:
     from conftest import ForkServer, Launched
@@ -137,6 +141,59 @@ def test_a_run_that_may_have_fewer_hosts_waits_for_none(fork_server: ForkServer,
     killed(second)
     assert first.wait() == 0, first.err
     assert "round 2 trains on 1 host: " in first.err
+
+
+@pytest.mark.parametrize("nodes", ["2:3", 3])
+def test_a_host_that_cannot_start_its_ranks_costs_the_others_no_round(
+    fork_server: ForkServer, tmp_path: Path, nodes: int | str
+) -> None:
+    """One that comes later, or instead of one that is lost; the run then waits for yet another."""
+    hosts = Hosts(fork_server, tmp_path, nodes, wait=20.0)
+    rounds = [[f"pid:{tmp_path},sleep:60"] * 3, ["sleep:60"] * 3, ["reduce:2"] * 3]
+    launched = [hosts.start_rounds(node, rounds, nodes_wait=0.5) for node in range(2 if nodes == "2:3" else 3)]
+    wait_for([tmp_path / f"pid-{rank}" for rank in range(len(launched))])
+    if nodes == 3:
+        killed(launched.pop())
+    refused = hosts.start_rounds(2, rounds, interface="nope0")
+    assert refused.wait() == 2
+    reason = "launch.interface: this host has no interface nope0"
+    assert reason in refused.err
+    if nodes == 3:
+        wait_until(lambda: prints(launched[0], reason))
+        launched.append(hosts.start_rounds(2, rounds))
+    assert [each.wait() for each in launched] == [0] * len(launched), launched[0].err + launched[1].err
+    for each in launched[:2]:
+        assert f"lockstep: host {HOST}: {reason}" in each.err
+        assert f"round 3 trains on {len(launched)} hosts" in each.err
+
+
+class ScriptedRelay:
+    """A relay that has received these messages."""
+
+    def __init__(self, messages: list[dict[str, object]]) -> None:
+        self.channel, self._writer = multiprocessing.Pipe(duplex=False)
+        self.has_ended = False
+        for message in messages:
+            self._writer.send(message)
+
+    def receive(self) -> object:
+        return self.channel.recv()
+
+
+def test_a_host_that_is_lost_before_the_folder_is_known_is_left_to_the_leader() -> None:
+    hosts = [{"host": name, "ranks": 1} for name in "abc"]
+    relay = ScriptedRelay(
+        [
+            {"type": "world", "round": 1, "hosts": hosts, "node": 1, "address": "10.0.0.2"},
+            {"type": "lost", "round": 1, "node": 2, "why": "its connection was closed"},
+            {"type": "folder", "round": 1, "path": "/runs/a", "decision": {}},
+        ]
+    )
+    follower = launch_hosts.Hosts(cast(RelayProcess, relay), "b", leads=False, recovers=True)
+    follower.round = 1
+    follower.meet()
+    assert follower.wait_for_folder() == Path("/runs/a")
+    assert follower.ends[2].text == "host c (rank 2) is lost: its connection was closed"
 
 
 @pytest.mark.parametrize("act", ["orderly", "sleep"])

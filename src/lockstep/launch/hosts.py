@@ -57,7 +57,7 @@ class Hosts:
         lost_leader: Why the leader can't be reached; empty: it can.
         arrived: A host that waits to be taken in; empty: none.
         is_cut_off: Whether a host is silent, and another round may follow.
-        has_gone: Whether a host has reported that it leaves the run.
+        has_gone: Whether a host has reported that it leaves the run, which ends for that.
         pauses: Whether this round's ranks have been stopped for it.
         decision: What the leader has decided for this round, as of `open_folder`.
         memories: The addresses of all hosts' snapshots in memory; none: the run takes none.
@@ -265,7 +265,8 @@ class Hosts:
 
     def fail(self, code: int, text: str) -> None:
         """Report that this host can't take part."""
-        self._send({"type": "result" if self.leads else "gone", "code": code, "text": text})
+        is_stop = code in (Stopped.exit_code, Paused.exit_code)
+        self._send({"type": "result" if self.leads else "gone", "code": code, "text": text, "is_stop": is_stop})
 
     def close(self) -> None:
         """End the relay, once it has sent what it has."""
@@ -288,8 +289,9 @@ class Hosts:
             raise self._result.failure()
         if self.requests is not None and self.requests.stops and self.requests.last_stop is not None:
             raise _stopped_by(self.requests.last_stop).failure()
+        decides = self.recovers and not self.has_gone  # the leader, whether the run continues without a lost host
         for rank, end in self.ends.items():
-            if end.kind is not EndKind.DONE and rank in self._ended:
+            if end.kind is not EndKind.DONE and rank in self._ended and not (decides and end.kind is EndKind.LOST):
                 raise LaunchResult(end.code, end.text).failure()
         if self._relay.has_ended:
             raise RunFailed(_LOST_RELAY)
@@ -328,10 +330,7 @@ class Hosts:
             case "save" if requests is not None:
                 requests.save_elsewhere()
             case "gone":  # it reports why, instead of starting its ranks
-                self.has_gone = True
-                stopped = message["code"] in (Stopped.exit_code, Paused.exit_code)
-                text = message["text"] if stopped else f"host {self.world[message['node']].name}: {message['text']}"
-                self._lose(message["node"], End(EndKind.LOST, message["code"], text, time.monotonic()))
+                self._note_gone(message)
             case "lost":
                 self._lose_host(message)
 
@@ -340,6 +339,13 @@ class Hosts:
         self.node, self.address = message["node"], message["address"]
         self.store_port = message.get("port", 0)
         self.memories = [(host, port) for host, port in message.get("memories", ())]
+
+    def _note_gone(self, message: Mapping[str, Any]) -> None:
+        """Note that a host leaves. A stop, or any failure in the first round, ends the run; later that host is lost."""
+        self.has_gone |= message["is_stop"] or self.round == 1
+        text = message["text"] if message["is_stop"] else f"host {self.world[message['node']].name}: {message['text']}"
+        code = message["code"] if self.has_gone else RunFailed.exit_code
+        self._lose(message["node"], End(EndKind.LOST, code, text, time.monotonic()))
 
     def _note_end(self, message: Mapping[str, Any]) -> None:
         end = end_of_fields(message["end"])

@@ -263,8 +263,15 @@ class Leader(Relay):
         elif guest.node is not None and message.get("round") == self._round:
             self._send({**message, "node": guest.node}, but=link)
             self.launcher.send({**message, "node": guest.node})
-        elif message["type"] == "gone" and self._meeting is not None and (self._round == 1 or guest.has_trained):
+        elif message["type"] == "gone" and self._meeting is not None:
+            self._let_go(guest, message)
+
+    def _let_go(self, guest: Guest, message: Message) -> None:
+        """Take note that a host leaves while hosts meet; a further round waits for another in its place."""
+        if self._round == 1 or (guest.has_trained and message["is_stop"]):
             self._conclude(message["code"], message["text"])
+        elif self._over is None:
+            self._note_everywhere(f"host {guest.hello['host']} leaves the run: {message['text']}")
 
     def _lose(self, link: Link, why: Message) -> None:
         guest = self._guests.pop(link, None)
