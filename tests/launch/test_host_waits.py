@@ -167,6 +167,23 @@ def test_a_host_that_cannot_start_its_ranks_costs_the_others_no_round(
         assert f"round 3 trains on {len(launched)} hosts" in each.err
 
 
+def relay_of(launched: Launched) -> int:
+    children = Path(f"/proc/{launched.pid}/task/{launched.pid}/children").read_text().split()
+    (relay,) = (int(child) for child in children if b"relay" in Path(f"/proc/{child}/cmdline").read_bytes())
+    return relay
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_host_whose_relay_is_killed_connects_with_the_others_again(
+    fork_server: ForkServer, tmp_path: Path, node: int
+) -> None:
+    launched = Hosts(fork_server, tmp_path, 2, wait=20.0).both()
+    os.kill(relay_of(launched[node]), signal.SIGKILL)
+    assert [each.wait() for each in launched] == [0, 0], launched[0].err + launched[1].err
+    assert "the process that connects this host with the others has ended" in launched[node].err
+    assert "round 2 trains on 2 hosts" in launched[1 - node].err
+
+
 class ScriptedRelay:
     """A relay that has received these messages."""
 

@@ -18,6 +18,7 @@ from lockstep.core.errors import Failure, Stopped, message_of
 from lockstep.launch.ends import EndKind, first_cause
 from lockstep.launch.ends_file import gist
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
+from lockstep.launch.relay_process import LOST_RELAY
 
 if TYPE_CHECKING:
     from lockstep.launch.ends import End
@@ -130,10 +131,9 @@ class FollowerRounds:
             print_on_stderr(f"lockstep: {gist(result.text)}\nlockstep: all ranks start again")
             hosts.answer()
         else:
-            print_on_stderr(
-                f"lockstep: {hosts.lost_leader}\nlockstep: this host waits up to {self.wait:g} s (recovery.host_wait) "
-                "for it; start the same command there again"
-            )
+            whom = "node 0" if hosts.lost_leader == LOST_RELAY else "it; start the same command there again"
+            wait = f"this host waits up to {self.wait:g} s (recovery.host_wait) for {whom}"
+            print_on_stderr(f"lockstep: {hosts.lost_leader}\nlockstep: {wait}")
             hosts.look_for_leader(self.wait)
         hosts.meet()
         return hosts.wait_for_folder()

@@ -21,17 +21,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import Paused, Problem, RunFailed, Stopped
-from lockstep.core.stopping import stop_code
 from lockstep.launch.ends import End, EndKind, end_fields, end_of_fields
 from lockstep.launch.host_ranks import HostRanks, in_order
 from lockstep.launch.host_waits import HostWaits
-from lockstep.launch.outcome import LaunchResult, print_on_stderr
+from lockstep.launch.outcome import LaunchResult, print_on_stderr, stopped_by
+from lockstep.launch.relay_process import LOST_RELAY, RelayProcess
 
 if TYPE_CHECKING:
     from lockstep.launch.group import SignalRequests
     from lockstep.launch.memory_folder import MemoryFolder
     from lockstep.launch.memory_serving import Address
-    from lockstep.launch.relay_process import RelayProcess
 
 _OF_ROUND = ("folder", "end", "stop", "save", "gone", "lost", "arrived", "waits")  # messages that mean one round only
 _LOST_NOTED = 4  # lost hosts that are noted; one that is cut off itself loses all others
@@ -87,6 +86,7 @@ class Hosts:
         self.why_killed: Callable[[], str] = str
         self._ended: set[int] = set()
         self._relay = relay
+        self._memory: MemoryFolder | None = None
         self._published: dict[int, End] = {}
         self._stops_sent = self._saves_sent = 0
         self._result: LaunchResult | None = None
@@ -154,7 +154,7 @@ class Hosts:
         wrong = [node for node, host in enumerate(self.world) if not set(host.span).isdisjoint(differing)]
         fields = {"code": result.code, "text": result.text, "wait": wait, "lost": lost, "differing": wrong}
         self.begin_again(number)
-        self._send({"type": "next", **fields})
+        self._meet_again({"type": "next", **fields})
 
     def answer(self) -> None:
         """Report that this host is ready for the next round, for which the leader has called."""
@@ -165,7 +165,14 @@ class Hosts:
     def look_for_leader(self, wait: float) -> None:
         """Connect with the leader again, which is lost, for up to `wait` seconds."""
         self.begin_again(0)
-        self._send({"type": "again", "wait": wait})
+        self._meet_again({"type": "again", "wait": wait})
+
+    def _meet_again(self, message: Mapping[str, Any]) -> None:
+        if self._relay.has_ended:
+            self._relay.restart(round=self.round, timeout=message["wait"], limit="recovery.host_wait")
+            self.share_memory(self._memory)
+        else:
+            self._send(message)
 
     def pause_is_due(self) -> bool:
         """Return, once, whether the ranks have to stop because a host waits to be taken in."""
@@ -184,6 +191,7 @@ class Hosts:
 
     def share_memory(self, memory: MemoryFolder | None) -> None:
         """Let other hosts read the snapshots in this one's memory."""
+        self._memory = memory
         if memory is not None:
             self._send({"type": "memory", "path": str(memory.path)})
 
@@ -237,14 +245,14 @@ class Hosts:
         stops = requests.own_stops
         while self._result is None:
             if self.next is not None and requests.own_stops and requests.last_stop is not None:
-                return self.stop(_stopped_by(requests.last_stop), requests)
+                return self.stop(stopped_by(requests.last_stop), requests)
             if self.next is not None:
                 return self.next[1]
             if self._relay.has_ended:
-                raise RunFailed(f"the run's end isn't known: {_LOST_RELAY}")
+                raise RunFailed(f"the run's end isn't known: {LOST_RELAY}")
             self._wait(requests)
             if requests.own_stops > stops and requests.last_stop is not None:
-                return _stopped_by(requests.last_stop)
+                return stopped_by(requests.last_stop)
         return self._result
 
     def stop(self, result: LaunchResult, requests: SignalRequests) -> LaunchResult:
@@ -288,20 +296,18 @@ class Hosts:
         if self._result is not None:
             raise self._result.failure()
         if self.requests is not None and self.requests.stops and self.requests.last_stop is not None:
-            raise _stopped_by(self.requests.last_stop).failure()
+            raise stopped_by(self.requests.last_stop).failure()
         decides = self.recovers and not self.has_gone  # the leader, whether the run continues without a lost host
         for rank, end in self.ends.items():
             if end.kind is not EndKind.DONE and rank in self._ended and not (decides and end.kind is EndKind.LOST):
                 raise LaunchResult(end.code, end.text).failure()
         if self._relay.has_ended:
-            raise RunFailed(_LOST_RELAY)
+            raise RunFailed(LOST_RELAY)
 
     def _receive(self, requests: SignalRequests | None) -> None:
         message = self._relay.receive()
         if message is None:
-            for node in range(len(self.world)):
-                if node != self.node:
-                    self._lose(node, End(EndKind.LOST, 1, _LOST_RELAY, time.monotonic()))
+            self._lose_relay()
             return
         if message["type"] in _OF_ROUND and message.get("round", self.round) != self.round:
             return
@@ -369,21 +375,24 @@ class Hosts:
             print_on_stderr(f"note: {text}; {what}")  # at once: ranks that wait for that host end seconds later
         self._lose(message["node"], End(EndKind.LOST, 1, text, time.monotonic()))
         if message["node"] == 0:  # all messages came through it
-            self.lost_leader = text
-            self._result = self._result or LaunchResult(1, text)
+            self._lose_leader(text)
             for node in range(1, len(self.world)):
                 if node != self.node:
                     self._lose(node, End(EndKind.ENDED, 1, "", time.monotonic()))
+
+    def _lose_relay(self) -> None:
+        if self.recovers and not self.leads:
+            self._lose_leader(LOST_RELAY)
+        for node in range(len(self.world)):
+            if node != self.node:
+                self._lose(node, End(EndKind.LOST, 1, LOST_RELAY, time.monotonic()))
+
+    def _lose_leader(self, why: str) -> None:
+        if self._result is None:  # else the run has ended
+            self.lost_leader, self._result = why, LaunchResult(1, why)
 
     def _lose(self, node: int, end: End) -> None:
         for rank in self.world[node].span:
             if rank not in self._ended:
                 self.ends[rank] = end
                 self._ended.add(rank)
-
-
-def _stopped_by(number: signal.Signals) -> LaunchResult:
-    return LaunchResult(stop_code(number), f"stopped by {number.name}")
-
-
-_LOST_RELAY = "the process that connects this host with the others has ended"

@@ -47,7 +47,7 @@ class Leader(Relay):
         self._guests: dict[Link | None, Guest] = {None: Guest(self.hello)}  # None: this host
         self._least, self._most = node_range(self.hello["nodes"])
         self._join_wait: float = order["join_wait"]
-        self._round = 1
+        self._round: int = order.get("round", 1)
         self._meeting: Meeting | None = None  # none: the round runs
         self._waiting: asyncio.Task[None] | None = None
         self._concluded = False  # the launcher here is to end the run
@@ -56,7 +56,7 @@ class Leader(Relay):
 
     async def run(self, listener: socket.socket) -> None:
         await asyncio.start_server(self._connected, sock=listener, backlog=_BACKLOG)
-        self._meet(self.timeout, "launch.timeout", self._join_wait)
+        self._meet(self.timeout, self.limit, self._join_wait)
         with contextlib.suppress(OSError):
             while True:
                 message = await self.launcher.receive()

@@ -64,6 +64,7 @@ def connected_hosts(
         "name": host,
         "key": job_key(token, launch.job_id or "").hex(),
         "timeout": launch.timeout,
+        "limit": "launch.timeout",
         "join_wait": launch.nodes_wait,
         "silence": SHORT_SILENCE_S if recovers else SILENCE_S,
         "recovers": recovers,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from lockstep.core.errors import (
     VerificationError,
     message_of,
 )
+from lockstep.core.stopping import stop_code
 from lockstep.core.terminal import echo
 
 
@@ -71,6 +73,11 @@ class LaunchResult:
             print_on_stderr(self.text)
             reason = self.text.splitlines()[-1]
         return RunFailed(f"{reason}; each rank's output is in {self.logs}" if self.logs else reason)
+
+
+def stopped_by(number: signal.Signals) -> LaunchResult:
+    """Return the result of a launch that a signal has stopped while its ranks didn't run."""
+    return LaunchResult(stop_code(number), f"stopped by {number.name}")
 
 
 def print_on_stderr(text: str) -> None:

@@ -43,7 +43,7 @@ class _Follower(Relay):
         self._link: Link | None = None
         self._ports: asyncio.Server | None = None
         self._memory_ports: asyncio.Server | None = None
-        self._connection = self.start(self._follow(self.timeout, "launch.timeout"))
+        self._connection = self.start(self._follow(self.timeout, self.limit))
 
     async def run(self) -> None:
         with contextlib.suppress(OSError):

@@ -13,8 +13,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.errors import RunFailed
 from lockstep.core.stopping import blocked_signals
 
+LOST_RELAY = "the process that connects this host with the others has ended"
+_MOST_RESTARTS = 3  # of a launch: what ends it so often would end the next one, too
 _ENDS_S = 10.0  # seconds by which a relay must have ended
 _ROOT = str(Path(__file__).parents[2])
 
@@ -31,10 +34,33 @@ class RelayProcess:
         has_ended: Whether it has ended by itself.
     """
 
+    channel: Connection
+
     def __init__(self, listener: socket.socket | None, order: Mapping[str, Any]) -> None:
-        self.has_ended = False
-        self.channel, self._process = _started(listener)
-        self.send(order)
+        self._order = order
+        self._listens_at = None if listener is None else (listener.family, listener.getsockname()[:2])
+        self._restarts = 0
+        self._start(listener)
+
+    def restart(self, **changes: Any) -> None:
+        """Start another one after this one has ended, for the same host; `changes` to what it has to know.
+
+        Raises RunFailed if it has ended too often, or its address is taken.
+        """
+        self.close()
+        self._restarts += 1
+        if self._restarts > _MOST_RESTARTS:
+            raise RunFailed(f"{LOST_RELAY} {self._restarts} times")
+        self._order, listener = {**self._order, **changes}, None
+        if self._listens_at is not None:
+            family, (host, port) = self._listens_at
+            try:
+                listener = socket.create_server((host, port), family=family, backlog=1024)
+            except OSError as error:
+                raise RunFailed(
+                    f"{LOST_RELAY}, and {host}:{port} can't be listened on again: {error.strerror}"
+                ) from None
+        self._start(listener)
 
     def send(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):  # it has ended; `receive` finds that
@@ -48,6 +74,11 @@ class RelayProcess:
             self.has_ended = True
             return None
         return message
+
+    def _start(self, listener: socket.socket | None) -> None:
+        self.has_ended = False
+        self.channel, self._process = _started(listener)
+        self.send(self._order)
 
     def close(self) -> None:
         """End it, once it has sent what it has."""

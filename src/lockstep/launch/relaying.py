@@ -65,6 +65,7 @@ class Relay:
     """The launcher, and tasks that end with the relay.
 
     Attributes:
+        timeout: Seconds that hosts have to meet, as the config's key `limit` has it.
         silence: Seconds without a message after which a host is lost.
     """
 
@@ -74,6 +75,7 @@ class Relay:
         self.key = bytes.fromhex(order["key"])
         self.hello: Message = order["hello"]
         self.timeout: float = order["timeout"]
+        self.limit: str = order["limit"]
         self.silence: float = order["silence"]
         self.recovers: bool = order["recovers"]
         self.address: tuple[str, int] = (order["address"][0], order["address"][1])
