@@ -83,23 +83,39 @@ def _trained(config: dict[str, Any]) -> str:
     return "finished"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_between_an_update_and_its_evaluation(tmp_path: Path, rank: int) -> None:
-    """The other one fails where the logged values are collected, and saves the state."""
-    runs = tmp_path / "undisturbed", tmp_path / "killed"
+def _with_faults(folder: Path, faults: list[Fault], strategy: str, **sections: Any) -> str:
+    """Train on two ranks, without and with faults, and compare evaluations and best weights; return the output."""
+    runs = folder / "undisturbed", folder / "killed"
     for run in runs:
-        config = _config(
-            run, parallel={"strategy": "ddp"}, launch={"ranks": 2, "device": "cpu"}, recovery={"restarts": 1}
-        )
+        ranks = {"parallel": {"strategy": strategy}, "launch": {"ranks": 2, "device": "cpu"}}
         file, plan = run.with_suffix(".yaml"), run.with_suffix(".json")
-        file.write_text(yaml.safe_dump(config))
-        write_plan(plan, [Fault("kill", rank, 7, "host")] if run == runs[1] else [])
+        file.write_text(yaml.safe_dump(_config(run, **ranks, **sections)))
+        write_plan(plan, faults if run == runs[1] else [])
         done = run_lockstep("train", file, **{FAULTS: str(plan)})
         assert done.returncode == 0, done.stderr
-    assert "resumes from step 6 " in done.stdout
     assert _history(runs[1]) == _history(runs[0])
     weights, expected = (load_file(run / "model" / "model.safetensors") for run in runs)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
+    return done.stdout
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_between_an_update_and_its_evaluation(tmp_path: Path, rank: int) -> None:
+    """The other one fails where the logged values are collected, and saves the state."""
+    output = _with_faults(tmp_path, [Fault("kill", rank, 7, "host")], "ddp", recovery={"restarts": 1})
+    assert "resumes from step 6 " in output
+
+
+@pytest.mark.parametrize(("strategy", "rank", "every"), [("ddp", 1, "auto"), ("ddp", 0, None), ("fsdp", 1, 1)])
+def test_a_rank_that_is_killed_while_the_best_state_is_being_saved(
+    tmp_path: Path, strategy: str, rank: int, every: str | int | None
+) -> None:
+    """The disk of rank 1 is slow. The run resumes from the best state, or from before it, and not from after it."""
+    faults = [Fault("slow", 1, 2, "data"), Fault("kill", rank, 6, "data")]
+    checkpoint = {"every": None, "best": "held-out.loss", "best_is": "highest", "keep_last": 1}
+    recovery = {"restarts": 1, "snapshot_every": every}
+    output = _with_faults(tmp_path, faults, strategy, checkpoint=checkpoint, recovery=recovery)
+    assert ("resumes from step 3 " in output) == (every is not None)
 
 
 def test_an_update_that_ends_the_run_is_evaluated_when_it_resumes(tmp_path: Path) -> None:

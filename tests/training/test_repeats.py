@@ -53,7 +53,7 @@ def _logged(asked: dict[str, Any], nan_in: int | None = None) -> list[LogEntries
         for batch in session.batches():
             log.mean("before", batch.step, 1)
             if batch.step == nan_in:
-                make_nan(components_of(session).sharding.state.model)
+                make_nan(components_of(session).sharding.state.model, lambda: None)
             session.accumulate(batch)
             session.commit()
             entries.append(logged.drain())

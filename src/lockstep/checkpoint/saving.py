@@ -163,6 +163,12 @@ class Saver:
         """Number of saves that this rank has finished, and of those that failed: its share of the vote."""
         return self._settled, self._failures
 
+    @property
+    def in_progress(self) -> tuple[int, bool] | None:
+        """The step of the last save, and whether all ranks have written it; None: it was waited for, or has failed."""
+        save = self._save
+        return None if save is None or save.failure is not None else (save.metadata.step, save.agreed)
+
     def on_vote(self, settled: float, failures: float) -> None:
         """Receive the sums of `status` over all ranks."""
         if self._axis.size == 1 or self._save is None or self._save.agreed:

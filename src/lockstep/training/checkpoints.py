@@ -228,6 +228,8 @@ class Checkpoints(VoteParticipant):
         """
         saves_again, self._saves_again = self._saves_again, False
         requests = (*self._trigger.requests(), *self.snapshots.requests())
+        if self._axis.rank == 0 and self._unpublished_best() is not None:
+            requests = (*requests, Request.NO_SNAPSHOT)  # the run goes back to the best state if its save is lost
         return (*requests, Request.SAVE) if saves_again else requests
 
     def outcomes(self) -> list[SaveReport]:
@@ -274,6 +276,8 @@ class Checkpoints(VoteParticipant):
             self._trigger.restart()
             if not self._section.asynchronous:
                 saver.finish()
+            elif self.evaluations.is_best:
+                self.snapshots.hold()
 
     def _add_evaluation(self) -> None:
         """Add what is known of the evaluation at this step to its checkpoint, which exists all the while."""
@@ -288,6 +292,12 @@ class Checkpoints(VoteParticipant):
             self._saved_evaluation = evaluation
         elif self._axis.rank == 0:
             _log.warning("the checkpoint of step %d lacks the metrics of its evaluation: %s", step, failure)
+
+    def _unpublished_best(self) -> int | None:
+        """Return the step of the best state if its save is in progress. Only the first rank knows when it has ended."""
+        best = self.evaluations.best_at
+        save = self._begun_saver.in_progress if self._begun_saver is not None else None
+        return best if save is not None and save[0] == best and self._newest != best else None
 
     def _evaluation(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a checkpoint of the session as it is keeps of evaluations: in its state, and as metrics."""
@@ -322,6 +332,7 @@ class Checkpoints(VoteParticipant):
             self._failure_state,
             self._metadata,
             self.evaluations,
+            self._unpublished_best(),
             self.snapshots.folder,
         )
         return rescue.save(error)

@@ -32,6 +32,7 @@ class Evaluations:
     Attributes:
         early_stopping: of the run.
         reports: of the last evaluation; empty before one.
+        best_at: the step with the best metric so far, in this attempt, or of the checkpoint that it has resumed from.
     """
 
     def __init__(self, session: Session) -> None:
@@ -42,7 +43,7 @@ class Evaluations:
         self._last = session.progress  # at the last evaluation, or at the beginning
         self._is_requested = False
         self._best: float | None = None
-        self._best_at: int | None = None
+        self.best_at: int | None = None
         self.early_stopping = EarlyStopping(components.config.monitor.early_stopping)
         self.reports: tuple[EvaluationReport, ...] = ()
 
@@ -59,7 +60,7 @@ class Evaluations:
         self._is_requested = manifest.state.get("evaluation_due", False)
         self.reports = _reports_in(manifest, list(components_of(self._session).evaluator.sources))
         if self._best is not None and manifest.metrics.get(self._section.best or "") == self._best:
-            self._best_at = manifest.step
+            self.best_at = manifest.step
         return self.early_stopping.restore(manifest.state.get("early_stopping"))
 
     def schedule(self) -> None:
@@ -98,7 +99,7 @@ class Evaluations:
     @property
     def is_best(self) -> bool:
         """True if the evaluation after the last update has the best metric so far."""
-        return self._best_at == self._session.progress.steps
+        return self.best_at == self._session.progress.steps
 
     def take(self, reports: Sequence[EvaluationReport], *, at_end: bool = False) -> None:
         """Take the reports of the evaluation after the last update.
@@ -129,7 +130,7 @@ class Evaluations:
         if name is None or metric is None or not math.isfinite(metric):
             return
         if self._best is None or is_better(metric, self._best, name, self._section.best_is):
-            self._best, self._best_at = metric, self._session.progress.steps
+            self._best, self.best_at = metric, self._session.progress.steps
 
 
 def _metrics(reports: Sequence[EvaluationReport]) -> dict[str, float]:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _SHARE = 0.005  # of the time that automatic snapshots may cost
 _SHORTEST_S = 0.2  # between automatic snapshots
 _LARGEST_SHARE = 0.5  # of the free memory
+_VOTE_COMES = 4  # updates until a vote against snapshots has come, also on an accelerator
 _COPY_BEGINS_S = 5.0  # by which a copy of the other host's part has begun
 _log = logging.getLogger("lockstep")
 
@@ -82,6 +83,7 @@ class MemorySnapshots:
         self._has_warned = False
         self._began = time.perf_counter()
         self._open = OpenRequest()
+        self._held_at: int | None = None
 
     def resumable(self, storage: Storage) -> Storage | WithMemory:
         """Return the checkpoints from which the run may resume; rank 0 has emptied memory that is another run's."""
@@ -192,9 +194,19 @@ class MemorySnapshots:
         if self._saver is None or Request.NO_SNAPSHOT in requests:
             self._open.close()
             return False
+        steps = self._session.progress.steps
+        if self._held_at is not None and steps - self._held_at <= _VOTE_COMES:
+            return steps == self._held_at and self._hosts is None
         if isinstance(self._every, int) and self._hosts is None:
-            return self._session.progress.steps % self._every == 0
+            return steps % self._every == 0
         return Request.SNAPSHOT in requests
+
+    def hold(self) -> None:
+        """Take a snapshot after this update, and none after the next ones, until all ranks have the first one's vote.
+
+        The state after this update is the best, and is being saved: a later one has to wait until that is done.
+        """
+        self._held_at = self._session.progress.steps
 
     def take(self) -> None:
         """Start a snapshot of the session as it is; all ranks together."""

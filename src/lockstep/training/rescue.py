@@ -70,6 +70,7 @@ class Rescue:
     Attributes:
         metadata: describes a state, for its manifest; `marked=False`: without the history, which memory has.
         evaluations: of the run.
+        best: step of the best state if its save is in progress. A later state can't be saved before that one.
         memory: the launcher's folder for snapshots; None: there is none.
     """
 
@@ -79,6 +80,7 @@ class Rescue:
     failure_state: FailureState
     metadata: Callable[..., StepMetadata]
     evaluations: Evaluations
+    best: int | None
     memory: Path | None
 
     def save(self, error: BaseException) -> str:
@@ -105,15 +107,17 @@ class Rescue:
     def _save(self, error: BaseException) -> str | None:
         """Return why nothing could be saved; None if the checkpoint exists."""
         together = self.failure_state.fails_together
+        inconsistency = self._inconsistency()
+        if not together and not self._has_whole_state():
+            return self._save_with_others(inconsistency, error)
         if together:
             self.saver.finish()
         else:
             self.saver.abandon()
-        inconsistency = self._inconsistency()
-        if not together and not self._has_whole_state():
-            return self._save_with_others(inconsistency, error)
         if self._is_saved():
             return None
+        if (missing := self._missing_best()) is not None:
+            return missing
         if inconsistency is not None:
             return inconsistency
         return self._save_together() if together else self._save_alone()
@@ -122,7 +126,7 @@ class Rescue:
         """Return whether this rank has the whole state, and it is in memory now."""
         if self.failure_state.fails_together or not self._has_whole_state() or self._inconsistency() is not None:
             return False
-        if self.memory is None or self._is_saved():
+        if self.memory is None or self._is_saved() or self._missing_best() is not None:
             return False
         state, device = self.session.state(synchronized=False), components_of(self.session).world.device
         return save_whole(
@@ -149,6 +153,14 @@ class Rescue:
     def _is_saved(self) -> bool:
         return self.session.progress.steps in names_by_step(self.storage.names())
 
+    def _missing_best(self) -> str | None:
+        """Return why the state can't be saved if the save of an earlier state, which is the best, has not ended."""
+        if self.best is None or self.best in names_by_step(self.storage.names()):
+            return None
+        if self.best == self.session.progress.steps:
+            return None
+        return f"the best state, that of step {self.best:,}, was still being saved, and has to be saved first"
+
     def _save_together(self) -> str | None:
         """Save by all ranks together; return why it failed, None if the checkpoint exists."""
         self.saver.disable_deletion()
@@ -163,6 +175,7 @@ class Rescue:
         exchange = components_of(self.session).world.exchange
         assert exchange is not None, "a single rank fails together with all ranks"
         if not exchange.called():
+            self.saver.abandon()
             if blames_a_peer(error) or is_timeout(error):
                 return "it is sharded over ranks, and another rank has ended or hangs"
             exchange.call()
@@ -183,8 +196,14 @@ class Rescue:
             return f"rank {least} has finished update {steps[least]:,}, and rank {most} update {steps[most]:,}"
         axis = components_of(self.session).world.axis
         with over_store(exchange):
-            is_saved = axis.broadcast(self._is_saved() if axis.rank == 0 else None)
-            return None if is_saved else self._save_together()
+            if len(set(axis.gather(self.saver.in_progress))) == 1:
+                self.saver.finish()
+            self.saver.abandon()
+            is_saved, missing = cast(
+                "tuple[bool, str | None]",
+                axis.broadcast((self._is_saved(), self._missing_best()) if axis.rank == 0 else None),
+            )
+            return missing if is_saved or missing is not None else self._save_together()
 
     def _save_alone(self) -> str | None:
         """Save by this rank, without a collective; or wait for the rank that does, because this one's end ends it."""
