@@ -20,6 +20,7 @@ from kit.hosts import needs_hosts
 from lockstep.chaos import evaluations
 from lockstep.chaos.drawing import balanced
 from lockstep.chaos.kinds import Cluster, applicable
+from lockstep.chaos.rounds import config_of_round
 from lockstep.config.loading import validate
 from lockstep.core.phase_clock import PhaseClock
 from lockstep.resilience.faults import Fault, PlantedFault, events_of, plant, write_plan
@@ -277,7 +278,7 @@ class UndeterminedInEvaluations(small.Net):
     """Draws from what no run can repeat, but not in updates."""
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
-        return super().forward(points) + (0 if self.training else os.urandom(1)[0])
+        return super().forward(points) * (1 if self.training else 1 + int.from_bytes(os.urandom(4)) / 2**32)
 
 
 def test_an_evaluation_that_differs_is_found(tmp_path: Path) -> None:
@@ -313,3 +314,9 @@ def test_evaluations_that_are_missing_or_differ_are_counted(
         lines = [{"evaluation": "held-out", "step": step, "seconds": len(pairs), "loss": loss} for step, loss in pairs]
         (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert evaluations.differing(run, undisturbed, undisturbed, exact=exact) == differ
+
+
+@pytest.mark.parametrize(("every", "expected"), [("1 minute", "3 steps"), ("2 steps", "2 steps"), (None, "None")])
+def test_no_evaluation_of_a_round_comes_by_the_clock(every: str | None, expected: str, tmp_path: Path) -> None:
+    config = validate(small.config(evaluation={"every": every})).config
+    assert str(config_of_round(config, tmp_path, 12).evaluation.every) == expected

@@ -219,6 +219,31 @@ def test_buffers_are_put_back_unless_the_update_is_kept(on_device: bool) -> None
     assert model.num_batches_tracked == 2
 
 
+class Aliases(nn.Module):
+    """Its forward puts views of a parameter where buffers were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.before = nn.Buffer(torch.full((3,), 7.0))
+        self.first = nn.Buffer(torch.full((3,), 8.0))
+
+    def forward(self) -> None:
+        self.before = self.weight.detach()
+        self.first = self.weight.detach()[:1].expand(3)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_buffer_that_is_put_back_is_not_written_into_a_parameter(on_device: bool) -> None:
+    model = Aliases()
+    snapshot = BufferSnapshot(model)
+    snapshot.take()
+    model()
+    snapshot.put_back(unless=torch.tensor(False) if on_device else False)
+    assert model.weight.tolist() == [0, 0, 0]
+    assert (model.before.tolist(), model.first.tolist()) == ([7, 7, 7], [8, 8, 8])
+
+
 def test_a_buffer_that_is_too_large_to_be_copied_leaves_the_others() -> None:
     model = nn.BatchNorm1d(2)
     model.register_buffer("queue", torch.zeros(2**20))

@@ -27,7 +27,7 @@ def test_batch_norm_is_left_more_than_one_sample(tmp_path: Path, monkeypatch: py
     write_plan(plan, [Fault("oom", 0, 2, "backward", above=2)])
     monkeypatch.setenv(FAULTS, str(plan))
     config = {**small.config("WithBatchNorm", run={"steps": 3, "folder": str(folder)}), "batch": {"global_size": 3}}
-    with pytest.raises(OutOfMemory, match="smaller micro-batches would have a single sample, which batch norm"):
+    with pytest.raises(OutOfMemory, match="smaller micro-batches would have a single sample, which BatchNorm1d"):
         lockstep.train(config)
     assert sentences_on_sizes(folder) == []
     assert read_attempts(folder)[-1].number("least_micro_size") == 3
@@ -80,6 +80,9 @@ def begin_attempt(folder: Path, **facts: int) -> None:
         (small.WithBatchNorm(), 8, 67, 9, 3),
         (small.WithBatchNorm(), 8, 65, 9, 2),  # it has one sample with any size
         (small.WithBatchNorm().eval(), 8, 64, 8, 1),
+        (torch.nn.BatchNorm2d(3), 8, 64, 8, 1),  # a sample has many values
+        (torch.nn.Sequential(torch.nn.Conv1d(3, 3, 3), torch.nn.BatchNorm1d(3)), 8, 64, 8, 1),
+        (torch.nn.SyncBatchNorm(3), 8, 64, 8, 1),
     ],
 )
 def test_the_least_size(model: torch.nn.Module, share: int, epoch_samples: int, steps: int, least: int) -> None:

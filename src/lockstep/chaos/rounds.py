@@ -250,6 +250,8 @@ def config_of_round(config: Config, run: Path, steps: int) -> Config:
     other = _COMPILING_S if config.model.compile else _OTHER_S
     limits = {"enabled": True, "end_after": _END_AFTER_S, "other": other}
     watchdog = config.recovery.watchdog.model_copy(update=limits)
+    between_saves, evaluated = Every(updates_between_saves(steps), "steps"), config.evaluation.every
+    is_by_clock = evaluated is not None and evaluated.unit == "minutes"  # no two runs evaluate after the same updates
     sections: dict[str, dict[str, Any]] = {
         "run": {**dict.fromkeys(LENGTHS), "steps": steps, "folder": str(run)},
         "recovery": {
@@ -258,7 +260,7 @@ def config_of_round(config: Config, run: Path, steps: int) -> Config:
             "watchdog": watchdog,
         },
         "checkpoint": {
-            "every": Every(updates_between_saves(steps), "steps"),
+            "every": between_saves,
             "keep_last": max(_KEPT, config.checkpoint.keep_last),
             "folder": None,
             "storage": None,
@@ -267,6 +269,7 @@ def config_of_round(config: Config, run: Path, steps: int) -> Config:
             "every": 1, "progress": "none", "trackers": (), "tensorboard": False, "prometheus": None,
             "early_stopping": None,
         },
+        "evaluation": {"every": between_saves if is_by_clock else evaluated},
     }  # fmt: skip
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}

@@ -159,9 +159,14 @@ def coupling(module: nn.Module) -> str | None:
 
 
 def least_samples(module: nn.Module) -> int:
-    """Return how many samples a micro-batch needs in training: 2 with batch norm, whose statistics are of them."""
-    norms = (child for child in module.modules() if isinstance(child, _BatchNorm) and child.training)
-    return 2 if any(not isinstance(norm, nn.SyncBatchNorm) for norm in norms) else 1
+    """Return how many samples a micro-batch needs in training: 2 with batch norm that has one value of each.
+
+    That of images and volumes has many, and that of sequences, which models with 1-d convolutions have.
+    """
+    children = [*module.modules()]
+    has_sequences = any(isinstance(child, nn.Conv1d | nn.ConvTranspose1d) for child in children)
+    norms = [child for child in children if isinstance(child, nn.BatchNorm1d) and child.training]
+    return 2 if norms and not has_sequences else 1
 
 
 def objective_kind(objective: schema.ObjectiveConfig, model: schema.Model, facts: DataFacts, head: Head | None) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.distributed.collectives import group_or_all
-from lockstep.distributed.shard_boxes import TensorInfo, dtype_name, live_part
+from lockstep.distributed.shard_boxes import TensorInfo, dtype_name, is_sharded, live_part
 
 if TYPE_CHECKING:
     from torch import nn
@@ -194,27 +194,32 @@ class BufferSnapshot:
 
         Args:
             unless: Leave them as they are if this is true. For a tensor on an accelerator the host doesn't wait, and a
-                buffer that has another shape or dtype than it had, or has become None, stays as it is.
+                buffer that has another shape or dtype than it had, has become None, or was replaced by a sharded
+                tensor stays as it is.
         """
         if isinstance(unless, Tensor):
             self._put_back_on_device(unless)
         elif not unless:
             specs = _specs(self._sources)
             kept = [index for index in range(len(specs)) if specs[index] == self._specs[index]]
-            for group in _groups(self._parts, self._copies, kept):
+            groups = _groups(self._parts, self._copies, kept)
+            for group in groups:
                 torch._foreach_copy_(_of(group, self._parts), _of(group, self._copies))
-            written = {index for group in _groups(self._parts, self._copies, kept) for index in group}
+            written = {index for group in groups for index in group}
             for index, (name, owner) in enumerate(self._owners.items()):
                 copy = self._copies[index]
                 owner[_key(name)] = self._sources[index] if index in written or copy is None else copy.clone()
 
     def _put_back_on_device(self, unless: Tensor) -> None:
-        now, groups, parts = current_buffers(self._owners), self._groups, self._parts
-        if not self._are_sources(now):  # a forward has replaced some
-            parts = _parts(now)
-            groups = _groups(parts, self._copies)
+        now, groups = current_buffers(self._owners), self._groups
+        if not self._are_sources(now):
+            kept = [index for index, buffer in enumerate(now) if buffer is self._sources[index]]
+            groups = _groups(self._parts, self._copies, kept)
+            for index, (name, owner) in enumerate(self._owners.items()):
+                if now[index] is not self._sources[index]:  # not written to: it may be a view of another tensor
+                    owner[_key(name)] = _chosen(unless, now[index], self._copies[index])
         for group in groups:
-            buffers, copies = _of(group, parts), _of(group, self._copies)
+            buffers, copies = _of(group, self._parts), _of(group, self._copies)
             after, before = (torch.cat([part.reshape(-1) for part in of_group]) for of_group in (buffers, copies))
             chosen = torch.where(unless.to(after.device), after, before)
             flat = torch.split(chosen, [part.numel() for part in buffers])
@@ -246,3 +251,12 @@ def _groups(parts: Sequence[Any], copies: Sequence[Any], indices: Sequence[int] 
         if (part.shape, part.dtype, part.device) == (copy.shape, copy.dtype, copy.device):
             groups.setdefault((copy.device, copy.dtype), []).append(index)
     return [*groups.values()]
+
+
+def _chosen(unless: Tensor, buffer: Any, copy: Any) -> Any:
+    """Return a buffer that a forward has made as it is to be: `copy`, unless that doesn't fit or isn't wanted."""
+    if buffer is None or copy is None or is_sharded(buffer):
+        return buffer
+    if (buffer.shape, buffer.dtype, buffer.device) != (copy.shape, copy.dtype, copy.device):
+        return buffer
+    return torch.where(unless.to(buffer.device), buffer, copy)

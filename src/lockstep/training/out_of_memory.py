@@ -117,7 +117,7 @@ def _is_smallest(factors: MemoryFactors, phase: Phase | None) -> bool:
 def _why_smallest(factors: MemoryFactors, phase: Phase | None) -> str:
     if _samples(factors, phase) == 1:
         return "micro-batches have one sample already"
-    return "smaller micro-batches would have a single sample, which batch norm can't be computed of"
+    return "smaller micro-batches would have a single sample, which BatchNorm1d can't be computed of"
 
 
 def _samples(factors: MemoryFactors, phase: Phase | None) -> int:
