@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -66,3 +67,11 @@ class Double(Net):
 
 class Contrast(CrossEntropy):
     decomposes = False
+
+
+class Noisy(Net):
+    """Draws in each forward, also in evaluations, from the generators of torch, NumPy and Python."""
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn_like(points) + np.random.rand() + random.random()
+        return super().forward(points + 0.1 * noise)

@@ -1,4 +1,4 @@
-"""An evaluation set whose first sample interrupts the process that reads it, once."""
+"""An evaluation set and a model that interrupt the process that evaluates, once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from kit import small
+from kit.drawing import Noisy
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -38,3 +39,19 @@ class Interrupting(Dataset):
         if self._interrupts and self._how == "raise":
             raise ValueError("planted")
         return self._points[index]
+
+
+class Killed(Noisy):
+    """Kills rank 1 in its second forward of an evaluation."""
+
+    def __init__(self, marker: str) -> None:
+        super().__init__()
+        self._marker = Path(marker)
+        self._forwards = 0
+
+    def forward(self, points: Tensor) -> Tensor:
+        self._forwards += not self.training and "RANK" in os.environ
+        if self._forwards == 2 and os.environ["RANK"] == "1" and not self._marker.exists():
+            self._marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(points)

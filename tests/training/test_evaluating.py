@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit import small
@@ -16,7 +17,8 @@ import lockstep
 from lockstep.config.every import Every
 from lockstep.config.training_sections import ProfileConfig
 from lockstep.core.errors import Failure
-from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport
+from lockstep.core.records import Batch, EvaluationReport, Request, RunInfo, SaveReport, StepReport
+from lockstep.distributed import generators
 from lockstep.models.objectives import TargetLoss
 from lockstep.monitor.metric_log import MetricLog
 from lockstep.monitor.monitors import Monitors
@@ -70,6 +72,58 @@ def test_every_sample_counts_once(ranks: int, micro_size: int | str) -> None:
                 "loss": pytest.approx(loss, rel=1e-5),
                 "accuracy": pytest.approx(accuracy, abs=1e-9),
             }
+
+
+def _drawn(config: dict[str, Any]) -> list[tuple[str, float]]:
+    with lockstep.session(config) as session:
+        reports = [*session.evaluate(), *session.evaluate()]
+        return [(report.name, report.metrics["loss"]) for report in reports]
+
+
+def test_a_model_that_draws_has_the_same_metrics_again_and_where_ranks_have_the_same_batches() -> None:
+    """16 samples in four batches, on any of these numbers of ranks."""
+    config = small.config(evaluation={"micro_size": 4})
+    config["model"]["target"] = "kit.drawing:Noisy"
+    held = {"kind": "custom", "target": "kit.small:points", "arguments": {"samples": 16, "seed": 1}}
+    config["data"]["evaluation"] = {"held": held, "same": held}
+    (alone,) = in_world(1, _drawn, config)
+    assert alone[:2] == alone[2:]
+    assert alone[0][1] != alone[1][1], "each set has draws of its own"
+    for strategy in ("ddp", "fsdp"):
+        for drawn in in_world(2, _drawn, {**config, "parallel": {"strategy": strategy}}):
+            assert drawn == [(name, pytest.approx(loss, rel=1e-6)) for name, loss in alone]
+
+
+class _FailsOnce(small.CrossEntropy):
+    """Draws from a registered generator, and fails in the second batch of the first evaluation."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(7)
+        self._calls = 0
+
+    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        self._calls += 1
+        drawn = self.generator.random()
+        if self._calls == 2:
+            raise ValueError("planted")
+        return super().loss_sum(outputs, batch) + drawn
+
+
+def test_an_evaluation_that_fails_gives_registered_generators_their_state_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generators, "_registered", {})
+    objective = _FailsOnce()
+    lockstep.register_generator("noise", objective.generator)
+    config = small.config(evaluation={"micro_size": 4})
+    del config["objective"]
+    with lockstep.session(config, objective=objective) as session:
+        objective._calls, before = 0, objective.generator.bit_generator.state
+        with pytest.raises(ValueError, match="planted"):
+            session.evaluate()
+        assert objective.generator.bit_generator.state == before
+        session.evaluate()
+        assert objective.generator.bit_generator.state != before
 
 
 class _Noting:

@@ -13,9 +13,10 @@ from unittest.mock import patch
 
 import pytest
 from kit import small
-from kit.worlds import in_world
+from kit.worlds import in_process, in_world
 from training import interrupted_data
 
+import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.config.loading import validate
@@ -23,6 +24,7 @@ from lockstep.core.errors import Paused
 from lockstep.core.records import Batch, StepReport
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.training.evaluate import EvaluationStopped, StopVote
+from lockstep.training.finished_run import evaluate_run
 from lockstep.training.job import Job, run_job
 from lockstep.training.user_logs import UserLogs
 
@@ -121,6 +123,34 @@ def test_it_is_done_when_the_run_resumes(
     for step, expected in expected_states.items():
         assert states[step]["early_stopping"]["waited"] == expected["early_stopping"]["waited"]
         assert states[step]["metrics"].keys() == expected["metrics"].keys()
+
+
+def _trained_by_launcher(folder: Path, marker: Path) -> None:
+    config = _config(folder, "stop", 0, 1, "ddp")
+    model = {"kind": "custom", "target": f"{Path(interrupted_data.__file__)}:Killed"}
+    config["model"] = {**model, "arguments": {"marker": str(marker)}}
+    config["data"]["evaluation"] = {"held-out": config["data"]["train"]}
+    config["recovery"] = {"restarts": 1, "snapshot_every": 1}
+    config["launch"]["ranks"] = 2
+    lockstep.train(config, ranks=2)
+
+
+def _evaluated_again(run: Path) -> dict[str, dict[str, float]] | None:
+    return evaluate_run(run, ranks=None, trust_remote_code=False, trust_run=True)[1]
+
+
+def test_a_model_that_draws_has_the_metrics_of_the_undisturbed_run_after_a_kill(tmp_path: Path) -> None:
+    undisturbed, killed, marker = tmp_path / "undisturbed", tmp_path / "killed", tmp_path / "marker"
+    marker.touch()
+    in_process(_trained_by_launcher, undisturbed, marker)
+    marker.unlink()
+    in_process(_trained_by_launcher, killed, marker)
+    assert marker.exists()
+    history = _history(killed)
+    assert history == _history(undisturbed)
+    assert [step for step, _ in history] == [3, 6, 9]
+    again = in_process(_evaluated_again, killed)
+    assert again["loss"] == pytest.approx(history[-1][1], rel=1e-6)
 
 
 def test_a_long_evaluation_is_left_within_a_second() -> None:

@@ -1,7 +1,8 @@
 """Seeds, and generators keyed for one forward.
 
 Initialization and order are the same on all ranks. The numbers that a forward draws (dropout) differ between data
-ranks, micro-batches and updates, and are the same again when the update is repeated.
+ranks, micro-batches and updates, and are the same again when the update is repeated. Those of an evaluation's forward
+differ between sets and batches, and are the same in every evaluation.
 """
 
 from __future__ import annotations
@@ -70,8 +71,20 @@ class KeyedDraws:
 
     def set(self, step: int, micro_batch: int, stage: int = 0) -> None:
         """Set the generators to the key of a forward."""
-        forward = (step, self._data_rank, micro_batch, *((stage,) if stage else ()))
-        number = key(self._seed, "forward", *forward, *self._part) >> 1
+        self._seed_with("forward", step, self._data_rank, micro_batch, *((stage,) if stage else ()))
+
+    def set_for_evaluation(self, name: str, first_sample: int, stage: int) -> None:
+        """Set the generators to the key of an evaluation's forward: the same where ranks have the same batches.
+
+        Args:
+            name: The evaluation set's.
+            first_sample: The place in the set of the batch's first sample.
+            stage: The first of this rank's in a pipeline.
+        """
+        self._seed_with("evaluation", name, first_sample, stage)
+
+    def _seed_with(self, *parts: int | str) -> None:
+        number = key(self._seed, *parts, *self._part) >> 1
         _seed_host(number)
         for generator in self._generators:
             generator.manual_seed(number)

@@ -40,7 +40,7 @@ from lockstep.plan.plan import make_plan
 from lockstep.plan.schedule import learning_rate
 from lockstep.training.components import Components, Purpose, Rate
 from lockstep.training.deciding import machine_of
-from lockstep.training.engines import build_engine, computed_objective, consensus_of
+from lockstep.training.engines import build_engine, computed_objective, consensus_of, keyed_draws
 from lockstep.training.evaluate import Evaluator
 from lockstep.training.flops import training_flops
 from lockstep.training.parallelize import WholeModel, load_builder, parallelize, tensor_plan_of
@@ -133,6 +133,7 @@ def _evaluator(engine: Engine, made: Parallelized, prepared: _Prepared, config: 
         config.data.loader,
         made.position,
         world,
+        keyed_draws(config, prepared.plan, made, world),
     )
 
 

@@ -88,7 +88,7 @@ def build_engine(
     """
     sharding, position, model = made.sharding, made.position, made.sharding.state.model
     autocast = _both(_autocast(config, plan, world), masks)
-    draws = _draws(config, plan, made, world)
+    draws = keyed_draws(config, plan, made, world)
     checked = evaluation_batches(source, 2, 0, 1, Loader(), world.device)
     check_tensor_plan = partial(_check_tensor_plan, made, config.parallel.tensor_parallel, world, checked, objective)
     if made.stages is not None:
@@ -160,7 +160,7 @@ def consensus_of(world: World, loss_sum: Callable[[], Tensor] | None) -> Consens
     return DeviceConsensus(world.axis, world.device, loss_sum)
 
 
-def _draws(config: Config, plan: Plan, made: Parallelized, world: World) -> KeyedDraws:
+def keyed_draws(config: Config, plan: Plan, made: Parallelized, world: World) -> KeyedDraws:
     """Return the random draws of forwards, keyed by micro-batch; in an invariant run its number counts all ranks.
 
     Ranks that share a sequence draw differently for their parts of it.

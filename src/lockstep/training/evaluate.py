@@ -1,5 +1,9 @@
 """Evaluates the model on named sets: sums over all ranks, divided once. No sample counts twice.
 
+Random numbers that a forward draws are keyed by set and batch: an evaluation that is repeated, after a failure or on
+the weights that the run has left, has the same metrics. Registered generators have a state instead, which is restored
+if the evaluation doesn't end.
+
 A rank that is asked to stop need not wait for the end: about twice a second all ranks ask each other, before the same
 batch, whether one of them is, and then leave the evaluation together.
 """
@@ -17,8 +21,10 @@ import torch
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.records import EvaluationReport
 from lockstep.data.loader import evaluation_batches
+from lockstep.distributed import generators
 from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.metric_log import MetricLog, recording
+from lockstep.plan.batch import micro_ranges
 from lockstep.training.sources import evaluation_named
 
 if TYPE_CHECKING:
@@ -27,6 +33,7 @@ if TYPE_CHECKING:
     from lockstep.core.records import Batch
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
+    from lockstep.distributed.rng import KeyedDraws
     from lockstep.sharding.context import Sharding
 
 
@@ -89,6 +96,7 @@ class Evaluator:
     loader: Loader
     place: MeshPosition
     world: World
+    draws: KeyedDraws
 
     def evaluate(self, step: int, stops: Callable[[], bool] | None = None) -> list[EvaluationReport]:
         """Return a report for each set after update `step`; the same reports on every rank.
@@ -101,7 +109,12 @@ class Evaluator:
         """
         self.sharding.state.synchronize()
         vote = StopVote(stops, self.world.axis) if stops is not None else None
-        return [self._evaluate_on(name, source, step, vote) for name, source in self.sources.items()]
+        before = generators.states(self.world.rank)
+        try:
+            return [self._evaluate_on(name, source, step, vote) for name, source in self.sources.items()]
+        except BaseException:
+            generators.put(before, self.world.rank)  # the state may be saved, and the evaluation made again
+            raise
 
     def _evaluate_on(self, name: str, source: Source, step: int, vote: StopVote | None) -> EvaluationReport:
         began, place, device = time.perf_counter(), self.place, self.world.device
@@ -111,7 +124,8 @@ class Evaluator:
                 evaluation_named(name),
                 recording(MetricLog()),
             ):  # what user code logs here is not part of the training's curves
-                local_sums = self.engine.evaluate(batches if vote is None else vote.over(batches))
+                voted = batches if vote is None else vote.over(batches)
+                local_sums = self.engine.evaluate(self._keyed(voted, name, source))
         except EvaluationStopped:
             raise
         except Exception as error:
@@ -124,6 +138,14 @@ class Evaluator:
         loss_sum, count = sums.pop("loss_sum"), sums.pop("count")
         metrics = _metrics(self.objective, name, loss_sum, count, sums)
         return EvaluationReport(name, step, metrics, source.facts.samples, time.perf_counter() - began)
+
+    def _keyed(self, batches: Iterable[Batch], name: str, source: Source) -> Iterator[Batch]:
+        """Yield the batches, each after the generators are set for its forward."""
+        place = self.place
+        ranges = micro_ranges(source.facts.samples, self.micro_size, place.share, place.shares)
+        for batch, (first, _) in zip(batches, ranges, strict=True):
+            self.draws.set_for_evaluation(name, first, place.coordinates["pipeline"])
+            yield batch
 
 
 def _metrics(
