@@ -62,15 +62,12 @@ from lockstep.launch.rank import append_end, run_entry, signals_stop
 from lockstep.launch.starting import NextRound, NotStarted, Ranks, Round, begin_again
 from lockstep.launch.supervision import Rounds, Supervisor
 
-_LOOPBACK = "127.0.0.1"
 _UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
 _GUARD = (
     "the script starts ranks as it is imported, and its ranks, which are fresh interpreters, import it: put the call "
     'under `if __name__ == "__main__":`'
 )
-_MAX_REASON_LENGTH = 300  # characters
 _SHARE_OF_GRACE = 0.8
-_AHEAD_AFTER_S = 1.0  # seconds of training after which the ranks of the next round are started
 _CAUSED_BY_STOP = (
     EndKind.STOPPED,  # by a signal to all processes
     EndKind.INTERRUPTED,

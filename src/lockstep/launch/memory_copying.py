@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 
 from lockstep.checkpoint.host_parts import COPIES, OWN, PART, HostPart, parts_in
@@ -72,11 +73,11 @@ class MemoryCopier(threading.Thread):
 
         A copy may be the only one of a lost host's part: it stays until one of a later snapshot is complete.
         """
-        newest = max((part for part in memory.parts() if part.place == OWN), key=_order, default=None)
+        newest = max((part for part in memory.parts() if part.place == OWN), key=attrgetter("order"), default=None)
         if newest is None:
             return
         kept = [part for part in parts_in(self._folder) if part.place == COPIES]
-        before = max((part for part in kept if part.run == newest.run), key=_order, default=None)
+        before = max((part for part in kept if part.run == newest.run), key=attrgetter("order"), default=None)
         if before is not None and newest.order <= before.order:
             return
         for part in kept:
@@ -115,10 +116,6 @@ class MemoryCopier(threading.Thread):
                     raise InterruptedError("the round has ended")
         finally:
             os.close(handle)
-
-
-def _order(part: HostPart) -> tuple[int, int]:
-    return part.order
 
 
 def is_copied(folder: Path, name: str) -> bool:
