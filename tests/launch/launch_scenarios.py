@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -12,13 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Recovery
 from lockstep.core.errors import ConfigError, Failure, ReplicasDiffer, RunFailed, Stopped
 from lockstep.core.ranks import RankEnvironment
-from lockstep.launch import group, meeting
+from lockstep.launch import group, meeting, starting
 from lockstep.launch.host_rounds import FollowerRounds, LeaderRounds
+from lockstep.launch.hosts import Hosts
 from lockstep.launch.local import launch, may_fork
 from lockstep.launch.meeting import connected_hosts
 from lockstep.launch.supervision import Rounds, Supervisor
@@ -69,12 +72,14 @@ def host_rounds(
     section: dict[str, object],
     wait: float = 20.0,
     saved: str | None = None,
+    fails: bool = False,
 ) -> int:
     """Launch the ranks of one of several hosts; in round R rank N performs scripts[R - 1][N], or the last ones.
 
     Args:
         saved: A file that the one that leads writes after the last round, as it saves a snapshot; the others print
             whether it is there when they end.
+        fails: Ranks can't be started after the first round.
     """
     group._GRACE, group._SETTLE, group._SETTLE_PEER = 0.5, 0.2, 4.0
     launch_section = Launch(**section)
@@ -95,6 +100,8 @@ def host_rounds(
                 hosts.open_folder(Path("run"), {})
             elif hosts.wait_for_folder() is None:
                 return 0
+            if fails:
+                _fail_after_first_round(hosts)
             result = launch(entry(), ranks, launch_section, None, hosts=hosts, supervisor=rounds)
             if saved is not None and hosts.leads and result.code != 0:
                 time.sleep(0.3)  # reads the other hosts' memory
@@ -108,6 +115,17 @@ def host_rounds(
     except Failure as failure:
         print(failure, file=sys.stderr)
         return failure.exit_code
+
+
+def _fail_after_first_round(hosts: Hosts) -> None:
+    begin, starting._PAUSES_S = starting.Round.begin, ()
+
+    def refusing(job: starting.Ranks, **options: Any) -> starting.Round:
+        if hosts.round > 1:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return begin(job, **options)
+
+    starting.Round.begin = refusing  # type: ignore[method-assign]
 
 
 def refused(script: Sequence[str], section: dict[str, object]) -> int:

@@ -34,12 +34,14 @@ class Hosts:
     def start(self, node: int | None, first: str = "sleep:60", **section: object) -> Launched:
         return self.start_rounds(node, [[f"pid:{self._folder},{first}"] * 3, ["reduce:2"] * 3], **section)
 
-    def start_rounds(self, node: int | None, scripts: list[list[str]], **section: object) -> Launched:
+    def start_rounds(
+        self, node: int | None, scripts: list[list[str]], *, fails: bool = False, **section: object
+    ) -> Launched:
         """Start one whose rank N performs scripts[R - 1][N] in round R."""
         section = {**self._section, "node_rank": node, **section}
         saved = str(self._folder / "saved")
         return self._server.start(
-            "host_rounds", scripts=scripts, ranks=1, section=section, wait=self._wait, saved=saved
+            "host_rounds", scripts=scripts, ranks=1, section=section, wait=self._wait, saved=saved, fails=fails
         )
 
     def both(self) -> list[Launched]:
@@ -74,6 +76,16 @@ def test_a_host_that_does_not_return_ends_the_run(fork_server: ForkServer, tmp_p
             f"2. Start the same command on each host, and let the hosts reach {hosts.address}",
             "saved",
         ]
+
+
+def test_a_host_that_cannot_start_its_ranks_again_states_why(fork_server: ForkServer, tmp_path: Path) -> None:
+    hosts = Hosts(fork_server, tmp_path, 2, wait=1.0)
+    scripts = [["sleep:60", "kill:9"], ["sleep:60"] * 2]
+    first, second = [hosts.start_rounds(node, scripts, fails=node == 1) for node in range(2)]
+    assert [first.wait(), second.wait()] == [1, 1]
+    reason = "its ranks can't be started again: [Errno 11] Resource temporarily unavailable"
+    assert second.err.splitlines()[-1] == reason
+    assert f"host {HOST}: {reason}" in first.err
 
 
 def test_a_host_that_does_not_find_the_first_one_keeps_its_memory(fork_server: ForkServer, tmp_path: Path) -> None:

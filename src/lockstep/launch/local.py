@@ -163,7 +163,8 @@ def _not_started(
         append_ends(job.logs, 0 if job.hosts is None else job.hosts.node, [], [], failed, {})
     if job.hosts is not None and not job.hosts.leads:
         job.hosts.fail(failed.code, str(failure))
-        return job.hosts.wait_for_result(requests)
+        ended = job.hosts.wait_for_result(requests)
+        return failed if job.hosts.lost_leader else ended
     return failed
 
 

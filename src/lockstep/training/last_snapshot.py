@@ -71,14 +71,14 @@ def after_last_round(
 
 def _with_checkpoint(result: LaunchResult, storage: Storage) -> LaunchResult:
     """Return the result, which also states the newest checkpoint if there is one."""
-    newest = _newest_step(storage)
+    newest = newest_step(storage)
     if newest < 0:
         return result
     text = f"the state after step {newest:,} is saved in {storage.place}; start it again to resume"
     return replace(result, text=f"{result.text}\n{text}")
 
 
-def _newest_step(storage: Storage) -> int:
+def newest_step(storage: Storage) -> int:
     """Return the step of the newest checkpoint; -1 if there is none, or if the storage can't be read."""
     try:
         return max(names_by_step(storage.names()), default=-1)
@@ -94,7 +94,7 @@ def _save_newest(snapshots: LocalStorage | HostsStorage, storage: Storage) -> tu
     """
     if storage.run is None:
         return None
-    newest = _newest_step(storage)
+    newest = newest_step(storage)
     for step, name in sorted(names_by_step(snapshots.names()).items(), reverse=True):
         if step <= newest:
             return None
