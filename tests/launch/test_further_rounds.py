@@ -11,6 +11,7 @@ import pytest
 
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Recovery
+from lockstep.core.control_groups import OOM_KILLER
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.ends_file import read_ends
 from lockstep.launch.group import SignalRequests
@@ -91,6 +92,26 @@ def test_the_code_of_a_stop_is_that_of_its_signal(number: int, requests: int, ki
         ends = [End(EndKind.ENDED, 1, "", 1.0), End(kind, 124, "rank 1 hangs", 0.0)]
         result = _unless_stopped(job, result_of(ends, 9.0), ends, signals, supervisor)
     assert (result.code, result.cut_off) == (code, True)
+
+
+@pytest.mark.parametrize(
+    ("end", "size", "code"),
+    [
+        (End(EndKind.MESSAGE, 1, "out of memory", 0.0, too_large={"batch.micro_size": 8}), 8, 75),
+        (End(EndKind.MESSAGE, 1, "out of memory", 0.0, too_large={"batch.micro_size": 1}), 1, 1),
+        (End(EndKind.KILLED, 1, f"was killed by SIGKILL: {OOM_KILLER}", 0.0), 1, 75),
+    ],
+    ids=["micro-batches can be smaller", "they can't", "they can't, but the rank may start again"],
+)
+def test_a_stop_that_comes_as_memory_runs_out(end: End, size: int, code: int) -> None:
+    supervisor = Supervisor(Recovery(), lambda: 7, lambda: lambda: 0, may_be_smaller=lambda end: size > 1)
+    job = Ranks(lambda: 0, 1, Launch(), None, False, None, None)
+    with contextlib.closing(SignalRequests()) as signals:
+        signals.stop(signal.SIGTERM, None)
+        result = _unless_stopped(job, result_of([end], 9.0), [end], signals, supervisor)
+    assert result.code == code
+    again = Supervisor(Recovery(), lambda: 7, lambda: lambda: 0, smaller=lambda end: "smaller" * (size > 1))
+    assert (again.next_entry([end], result_of([end], 9.0)) is not None) is (code == 75), "what a stop has prevented"
 
 
 @pytest.mark.parametrize(("stop", "failures"), [("record", 0), ("start", 99)])

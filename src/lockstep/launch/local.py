@@ -157,7 +157,7 @@ def _not_started(
 ) -> LaunchResult:
     """Return the result of a run whose ranks had ended like this, and could not be started again."""
     if requests.stops:
-        return _unless_stopped(job, result, ends, requests, rounds)
+        return _unless_stopped(job, result, ends, requests, rounds, starts_again=True)
     failed = LaunchResult(failure.exit_code, f"{gist(result.text)}\n{failure}", logs=job.logs)
     if job.logs is not None:
         append_ends(job.logs, 0 if job.hosts is None else job.hosts.node, [], [], failed, {})
@@ -282,12 +282,21 @@ def result_of(ends: list[End], timeout: float, sigkill: str = "", hosts: Sequenc
 
 
 def _unless_stopped(
-    job: Ranks, result: LaunchResult, ends: Sequence[End], requests: SignalRequests, rounds: Rounds | None
+    job: Ranks,
+    result: LaunchResult,
+    ends: Sequence[End],
+    requests: SignalRequests,
+    rounds: Rounds | None,
+    *,
+    starts_again: bool = False,
 ) -> LaunchResult:
     """Return the result of a round, or that of a stop if one was requested; of several hosts, the leader knows.
 
     A failure after which ranks would have started again is stated, and leaves the stop what it is: the next start of
     the run resumes. Any other is the result.
+
+    Args:
+        starts_again: The supervisor has decided that there is another round.
     """
     cause, stop = first_cause(ends), requests.last_stop
     if cause is None or stop is None or result.cut_off or (job.hosts is not None and not job.hosts.leads):
@@ -298,7 +307,7 @@ def _unless_stopped(
     end, supervisor = ends[cause], rounds.supervisor if isinstance(rounds, LeaderRounds) else rounds
     if end.kind in _CAUSED_BY_STOP:
         return LaunchResult(code, text, cut_off=True)
-    if isinstance(supervisor, Supervisor) and supervisor.retries(end, result.text):
+    if starts_again or (isinstance(supervisor, Supervisor) and supervisor.retries(end, result.text)):
         text = f"{text}; its ranks don't start again after a failure: {result.text}"
         return replace(result, code=code, text=text, is_traceback=False, cut_off=True)
     return result

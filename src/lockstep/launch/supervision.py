@@ -45,6 +45,7 @@ class Supervisor:
         resumed: Returns the entry of a rank that resumes from what the rounds before have saved; the same object as
             long as it is to do the same.
         smaller: Makes micro-batches smaller after memory has run out; returns what changes, empty if nothing can.
+        may_be_smaller: Returns whether `smaller` would change anything.
         larger: Makes them larger again, and returns what changes.
         deadly: Records which samples the ranks were reading as they ended; returns what follows, None: they weren't.
         rounds: Number of rounds that have ended.
@@ -54,6 +55,7 @@ class Supervisor:
     last_step: Callable[[], int | None]
     resumed: Callable[[], Callable[[], int]]
     smaller: Callable[[End], str] = lambda end: ""
+    may_be_smaller: Callable[[End], bool] = lambda end: False
     larger: Callable[[], str] = lambda: ""
     deadly: Callable[[Sequence[End]], Consequence | None] = lambda ends: None
     rounds: int = field(default=0, init=False)
@@ -106,11 +108,12 @@ class Supervisor:
     def retries(self, end: End, text: str) -> bool:
         """Return whether another round may follow a failure; `next_entry` decides whether one does."""
         kind, step = kind_of(end, text), self.last_step() or 0
-        in_vain = 0 if step > self._furthest else self._in_vain[kind]
         if kind is FailureKind.ROLLBACK:
             return True
-        if kind in NEVER_RETRIED or in_vain >= self.config.budget(kind.value):
+        if kind in NEVER_RETRIED or self._is_spent(kind, step):
             return False
+        if kind is FailureKind.MEMORY and not self.may_be_smaller(end):
+            return was_killed(end) and not self._is_spent(FailureKind.TRANSIENT, step)
         return kind is not FailureKind.PROGRAM or self._is_new(end, step)
 
     def concluded(self, result: LaunchResult) -> LaunchResult:
@@ -125,6 +128,11 @@ class Supervisor:
         advice = advice if self._verdict is None else self._verdict.advice
         text = "\n".join(line for line in (result.text, again, advice) if line)
         return replace(result, text=text)
+
+    def _is_spent(self, kind: FailureKind, step: int) -> bool:
+        """Return whether there is no budget left for a failure of this kind at a step."""
+        in_vain = 0 if step > self._furthest else self._in_vain[kind]
+        return in_vain >= self.config.budget(kind.value)
 
     def _may_help(self, kind: FailureKind, end: End, step: int) -> bool:
         """Return whether a failure may not come again; an exception of the program gets a second chance at a step."""

@@ -133,15 +133,24 @@ class SmallerBatches:
 
     def after(self, end: End) -> str:
         """Let the next round need less memory after this end; return what changes, empty if nothing can."""
-        known, config = self._learned, self.job.config
-        now = known.after(end.too_large or self._size_of_killed(end), config)
-        changed = now.applied(config)
-        if changed == config or not self._is_possible(changed):
+        known, now = self._learned, self._learned_from(end)
+        if now is None:
             return ""
         self.halvings += 1
         self._use(now)
         _record(self.folder, now, self._config, self.ranks)
         return changes(known, now)
+
+    def may_follow(self, end: End) -> bool:
+        """Return whether the next round could need less memory after this end; change nothing."""
+        return self._learned_from(end) is not None
+
+    def _learned_from(self, end: End) -> Learned | None:
+        """Return what is known after this end; None: no size can be smaller."""
+        config = self.job.config
+        now = self._learned.after(end.too_large or self._size_of_killed(end), config)
+        changed = now.applied(config)
+        return None if changed == config or not self._is_possible(changed) else now
 
     def grow(self) -> str:
         """Make the next round's micro-batches twice as large; return what changes."""

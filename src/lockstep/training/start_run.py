@@ -331,7 +331,7 @@ def _supervisor(sizes: SmallerBatches) -> Supervisor:
         return max((*steps, last_step(folder / METRICS) or 0))
 
     deadly = DeadlySamples.of(job.config, folder / LOGS)
-    return Supervisor(job.config.recovery, furthest, resumed, sizes.after, sizes.grow, deadly.after)
+    return Supervisor(job.config.recovery, furthest, resumed, sizes.after, sizes.may_follow, sizes.grow, deadly.after)
 
 
 def _content(file: Path) -> bytes:
