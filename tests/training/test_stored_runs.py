@@ -337,6 +337,42 @@ def test_the_bucket_is_what_counts_but_for_longer_logs(proxy: s3.Proxy, address:
     assert [line for line in proxy.requests if line.startswith("GET") and "config.yaml" in line] == []
 
 
+def test_a_log_that_is_longer_here_is_published(proxy: s3.Proxy, address: str) -> None:
+    copy, store = WorkingCopy(address), S3Store(address)
+    store.write("logs/rank-0.log", memoryview(b"one\n"))
+    (copy.folder / "logs").mkdir(parents=True)
+    (copy.folder / "logs/rank-0.log").write_text("one\ntwo\n")
+    copy.lock.take(print)
+    copy.fetch()
+    copy.publish()
+    assert _read(address, "logs/rank-0.log") == b"one\ntwo\n"
+
+
+def test_records_beside_the_logs_are_those_in_the_bucket(
+    proxy: s3.Proxy, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for machine, content in (("first", '{"applied": false}'), ("second", '{"applied": true}')):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
+        copy = WorkingCopy(address)
+        copy.lock.take(print)
+        copy.fetch()
+        for name in ("config.yaml", "logs/rollbacks.json", "logs/deadly_samples.jsonl"):
+            (copy.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy.folder / name).write_text(content)
+        copy.publish()
+        copy.lock.release()
+    S3Store(address).delete(["logs/deadly_samples.jsonl"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "first"))
+    copy = WorkingCopy(address)
+    copy.lock.take(print)
+    copy.fetch()
+    copy.publish()
+    assert (copy.folder / "logs/rollbacks.json").read_text() == '{"applied": true}'
+    assert _read(address, "logs/rollbacks.json") == b'{"applied": true}'
+    assert "logs/deadly_samples.jsonl" not in S3Store(address).sizes("")
+    assert not (copy.folder / "logs/deadly_samples.jsonl").exists()
+
+
 def test_only_what_a_run_removes_is_removed_from_the_bucket(proxy: s3.Proxy, address: str) -> None:
     copy, store = WorkingCopy(address), S3Store(address)
     copy.lock.take(print)

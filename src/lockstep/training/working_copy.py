@@ -4,7 +4,7 @@ s3://bucket/digits/config.yaml, metrics.jsonl, logs/, model/, ...     the run
 ~/.cache/lockstep/runs/digits-5d41402a/                               its working copy
 ~/.cache/lockstep/runs/digits-5d41402a.json                           the address, and what is equal in both
 
-fetch      bucket --> working copy, before an attempt begins: the bucket's state is the run's
+fetch      bucket --> working copy, before an attempt begins: the bucket's state is the run's, but for longer logs
 publish    working copy --> bucket, what has changed; summary.json, which marks the run as finished, last
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 from lockstep.core.cache_files import CACHE, cache_folder, locked
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
+from lockstep.launch.hang_report import REPORT
 from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOGS, SUMMARY
 from lockstep.monitor.run_lock import LOCK, open_lock
 from lockstep.stores.addresses import checked_address, checked_run_place_text, is_address, parts_of
@@ -70,11 +71,16 @@ class WorkingCopy:
             tags = self._tags()
             for name, tag in tags.items():
                 path = self.folder / name
-                if known.get(name, {}).get("tag") != tag or known[name]["stat"] != _stat(path):
+                stat = _stat(path)
+                if stat and known.get(name) == {"tag": tag, "stat": stat}:
+                    continue
+                if stat and _is_log(name) and stat[0] > self._store.size(name):
+                    known[name] = {"tag": tag, "stat": None}  # so that it is published
+                else:
                     self._download(name, path)
-                known[name] = {"tag": tag, "stat": _stat(path)}
+                    known[name] = {"tag": tag, "stat": _stat(path)}
             for name in _files(self.folder):
-                if name not in tags and not name.startswith(f"{LOGS}/"):
+                if name not in tags and not _is_log(name):
                     (self.folder / name).unlink()
             for name in [name for name in known if name not in tags]:
                 del known[name]
@@ -103,8 +109,6 @@ class WorkingCopy:
 
     def _download(self, name: str, path: Path) -> None:
         size = self._store.size(name)
-        if name.startswith(f"{LOGS}/") and (_stat(path) or [0])[0] > size:
-            return
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.new")
         with draft.open("wb") as file:
@@ -264,6 +268,11 @@ def _files(folder: Path) -> list[str]:
         inside = Path(parent).relative_to(folder)
         names += [(inside / name).as_posix() for name in files if not name.startswith(".")]
     return sorted(name for name in names if name != LOCK and not (folder / name).is_symlink())
+
+
+def _is_log(name: str) -> bool:
+    """Return whether a file only grows, and no start of the run reads it: not so the records beside the logs."""
+    return name.startswith(f"{LOGS}/") and (name.endswith(".log") or name == f"{LOGS}/{REPORT}")
 
 
 def log_marks(folder: Path) -> LogMarks:
