@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from kit.worlds import served
 
-from lockstep.core import cache_files
+from lockstep.core import cache_files, drafts
 from lockstep.core.errors import ConfigError
 from lockstep.data import packed_cache, windows
 from lockstep.data.packed_cache import TokenBlock, cached_stream
@@ -171,7 +171,7 @@ def test_a_killed_writer_has_ended_though_its_parent_does_not_know_it_yet():
     if process == 0:
         os._exit(0)
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
-    assert not packed_cache._is_running(process)
+    assert not drafts._is_running(process)
     os.waitpid(process, 0)
-    assert not packed_cache._is_running(process)
-    assert packed_cache._is_running(os.getpid())
+    assert not drafts._is_running(process)
+    assert drafts._is_running(os.getpid())

@@ -1,6 +1,11 @@
 """Token files are written by `lockstep data prepare` and read as windows or whole documents."""
 
 import json
+import os
+import resource
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,9 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.worlds import served
 
 from lockstep.config.schema import Tokens
+from lockstep.core import cache_files
 from lockstep.core.errors import ConfigError
+from lockstep.data import prepare as preparation
 from lockstep.data.prepare import prepare
 from lockstep.data.sources import open_source
 from lockstep.data.tokens import tokenizer_name
@@ -161,3 +169,99 @@ def test_a_refused_preparation_removes_the_folders_it_made(tmp_path: Path) -> No
         with pytest.raises(ConfigError):
             prepare([str(tmp_path / "gone.txt")], output, tokenizer="bytes")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["there"]
+
+
+# --- several writers, and disks that are full -----------------------------------------------------------------------
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+    """Do something once, between the first document of the first preparation and the next one."""
+    documents, actions = preparation._documents, [action]
+
+    def interrupted(*inputs: object) -> Iterator[str]:
+        for document in documents(*inputs):
+            yield document
+            if actions:
+                actions.pop()()
+
+    monkeypatch.setattr(preparation, "_documents", interrupted)
+
+
+def test_a_preparation_waits_for_another_one_of_the_folder(texts, monkeypatch):
+    output, others = texts.parent / "tokens", [texts / "29.txt"]
+    other = threading.Thread(target=lambda: others.append(prepare([str(others[0])], output, tokenizer="bytes")))
+
+    def start() -> None:
+        other.start()
+        other.join(0.2)
+        assert not list(output.glob("train.json"))
+
+    meanwhile(monkeypatch, start)
+    assert prepare([str(texts / "*.txt")], output, tokenizer="bytes")["train"].documents == 30
+    other.join()
+    assert others[1]["train"].documents == 1
+    assert np.fromfile(output / "train.tokens", np.uint16).tolist() == [*(texts / "29.txt").read_bytes(), END]
+    assert {path.name for path in output.iterdir()} == {"train.json", "train.tokens", "train.documents"}
+
+
+def _prepare_without_locks(texts: Path) -> None:
+    cache_files._try_lock = lambda handle: True
+    prepared(texts)
+
+
+def test_preparations_on_a_file_system_without_locks_write_their_own_drafts(texts, monkeypatch):
+    monkeypatch.setattr(cache_files, "_try_lock", lambda handle: True)
+
+    def prepare_elsewhere() -> None:
+        process = served().Process(target=_prepare_without_locks, args=(texts,))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+
+    meanwhile(monkeypatch, prepare_elsewhere)
+    folder = prepared(texts)
+    assert np.fromfile(folder / "train.tokens", np.uint16).tolist() == stream_of(texts)
+    assert {path.name for path in folder.iterdir()} == {"train.json", "train.tokens", "train.documents"}
+
+
+def test_drafts_of_a_preparation_that_was_killed_are_removed(texts):
+    folder = texts.parent / "tokens"
+    folder.mkdir()
+    process = os.fork()
+    if process == 0:
+        os._exit(0)
+    os.waitpid(process, 0)
+    (folder / f"train.tokens@{socket.gethostname()}@{process}.part").write_bytes(b"x")
+    (folder / f"train.tokens@{socket.gethostname()}@{os.getppid()}.part").write_bytes(b"x")
+    prepared(texts)
+    assert len(list(folder.glob("*.part"))) == 1
+
+
+def test_a_full_disk_is_reported_with_its_file_and_leaves_the_old_split(texts):
+    folder = prepared(texts)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (texts / "30.txt").write_text("x" * 3_000_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=rf"{folder}/train.tokens: File too large; name a folder with space"):
+            prepared(texts)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_no_split_is_replaced_unless_all_are_complete(texts):
+    folder = prepared(texts, held_out=10)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ConfigError, match="there are no documents for split held-out"):
+        prepared(texts, held_out=40)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("blocked", ["the folder", "the split"])
+def test_a_folder_that_can_not_be_written_is_named(blocked, texts):
+    folder = texts.parent / "tokens"
+    folder.write_text("x") if blocked == "the folder" else (folder / "train.tokens").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=rf"^{folder}"):
+        prepared(texts)

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from lockstep.core.files import forget, is_same_file
 from lockstep.core.terminal import echo
 
 CACHE = "LOCKSTEP_CACHE"
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.ENOSYS)
 _POLL_S = 0.1
 _SHOWN_S = 10.0
@@ -31,12 +33,17 @@ def cache_folder(kind: str) -> Path:
 
 
 @contextmanager
-def locked(path: Path, work: str) -> Iterator[Callable[[str], None]]:
+def locked(path: Path, work: str, *, stays: bool = True) -> Iterator[Callable[[str], None]]:
     """Hold the lock while the block runs; meanwhile the others show what its holder has done. Raises OSError.
 
     Yields a function that shows how far the work is, to this process's user and those of the others.
+
+    Args:
+        path: Of the lock's file, whose folder exists.
+        work: For messages.
+        stays: Whether the file is there afterwards, too.
     """
-    handle = _opened(path)
+    handle, is_held = _opened(path), False
     shown_at = time.monotonic()
 
     def show(text: str) -> None:
@@ -52,13 +59,21 @@ def locked(path: Path, work: str) -> Iterator[Callable[[str], None]]:
         show(text)
 
     try:
-        while not _try_lock(handle):
-            show(os.pread(handle, 200, 0).decode(errors="replace") or "begun by another process")
-            time.sleep(_POLL_S)
+        while not is_held:
+            while not _try_lock(handle):
+                show(os.pread(handle, 200, 0).decode(errors="replace") or "begun by another process")
+                time.sleep(_POLL_S)
+            is_held = is_same_file(path, handle)
+            if not is_held:  # the last holder has removed it
+                path.parent.mkdir(parents=True, exist_ok=True)
+                removed, handle = handle, _opened(path)
+                os.close(removed)
         yield publish
         with suppress(OSError):
             os.ftruncate(handle, 0)
     finally:
+        if is_held and not stays:
+            forget(path)
         os.close(handle)  # which releases the lock, as does this process's end
 
 

@@ -82,6 +82,17 @@ def exists_anew(path: Path) -> bool:
     return path.exists()
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the path to errors of the system that name no file, as those of writing to an open one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) -> None:
     """Write a file so that it always has the whole old content or the whole new one. Raises OSError.
 
@@ -92,7 +103,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) 
     try:
         temporary.unlink(missing_ok=True)  # of an earlier process with this id, or of another user
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-        with open(handle, "wb") as file:
+        with naming(path), open(handle, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             if durable:
                 file.flush()

@@ -17,9 +17,7 @@ import json
 import os
 import re
 import shutil
-import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +26,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.cache_files import CACHE, cache_folder, locked, prints
+from lockstep.core.cache_files import CACHE, DISK_FULL, cache_folder, locked, prints
+from lockstep.core.drafts import draft_of, remove_abandoned
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import MAX_JSON_BYTES, flush, read_bounded, write_atomically
 from lockstep.core.formatting import size
@@ -36,9 +35,7 @@ from lockstep.core.terminal import echo
 from lockstep.data import windows
 
 FORMAT = 1
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
-_ABANDONED_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +130,9 @@ def _read(entry: Path) -> TokenStream | None:
 
 def _write(folder: Path, key: str, blocks: Iterator[TokenBlock]) -> None:
     """Write the stream under a temporary name, and rename it when it is complete. Raises OSError."""
-    for other in folder.glob(f"{key}@*.part"):
-        if _is_abandoned(other):
-            shutil.rmtree(other, ignore_errors=True)
-    draft, entry = folder / f"{key}@{socket.gethostname()}@{os.getpid()}.part", folder / key
+    entry = folder / key
+    remove_abandoned(entry)
+    draft = draft_of(entry)
     draft.mkdir()
     try:
         tokens = text_bytes = 0
@@ -154,28 +150,6 @@ def _write(folder: Path, key: str, blocks: Iterator[TokenBlock]) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _is_abandoned(draft: Path) -> bool:
-    """Return whether a draft's writer has ended; one on another machine, if nothing was written for a while."""
-    _, host, number = draft.stem.split("@", 2)
-    if host == socket.gethostname() and number.isdecimal():
-        return int(number) == os.getpid() or not _is_running(int(number))
-    try:
-        return time.time() - (draft / "tokens").stat().st_mtime > _ABANDONED_S
-    except OSError:
-        return False
-
-
-def _is_running(process: int) -> bool:
-    import psutil
-
-    try:
-        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE  # killed, and its parent doesn't know it yet
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.Error:
-        return True
-
-
 def _publish(draft: Path, entry: Path) -> None:
     """Rename the draft, unless another process was first. What isn't whole under that name is removed."""
     with suppress(OSError):
@@ -189,7 +163,7 @@ def _publish(draft: Path, entry: Path) -> None:
 
 def _not_written(error: OSError, folder: Path, what: str) -> ConfigError:
     remedy = f"set {CACHE} to a folder with space"
-    if error.errno not in _FULL:
+    if error.errno not in DISK_FULL:
         return ConfigError(f"the tokens of {what} can't be written to {folder}: {error.strerror or error}; {remedy}")
     free = ""
     with suppress(OSError):

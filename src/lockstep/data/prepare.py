@@ -3,7 +3,8 @@
     files, globs, datasets  --> documents --> tokenizer, end token --> FOLDER/train.tokens, .documents, .json
                                     \\-- every n-th document --------> FOLDER/held-out.tokens, ...
 
-All files are written under temporary names and renamed when they are complete, the header last.
+All files are drafts until all of them are complete; then they are renamed, the headers last. A process that prepares
+the same folder meanwhile waits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,12 +21,16 @@ from typing import BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.core.cache_files import DISK_FULL, locked
+from lockstep.core.drafts import draft_of, remove, remove_abandoned
 from lockstep.core.errors import ConfigError
+from lockstep.core.files import flush, naming
 from lockstep.core.local_paths import local_path
 from lockstep.data.hub import check_columns, end_token, load_rows, load_tokenizer
 from lockstep.data.tokens import FORMAT, Header, write_header
 
 _ROWS = {".csv", ".parquet", ".json"}  # files of rows, read by the datasets library
+_LOCK, _PARTS = ".prepare.lock", ("tokens", "documents")
 _BATCH = 1000  # documents tokenized at a time
 _MOST_SHOWN = 200  # characters of a reason
 _BYTE_END = 256  # the end token of `bytes`
@@ -69,7 +73,7 @@ def prepare(
         The header of each split written.
 
     Raises:
-        ConfigError: An input or the tokenizer is missing, or there are no documents.
+        ConfigError: An input or the tokenizer is missing, there are no documents, or the folder can't be written.
     """
     if held_out is not None and held_out < 2:
         raise ConfigError(f"held_out {held_out} would hold out every document; set 20 for every 20th")
@@ -78,19 +82,42 @@ def prepare(
     if len(set(names)) < len(names):
         raise ConfigError("held_out writes a split named held-out, the same as split; give split another name")
     missing = [folder for folder in (output, *output.parents) if not folder.exists()]
-    output.mkdir(parents=True, exist_ok=True)
     writers = [_SplitWriter(output, name, loaded) for name in names]
     try:
-        for number, document in enumerate(_documents(inputs, split, column, configuration)):
-            held = held_out is not None and number % held_out == held_out - 1
-            writers[held].add(document)
-        return {writer.name: writer.finish() for writer in writers}
+        output.mkdir(parents=True, exist_ok=True)
+        with locked(output / _LOCK, f"preparing {output}", stays=False) as show:
+            return _write(writers, _shown(_documents(inputs, split, column, configuration), show), held_out)
+    except OSError as error:
+        remedy = "; name a folder with space" if error.errno in DISK_FULL else ""
+        raise ConfigError(f"{error.filename or output}: {error.strerror or error}{remedy}") from error
     finally:
-        for writer in writers:
-            writer.discard()
         with suppress(OSError):  # innermost first, until one isn't empty
             for folder in missing:
                 folder.rmdir()
+
+
+def _write(writers: Sequence[_SplitWriter], documents: Iterator[str], held_out: int | None) -> dict[str, Header]:
+    """Write the splits, and make all of them exist once each is complete. Raises OSError."""
+    try:
+        for writer in writers:
+            writer.open()
+        for number, document in enumerate(documents):
+            held = held_out is not None and number % held_out == held_out - 1
+            writers[held].add(document)
+        headers = {writer.name: writer.complete() for writer in writers}
+        for writer in writers:
+            writer.publish(headers[writer.name])
+        return headers
+    finally:
+        for writer in writers:
+            writer.discard()
+
+
+def _shown(documents: Iterator[str], show: Callable[[str], None]) -> Iterator[str]:
+    for number, document in enumerate(documents):
+        if number % _BATCH == 0:
+            show(f"{number:,} documents")
+        yield document
 
 
 # --- documents --------------------------------------------------------------------------------------------------
@@ -172,7 +199,7 @@ def _tokenizer(name: str) -> _Tokenizer:
 
 
 class _SplitWriter:
-    """A writer of a split's files, under temporary names."""
+    """A writer of a split's files, which are drafts until they are published."""
 
     def __init__(self, folder: Path, name: str, tokenizer: _Tokenizer) -> None:
         self.name = name
@@ -183,26 +210,35 @@ class _SplitWriter:
         self._offsets = [0]
         self._text_bytes = 0
         self._digest = hashlib.blake2b(digest_size=16)
-        self._file: BinaryIO = self._draft("tokens").open("wb")
+        self._file: BinaryIO | None = None
+
+    def open(self) -> None:
+        """Open a draft. Raises OSError."""
+        for part in _PARTS:
+            remove_abandoned(self._path(part))
+        self._file = draft_of(self._path("tokens")).open("wb")
 
     def add(self, document: str) -> None:
         self._pending.append(document)
         if len(self._pending) == _BATCH:
             self._flush()
 
-    def finish(self) -> Header:
-        """Rename the files, which makes the split exist; return its header."""
+    def complete(self) -> Header:
+        """Complete the drafts; return the split's header. Raises OSError."""
+        assert self._file is not None, "it is open"
         self._flush()
         if len(self._offsets) == 1:
             raise ConfigError(f"there are no documents for split {self.name}")
         offsets = np.array(self._offsets, dtype=np.int64)
         self._digest.update(offsets.data)
-        self._draft("documents").write_bytes(offsets.tobytes())
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with naming(self._path("documents")):
+            draft_of(self._path("documents")).write_bytes(offsets.tobytes())
+        with naming(self._path("tokens")):
+            self._file.close()
+        for part in _PARTS:
+            flush(draft_of(self._path(part)))
         tokens = self._offsets[-1]
-        header = Header(
+        return Header(
             format=FORMAT,
             dtype=self._dtype.name,
             tokens=tokens,
@@ -213,25 +249,31 @@ class _SplitWriter:
             bytes_per_token=self._text_bytes / tokens,
             fingerprint=self._digest.hexdigest(),
         )
-        (self._folder / f"{self.name}.json").unlink(missing_ok=True)  # until all new files are in place
-        for part in ("tokens", "documents"):
-            os.replace(self._draft(part), self._folder / f"{self.name}.{part}")
+
+    def publish(self, header: Header) -> None:
+        """Rename the complete drafts, which makes the split exist. Raises OSError."""
+        self._path("json").unlink(missing_ok=True)  # until all new files are in place
+        for part in _PARTS:
+            draft_of(self._path(part)).replace(self._path(part))
         write_header(self._folder, self.name, header)
-        return header
 
     def discard(self) -> None:
-        """Remove the files of an unfinished split."""
-        self._file.close()
-        for part in ("tokens", "documents"):
-            self._draft(part).unlink(missing_ok=True)
+        """Remove the drafts of an unfinished split. Never raises."""
+        if self._file is not None:
+            with suppress(OSError):  # it tries once more to write what a full disk hasn't taken
+                self._file.close()
+        for part in _PARTS:
+            remove(draft_of(self._path(part)))
 
-    def _draft(self, part: str) -> Path:
-        return self._folder / f"{self.name}.{part}.part"
+    def _path(self, part: str) -> Path:
+        return self._folder / f"{self.name}.{part}"
 
     def _flush(self) -> None:
+        assert self._file is not None, "it is open"
         for text, ids in zip(self._pending, self._tokenizer.encode(self._pending), strict=True):
             block = np.append(ids, np.uint32(self._tokenizer.end)).astype(self._dtype)
-            self._file.write(block.data)
+            with naming(self._path("tokens")):
+                self._file.write(block.data)
             self._digest.update(block.data)
             self._offsets.append(self._offsets[-1] + len(block))
             self._text_bytes += len(text.encode())

@@ -11,7 +11,6 @@ whole     samples are packed documents (packing.py); no target is in another doc
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from lockstep.config.schema import Tokens
 from lockstep.core.errors import ConfigError
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data import windows
@@ -176,9 +175,7 @@ def _parsed_header(data: bytes | str, path: Path | str) -> Header:
 
 def write_header(folder: Path, split: str, header: Header) -> None:
     """Write a split's header atomically."""
-    draft = folder / f"{split}.json.part"
-    draft.write_text(json.dumps(asdict(header), indent=2) + "\n")
-    os.replace(draft, folder / f"{split}.json")
+    write_atomically(folder / f"{split}.json", json.dumps(asdict(header), indent=2) + "\n")
 
 
 def _mapped(path: Path, dtype: str, items: int) -> NDArray[np.generic]:
