@@ -117,6 +117,34 @@ def test_packed_documents_are_tokenized_once_for_each_tokenizer_column_and_conte
     assert len(tokenized) == 6
 
 
+def _rows_with(value: object, suffix: str, folder: Path) -> Path:
+    import pyarrow
+    from pyarrow import csv, parquet
+
+    file = folder / f"rows{suffix}"
+    if suffix == ".json":
+        file.write_text("\n".join(json.dumps({"text": text}) for text in ("a cat", "a dog", value)))
+        return file
+    table = pyarrow.table({"text": ["a cat", "a dog", value], "label": [0, 1, 2]})
+    csv.write_csv(table, file) if suffix == ".csv" else parquet.write_table(table, file)
+    return file
+
+
+@pytest.mark.parametrize("suffix", [".json", ".csv", ".parquet"])
+def test_a_row_without_a_text_is_named(suffix, opened, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    file = _rows_with(None, suffix, tmp_path)
+    with pytest.raises(ConfigError, match=rf"^{file}, row 3 has no text in the column text; remove the row"):
+        prepare([str(file)], tmp_path / "out", tokenizer="bytes")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match=rf"^dataset {file}, split train, row 3 has no text in the column text"):
+        opened("gpt", "causal-lm", packed=True, max_length=4, name=str(file))
+    if suffix != ".json":
+        with pytest.raises(ConfigError, match="row 1 has 0 and no text in the column label"):
+            prepare([str(file)], tmp_path / "out", tokenizer="bytes", column="label")
+
+
 def test_fetch_tokenizes_what_is_packed(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))

@@ -62,6 +62,21 @@ def check_columns(rows: Any, columns: Sequence[str]) -> None:
             raise ConfigError(f"the dataset has no column {column}{hint} Its columns: {', '.join(rows.column_names)}")
 
 
+def check_texts(values: Sequence[object], first: int, column: str, where: str) -> None:
+    """Raise ConfigError for the first value that is not a text.
+
+    Args:
+        values: Of a column, in consecutive rows.
+        first: Number of the first of these rows; a dataset's first one is 1.
+        column: Its name.
+        where: What the rows are of.
+    """
+    for number, value in enumerate(values, first):
+        if not isinstance(value, str):
+            has = "no text" if value is None else f"{value!r:.60} and no text"
+            raise ConfigError(f"{where}, row {number:,} has {has} in the column {column}; remove the row or correct it")
+
+
 def _load(path: Path, name: str, configuration: str | None, split: str) -> Any:
     from datasets import load_dataset
 

@@ -32,6 +32,7 @@ from lockstep.core.records import Batch, DataFacts
 from lockstep.data import noise, windows
 from lockstep.data.hub import (
     check_columns,
+    check_texts,
     end_token,
     huggingface_sections,
     load_rows,
@@ -317,10 +318,11 @@ def _packed(texts: Texts, *, aligned: bool) -> windows.WindowSource:
 
 
 def _blocks(texts: Texts, end: int) -> Iterator[TokenBlock]:
-    """Tokenize the documents, a thousand at a time."""
-    number = 0
+    """Tokenize the documents, a thousand at a time. Raises ConfigError for a row without a text."""
+    section, number = texts.section, 0
     for columns in texts.rows.iter(batch_size=1000):
-        documents = columns[texts.section.text]
+        documents = columns[section.text]
+        check_texts(documents, number + 1, section.text, f"dataset {section.name}, split {section.split}")
         ids: list[int] = []
         for encoded in texts.tokenizer(documents, add_special_tokens=False)["input_ids"]:
             ids += encoded

@@ -26,7 +26,7 @@ from lockstep.core.drafts import draft_of, remove, remove_abandoned
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import flush, naming
 from lockstep.core.local_paths import local_path
-from lockstep.data.hub import check_columns, end_token, load_rows, load_tokenizer
+from lockstep.data.hub import check_columns, check_texts, end_token, load_rows, load_tokenizer
 from lockstep.data.tokens import FORMAT, Header, write_header
 
 _ROWS = {".csv", ".parquet", ".json"}  # files of rows, read by the datasets library
@@ -172,8 +172,12 @@ def _document(line: bytes, where: str, column: str) -> str:
 def _rows(name: str, configuration: str | None, split: str, column: str) -> Iterator[str]:
     rows = load_rows(name, configuration, split)
     check_columns(rows, [column])
+    where = name if local_path(name).expanduser().is_file() else f"dataset {name}, split {split}"
+    first = 1
     for batch in rows.select_columns([column]).iter(batch_size=_BATCH):
+        check_texts(batch[column], first, column, where)
         yield from batch[column]
+        first += len(batch[column])
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------
