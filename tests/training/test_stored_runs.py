@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from kit import s3
 from kit.commands import run_lockstep, start_lockstep
@@ -21,14 +24,14 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.config.loading import load
 from lockstep.config.recipes import resolve_recipe
-from lockstep.core.cache_files import CACHE
+from lockstep.core.cache_files import CACHE, locked
 from lockstep.core.errors import RunFailed
 from lockstep.stores.s3 import S3Store
 from lockstep.training import store_lock, stored_run
 from lockstep.training.job import Job
 from lockstep.training.start_run import has_nothing_to_train
 from lockstep.training.store_lock import LOCK, StoreLock
-from lockstep.training.stored_run import opened_run
+from lockstep.training.stored_run import StoredRun, _publish_until_end, opened_run
 from lockstep.training.working_copy import WorkingCopy, stored_at, working_folder
 
 _TRAIN = (
@@ -423,6 +426,58 @@ def test_a_publisher_that_is_killed_is_replaced_at_the_end(
         (folder / "config.yaml").write_text("x")
         assert LOCK in S3Store(address).sizes("")
     assert S3Store(address).sizes("").keys() == {"config.yaml"}
+
+
+def _publishers() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if stored_run.__name__ in child.cmdline()]
+
+
+def test_a_publisher_that_is_killed_is_started_again(
+    proxy: s3.Proxy, address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load([resolve_recipe("digits").path], [f"run.folder={address}"]).config
+    with opened_run(Job(config, "digits")) as job:
+        [first] = _publishers()
+        first.kill()
+        until = time.monotonic() + 30
+        while first in (now := _publishers()) or not now:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        folder = Path(str(job.config.run.folder))
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("x")
+    assert "has ended; it is started again" in capsys.readouterr().err
+    assert S3Store(address).sizes("").keys() == {"config.yaml"}
+    assert not _publishers()
+
+
+def test_the_lock_is_renewed_while_a_publication_waits(
+    proxy: s3.Proxy, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def renewals() -> int:
+        return int(json.loads(_read(address, LOCK))["renewals"])
+
+    def wait_for_more() -> None:
+        until, before = time.monotonic() + 30, renewals()
+        while renewals() < before + 3:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+    monkeypatch.setattr(stored_run, "RENEWED_S", 0.05)
+    reading, writing = os.pipe()
+    monkeypatch.setattr("sys.stdin", os.fdopen(reading))
+    copy = WorkingCopy(address)
+    copy.lock.take(print)
+    held = StoredRun(address, str(copy.lock.token), 3.0)
+    publisher = threading.Thread(target=_publish_until_end, args=(held,))
+    (copy.folder / "logs").mkdir(parents=True)
+    with locked(copy.folder.with_name(f"{copy.folder.name}.lock"), "another publication"):
+        publisher.start()
+        wait_for_more()
+        os.close(writing)
+        wait_for_more()
+    publisher.join(30)
+    assert LOCK not in S3Store(address).sizes("")
 
 
 @pytest.mark.parametrize("name", ["../outside", "logs/../../outside", ".hidden", "a//b"])

@@ -2,8 +2,9 @@
 
 this process    takes the lock, fetches the working copy, trains in it, as in any folder
 first rank      publishes before each checkpoint exists, and at the end
-publisher       a process that renews the lock and publishes every 15 s, until this process ends, however it ends;
-                then, once no rank is left, it publishes what they have left and releases the lock
+publisher       a process that renews the lock, also during an upload, and publishes every 15 s, until this process
+                ends, however it ends; then, once no rank is left, it publishes what they have left and releases the
+                lock. If it is killed, it is started again
 other hosts     publish their ranks' logs when these have ended
 """
 
@@ -157,18 +158,85 @@ def _glimpse(copy: WorkingCopy) -> Iterator[Path]:
 
 @contextmanager
 def _publisher(stored: StoredRun) -> Iterator[None]:
-    """Run the publisher as long as the block, and until it has published everything."""
-    words = [sys.executable, *_PUBLISHER, stored.address, stored.token, str(stored.retry_seconds)]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)  # a signal to the group ends ranks
+    """Keep a publisher running as long as the block, and until it has published everything."""
+    keeper = _Keeper(stored)
+    keeper.start()
     try:
         yield
     finally:
-        assert process.stdin is not None, "it is a pipe"
+        if keeper.end():
+            _end(stored.copy(), _Renewal(stored.copy()))
+
+
+class _Keeper(threading.Thread):
+    """A thread that starts the publisher again if it ends before it should."""
+
+    def __init__(self, stored: StoredRun) -> None:
+        super().__init__(name="publisher", daemon=True)
+        self._stored = stored
+        self._ended = threading.Event()
+        self._starting = threading.Lock()
+        self._process = self._new_process()
+
+    def run(self) -> None:
+        pause = 0.0
+        while self._process.wait() is not None and not self._ended.is_set():
+            _warn(f"the process that publishes the run to {self._stored.address} has ended; it is started again")
+            if self._ended.wait(pause):
+                return
+            pause = RENEWED_S
+            with self._starting:
+                if self._ended.is_set():
+                    return
+                with suppress(OSError):  # it is tried again
+                    self._process = self._new_process()
+
+    def end(self) -> bool:
+        """Let the publisher end, and wait for it; return whether it has ended before it could publish everything."""
+        with self._starting:
+            is_gone = self._process.poll() is not None
+            self._ended.set()
+        assert self._process.stdin is not None, "it is a pipe"
         with suppress(OSError):
-            process.stdin.close()
-        process.wait()
-        if process.returncode < 0:  # it was killed
-            _end(stored.copy())
+            self._process.stdin.close()
+        self.join()
+        return is_gone or self._process.wait() < 0  # it was killed
+
+    def _new_process(self) -> subprocess.Popen[bytes]:
+        words = [sys.executable, *_PUBLISHER, self._stored.address, self._stored.token, str(self._stored.retry_seconds)]
+        return subprocess.Popen(
+            words, stdin=subprocess.PIPE, start_new_session=True
+        )  # a signal to the group ends ranks
+
+
+class _Renewal(threading.Thread):
+    """A thread that renews the lock of a run until it is stopped, also while this process publishes.
+
+    Attributes:
+        is_lost: Whether the lock is another process's by now.
+        error: Of the last renewal; None: it succeeded.
+    """
+
+    def __init__(self, copy: WorkingCopy) -> None:
+        super().__init__(name="renewal", daemon=True)
+        self._lock = copy.lock
+        self._stopped = threading.Event()
+        self.is_lost = False
+        self.error: OSError | None = None
+        self.start()
+
+    def run(self) -> None:
+        while not self.is_lost and not self._stopped.wait(RENEWED_S):
+            try:
+                self.is_lost = not self._lock.renew()
+                self.error = None
+            except OSError as error:
+                self.error = error
+
+    def stop(self) -> None:
+        """Renew the lock no more; wait until no renewal is under way."""
+        self._stopped.set()
+        self.join()
 
 
 def _publish_until_end(stored: StoredRun) -> int:
@@ -180,31 +248,36 @@ def _publish_until_end(stored: StoredRun) -> int:
         ended.set()
 
     threading.Thread(target=wait_for_end, daemon=True).start()
+    renewal = _Renewal(copy)
     reported = False
     while not ended.wait(RENEWED_S):
         try:
-            if not copy.lock.renew():
-                _warn(
-                    f"another process trains the run in {copy.address} now; nothing more of this one is written there"
-                )
-                ended.wait()
-                return 1
-            copy.publish()
+            if not renewal.is_lost:
+                copy.publish()
+            if renewal.is_lost:
+                raise RunFailed(f"another process trains the run in {copy.address} now")
+            if renewal.error is not None:
+                raise renewal.error
             reported = False
-        except (OSError, RunFailed) as error:
+        except RunFailed as error:
+            _warn(f"{error}; nothing more of this one is written there")
+            ended.wait()
+            return 1
+        except OSError as error:
             if not reported:
                 _warn(f"{_reason(error, copy)}; the run continues, and retries")
             reported = True
-    return _end(copy)
+    return _end(copy, renewal)
 
 
-def _end(copy: WorkingCopy) -> int:
+def _end(copy: WorkingCopy, renewal: _Renewal) -> int:
     """Publish what the ranks have left, once all have ended, and release the lock; return the exit code."""
     limit = time.monotonic() + _LEFT_S
     while copy.is_running() and time.monotonic() < limit:
         time.sleep(0.05)
     try:
         copy.publish()
+        renewal.stop()
         copy.lock.release()
     except RunFailed as error:
         _warn(f"{error}; nothing more of this run is written there")
@@ -213,6 +286,8 @@ def _end(copy: WorkingCopy) -> int:
         kept = f"the last lines of its logs are in {copy.folder}, and it stays locked for {GONE_S:g} s"
         _warn(f"{_reason(error, copy)}; {kept}")
         return 1
+    finally:
+        renewal.stop()
     return 0
 
 
