@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from kit import s3
 from kit.s3 import BUCKET, Fault
+from kit.worlds import served
 
 from lockstep.config.schema import Tokens
+from lockstep.core import cache_files
 from lockstep.core.errors import ConfigError
+from lockstep.data import token_downloads
 from lockstep.data.prepare import prepare
 from lockstep.data.sources import open_source
 from lockstep.data.tokens import tokenizer_name
@@ -59,3 +65,40 @@ def test_a_split_is_downloaded_once_and_verified(proxy: s3.Proxy, tmp_path: Path
     assert not [entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]
     with pytest.raises(ConfigError, match="has no split other; it has train"):
         open_source(Tokens(kind="tokens", folder=ADDRESS, split="other", length=16), task=None, tokenizer=None)
+
+
+def _download_without_locks(environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    cache_files._try_lock = lambda handle: True
+    open_source(Tokens(kind="tokens", folder=ADDRESS, length=16), task=None, tokenizer=None)
+
+
+def test_downloads_on_a_file_system_without_locks_do_not_disturb_each_other(
+    proxy: s3.Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_files, "_try_lock", lambda handle: True)
+    download, others = token_downloads._download_file, []
+
+    def interrupted(*arguments: Any) -> None:
+        download(*arguments)
+        if not others:
+            environment = {**s3.environment(proxy.endpoint), cache_files.CACHE: str(tmp_path / "cache")}
+            others.append(served().Process(target=_download_without_locks, args=(environment,)))
+            others[0].start()
+            others[0].join(60)
+
+    monkeypatch.setattr(token_downloads, "_download_file", interrupted)
+    open_source(Tokens(kind="tokens", folder=ADDRESS, length=16), task=None, tokenizer=None)
+    assert others[0].exitcode == 0
+    assert len([entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]) == 1
+
+
+def test_a_full_disk_is_reported_with_its_file_and_nothing_is_left(proxy: s3.Proxy, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"cache/tokens/.*: File too large; set LOCKSTEP_CACHE to a folder with"):
+            open_source(Tokens(kind="tokens", folder=ADDRESS, length=16), task=None, tokenizer=None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]

@@ -32,6 +32,11 @@ def cache_folder(kind: str) -> Path:
     return (Path(root) if os.path.isabs(root) else Path("~/.cache").expanduser()) / "lockstep" / kind
 
 
+def cache_remedy(error: OSError) -> str:
+    """Return what to do about a file of the cache that can't be written, for messages."""
+    return f"set {CACHE} to a folder {'with space' if error.errno in DISK_FULL else 'that can be written'}"
+
+
 @contextmanager
 def locked(path: Path, work: str, *, stays: bool = True) -> Iterator[Callable[[str], None]]:
     """Hold the lock while the block runs; meanwhile the others show what its holder has done. Raises OSError.

@@ -9,18 +9,17 @@ The first process of a host that needs the split downloads it; the others wait f
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.core.cache_files import CACHE, cache_folder, locked
+from lockstep.core.cache_files import DISK_FULL, cache_folder, cache_remedy, locked
+from lockstep.core.drafts import draft_of, remove, remove_abandoned
 from lockstep.core.errors import ConfigError
-from lockstep.core.files import MAX_JSON_BYTES, flush
+from lockstep.core.files import MAX_JSON_BYTES, flush, naming
 from lockstep.core.formatting import size as size_text
 from lockstep.stores.opening import open_store
 
@@ -69,7 +68,7 @@ def downloaded_split(address: str, split: str, header: bytes, fingerprint: str) 
                 if not entry.is_dir():  # another process may have downloaded it meanwhile
                     _download(open_store(address), split, header, fingerprint, entry, show)
     except OSError as error:
-        remedy = f"; set {CACHE} to a folder with space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        remedy = f"; {cache_remedy(error)}" if error.errno in DISK_FULL else ""
         raise ConfigError(f"{error.filename or address}: {error.strerror or error}{remedy}") from error
     return entry
 
@@ -77,14 +76,15 @@ def downloaded_split(address: str, split: str, header: bytes, fingerprint: str) 
 def _download(
     store: BlobStore, split: str, header: bytes, fingerprint: str, entry: Path, show: Callable[[str], None]
 ) -> None:
-    draft = entry.with_suffix(".part")  # the lock is held; one that a killed process has left is written over
-    shutil.rmtree(draft, ignore_errors=True)
+    remove_abandoned(entry)
+    draft = draft_of(entry)
     draft.mkdir()
     try:
         hasher = hashlib.blake2b(digest_size=16)
         for part in ("tokens", "documents"):
             name = f"{split}.{part}"
-            _download_file(store, name, draft / name, show)
+            with naming(draft / name):
+                _download_file(store, name, draft / name, show)
             with (draft / name).open("rb") as file:
                 while block := file.read(_HASHED_BYTES):
                     hasher.update(block)
@@ -94,10 +94,14 @@ def _download(
                 "again what `lockstep data prepare` has written"
             )
         (draft / f"{split}.json").write_bytes(header)
-        draft.rename(entry)
+        try:
+            draft.rename(entry)
+        except OSError:
+            if not entry.is_dir():  # on a file system without locks, another process may be first
+                raise
         flush(entry.parent)
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        remove(draft)
 
 
 def _download_file(store: BlobStore, name: str, path: Path, show: Callable[[str], None]) -> None:
