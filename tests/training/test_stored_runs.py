@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -25,7 +26,7 @@ from lockstep.cli.main import main
 from lockstep.config.loading import load
 from lockstep.config.recipes import resolve_recipe
 from lockstep.core.cache_files import CACHE, locked
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.stores.s3 import S3Store
 from lockstep.training import store_lock, stored_run
 from lockstep.training.job import Job
@@ -374,6 +375,24 @@ def test_records_beside_the_logs_are_those_in_the_bucket(
     assert _read(address, "logs/rollbacks.json") == b'{"applied": true}'
     assert "logs/deadly_samples.jsonl" not in S3Store(address).sizes("")
     assert not (copy.folder / "logs/deadly_samples.jsonl").exists()
+
+
+def test_a_full_disk_under_the_working_copy_is_reported_with_its_file(proxy: s3.Proxy, address: str) -> None:
+    S3Store(address).write("config.yaml", memoryview(b"x"))
+    S3Store(address).write("metrics.jsonl", memoryview(b"y" * 3_000_000))
+    config = load([resolve_recipe("digits").path], [f"run.folder={address}"]).config
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        place = (
+            rf"run\.folder: {working_folder(address)}/metrics.jsonl: File too large; set {CACHE} to a folder with space"
+        )
+        with pytest.raises(ConfigError, match=place), opened_run(Job(config, "digits")):
+            pytest.fail("it begins")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(working_folder(address).glob(".*"))
+    assert LOCK not in S3Store(address).sizes("")
 
 
 def test_only_what_a_run_removes_is_removed_from_the_bucket(proxy: s3.Proxy, address: str) -> None:

@@ -20,9 +20,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lockstep.core.cache_files import CACHE, cache_folder, locked
+from lockstep.core.cache_files import cache_folder, cache_remedy, locked
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
+from lockstep.core.files import MAX_JSON_BYTES, forget, naming, read_bounded, write_atomically
 from lockstep.launch.hang_report import REPORT
 from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOGS, SUMMARY
 from lockstep.monitor.run_lock import LOCK, open_lock
@@ -111,12 +111,15 @@ class WorkingCopy:
         size = self._store.size(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.new")
-        with draft.open("wb") as file:
-            for start in range(0, size, _BLOCK_BYTES):
-                block = bytearray(min(_BLOCK_BYTES, size - start))
-                self._store.read(name, start, memoryview(block))
-                file.write(block)
-        draft.replace(path)
+        try:
+            with naming(path), draft.open("wb") as file:
+                for start in range(0, size, _BLOCK_BYTES):
+                    block = bytearray(min(_BLOCK_BYTES, size - start))
+                    self._store.read(name, start, memoryview(block))
+                    file.write(block)
+            draft.replace(path)
+        finally:
+            forget(draft)
 
     # --- to the bucket --------------------------------------------------------------------------------------------
 
@@ -244,7 +247,7 @@ def config_error_of(address: str) -> Iterator[None]:
         yield
     except OSError as error:
         is_local = isinstance(error.filename, str) and not error.filename.startswith("s3://")
-        remedy = f"; set {CACHE} to a folder that can be written" if is_local else ""
+        remedy = f"; {cache_remedy(error)}" if is_local else ""
         raise ConfigError(f"{error.filename or address}: {error.strerror or error}{remedy}") from error
 
 
