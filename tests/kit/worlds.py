@@ -26,7 +26,7 @@ from lockstep.launch import outside_watch
 _CONTEXT = mp.get_context("forkserver")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else a library that asks for GPUs forbids forks
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported
-SHARED_FOLDER = outside_watch._shared_folder
+HOST_OF = outside_watch._host_of
 """Ranks here put `None` in its place: their test watches them, and no process of Lockstep's does."""
 _CONTEXT.set_forkserver_preload(["kit.warm"])
 _TESTS = str(Path(__file__).parents[1])
@@ -162,7 +162,7 @@ def _rank(
 
     from kit import sharding_memory
 
-    outside_watch._shared_folder = lambda opening: None
+    outside_watch._host_of = lambda ranks, makes: None
     faulthandler.enable(file=of_faults.fileno())
     torch.set_num_threads(1)
     cast("Any", mp.current_process())._config["daemon"] = False  # data workers are its children

@@ -20,10 +20,13 @@ from kit.waiting import wait_until
 from kit.worlds import in_world
 
 import lockstep
+from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Watchdog
 from lockstep.core import heartbeat
 from lockstep.core.heartbeat import PROCESS, mapped_heartbeats
 from lockstep.core.stopping import STACKS_SIGNAL
+from lockstep.distributed.collectives import LocalGroup
+from lockstep.distributed.process_group import joined
 from lockstep.launch import outside_watch
 from lockstep.launch.ends import EndKind
 from lockstep.launch.hang_watch import LearnedTimes
@@ -63,8 +66,15 @@ def _config(folder: Path) -> dict[str, Any]:
     return {**small.config(run=run, recovery={"watchdog": {"least": 0.5, "end_after": 1.5}}), "model": model}
 
 
+def _watched_as_by_wrappers() -> None:
+    """Let this rank be watched, which has a parent of its own, as those that `srun ./wrapper.sh` starts."""
+    outside_watch._host_of = worlds.HOST_OF
+    parent = int(os.environ["RANK"]) + 2**22
+    outside_watch.os = SimpleNamespace(**{**vars(os), "getppid": lambda: parent})  # ranks of `worlds` have one parent
+
+
 def _train_watched(folder: str) -> None:
-    outside_watch._shared_folder = worlds.SHARED_FOLDER
+    _watched_as_by_wrappers()
     lockstep.train(_config(Path(folder)))
 
 
@@ -86,12 +96,9 @@ def test_a_rank_that_hangs_is_named_and_killed(tmp_path: Path) -> None:
 
 
 def test_an_opening_leaves_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def shared_folder(opening: int) -> Path:
-        (tmp_path / str(opening)).mkdir()
-        return tmp_path / str(opening)
-
     def open_once() -> int:
-        with outside_watch.watched_from_outside(config, None):
+        with outside_watch.watched_from_outside(config, None) as watch:
+            watch(LocalGroup())
             assert heartbeat.own() is not before
         assert heartbeat.own() is before
         os.kill(os.getpid(), STACKS_SIGNAL)  # of a watch that hasn't noticed that the rank has left
@@ -100,11 +107,12 @@ def test_an_opening_leaves_no_descriptors(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, str(int(name.endswith("SIZE"))))
     monkeypatch.setattr(outside_watch, "started_by_lockstep", lambda environ: False)
-    monkeypatch.setattr(outside_watch, "_shared_folder", shared_folder)
     monkeypatch.setattr(outside_watch, "_start", lambda *task: None)
+    monkeypatch.setattr(outside_watch, "ROOT", tmp_path)
     config: Any = SimpleNamespace(recovery=SimpleNamespace(watchdog=Watchdog()))
     before = heartbeat.own()
     assert len({open_once() for _ in range(3)}) == 1
+    assert not [*tmp_path.iterdir()], "no process has taken these folders"
 
 
 def _reads_for_ever(folder: Path, beat: heartbeat.Heartbeat) -> None:
@@ -158,19 +166,41 @@ def test_a_rank_that_is_killed_because_it_does_not_stop_is_no_death_of_its_sampl
     assert (rank.ended.kind, rank.ended.samples) == (kind, samples)
 
 
-def test_ranks_that_were_killed_together_with_their_watch_are_not_those_that_begin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_watch_that_a_rank_does_not_join_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
     beats = mapped_heartbeats(tmp_path, 2)
-    beats[0].numbers[PROCESS], beats[1].numbers[PROCESS] = os.getpid(), child
+    beats[0].numbers[PROCESS] = os.getpid()
     monkeypatch.setattr(outside_watch, "_COMES_S", 0.2)
-    assert not outside_watch._all_begun(beats)
+    assert not outside_watch._all_begun(beats, 4)
+    assert "the ranks of this host aren't watched for hangs: rank 5 didn't begin within 0.2 s" in capfd.readouterr().err
     beats[1].numbers[PROCESS] = os.getpid()
-    assert outside_watch._all_begun(beats)
+    assert outside_watch._all_begun(beats, 4)
+
+
+def _host(local_ranks: list[int], machines: str) -> tuple[str, list[int], int, bool]:
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_RANK"] = str(local_ranks[rank])
+    outside_watch.machine = lambda: machines[rank]
+    with joined(Launch(device="cpu"), grouped=True) as world:
+        host = worlds.HOST_OF(world.axis, makes=True)
+        assert host is not None
+        world.axis.barrier()
+        if host.is_maker:
+            host.folder.rmdir()
+    return host.folder.name, [*host.ranks], host.place, host.is_maker
+
+
+def test_the_ranks_of_a_host_are_those_that_see_each_other() -> None:
+    (first, *one), (second, *two), (third, *three) = in_world(3, _host, [0, 0, 1], "aba")
+    assert first == third != second
+    assert [one, two, three] == [[[0, 2], 0, True], [[1], 0, True], [[0, 2], 1, False]]
+
+
+def test_two_launchers_on_one_host_have_one_watch() -> None:
+    (first, *one), (second, *two) = in_world(2, _host, [0, 0], "aa")
+    assert first == second
+    assert [one, two] == [[[0, 1], 0, True], [[0, 1], 1, False]]
 
 
 # --- the times of the rounds before ---------------------------------------------------------------------------------

@@ -389,5 +389,5 @@ def evaluates(indices: Any) -> Iterator[None]:
 
 
 def use(heartbeat: Heartbeat) -> None:
-    """Write this one from now on; clocks that were made before don't."""
+    """Write this one from now on; clocks that were made before do when they `follow_heartbeat`."""
     _own[0] = heartbeat

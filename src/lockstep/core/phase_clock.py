@@ -182,6 +182,10 @@ class PhaseClock:
         self._events: list[tuple[Phase, Any]] | None = None  # phases and their beginnings, if this update is measured
         self._waiting: deque[list[tuple[Phase, Any]]] = deque()
         self._marks: list[Mark] | None = None  # if they are recorded
+        self.follow_heartbeat()
+
+    def follow_heartbeat(self) -> None:
+        """Write marks into the heartbeat that this process has now."""
         self._beat = heartbeat.own().numbers
 
     def record(self) -> None:

@@ -1,7 +1,7 @@
 """The watch over ranks that another launcher has started (torchrun, srun): a process beside them, one on each host.
 
-    rank 0 of the host   --> starts it
-    all ranks of it      --> write their heartbeats into files in /dev/shm, which their launcher's process id names
+    a rank of the host   --> makes a folder in /dev/shm, and starts it, when the ranks have joined
+    all ranks of it      --> write their heartbeats into files there
     the process          --> names a rank that hangs, on rank 0's stderr, and kills it, so that the launcher notices
                              ends with the last rank
 
@@ -20,16 +20,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lockstep.core import heartbeat
+from lockstep.core.errors import named_ranks
 from lockstep.core.heartbeat import PROCESS, READY, Heartbeat, mapped_heartbeats
-from lockstep.core.processes import started
+from lockstep.core.processes import machine, started
 from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.core.stopping import STACKS_SIGNAL, STOP_SIGNALS
 from lockstep.launch.deadly_samples import DeadlySamples
@@ -42,6 +44,7 @@ from lockstep.launch.outcome import print_on_stderr
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
+    from lockstep.core.protocols import Control
 
 _TICK_S = 0.1
 _COMES_S = 600.0  # until all ranks of the host have begun
@@ -55,22 +58,30 @@ _noted: list[int] = []  # the file into which this rank's signals are noted
 
 
 @contextlib.contextmanager
-def watched_from_outside(config: Config, logs: Path | None) -> Iterator[None]:
-    """Watch this rank and the others of its host while the block runs, unless Lockstep's launcher does.
+def watched_from_outside(config: Config, logs: Path | None) -> Iterator[Callable[[Control], None]]:
+    """Yield a function that lets this rank and the others of its host be watched until the block ends.
+
+    All ranks call it together, when they have joined. It does nothing under Lockstep's launcher, which watches them.
 
     Args:
         logs: Of the run, for the stacks of a rank that hangs, and the samples whose reading ends one.
     """
-    environ, options = os.environ, config.recovery.watchdog
-    folder, opening = None, next(_openings)
-    if options.enabled and names_a_rank(environ) and not started_by_lockstep(environ):
-        folder = _shared_folder(opening)
-    if folder is None:
-        yield
-        return
-    rank = RankEnvironment.read(environ)
-    beats, before = mapped_heartbeats(folder, rank.local_world_size), heartbeat.own()
-    own = beats.pop(rank.local_rank)
+    opening = next(_openings)
+    with contextlib.ExitStack() as until_end:
+
+        def watch(ranks: Control) -> None:
+            if not names_a_rank(os.environ) or started_by_lockstep(os.environ):
+                return
+            if (host := _host_of(ranks, makes=config.recovery.watchdog.enabled)) is not None:
+                until_end.enter_context(_watched(config, logs, host, opening))
+
+        yield watch
+
+
+@contextlib.contextmanager
+def _watched(config: Config, logs: Path | None, host: _Host, opening: int) -> Iterator[None]:
+    beats, before = mapped_heartbeats(host.folder, len(host.ranks)), heartbeat.own()
+    own = beats.pop(host.place)
     for beat in beats:
         beat.close()
     own.numbers[:] = before.numbers
@@ -78,10 +89,9 @@ def watched_from_outside(config: Config, logs: Path | None) -> Iterator[None]:
     answers = answer_requests(own)
     own.numbers[READY], own.numbers[PROCESS] = 1, os.getpid()
     heartbeat.use(own)
-    if rank.local_rank == 0:
-        _start(folder, config, logs, rank, opening)
+    process = _start(host, config, logs, opening) if host.is_maker else None
     try:
-        with _noting_signals(folder, rank.local_rank):
+        with _noting_signals(host.folder, host.place):
             yield
     finally:
         own.numbers[PROCESS] = _LEFT
@@ -91,6 +101,8 @@ def watched_from_outside(config: Config, logs: Path | None) -> Iterator[None]:
         answers.join(_LEAVES_S)
         if not answers.is_alive():
             own.close()
+        if host.is_maker and (process is None or process.poll() is not None):  # else it is removed by the process
+            shutil.rmtree(host.folder, ignore_errors=True)
 
 
 @cache
@@ -127,41 +139,87 @@ def _signals_file(folder: Path, place: int) -> Path:
     return folder / f"signals-{place}"
 
 
-def _shared_folder(opening: int) -> Path | None:
-    """Return the folder of the ranks that this rank's launcher has started on this host, at this opening."""
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    launcher, port = os.getppid(), os.environ.get("MASTER_PORT", "")
-    path = ROOT / f"{prefix()}watch-{launcher}-{started(launcher)}-{port}-{restarts}-{opening}"
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """The ranks of a host, and this rank's place among them.
+
+    Attributes:
+        folder: For their heartbeats.
+        world_size: The number of ranks of all hosts.
+        is_maker: Whether this rank has made the folder.
+    """
+
+    folder: Path
+    ranks: Sequence[int]
+    place: int
+    world_size: int
+    is_maker: bool
+
+
+def _host_of(ranks: Control, *, makes: bool) -> _Host | None:
+    """Return the ranks that run on this host; None: they aren't watched. All ranks together.
+
+    Args:
+        makes: Whether a folder is made.
+    """
+    here, made = machine(), None
+    if makes and RankEnvironment.read(os.environ).local_rank == 0:
+        made = _new_folder()
+    folder: Path | None = None
     try:
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        return path if is_own(path) else None
+        places = cast("list[tuple[str, Path | None]]", ranks.gather((here, made)))
+        neighbors = [rank for rank, (place, _) in enumerate(places) if place == here]
+        folder = next((path for rank in neighbors if (path := places[rank][1]) is not None), None)
+        if folder is None or not _is_there(folder):
+            return None
+        return _Host(folder, neighbors, neighbors.index(ranks.rank), ranks.size, folder == made)
+    finally:
+        if made is not None and folder != made:  # another launcher's rank on this host has made one, too
+            with contextlib.suppress(OSError):
+                made.rmdir()
+
+
+def _new_folder() -> Path | None:
+    path = ROOT / f"{prefix()}watch-{uuid.uuid4().hex}"
+    try:
+        path.mkdir(mode=0o700)
     except OSError:
         return None
+    return path
 
 
-def _start(folder: Path, config: Config, logs: Path | None, rank: RankEnvironment, opening: int) -> None:
+def _is_there(folder: Path) -> bool:
+    try:
+        return is_own(folder)
+    except OSError:
+        return False
+
+
+def _start(host: _Host, config: Config, logs: Path | None, opening: int) -> subprocess.Popen[bytes] | None:
     times, goes_on = times_folder(opening)
     deadly = None if logs is None else DeadlySamples.of(config, logs)
     task = {
-        "folder": str(folder),
+        "folder": str(host.folder),
         "options": config.recovery.watchdog.model_dump(),
         "logs": None if logs is None else str(logs),
         "deadly": None if deadly is None else (deadly.data, deadly.skips, dict(deadly.evaluation)),
-        "ranks": rank.local_world_size,
-        "first": rank.rank,
-        "alone": rank.local_world_size == rank.world_size,
+        "ranks": len(host.ranks),
+        "first": host.ranks[0],
+        "alone": len(host.ranks) == host.world_size,
         "times": None if times is None else str(times),
         "goes_on": goes_on,
         "launcher": os.getppid(),
     }
-    with contextlib.suppress(OSError):  # the ranks train without it
-        subprocess.Popen(
+    try:
+        return subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, json.dumps(task)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C and the launcher's signals are the ranks'
         )
+    except OSError as error:
+        print_on_stderr(f"lockstep: {named_ranks(host.ranks)} can't be watched for hangs: {error.strerror or error}")
+        return None
 
 
 os.register_at_fork(after_in_child=_note_none)
@@ -231,11 +289,19 @@ def _watch(watch: HangWatch, ranks: Sequence[_OutsideRank], deadly: DeadlySample
             deadly = None  # how the others end is up to their launcher
 
 
-def _all_begun(beats: Sequence[Heartbeat]) -> bool:
-    """Wait until all ranks of this host have begun, not only those that ran in this folder before; return whether."""
+def _all_begun(beats: Sequence[Heartbeat], first: int) -> bool:
+    """Wait until all ranks of this host write their heartbeats; return whether they do.
+
+    Args:
+        first: The first of them among all.
+    """
     until = time.monotonic() + _COMES_S
-    while not all(started(int(beat.numbers[PROCESS])) for beat in beats):
-        if time.monotonic() > until or not started(int(beats[0].numbers[PROCESS])):
+    while missing := [first + place for place, beat in enumerate(beats) if not beat.numbers[PROCESS]]:
+        if not started(int(beats[0].numbers[PROCESS])):
+            return False
+        if time.monotonic() > until:
+            why = f"{named_ranks(missing)} didn't begin within {_COMES_S:g} s"
+            print_on_stderr(f"lockstep: the ranks of this host aren't watched for hangs: {why}")
             return False
         time.sleep(_TICK_S)
     return True
@@ -250,7 +316,7 @@ def main(task: str) -> None:
     try:
         remove_abandoned()
         beats = mapped_heartbeats(folder, values["ranks"])
-        if _all_begun(beats):
+        if _all_begun(beats, values["first"]):
             options, logs = Watchdog(**values["options"]), None if logs is None else Path(logs)
             kept, run = None if values["times"] is None else Path(values["times"]), str(logs)
             times = LearnedTimes() if kept is None else take(kept, run)

@@ -190,11 +190,13 @@ def opened(
     logs = None if folder is None else Path(folder) / LOGS
     with (
         launch_environment(config.launch),
-        watched_from_outside(config, logs),
+        watched_from_outside(config, logs) as watch,
         joined(config.launch, grouped=grouped) as world,
     ):
         session: Session | None = None
         try:
+            watch(world.axis)
+            world.clock.follow_heartbeat()
             standby.wait()
             if job is not None:
                 config, purpose = with_known(config, job, world), _purpose(job, world)

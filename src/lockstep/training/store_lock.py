@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import RunFailed
+from lockstep.core.processes import machine
 
 if TYPE_CHECKING:
     from lockstep.stores.s3 import S3Store
@@ -149,24 +150,16 @@ def described(holder: Mapping[str, Any]) -> str:
 def _this_process() -> dict[str, Any]:
     process, since = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S")
     text = f"process {process} on {socket.gethostname()}, since {since}"
-    return {"holder": text, "machine": _machine(), "process": process, "started": _started(process)}
+    return {"holder": text, "machine": machine(), "process": process, "started": _started(process)}
 
 
 def _lives(holder: Mapping[str, Any]) -> bool | None:
     """Return whether the process that took a lock lives; None: it is another machine's, or unknown."""
     process = holder.get("process")
-    if not isinstance(process, int) or not _machine() or holder.get("machine") != _machine():
+    if not isinstance(process, int) or not machine() or holder.get("machine") != machine():
         return None
     started = _started(process)
     return bool(started) and started == holder.get("started")
-
-
-def _machine() -> str:
-    """Return what only processes that see each other's ids share: the boot, and the namespace of ids."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return ""
 
 
 def _started(process: int) -> str:
