@@ -1,4 +1,4 @@
-"""What tells processes apart: ids come again, and each machine has its own."""
+"""Processes of this machine, and what identifies one: ids come again, and each machine has its own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,23 @@ def machine() -> str:
 
 def started(process: int) -> str:
     """Return when a process was started, in ticks since the machine was; empty if there is none, or no /proc."""
+    return _field(process, 19)
+
+
+def parent(process: int) -> int:
+    """Return the id of a process's parent; 0 if there is none, or no /proc."""
+    return int(_field(process, 1) or 0)
+
+
+def identity(process: int) -> tuple[str, int, str]:
+    """Return a process's machine, id and start, which no other process has; a part that is unknown is empty."""
+    return machine(), process, started(process)
+
+
+def _field(process: int, number: int) -> str:
+    """Return a field of /proc/PROCESS/stat, counted from behind the process's name; empty if there is none."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text(errors="replace")  # its name may be in any encoding
-        return stat.rpartition(")")[2].split()[19]
+        return stat.rpartition(")")[2].split()[number]
     except (OSError, LookupError):
         return ""

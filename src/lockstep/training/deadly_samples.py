@@ -28,10 +28,9 @@ def known_deadly(config: Config, job: Job | None, world: World) -> Deadly:
     """Return the samples whose reading has ended a process of the run, if it leaves bad ones out; on all ranks."""
     if job is None or not config.data.bad_samples.skips:
         return NONE_DEADLY
-    known = NONE_DEADLY
-    if world.rank == 0 and not starts_over(resumed(job.resume, world)):
-        folder = begun_folder(config, job, world)
-        known = NONE_DEADLY if folder is None else DeadlySamples.of(config, folder / LOGS).known()
+    known, folder = NONE_DEADLY, begun_folder(config, job, world)
+    if not starts_over(resumed(job.resume, world, folder)) and world.rank == 0 and folder is not None:
+        known = DeadlySamples.of(config, folder / LOGS).known()
     return cast("Deadly", world.axis.broadcast(known))
 
 

@@ -10,7 +10,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -117,6 +117,7 @@ def run_job(job: Job) -> Finished:
         codec_of(config.model, config.data.train)  # refuses a model that makes no text, before training
     refuse_missing_packages(config)
     with opened(config, job.given, job=job) as session, _logged_tracebacks(job, session) as folder:
+        job = replace(job, resume=resumed(job.resume, components_of(session).world, folder))
         continues = not job.resume.fresh and job.resume.origin is None
         earlier = EarlierAttempts.of(folder) if continues else NO_ATTEMPTS
         checkpoints, notes, rollbacks = _begin(job, session, folder)
@@ -224,7 +225,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     transforms = transform_names(job.config.transforms, job.given)
     if is_first and transforms:
         environment[TRANSFORMS] = transforms
-    rollbacks, resume = rolling_back.rollbacks_of(components, folder, resumed(job.resume, components.world))
+    rollbacks, resume = rolling_back.rollbacks_of(components, folder, job.resume)
     storage = storage_of(job.config.checkpoint, folder, job.given.storage)
     checkpoints = Checkpoints(session, storage, environment, folder, job.recipe, job.memory)
     notes = [f"transforms of the model: {', '.join(transforms)}"] if transforms else []
@@ -249,7 +250,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     components.world.axis.barrier()
     if resume.origin is not None:
         checkpoints.save()
-    mark_begun(components.world)
+    mark_begun(components.world, folder)
     return checkpoints, notes, rollbacks
 
 
@@ -264,18 +265,20 @@ def _run_folder(job: Job, world: World) -> Iterator[Path]:
         return
     folder: RunFolder | None = None
     failure: Failure | None = None
+    kept = kept_folder(job.config, job, world)
     if world.rank == 0:
         try:
-            kept = kept_folder(world) if job.stored is None else None  # a working copy is this host's, and rank 0 moves
+            if job.stored is not None:  # a working copy is this host's, and rank 0 moves
+                kept = None
             path = kept or run_folder_for(job.config, job.recipe, job.resume)
             folder = RunFolder.create(path, job.recipe, again=True)
-            keep_folder(world, folder.path)
         except Failure as error:
             failure = error
     result = world.axis.broadcast(folder.path if folder is not None else failure)
     if isinstance(result, Failure):
         raise result
     try:
+        keep_folder(world, cast("Path", result))
         yield cast("Path", result)
     finally:
         if folder is not None:

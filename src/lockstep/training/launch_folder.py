@@ -7,7 +7,8 @@
 
 torchrun's id is "none" unless one is given: all launches share it, so it is not an id. On a single node torchrun makes
 up a UUID, which no other launch will have. In both cases a restart finds the folder by the store, which the launcher
-keeps as long as it lives, on whichever node rank 0 is.
+keeps as long as it lives, on whichever node rank 0 is. Without a store it is the launch's id, or the config, by which a
+restart finds the folder; what earlier ranks have done there is recorded in it (`launch_record`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 from lockstep.core.errors import Failure
 from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.monitor.folder import CONFIG, is_finished
+from lockstep.training.launch_record import LaunchProgress, is_recorded, progress_of_launch, record_launch
 from lockstep.training.resuming import Resume
 
 if TYPE_CHECKING:
@@ -37,21 +39,31 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _LONGEST_ID = 64
 
 
-def kept_folder(world: World) -> Path | None:
-    """Return the folder that earlier ranks of this launch have used, if the launcher's store has it."""
+def kept_folder(config: Config, job: Job, world: World) -> Path | None:
+    """Return the folder that earlier ranks of this launch have used, as far as it is known. All ranks together."""
     store = world.launcher_store
-    return Path(store.get(_FOLDER).decode()) if store is not None and store.check([_FOLDER]) else None
+    if store is not None:
+        return Path(store.get(_FOLDER).decode()) if store.check([_FOLDER]) else None
+    if not is_recorded(world):
+        return None
+    folder = _configured_folder(config, job)
+    return folder if progress_of_launch(world, folder) else None
 
 
 def begun_folder(config: Config, job: Job, world: World) -> Path | None:
-    """Return the folder of a run before its ranks open it, as far as it is known."""
-    folder = kept_folder(world) or job.folder or config.run.folder
-    return None if folder is None else Path(folder)
+    """Return the folder of a run before its ranks open it, as far as it is known. All ranks together."""
+    return kept_folder(config, job, world) or job.folder or _configured_folder(config, job)
+
+
+def _configured_folder(config: Config, job: Job) -> Path | None:
+    return Path(config.run.folder).absolute() if config.run.folder is not None else folder_of_launch(config, job.recipe)
 
 
 def keep_folder(world: World, folder: Path) -> None:
-    """Record the folder for ranks that the launcher starts after these."""
-    if world.launcher_store is not None:
+    """Record the folder for ranks that the launcher starts after these. All ranks together."""
+    if is_recorded(world):
+        record_launch(world, folder, LaunchProgress.FOLDER)
+    elif world.rank == 0 and world.launcher_store is not None:
         world.launcher_store.set(_FOLDER, str(folder))
 
 
@@ -73,17 +85,27 @@ def _elastic_id(environment: RankEnvironment) -> str:
     return "" if made_up else environment.launch_id
 
 
-def mark_begun(world: World) -> None:
-    """Record that the run has begun: ranks that the launcher starts after these resume it, whatever began it."""
-    if world.rank == 0 and world.launcher_store is not None:
+def mark_begun(world: World, folder: Path) -> None:
+    """Record that the run has begun: ranks that the launcher starts after these resume it, whatever began it.
+
+    All ranks together.
+    """
+    if is_recorded(world):
+        record_launch(world, folder, LaunchProgress.BEGUN)
+    elif world.rank == 0 and world.launcher_store is not None:
         world.launcher_store.set(_BEGUN, "")
 
 
-def resumed(resume: Resume, world: World) -> Resume:
-    """Return how a run begins: as the command has it, or, after a restart, from its newest checkpoint."""
-    if world.launcher_store is None or not world.launcher_store.check([_BEGUN]):
-        return resume
-    return replace(resume, fresh=False, step=None, origin=None)
+def resumed(resume: Resume, world: World, folder: Path | None) -> Resume:
+    """Return how a run begins: as the command has it, or, after a restart, from its newest checkpoint.
+
+    All ranks together.
+    """
+    if is_recorded(world):
+        has_begun = progress_of_launch(world, folder) is LaunchProgress.BEGUN
+    else:
+        has_begun = world.launcher_store is not None and world.launcher_store.check([_BEGUN])
+    return replace(resume, fresh=False, step=None, origin=None) if has_begun else resume
 
 
 def starts_over(resume: Resume) -> bool:
@@ -94,8 +116,12 @@ def starts_over(resume: Resume) -> bool:
     Args:
         resume: As of `resumed`.
     """
-    is_first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    return resume.fresh and is_first_start and not started_by_lockstep(os.environ)
+    return resume.fresh and is_first_start() and not started_by_lockstep(os.environ)
+
+
+def is_first_start() -> bool:
+    """Return whether no elastic launcher has started this rank again."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
 def _continues(config: Config, folder: Path) -> bool:

@@ -262,10 +262,9 @@ def with_known(config: Config, job: Job, world: World) -> Config:
     """
     if started_by_lockstep(os.environ):  # the launcher has done so
         return config
-    known = _NOTHING
-    if world.rank == 0 and not starts_over(resumed(job.resume, world)):
-        folder = begun_folder(config, job, world)
-        known = learned(folder, config, world.size) if folder is not None else _NOTHING
+    known, folder = _NOTHING, begun_folder(config, job, world)
+    if not starts_over(resumed(job.resume, world, folder)) and world.rank == 0 and folder is not None:
+        known = learned(folder, config, world.size)
     return cast("Learned", world.axis.broadcast(known)).applied(config)
 
 

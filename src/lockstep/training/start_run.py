@@ -40,6 +40,7 @@ from lockstep.training.ended_early import continues_after_early_end, finished_me
 from lockstep.training.finished_run import run_config
 from lockstep.training.job import Job, run_job
 from lockstep.training.last_snapshot import after_last_round
+from lockstep.training.launch_folder import is_first_start
 from lockstep.training.locations import CheckpointLocation, choose, storage_of
 from lockstep.training.memory_snapshots import snapshots_in
 from lockstep.training.out_of_memory import advice, memory_factors, with_prediction
@@ -118,6 +119,8 @@ def is_done(job: Job, *, is_first: bool) -> bool:
 
 def _check_start(config: Config, resume: Resume) -> None:
     """Raise ConfigError if the checkpoint to start from doesn't exist, or leaves nothing to train."""
+    if not is_first_start():  # the run resumes from its newest checkpoint, and that one may have been deleted
+        return
     if resume.origin is not None:
         location = CheckpointLocation(resume.origin)
     elif resume.step is None:
