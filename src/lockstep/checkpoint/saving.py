@@ -27,6 +27,7 @@ from lockstep.checkpoint.save_planner import SavePlanner
 from lockstep.checkpoint.snapshot import Snapshot, snapshot_of
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
 from lockstep.core.collection import paused_collection
+from lockstep.core.deferred_signals import DEFERRAL
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import SaveReport
 
@@ -81,8 +82,10 @@ class _Save:
     thread: threading.Thread | None = None
 
     def run_in_background(self, target: Callable[..., None], **arguments: object) -> None:
-        self.thread = threading.Thread(target=target, args=(self,), kwargs=arguments, name="checkpoint", daemon=True)
-        self.thread.start()
+        thread = threading.Thread(target=target, args=(self,), kwargs=arguments, name="checkpoint", daemon=True)
+        with DEFERRAL.held():  # it is known whether the thread has started
+            thread.start()
+            self.thread = thread
 
     def join(self) -> None:
         if self.thread is not None:
@@ -146,9 +149,11 @@ class Saver:
                 self._snapshot = snapshot_of(state.tensors, self._device, layout)
             snapshot = self._snapshot
             snapshot.begin(state.tensors, state.changes_in_forward)
-        self._started += 1
-        save = self._save = _Save(metadata, snapshot, began)
-        save.run_in_background(self._write)
+        save = _Save(metadata, snapshot, began)
+        with DEFERRAL.held():
+            save.run_in_background(self._write)
+            self._save = save
+            self._started += 1
         save.lost = time.perf_counter() - began
 
         def before_update() -> None:
@@ -168,6 +173,10 @@ class Saver:
         """The step of the last save, and whether all ranks have written it; None: it was waited for, or has failed."""
         save = self._save
         return None if save is None or save.failure is not None else (save.metadata.step, save.agreed)
+
+    def resumes_from(self) -> int | None:
+        """Return the step of the newest checkpoint, or of the save in progress; None: there is none."""
+        return self.in_progress[0] if self.in_progress is not None else self._newest()
 
     def on_vote(self, settled: float, failures: float) -> None:
         """Receive the sums of `status` over all ranks."""

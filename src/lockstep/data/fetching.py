@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lockstep.core import heartbeat
 from lockstep.core.control_groups import Kills, kernel_kills, why_killed
+from lockstep.core.deferred_signals import DeferredHandler
 from lockstep.core.errors import Failure, RunFailed, WorkerDied
 from lockstep.core.heartbeat import Reading, mark_of
 from lockstep.core.planted import UnreadableSamples, plant_unreadable, raise_planted, unreadable_samples
@@ -341,8 +342,8 @@ def _handling_deaths(workers: _WorkerSet, answers: Any) -> Iterator[None]:
     A failure would keep torch's iterator of their answers alive, and with it the workers.
     """
     handler = signal.getsignal(signal.SIGCHLD)
-    if callable(handler) and not isinstance(handler, _ChildHandler) and _in_main_thread():
-        signal.signal(signal.SIGCHLD, _ChildHandler(handler))
+    if callable(handler) and not isinstance(handler, DeferredHandler) and _in_main_thread():
+        signal.signal(signal.SIGCHLD, DeferredHandler(_ChildHandler(handler)))
     _running.append(workers)
     try:
         yield

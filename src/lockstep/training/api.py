@@ -23,6 +23,7 @@ from lockstep.config.loading import load, validate
 from lockstep.config.reading import read_file, to_python
 from lockstep.config.recipes import resolve_recipe
 from lockstep.config.schema import Config, ModelSection
+from lockstep.core.deferred_signals import DEFERRAL
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.ranks import names_a_rank
 from lockstep.launch.local import refuse_import_of_script
@@ -100,7 +101,7 @@ def session(config: ConfigLike, *, trust_run: bool = False, **objects: Unpack[Ob
     if checked.recovery.bad_numbers.rolls_back:
         text = "rollback starts a run again, and a session leaves the loop to you; write skip, or use lockstep.train"
         raise ConfigError(Problem("", "recovery.bad_numbers", text))
-    with opened(checked, given) as opened_session, rescuing(opened_session):
+    with opened(checked, given) as opened_session, rescuing(opened_session), DEFERRAL.of_sigint():
         yield opened_session
 
 

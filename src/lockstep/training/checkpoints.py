@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lockstep.checkpoint.loading import load_newest, move_newer_aside
+from lockstep.checkpoint.loading import load_newest
 from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.checkpoint.storage import checkpoint_name
 from lockstep.config.writing import to_public
 from lockstep.core.collection import paused_collection
+from lockstep.core.deferred_signals import DEFERRAL
 from lockstep.core.errors import RunFailed
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase
@@ -34,7 +35,7 @@ from lockstep.training.memory_snapshots import MemorySnapshots
 from lockstep.training.ownership import refuse_other_run
 from lockstep.training.requests import Trigger
 from lockstep.training.rescue import Rescue
-from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, restore
+from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, restore, set_back
 from lockstep.training.saved_state import check_state
 from lockstep.training.session import Session, attach, components_of, seconds_of
 from lockstep.training.working_copy import place_of
@@ -145,7 +146,7 @@ class Checkpoints(VoteParticipant):
         starts_over = resume.fresh or resume.origin is not None
         run = (None if starts_over else self.storage.run) or uuid.uuid4().hex
         if resume.fresh:
-            self._set_back(-1, {}, notes)
+            notes += set_back(self.storage, self._axis, -1, {})
         else:
             storage = self.storage if resume.step is not None else self.snapshots.resumable(self.storage)
             origin = resume.origin or storage
@@ -163,9 +164,9 @@ class Checkpoints(VoteParticipant):
                         notes[0] += ", which was in memory"
                     else:
                         self._saved_at = self._newest = manifest.step
-                    self._set_back(manifest.step, loaded.broken, notes)
+                    notes += set_back(self.storage, self._axis, manifest.step, loaded.broken)
             elif resume.until is not None:
-                self._set_back(-1, {}, notes)
+                notes += set_back(self.storage, self._axis, -1, {})
             elif resume.step is not None or resume.origin is not None:
                 raise RunFailed(f"there is no checkpoint in {origin.place}")
         self.run = cast("str", self._axis.broadcast(run))
@@ -184,11 +185,6 @@ class Checkpoints(VoteParticipant):
         self.snapshots.begin(metadata, self._began_at, partial(self._metadata, marked=False))
         self._failure_state = attach(self._session, self)
         return notes
-
-    def _set_back(self, step: int, broken: Mapping[str, str], notes: list[str]) -> None:
-        if self._axis.rank == 0:
-            notes += [f"renamed to {path}" for path in move_newer_aside(self.storage, step, broken)]
-        self._axis.barrier()  # an object store copies them
 
     def _write_owner(self) -> None:
         """Record whose folder this is; a session without a folder keeps what a run has recorded there."""
@@ -250,6 +246,7 @@ class Checkpoints(VoteParticipant):
         if self.evaluations.is_best or self._saved_at == self._session.progress.steps:
             self.save(report_saves)
 
+    @DEFERRAL.held()
     def save(self, report_saves: Callable[[list[SaveReport]], None] | None = None) -> None:
         """Start a save of the session as it is; if it was saved at this step, only add an evaluation since then.
 
@@ -257,6 +254,7 @@ class Checkpoints(VoteParticipant):
             report_saves: called with the saves that have ended since `outcomes`, before this one can exist: the run's
                 history has every save before the newest checkpoint, whenever the run is killed.
         """
+        self._failure_state.refuse_half_update(self)
         saver, step = self._saver, self._session.progress.steps
         if self._saved_at == step:
             self._add_evaluation()
@@ -325,17 +323,12 @@ class Checkpoints(VoteParticipant):
         """Save what a run that `error` ends has learned since its last save; return what to report."""
         if self._begun_saver is None or self._session.progress.steps == self._began_at:
             return None
-        rescue = Rescue(
-            self._session,
-            self.storage,
-            self._saver,
-            self._failure_state,
-            self._metadata,
-            self.evaluations,
-            self._unpublished_best(),
-            self.snapshots.folder,
-        )
+        saver, state, best, memory = self._saver, self._failure_state, self._unpublished_best(), self.snapshots.folder
+        rescue = Rescue(self._session, self.storage, saver, state, self._metadata, self.evaluations, best, memory)
         return rescue.save(error)
+
+    def resumes_from(self) -> int | None:
+        return self._begun_saver.resumes_from() if self._begun_saver is not None else None
 
     def save_in(self, storage: Storage) -> str | None:
         """Save the session in another place, all ranks together; return why it could not be saved."""

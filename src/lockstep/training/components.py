@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from lockstep.core.errors import RunFailed
 from lockstep.distributed import generators
 
 if TYPE_CHECKING:
@@ -93,6 +94,10 @@ class VoteParticipant:
     def before_update(self) -> None:
         """Return once parameters and optimizer state may change."""
 
+    def resumes_from(self) -> int | None:
+        """Return the step from which the run would resume; None: from the beginning."""
+        return None
+
     def rescue(self, error: BaseException) -> str | None:
         """Save the state of a run that `error` ends, if possible; return what to report, None if nothing."""
         return None
@@ -103,6 +108,7 @@ class FailureState:
 
     Attributes:
         fails_together: all ranks know that one of them fails, and have finished the same update.
+        accumulating: forwards of an update have begun, and it has not ended.
         updating: an update has begun to change parameters and optimizer state, and has not ended.
         buffers: copies of the model's buffers; None: none are kept.
     """
@@ -111,23 +117,50 @@ class FailureState:
         self.fails_together = fails_together
         self.updating = False
         self.buffers = buffers
-        self._accumulating = False
+        self.accumulating = False
 
     def begin_forward(self) -> None:
         """Copy the buffers, which a forward may change; not again if a micro-batch is repeated."""
-        if self.buffers is not None and not self._accumulating:
+        if self.buffers is not None and not self.accumulating:
             self.buffers.take()
-        self._accumulating = True
+        self.accumulating = True
+
+    def refuse_half_update(self, saves: VoteParticipant) -> None:
+        """Raise RunFailed if an update has begun to change parameters and optimizer state, and was interrupted."""
+        if self.updating:
+            step, again = saves.resumes_from(), "leave the session and open it again"
+            then = f"{again}: it resumes from step {step:,}" if step is not None else f"{again}, to start over"
+            raise RunFailed(f"an update was interrupted in its middle; {then}")
+
+    def discard_attempt(self, sharding: Sharding, rate: Callable[[], float]) -> None:
+        """Undo what an unfinished attempt at an update has changed in gradients and buffers, if there is one."""
+        if self.accumulating:
+            sharding.step.update(rate(), 1.0, False)
+            self.undo_forward(sharding.state.model)
+
+    def restored(self) -> None:
+        """Continue from a whole state, which was restored."""
+        self.accumulating = self.updating = False
 
     def updated(self, keep: bool | Tensor) -> None:
         """End an update: of one that isn't kept, restore the buffers that its forwards have changed."""
         if self.buffers is not None:
             self.buffers.put_back(unless=keep)
-        self._accumulating = self.updating = False
+        self.accumulating = self.updating = False
+
+    def inconsistency(self, model: nn.Module) -> str | None:
+        """Return why the state is not that after the last update, and can't be restored to it; None if it is."""
+        if self.updating:
+            return "the failure came in the middle of an update"
+        lost = self.undo_forward(model)
+        if lost:
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            return f"the forward that failed may have changed {', '.join(lost[:3])}{more}"
+        return None
 
     def undo_forward(self, model: nn.Module) -> list[str]:
         """Restore the buffers that forwards have changed since the last update; return what else may have changed."""
-        if not self._accumulating:
+        if not self.accumulating:
             return []
         lost = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
         if self.buffers is not None:

@@ -11,11 +11,12 @@ then, so checkpoints don't grow with the epochs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import RunFailed, UnusableSamples
 from lockstep.core.formatting import counted
 from lockstep.core.records import LeftOutSample, Request
 from lockstep.data.bad_samples import BAD_NUMBERS, CONFIGURED
@@ -164,3 +165,13 @@ def _refuse_different(shares: Sequence[_Share]) -> None:
                 f"ranks {first} and {rank} have the same samples, and one of them could not read all: {others} and "
                 f"{indices} can't be used. Their storage is unreliable: start the run again to resume"
             )
+
+
+@contextmanager
+def remedy_named() -> Iterator[None]:
+    """Name the key of the config that leaves out training samples which can't be used."""
+    try:
+        yield
+    except UnusableSamples as error:
+        remedy = "data.bad_samples.policy: skip leaves such samples out; mended data may need --accept-changes"
+        raise RunFailed(f"{error}; {remedy}") from error.__cause__

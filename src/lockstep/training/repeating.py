@@ -162,6 +162,7 @@ class UpdateRepeats:
         self._state.undo_forward(components.sharding.state.model)
         for restore in self._restore:
             restore()
+        self._state.accumulating = False  # nothing is left to undo
 
     def _is_overflow(self, attempt: UpdateAttempt) -> bool:
         return self._components.scaler.enabled and not bool(attempt.decision.finite)

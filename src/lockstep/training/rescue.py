@@ -20,6 +20,7 @@ from lockstep.core.errors import Rescued, Stopped, blames_a_peer
 from lockstep.core.phase_clock import Phase
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.terminal import echo
+from lockstep.distributed import generators
 from lockstep.distributed.collectives import LocalGroup, over_store
 from lockstep.distributed.timeouts import is_timeout
 from lockstep.monitor import report_buffer
@@ -134,21 +135,16 @@ class Rescue:
         )
 
     def _inconsistency(self) -> str | None:
-        """Return why the state is not that after the last update, and can't be restored to it; None if it is."""
-        if self.failure_state.updating:
-            return "the failure came in the middle of an update"
-        lost = self.failure_state.undo_forward(components_of(self.session).sharding.state.model)
-        if lost:
-            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-            return f"the forward that failed may have changed {', '.join(lost[:3])}{more}"
-        return None
+        return self.failure_state.inconsistency(components_of(self.session).sharding.state.model)
 
     def _has_whole_state(self) -> bool:
         """Return whether this rank has the whole state, and no part of it differs between ranks."""
         plan = components_of(self.session).plan
         if not find_strategy(plan.strategy).holds_everything or plan.mesh.ranks != plan.mesh.data:
             return False
-        return not self.session.state(synchronized=False).changes_in_forward
+        components = components_of(self.session)
+        own = generators.states(components.world.rank)
+        return not own and not components.sharding.state.live_state().changes_in_forward
 
     def _is_saved(self) -> bool:
         return self.session.progress.steps in names_by_step(self.storage.names())

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from lockstep.checkpoint.loading import LoadedCheckpoint, load_newest
+from lockstep.checkpoint.loading import LoadedCheckpoint, load_newest, move_newer_aside
 from lockstep.checkpoint.manifest import CorruptCheckpoint
 from lockstep.checkpoint.storage import MANIFEST, names_by_step
 from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
@@ -126,6 +126,13 @@ def lock_storage(storage: Storage, axis: Axis) -> None:
     if axis.rank == 0:
         storage.remove_stale_drafts()
     axis.barrier()
+
+
+def set_back(storage: Storage, axis: Axis, step: int, broken: Mapping[str, str]) -> list[str]:
+    """Rename what is newer than a step, or broken; all ranks together. Return notes for the user, on the first rank."""
+    paths = move_newer_aside(storage, step, broken) if axis.rank == 0 else []
+    axis.barrier()  # an object store copies them
+    return [f"renamed to {path}" for path in paths]
 
 
 def restore(

@@ -13,11 +13,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from lockstep.core.errors import PeerFailed, RunFailed, Stopped, UnusableSamples
+from lockstep.core.deferred_signals import DEFERRAL
+from lockstep.core.errors import PeerFailed, RunFailed, Stopped
 from lockstep.core.out_of_memory import located
 from lockstep.core.phase_clock import Phase
 from lockstep.core.progress import Progress
@@ -31,7 +31,7 @@ from lockstep.sharding.buffers import BufferSnapshot
 from lockstep.training.bad_updates import BadUpdates
 from lockstep.training.components import Components, FailureState, VoteParticipant
 from lockstep.training.ledger import Ledger, order_of
-from lockstep.training.left_out import LeftOutSamples
+from lockstep.training.left_out import LeftOutSamples, remedy_named
 from lockstep.training.readback import PendingReport, Reports, UpdateNumbers
 from lockstep.training.repeating import UpdateAttempt, UpdateRepeats
 from lockstep.training.replicas import difference
@@ -90,12 +90,14 @@ class Session:
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield this rank's share of each update that is left. Call `accumulate` and `commit` once for each."""
+        self._failure_state.refuse_half_update(self._saves)
         self.begin()
         while not self.finished:
             if self._failure is not None:
                 raise self._failure
             step = self.progress.steps
             yield self._current
+            self._failure_state.refuse_half_update(self._saves)
             if self.progress.steps == step:
                 raise RuntimeError("each batch of Session.batches() needs one accumulate(batch) and one commit()")
 
@@ -104,15 +106,15 @@ class Session:
         if self._batch is not None:
             return
         self._batches = self._components.loader.updates(self.progress)
-        with _remedy_named():
-            self._batch = next(self._batches)
-        self.request(self._left_out.fetched(self._batch))
-        counts = reported_counts(self._batch, self._components.position)
-        count, tokens = self._components.consensus.announce(*counts)
-        if not float(count) and not self._batch.left_out:
+        with remedy_named():
+            batch = next(self._batches)
+        self.request(self._left_out.fetched(batch))
+        count, tokens = self._components.consensus.announce(*reported_counts(batch, self._components.position))
+        if not float(count) and not batch.left_out:
             print_once(no_valid_target(self.progress.steps + 1))
         self._count = count
         self._components.readback.start(int(tokens))
+        self._batch = batch  # at the end: an interrupted call is repeated
 
     @property
     def _current(self) -> GlobalBatch:
@@ -124,12 +126,16 @@ class Session:
         """True once the run has consumed the data that its config grants."""
         return is_finished(self._components.config.run, self.progress, self._components.plan.epoch_samples)
 
+    @DEFERRAL.ended_by_errors()
     def accumulate(self, batch: GlobalBatch) -> None:
         """Run forward and backward of this rank's micro-batches; the vote is opened in between."""
+        self._failure_state.refuse_half_update(self._saves)
         components = self._components
+        self._failure_state.discard_attempt(components.sharding, self._rate)  # an interrupted one, which is repeated
         self._failure_state.begin_forward()
         self._repeats.begin()
         if components.sharding.updates_in_backward:
+            DEFERRAL.begin()  # until commit ends
             self._failure_state.updating = True
             self._saves.before_update()
         components.sharding.step.begin_update(batch.samples, self._rate)
@@ -142,6 +148,7 @@ class Session:
         """Make requests, which all ranks receive with the next vote that is opened."""
         self._requests.update(requests)
 
+    @DEFERRAL.to_the_end()
     def commit(self) -> PendingReport:
         """Update parameters and optimizer state with the accumulated gradient, or discard it; the same on all ranks.
 
@@ -224,6 +231,9 @@ class Session:
             synchronized: all ranks together, with the first rank's buffers; false: this rank alone, with its own.
         """
         components = self._components
+        self._failure_state.refuse_half_update(self._saves)
+        if (why := self._failure_state.inconsistency(components.sharding.state.model)) is not None:
+            raise RunFailed(f"{why}; commit() it first, or leave the session and open it again")
         components.readback.land()
         if synchronized:
             components.sharding.state.synchronize()
@@ -245,6 +255,7 @@ class Session:
 
     def restore(self, state: TrainingState) -> None:
         """Continue from `state`: before the first batch, or instead of what was done until now."""
+        self._failure_state.discard_attempt(self._components.sharding, self._rate)
         values = state.values
         self._components.sharding.state.restore(TrainingState(state.tensors, values["sharding"]))
         generators.restore(state.tensors, self._components.world.rank)
@@ -254,6 +265,7 @@ class Session:
         self._ledger.restore(values["ledger"])
         self._left_out.restore(values.get("left_out", ()), self.progress.samples)
         self._began = time.perf_counter() - values["seconds"]
+        self._failure_state.restored()
         self._batch = self._upcoming = None
 
     def close(self) -> None:
@@ -292,7 +304,7 @@ class Session:
     def _next_batch(self, batches: Iterator[GlobalBatch]) -> GlobalBatch:
         """Return the next update's batch. If its data fails, all ranks finish the current update and learn of it."""
         try:
-            with _remedy_named():
+            with remedy_named():
                 return next(batches)
         except Stopped:
             raise
@@ -321,16 +333,6 @@ class Session:
         plan = self._components.plan
         done = fraction_done(self._components.config.run, self.progress, plan.epoch_samples)
         return self._components.rate(done, self.progress.steps, plan.steps)
-
-
-@contextmanager
-def _remedy_named() -> Iterator[None]:
-    """Name the key of the config that leaves out training samples which can't be used."""
-    try:
-        yield
-    except UnusableSamples as error:
-        remedy = "data.bad_samples.policy: skip leaves such samples out; mended data may need --accept-changes"
-        raise RunFailed(f"{error}; {remedy}") from error.__cause__
 
 
 # --- what other parts of Lockstep need of a session, and users don't ----------------------------------------------
