@@ -258,3 +258,5 @@ def _delete(storage: Storage, names: Sequence[str]) -> list[str]:
         return [name for name in names if storage.delete(name)]
     except OSError as error:
         raise RunFailed(f"can't delete from {storage.place}: {error.strerror or error}") from error
+    finally:
+        storage.release()

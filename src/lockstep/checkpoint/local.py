@@ -19,6 +19,7 @@ import stat
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from weakref import WeakSet
 
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
@@ -162,6 +163,8 @@ class LocalStorage:
 
     def claim(self) -> bool:
         self._make()
+        if _claimed_elsewhere(self._folder / _LOCK, self):
+            return False
         handle = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # granted again to the process that holds it
@@ -173,7 +176,14 @@ class LocalStorage:
         if self._claimed is not None:
             os.close(self._claimed)
         self._claimed = handle  # closing it would release the lock
+        _claims.add(self)
         return True
+
+    def release(self) -> None:
+        handle, self._claimed = self._claimed, None
+        _claims.discard(self)
+        if handle is not None:
+            os.close(handle)
 
     def is_held(self, name: str | None) -> bool:
         held = self._claimed is None or (
@@ -271,6 +281,16 @@ class LocalFile:
 
     def close(self) -> None:
         _close_quietly(self._handle)
+
+
+_claims: WeakSet[LocalStorage] = WeakSet()  # of this process; the kernel knows only that the process has a lock
+os.register_at_fork(after_in_child=_claims.clear)  # which has no locks
+
+
+def _claimed_elsewhere(lock: Path, storage: LocalStorage) -> bool:
+    """Return whether another object of this process has claimed the folder."""
+    others = [other._claimed for other in _claims if other is not storage and other._claimed is not None]
+    return any(is_same_file(lock, handle) for handle in others)
 
 
 def _write_durably(path: Path, *pieces: memoryview) -> None:

@@ -111,6 +111,9 @@ class ObjectStorage:
     def claim(self) -> bool:
         return True
 
+    def release(self) -> None:
+        """Do nothing: an object store has no lock."""
+
     def is_held(self, name: str | None) -> bool:
         now = time.monotonic()
         if not self._owned or now - self._looked_at < _BETWEEN_LOOKS_S:

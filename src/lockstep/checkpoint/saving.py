@@ -227,6 +227,11 @@ class Saver:
             save.join()
         self._snapshot = None
 
+    def join(self) -> None:
+        """Wait for what this rank does of the save in progress."""
+        if self._save is not None:
+            self._save.join()
+
     def outcomes(self) -> list[SaveReport]:
         """Return the reports of the saves that ended since the last call; empty on other ranks than 0."""
         reports = []

@@ -101,7 +101,10 @@ class Storage(ReadableStorage, Protocol):
         """Rename a checkpoint: no run resumes from it or deletes it. Return where it is. Raises OSError."""
 
     def claim(self) -> bool:
-        """Reserve the place for saves of this process until it ends; return False if another has it. Raises OSError."""
+        """Reserve the place until `release`, or the process' end; return False if another has it. Raises OSError."""
+
+    def release(self) -> None:
+        """Give up what `claim` has reserved. Never raises."""
 
     def is_held(self, name: str | None) -> bool:
         """Return whether what `claim` and `set_owner` have written, and checkpoint `name`, are still there.

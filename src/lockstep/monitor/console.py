@@ -165,7 +165,7 @@ class Console(ThrottledMonitor):
         if self._facts is not None:
             for line in self._summary(self._facts, error):
                 self._output.print(line)
-        self._output.drain()
+        self._output.close()
 
     def _wants_line(self, report: StepReport) -> bool:
         if report.step <= self._printed_step:
@@ -322,6 +322,10 @@ class Output:
             self._display = None
         if self._queue.dropped:
             self.print(f"{self._queue.dropped:,} lines are missing here: the output was not read in time")
+
+    def close(self) -> None:
+        """Wait until all is written, and end the thread."""
+        self._queue.close()
 
     def _draw(self, display: LiveDisplay) -> None:
         self._draws = False  # first: a status that comes now is drawn, too

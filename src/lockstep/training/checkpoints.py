@@ -135,6 +135,9 @@ class Checkpoints(VoteParticipant):
         except OSError as error:
             where = error.filename or self.place
             raise RunFailed(f"checkpoints can't be written to {where}: {error.strerror or error}") from error
+        finally:
+            if self._begun_saver is None:  # else the session's end does it
+                self.storage.release()
 
     def _begin(self, resume: Resume) -> list[str]:
         components = components_of(self._session)
@@ -326,6 +329,10 @@ class Checkpoints(VoteParticipant):
         saver, state, best, memory = self._saver, self._failure_state, self._unpublished_best(), self.snapshots.folder
         rescue = Rescue(self._session, self.storage, saver, state, self._metadata, self.evaluations, best, memory)
         return rescue.save(error)
+
+    def close(self) -> None:
+        self._saver.join()
+        self.storage.release()
 
     def resumes_from(self) -> int | None:
         return self._begun_saver.resumes_from() if self._begun_saver is not None else None

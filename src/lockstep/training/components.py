@@ -98,6 +98,9 @@ class VoteParticipant:
         """Return the step from which the run would resume; None: from the beginning."""
         return None
 
+    def close(self) -> None:
+        """Wait for what this rank still saves, and give up the place of the checkpoints."""
+
     def rescue(self, error: BaseException) -> str | None:
         """Save the state of a run that `error` ends, if possible; return what to report, None if nothing."""
         return None

@@ -11,6 +11,7 @@ verdict that is the same on all ranks (`commit`). Schedule, cursor and triggers 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
@@ -269,9 +270,11 @@ class Session:
         self._batch = self._upcoming = None
 
     def close(self) -> None:
-        """End the loader's worker processes; the session trains no more."""
+        """End the loader's worker processes, and unlock the folder of checkpoints; the session trains no more."""
         self._components.loader.close()
         self._components.sharding.step.close()
+        if not isinstance(sys.exc_info()[1], Stopped):  # at once: it waits for no save
+            self._saves.close()
 
     # --- parts of an update -------------------------------------------------------------------------------------
 
