@@ -1,4 +1,4 @@
-"""What a run leaves behind in a process that goes on: no lock on its checkpoints, and no thread."""
+"""What a run leaves behind in a process that continues: no lock on its checkpoints, and no thread."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def test_train_leaves_no_lock_and_no_thread(tmp_path: Path) -> None:
     assert not _is_locked(tmp_path / "checkpoints")
     for thread in {*threading.enumerate()} - before:
         if thread.name == "lockstep-console":
-            thread.join(10)  # it has been told to end
+            thread.join(10)  # it may not have ended yet
             assert not thread.is_alive()
