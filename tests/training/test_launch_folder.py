@@ -123,7 +123,9 @@ class _Host:
 
 
 @pytest.mark.parametrize(
-    "resume", [Resume(fresh=True), Resume(step=4), Resume(origin=LocalStorage(Path("other")))], ids=str
+    "resume",
+    [Resume(fresh=True), Resume(step=4), Resume(origin=LocalStorage(Path("other")))],
+    ids=["fresh", "step", "origin"],
 )
 def test_a_run_that_starts_over_does_so_once_without_a_store_too(
     resume: Resume, monkeypatch: pytest.MonkeyPatch
