@@ -22,7 +22,7 @@ from lockstep.checkpoint.local import LocalDraft, LocalStorage
 from lockstep.checkpoint.reading import Reader
 from lockstep.checkpoint.retention import Retention
 from lockstep.distributed.collectives import RankGroup
-from lockstep.training import assemble, checkpoints, deciding, job, publishing
+from lockstep.training import assemble, deciding, job, publishing, resuming
 
 _PATIENCE_S = 5.0
 _BUSY: dict[str, tuple[Any, str, int]] = {
@@ -33,7 +33,7 @@ _BUSY: dict[str, tuple[Any, str, int]] = {
     "the save's file": (LocalDraft, "write", 1),
     "its manifest": (LocalDraft, "publish", 0),
     "older checkpoints": (Retention, "on_published", 0),
-    "newer checkpoints": (checkpoints, "move_newer_aside", 0),
+    "newer checkpoints": (resuming, "move_newer_aside", 0),
     "a checkpoint that is read": (Reader, "read", 1),
     "the run's folder": (job, "recorded", 0),
     "the new folder of weights": (publishing, "temporary", 0),

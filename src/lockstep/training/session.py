@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from lockstep.core.deferred_signals import DEFERRAL
-from lockstep.core.errors import PeerFailed, RunFailed, Stopped
+from lockstep.core.errors import Paused, PeerFailed, RunFailed, Stopped
 from lockstep.core.out_of_memory import located
 from lockstep.core.phase_clock import Phase
 from lockstep.core.progress import Progress
@@ -273,7 +273,8 @@ class Session:
         """End the loader's worker processes, and unlock the folder of checkpoints; the session trains no more."""
         self._components.loader.close()
         self._components.sharding.step.close()
-        if not isinstance(sys.exc_info()[1], Stopped):  # at once: it waits for no save
+        error = sys.exc_info()[1]
+        if not isinstance(error, Stopped) or isinstance(error, Paused):  # stopped at once, it waits for no save
             self._saves.close()
 
     # --- parts of an update -------------------------------------------------------------------------------------
