@@ -95,6 +95,13 @@ def _same(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
     return tensors.keys() == others.keys() and all(torch.equal(value, others[name]) for name, value in tensors.items())
 
 
+def _assert_resumes(folder: Path, step: int, undisturbed: dict[str, Tensor]) -> None:
+    with _opened() as session:
+        assert session.checkpoints(folder).resumed_from == step
+        _train(session)
+        assert _same(_tensors(session), undisturbed)
+
+
 def test_ctrl_c_amid_an_update_comes_at_its_end(undisturbed: dict[str, Tensor], tmp_path: Path) -> None:
     with _opened(at=3) as session:
         saves = session.checkpoints(tmp_path)
@@ -105,10 +112,7 @@ def test_ctrl_c_amid_an_update_comes_at_its_end(undisturbed: dict[str, Tensor], 
         assert saves.finish()[-1].failure is None
         _train(session)
         assert _same(_tensors(session), undisturbed)
-    with _opened() as session:
-        assert session.checkpoints(tmp_path).resumed_from == 3
-        _train(session)
-        assert _same(_tensors(session), undisturbed)
+    _assert_resumes(tmp_path, 3, undisturbed)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -133,10 +137,7 @@ def test_ctrl_c_in_a_forward_changes_nothing(undisturbed: dict[str, Tensor], tmp
         saves.finish()
         _train(session)
         assert _same(_tensors(session), undisturbed)
-    with _opened() as session:
-        assert session.checkpoints(tmp_path).resumed_from == 2
-        _train(session)
-        assert _same(_tensors(session), undisturbed)
+    _assert_resumes(tmp_path, 2, undisturbed)
 
 
 def _interrupted(folder: Path) -> None:
@@ -169,10 +170,7 @@ def test_half_an_update_is_neither_saved_nor_trained_on(undisturbed: dict[str, T
     with pytest.raises(ValueError, match="a bug") as caught:
         _interrupted(tmp_path)
     assert "the state after step 2 is saved" in str(caught.value.__notes__)
-    with _opened() as session:
-        assert session.checkpoints(tmp_path).resumed_from == 2
-        _train(session)
-        assert _same(_tensors(session), undisturbed)
+    _assert_resumes(tmp_path, 2, undisturbed)
 
 
 def test_a_restored_state_is_whole_again(undisturbed: dict[str, Tensor]) -> None:
@@ -260,7 +258,4 @@ def test_ctrl_c_while_a_save_starts_comes_when_it_has(
             saves.save()
         _train(reports)
         assert [(save.step, save.failure) for save in saves.finish()] == [(1, None)]
-    with _opened() as session:
-        assert session.checkpoints(tmp_path).resumed_from == 1
-        _train(session)
-        assert _same(_tensors(session), undisturbed)
+    _assert_resumes(tmp_path, 1, undisturbed)

@@ -30,7 +30,7 @@ _ID = "TORCHELASTIC_RUN_ID"
 
 
 class LaunchProgress(IntEnum):
-    """How far earlier ranks of this launch have come with a run."""
+    """The progress that earlier ranks of this launch have made with a run."""
 
     NONE = 0
     FOLDER = 1  # they have created, or taken, its folder

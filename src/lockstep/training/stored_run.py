@@ -204,9 +204,8 @@ class _Keeper(threading.Thread):
 
     def _new_process(self) -> subprocess.Popen[bytes]:
         words = [sys.executable, *_PUBLISHER, self._stored.address, self._stored.token, str(self._stored.retry_seconds)]
-        return subprocess.Popen(
-            words, stdin=subprocess.PIPE, start_new_session=True
-        )  # a signal to the group ends ranks
+        # in a session of its own: a signal to the group ends ranks
+        return subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
 
 
 class _Renewal(threading.Thread):
