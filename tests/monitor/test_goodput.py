@@ -116,6 +116,18 @@ def test_what_follows_the_last_update_is_not_taken_from_its_clock(tmp_path: Path
     assert after.losses()["other"] == pytest.approx(before.losses()["other"] - 4)
 
 
+def test_what_an_attempt_did_after_the_update_that_the_next_resumed_from_counts_once(tmp_path: Path) -> None:
+    before = goodput(make_run(tmp_path))
+    with (tmp_path / "events.jsonl").open("a") as events:
+        events.write('{"resumed": 70, "step": 70}\n')
+    after = goodput(tmp_path)
+    assert before is not None
+    assert after is not None
+    assert (after.saves, after.lost) == (2, before.lost - 2)
+    assert after.trained == pytest.approx((130 - 8) * 0.9), "the clock of the update has no save that followed it"
+    assert after.trained + sum(after.losses().values()) == pytest.approx(after.wall)
+
+
 def test_what_is_missing_or_damaged_is_unknown(tmp_path: Path) -> None:
     assert goodput(tmp_path) is None
     make_run(tmp_path)

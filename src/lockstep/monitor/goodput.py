@@ -135,7 +135,7 @@ def goodput(run: Path) -> Goodput | None:
     ends = [end if end >= attempt.began else attempt.began for attempt, end in zip(attempts, ends, strict=True)]
     steps, discarded = number_or_nan(last.get("step")), number_or_nan(last.get("discarded"))
     kept = _kept(run, attempts[-1], _ClockedUpdate(steps, clock))
-    evaluations, saves, in_clock, in_kept = _interruptions(run, steps, kept.step)
+    evaluations, saves, in_clock, in_kept, in_lost = _interruptions(run, steps, kept.step)
     training = max(0.0, clock - attempts[0].seconds - in_clock)
     lasting = min(training, max(0.0, kept.clock - attempts[0].seconds - in_kept))
     in_discarded = lasting * discarded / steps if steps > 0 and discarded > 0 else 0.0
@@ -145,7 +145,7 @@ def goodput(run: Path) -> Goodput | None:
         evaluations,
         saves,
         in_discarded,
-        _lost(attempts, ends) + training - lasting,
+        max(0.0, _lost(attempts, ends) - in_lost) + training - lasting,
         sum(max(0.0, attempt.began - begin) for attempt, begin in zip(attempts, begins, strict=True)),
         sum(max(0.0, begin - end) for begin, end in zip(begins[1:], ends, strict=False)),
         len(attempts),
@@ -260,28 +260,35 @@ def _end(run: Path) -> float:
     return max(filter(math.isfinite, times), default=math.nan)
 
 
-def _interruptions(run: Path, last: float, kept: float) -> tuple[float, float, float, float]:
-    """Return the seconds of evaluations, of waiting for saves, and of both before two updates.
+def _interruptions(run: Path, last: float, kept: float) -> tuple[float, float, float, float, float]:
+    """Return the seconds of evaluations, of waiting for saves, of both before two updates, and of both on no clock.
+
+    An attempt's clock begins as that of the update that it resumed from: it hasn't what the attempt before it did then.
 
     Args:
         last, kept: The updates; what follows them isn't on their clocks yet.
     """
-    evaluations = saves = before_last = before_kept = 0.0
+    evaluations = saves = on_no_clock = 0.0
+    clocked: list[tuple[float, float]] = []
     for record in _events(run):
+        step = number_or_nan(record.get("step"))
+        if "resumed" in record:
+            on_no_clock += sum(seconds for at, seconds in clocked if at >= step)
+            clocked = [(at, seconds) for at, seconds in clocked if at < step]
+            continue
         is_evaluation = "evaluation" in record
         seconds = _positive(record.get("seconds" if is_evaluation else "lost_seconds"))
         evaluations += seconds if is_evaluation else 0.0
         saves += 0.0 if is_evaluation else seconds
-        step = number_or_nan(record.get("step"))
-        before_last += seconds if step < last else 0.0
-        before_kept += seconds if step < kept else 0.0
-    return evaluations, saves, before_last, before_kept
+        clocked.append((step, seconds))
+    before_last, before_kept = (sum(seconds for at, seconds in clocked if at < step) for step in (last, kept))
+    return evaluations, saves, before_last, before_kept, on_no_clock
 
 
 def _events(run: Path) -> Iterator[Mapping[str, Any]]:
     with suppress(OSError), opened_regular(run / EVENTS) as handle, os.fdopen(os.dup(handle), "rb") as lines:
         for text in lines:
-            if text.startswith((b'{"evaluation"', b'{"saved"')):
+            if text.startswith((b'{"evaluation"', b'{"saved"', b'{"resumed"')):
                 with suppress(ValueError, RecursionError):
                     yield json.loads(text)
 
