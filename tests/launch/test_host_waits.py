@@ -111,6 +111,22 @@ def test_a_stop_while_a_host_is_waited_for_ends_the_run(
     assert other.err.removesuffix("saved\n").endswith(f"stopped by {stop}\n")
 
 
+@pytest.mark.parametrize(("stop", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_stop_while_ranks_are_ended_after_a_host_was_lost_ends_the_run(
+    fork_server: ForkServer, tmp_path: Path, lost: int, stop: str, code: int
+) -> None:
+    hosts = Hosts(fork_server, tmp_path, 2, wait=60.0)
+    launched = [hosts.start(node, first="deaf,sleep:60") for node in range(2)]
+    wait_for([tmp_path / f"pid-{rank}" for rank in range(2)])
+    killed(launched[lost])
+    other = launched[1 - lost]
+    wait_until(lambda: prints(other, "its ranks are ended"))
+    os.kill(other.pid, signal.Signals[stop])
+    assert other.wait() == code, other.err
+    assert f"stopped by {stop}" in other.err
+
+
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_hosts_that_are_stopped_while_they_wait_end_once_all_is_saved(
     fork_server: ForkServer, tmp_path: Path, stopped: int

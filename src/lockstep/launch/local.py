@@ -47,7 +47,7 @@ from lockstep.launch.ends import End, EndKind, describe, first_cause
 from lockstep.launch.ends_file import append_ends, gist
 from lockstep.launch.forking import may_fork
 from lockstep.launch.group import SignalRequests, watch
-from lockstep.launch.host_rounds import LeaderRounds
+from lockstep.launch.host_rounds import FollowerRounds, LeaderRounds
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.last_words import all_with_last_words, size_of_stderr
 from lockstep.launch.orphans import Orphans
@@ -296,11 +296,15 @@ def _unless_stopped(
     the run resumes. Any other is the result.
 
     Args:
-        starts_again: The supervisor has decided that there is another round.
+        starts_again: There would be another round.
     """
     cause, stop = first_cause(ends), requests.last_stop
-    if cause is None or stop is None or result.cut_off or (job.hosts is not None and not job.hosts.leads):
+    if cause is None or stop is None or result.cut_off:
         return result
+    if job.hosts is not None and not job.hosts.leads:
+        starts_again = bool(job.hosts.lost_leader) and isinstance(rounds, FollowerRounds) and rounds.wait > 0
+        if not starts_again:
+            return result
     at_once = "at once by a second signal, " if requests.stops > 1 else "by "
     text = f"stopped {at_once}{stop.name}"
     code = Stopped.exit_code if requests.stops > 1 else stop_code(stop)
