@@ -87,7 +87,7 @@ def _call_others(folder: Path) -> list[PendingCollective]:
     waiting = dist.all_reduce(numbers, async_op=True) if rank else dist.barrier(async_op=True)
     assert waiting is not None
     wait_until(lambda: len(flight_record()[0]) == 1)  # gloo notes the end of the others a moment later
-    records = read_records({rank: beat}, request_records({rank: beat}), [rank])
+    records = read_records({rank: beat}, request_records({rank: beat}))
     save_records(folder, records, 60.0)
     store = dist.distributed_c10d._get_default_store()
     store.set(f"saved-{rank}", "")

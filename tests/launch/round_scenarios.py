@@ -19,8 +19,9 @@ from launch_scenarios import play
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Recovery, Watchdog
 from lockstep.core import heartbeat, standby
+from lockstep.core.phase_clock import Phase, PhaseClock
 from lockstep.core.ranks import RankEnvironment
-from lockstep.launch import group, local, starting
+from lockstep.launch import counted_time, group, local, starting
 from lockstep.launch.local import launch
 from lockstep.launch.supervision import Supervisor
 
@@ -77,12 +78,13 @@ def round_ahead(folder: str, then: str, changes: bool = False) -> int:
     return launch(first, 2, Launch(), None, supervisor=supervisor, watchdog=Watchdog()).show()
 
 
-def _first_round(folder: Path, then: str) -> int:
+def _first_round(folder: Path, then: str, seconds: float = 0.0) -> int:
     rank = RankEnvironment.read(os.environ).rank
     heartbeat.own().numbers[heartbeat.UPDATES] = 1
     waiting = [folder / f"ahead-{place}" for place in range(2)]
     while not all(file.exists() and file.read_text() for file in waiting):
         time.sleep(0.01)
+    time.sleep(seconds)
     if then == "return":
         return 0
     if rank == 1 and then == "kill one that waits, too":
@@ -100,6 +102,24 @@ def _waiting_round(folder: Path) -> int:
     standby.wait()
     (folder / f"needed-{rank}").write_text(str(os.getpid()))
     return 0
+
+
+def slow_after_waiting(folder: str) -> int:
+    """Launch two ranks whose next round has waited for longer than a rank may stand still, and then takes a moment."""
+    group._GRACE, group._SETTLE, starting._AHEAD_AFTER_S = 0.5, 0.2, 0.1
+    counted_time._GAP_S = 0.2
+    supervisor = Supervisor(Recovery(), lambda: 0, lambda: again)
+    again = partial(_slow_round, Path(folder))
+    first = partial(_first_round, Path(folder), "kill", 1.5)
+    options = Watchdog(least=0.1, other=1.2, end_start_after=1.2)
+    return launch(first, 2, Launch(), None, supervisor=supervisor, watchdog=options).show()
+
+
+def _slow_round(folder: Path) -> int:
+    PhaseClock().enter(Phase.HOST)  # as one that has joined the others
+    code = _waiting_round(folder)
+    time.sleep(0.5)
+    return code
 
 
 def orphaned(folder: str) -> int:

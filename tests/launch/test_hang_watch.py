@@ -307,6 +307,20 @@ def test_the_sample_is_named_whose_reading_the_request_for_a_stack_ends(
     assert "(update 9, sample 34)" in (tmp_path / "hangs.txt").read_text().splitlines()[0]
 
 
+def test_no_thread_of_a_rank_is_woken_while_it_writes_its_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def request(beats: Mapping[int, heartbeat.Heartbeat]) -> dict[int, float]:
+        written.append([os.fstat(beat.files.stacks).st_size > 0 for beat in beats.values()])
+        return {}
+
+    written: list[list[bool]] = []
+    monkeypatch.setattr(hang_verdict, "request_records", request)
+    with watched(tmp_path, waits, hangs) as (watch, members):
+        look(watch, members, 5.0)
+    assert written[0] == [True, True]
+
+
 def test_a_rank_in_a_collective_and_one_that_waits_in_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.launch.hang_watch._DEADLOCK_S", 0.3)
     with watched(tmp_path, waits, waits_in_save) as (watch, members):

@@ -47,6 +47,15 @@ def test_the_next_round(fork_server: ForkServer, tmp_path: Path, then: str, chan
     assert not any(map(is_alive, ahead))
 
 
+def test_the_time_in_which_they_have_waited_does_not_count_as_that_of_a_hang(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    code, _, err = fork_server.run("slow_after_waiting", folder=str(tmp_path))
+    assert code == 0, err
+    assert pids(tmp_path, "needed") == pids(tmp_path, "ahead")
+    assert "moved" not in err
+
+
 def test_a_run_that_is_done_leaves_none(fork_server: ForkServer, tmp_path: Path) -> None:
     code, _, err = fork_server.run("round_ahead", folder=str(tmp_path), then="return")
     assert (code, err) == (0, "")

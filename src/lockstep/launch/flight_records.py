@@ -90,17 +90,14 @@ def request_records(beats: Mapping[int, Heartbeat]) -> dict[int, float]:
     return written
 
 
-def read_records(
-    beats: Mapping[int, Heartbeat], before: Mapping[int, float], awaited: Sequence[int]
-) -> dict[int, FlightRecord]:
-    """Return the records that were requested, by rank.
+def read_records(beats: Mapping[int, Heartbeat], before: Mapping[int, float]) -> dict[int, FlightRecord]:
+    """Return the records that were requested, by rank. They are waited for only a moment: a rank may write none.
 
     Args:
         before: What `request_records` has returned.
-        awaited: The ranks that are waited for, a moment; others may hold the interpreter's lock.
     """
     until = time.monotonic() + _WAIT_S
-    while time.monotonic() < until and any(beats[r].numbers[RECORDS] == before[r] for r in awaited if r in before):
+    while time.monotonic() < until and any(beats[rank].numbers[RECORDS] == number for rank, number in before.items()):
         time.sleep(_LOOK_S)
     return {rank: _read(beats[rank]) for rank, written in before.items() if beats[rank].numbers[RECORDS] != written}
 

@@ -122,6 +122,8 @@ class Round:
             member.update()
         if self.gate is None or any(member.ended or member.reported for member in self.members):
             return False
+        if self.hangs is not None:
+            self.hangs.begin()
         os.eventfd_write(self.gate, len(self.members))
         return True
 
