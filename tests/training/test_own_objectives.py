@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -153,6 +154,68 @@ def test_frozen_parameters_and_those_of_the_model_are_taken() -> None:
     penalty = lambda outputs, batch: sum_of(outputs, batch) + 0.1 * batch.samples * model.head.weight.square().sum()  # noqa: E731
     assert len(losses(objective=penalty, model=model)) == 4
     assert losses(objective=Temperature().requires_grad_(False)) == losses()
+
+
+# --- an objective's own state -----------------------------------------------------------------------------------------
+
+
+class Centered(nn.Module):
+    """Subtracts a running mean of the outputs."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.center = nn.Buffer(torch.zeros(3))
+        self._in_place = in_place
+
+    def forward(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        mean = outputs.detach().mean(0)
+        if self._in_place:
+            self.center.lerp_(mean, 0.1)
+        else:
+            self.center = torch.lerp(self.center, mean, 0.1)
+        return sum_of(outputs - self.center, batch)
+
+
+class HoldsCentered(small.CrossEntropy):
+    decomposes = False
+
+    def __init__(self) -> None:
+        self.inner = Centered(in_place=True)
+
+    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self.inner(outputs, batch)
+
+
+class Caches(nn.Module):
+    """Has weights that it moves to another dtype, and a table that no state has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.weights = nn.Buffer(torch.ones(3, dtype=torch.float64))
+        self.table = nn.Buffer(torch.zeros(0), persistent=False)
+        self.model = model
+
+    def forward(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        self.weights = self.weights.to(outputs)
+        self.table = torch.ones(3)
+        self.model.seen += 1
+        return sum_of(outputs * self.weights * self.table, batch)
+
+
+@pytest.mark.parametrize(
+    ("objective", "name"),
+    [(Centered(in_place=True), "center"), (Centered(in_place=False), "center"), (HoldsCentered(), r"inner\.center")],
+)
+def test_state_of_an_objective_is_refused(objective: Any, name: str) -> None:
+    with pytest.raises(lockstep.ConfigError, match=rf"objective: loss_sum changes {name}, and a checkpoint has"):
+        losses(objective=objective)
+
+
+def test_constants_caches_and_state_of_the_model_are_taken() -> None:
+    plain = small.Net()
+    model = copy.deepcopy(plain)
+    model.seen = nn.Buffer(torch.zeros(()))
+    assert losses(objective=Caches(model), model=model) == losses(model=plain)
 
 
 # --- an optimizer's own numbers ---------------------------------------------------------------------------------------

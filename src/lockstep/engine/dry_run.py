@@ -73,7 +73,7 @@ def _copied(value: Any) -> Any:
 
 def _put_back(value: Any, before: Any) -> None:
     if isinstance(value, Tensor):
-        value.detach().copy_(before)
+        value.data.copy_(before)  # a graph that has saved it takes it for unchanged, which it is again
         return
     value.clear()
     if isinstance(value, dict | set):

@@ -5,7 +5,8 @@
     neither                                          samples depend on each other: a warning
 
 The comparison also shows whether the loss depends on parameters that no optimizer updates. It uses the outputs of the
-step itself, in the first update in which a micro-batch has two samples or more.
+step itself, in the first update in which a micro-batch has two samples or more. An objective that changes tensors of
+its modules is refused: no checkpoint has them.
 """
 
 from __future__ import annotations
@@ -64,11 +65,15 @@ class CheckedObjective:
         return cls(objective, model, key) if isinstance(objective, FunctionObjective) else objective
 
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
-        """Return the objective's sum. Raises ConfigError if it is a mean, or depends on untrained parameters."""
+        """Return the objective's sum.
+
+        Raises:
+            ConfigError: it is a mean, depends on untrained parameters, or changes tensors of the objective's modules.
+        """
         return self._loss_sum(outputs, batch)
 
     def _checked(self, outputs: object, batch: Batch) -> Tensor:
-        loss = self._objective.loss_sum(outputs, batch)
+        loss = self._without_changes(outputs, batch)
         if isinstance(loss, Tensor) and loss.numel() != 1:
             reason = f"loss_sum returned a tensor of shape {list(loss.shape)}; return its sum over valid targets, 0-dim"
             raise ConfigError(Problem("", self._key, reason))
@@ -90,11 +95,38 @@ class CheckedObjective:
         return loss
 
     def _with_parameters_checked(self, outputs: object, batch: Batch) -> Tensor:
-        loss = self._objective.loss_sum(outputs, batch)
+        loss = self._without_changes(outputs, batch)
         if torch.is_grad_enabled():
             self._refuse_parameters(loss)
             self._loss_sum = self._objective.loss_sum
         return loss
+
+    def _without_changes(self, outputs: object, batch: Batch) -> Tensor:
+        """Return the objective's sum. Raises ConfigError if it has changed what modules of the objective would save."""
+        before = {name: (tensor, tensor._version) for name, tensor in self._own_tensors()}
+        loss = self._objective.loss_sum(outputs, batch)
+        if not torch.is_grad_enabled():
+            return loss
+        changed = [name for name, now in self._own_tensors() if name in before and _is_changed(*before[name], now)]
+        if changed:
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            why = (
+                f"loss_sum changes {', '.join(changed[:3])}{more}, and a checkpoint has the tensors of the model "
+                "alone: a run that resumes would begin with the first values again. Make them buffers of the model, "
+                "whose forward changes them in training and returns them with its outputs"
+            )
+            raise ConfigError(Problem("", self._key, why))
+        return loss
+
+    def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters and saved buffers of the objective's modules that aren't the model's, by name."""
+        of_model = set(self._model.modules())
+        for name, module in _modules(self._objective.loss_sum):
+            for inner, part in () if module in of_model else module.named_modules(prefix=name):
+                if part not in of_model:
+                    for key, tensor in {**part._parameters, **part._buffers}.items():
+                        if tensor is not None and key not in part._non_persistent_buffers_set:
+                            yield f"{inner}.{key}".lstrip("."), tensor
 
     def _compare(self, whole: float, halves: list[float], samples: int) -> None:
         total, size = sum(halves), sum(map(abs, halves))
@@ -194,9 +226,32 @@ def _leaves(loss: object) -> Iterator[Tensor]:
         pending += following
 
 
+def _holder(loss_sum: Any) -> Any:
+    """Return the object whose method the function is; else the function."""
+    return loss_sum.__self__ if inspect.ismethod(loss_sum) else loss_sum
+
+
+def _modules(loss_sum: Any) -> list[tuple[str, nn.Module]]:
+    """Return the modules that an objective is or holds, by name."""
+    holder = _holder(loss_sum)
+    if isinstance(holder, nn.Module):
+        return [("", holder)]
+    return [(name, value) for name, value in getattr(holder, "__dict__", {}).items() if isinstance(value, nn.Module)]
+
+
+def _is_changed(before: Tensor, version: int, now: Tensor) -> bool:
+    """Return whether a tensor was written to, or replaced by one of other values."""
+    if now is before:
+        return now._version != version
+    if now.shape != before.shape:
+        return True
+    before = before.to(now)
+    return not bool(((now == before) | (now != now) & (before != before)).all())
+
+
 def _parameters(loss_sum: Any) -> Iterable[tuple[str, Tensor]]:
     """Yield the tensors that an objective holds, by name."""
-    holder = loss_sum.__self__ if inspect.ismethod(loss_sum) else loss_sum
+    holder = _holder(loss_sum)
     if isinstance(holder, nn.Module):
         yield from holder.named_parameters()
         return
