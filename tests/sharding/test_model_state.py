@@ -90,6 +90,31 @@ def test_a_module_is_given_the_state_that_it_makes_itself() -> None:
     assert [(model[0].forwards, model[1].forwards) for model in (second, third)] == [(0, 7)] * 2
 
 
+def test_a_buffer_has_the_dtype_that_a_forward_has_given_it() -> None:
+    third = torch.full((2,), 1 / 3, dtype=torch.float64)
+    first, second = Tied(), Tied()
+    state = ModelState(first, Momentum(first))  # type: ignore[arg-type]
+    before = state.live_state()
+    assert "recast" not in before.values
+    first.mean = third
+    live = state.live_state()
+    assert live.values["recast"] == ["mean"]
+    ModelState(second, Momentum(second)).restore(live)  # type: ignore[arg-type]
+    assert second.mean.dtype == torch.float64
+    assert torch.equal(second.mean, third)
+    state.restore(before)
+    assert first.mean.dtype == torch.float32
+
+
+def test_a_buffer_of_another_precision_takes_the_values() -> None:
+    first, second = Tied(), Tied()
+    second.mean = torch.zeros(2, dtype=torch.float64)
+    saved = ModelState(second, Momentum(second)).live_state()  # type: ignore[arg-type]
+    ModelState(first, Momentum(first)).restore(saved)  # type: ignore[arg-type]
+    assert first.mean.dtype == torch.float32
+    assert first.mean.tolist() == [0, 0]
+
+
 def test_another_models_state_is_refused() -> None:
     state = ModelState(Tied(), Momentum(Tied()))  # type: ignore[arg-type]
     live = state.live_state()

@@ -3,6 +3,7 @@
     model.layers.0.weight                 parameters and saved buffers, tied ones once
     optimizer.exp_avg.layers.0.weight     state entry, then the parameter it belongs to
     values: {"optimizer": {PARAMETER: {ENTRY: number}}, "groups": [...], "tied": {NAME: NAME}}
+            and "recast": [NAME, ...] of buffers to which forwards have given another dtype, if there are any
 
 A tensor is plain if this rank holds it whole, else a DTensor or a `FlatShard`, which know their place in it.
 """
@@ -19,6 +20,7 @@ from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
 from lockstep.distributed.extra_states import set_extra_states
 from lockstep.distributed.shard_boxes import FlatShard, full_tensor, is_sharded, local_shape, local_tensor, shard_of
+from lockstep.sharding.buffers import buffer_owners, current_buffers
 from lockstep.sharding.partition import specs_of
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ class ModelState:
         self._before_read = before_read
         self._after_restore = after_restore
         self.held = held
+        self._dtypes = {name: buffer.dtype for name, (_, buffer) in self._saved_buffers().items()}
 
     def synchronize(self) -> None:
         """Copy the first rank's buffers (running means) to all ranks. All ranks together."""
@@ -136,7 +139,10 @@ class ModelState:
         groups = [
             {key: _plain(f"the optimizer's {key}", value) for key, value in group.items()} for group in saved["groups"]
         ]
-        state = TrainingState(entries, {"optimizer": numbers, "groups": groups, "tied": tied}, changing)
+        values = {"optimizer": numbers, "groups": groups, "tied": tied}
+        if recast := [name for name, dtype in self._dtypes.items() if name in tensors and tensors[name].dtype != dtype]:
+            values["recast"] = recast
+        state = TrainingState(entries, values, changing)
         return state if self._partition is None else self._partition.gather_state(state)
 
     @torch.no_grad()
@@ -148,6 +154,7 @@ class ModelState:
         """
         if self._partition is not None:
             state = self._partition.own_state(state)
+        self._cast_buffers(state)
         own = self._tensors()[0]
         for name, tensor in own.items():
             saved = _saved(state, name, tensor)
@@ -170,10 +177,26 @@ class ModelState:
         self.optimizer.load_state_dict({"parameters": entries, "groups": list(state.values["groups"])})
         self.values_changed()
 
+    def _cast_buffers(self, state: TrainingState) -> None:
+        """Give buffers the dtypes that they have had where `state` was saved, after a forward had changed them."""
+        recast = state.values.get("recast", ())
+        for name, (owner, buffer) in self._saved_buffers().items():
+            saved, dtype = state.tensors.get(f"{_MODEL}{name}"), self._dtypes.get(name, buffer.dtype)
+            if name in recast and saved is not None:
+                dtype = saved.dtype
+            if buffer.dtype != dtype:
+                owner[name.rpartition(".")[2]] = buffer.to(dtype)
+
     def values_changed(self) -> None:
         """Let what is kept beside the parameters follow them, after they were set."""
         if self._after_restore is not None:
             self._after_restore()
+
+    def _saved_buffers(self) -> dict[str, tuple[dict[str, Any], Tensor]]:
+        """Return the saved buffers that there are, each with the `_buffers` that holds it."""
+        owners = buffer_owners(self.model)
+        buffers = zip(owners.items(), current_buffers(owners), strict=True)
+        return {name: (owner, buffer) for (name, owner), buffer in buffers if buffer is not None}
 
     def _tensors(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return parameters and saved buffers, each under its first name; and the other names of tied ones."""

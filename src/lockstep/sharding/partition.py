@@ -148,12 +148,16 @@ class ModelPartition:
                 "has seen its own gradients alone: it can't be saved, and the run isn't the single process's; use "
                 "another strategy"
             )
+        recast: list[str] = []
         for specs, of_rank in everywhere:
             for name, (shape, dtype) in specs.items():
                 if name not in tensors:
                     tensors[name] = FlatShard(torch.empty(0, dtype=dtype), 0, shape)
             values["optimizer"].update(of_rank["optimizer"])
             values["tied"].update(of_rank["tied"])
+            recast += of_rank.get("recast", ())
+        if recast:
+            values["recast"] = sorted({*recast})
         return replace(state, tensors=tensors, values=values)
 
     def own_state(self, state: TrainingState) -> TrainingState:
