@@ -126,6 +126,33 @@ def test_an_evaluation_that_fails_gives_registered_generators_their_state_back(
         assert objective.generator.bit_generator.state != before
 
 
+class _CountsForwards(small.Net):
+    """Counts forwards, also in evaluation mode, and fails in one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.nn.Buffer(torch.zeros((), dtype=torch.long))
+        self.fails_at = 3
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        if self.seen == self.fails_at:
+            raise ValueError("planted")
+        return super().forward(points)
+
+
+def test_an_evaluation_that_fails_gives_buffers_their_values_back() -> None:
+    model = _CountsForwards()
+    with lockstep.session(small.config(evaluation={"micro_size": 4}), model=model) as session:
+        model.seen.zero_()
+        with pytest.raises(ValueError, match="planted"):
+            session.evaluate()
+        assert model.seen == 0
+        model.fails_at = -1
+        session.evaluate()
+        assert model.seen == 3
+
+
 class _Noting:
     """A monitor that notes when evaluations were made."""
 

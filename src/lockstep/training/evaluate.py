@@ -2,7 +2,7 @@
 
 Random numbers that a forward draws are keyed by set and batch: an evaluation that is repeated, after a failure or on
 the weights that the run has left, has the same metrics. Registered generators have a state instead, which is restored
-if the evaluation doesn't end.
+if the evaluation doesn't end; so are buffers, which a forward may change in evaluation mode, too.
 
 A rank that is asked to stop need not wait for the end: about twice a second all ranks ask each other, before the same
 batch, whether one of them is, and then leave the evaluation together.
@@ -25,6 +25,7 @@ from lockstep.distributed import generators
 from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.metric_log import MetricLog, recording
 from lockstep.plan.batch import micro_ranges
+from lockstep.sharding.buffers import BufferSnapshot
 from lockstep.training.sources import evaluation_named
 
 if TYPE_CHECKING:
@@ -109,11 +110,13 @@ class Evaluator:
         """
         self.sharding.state.synchronize()
         vote = StopVote(stops, self.world.axis) if stops is not None else None
-        before = generators.states(self.world.rank)
+        before, buffers = generators.states(self.world.rank), BufferSnapshot(self.sharding.state.model)
+        buffers.take()
         try:
             return [self._evaluate_on(name, source, step, vote) for name, source in self.sources.items()]
         except BaseException:
             generators.put(before, self.world.rank)  # the state may be saved, and the evaluation made again
+            buffers.put_back()
             raise
 
     def _evaluate_on(self, name: str, source: Source, step: int, vote: StopVote | None) -> EvaluationReport:
