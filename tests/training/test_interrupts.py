@@ -140,6 +140,39 @@ def test_ctrl_c_in_a_forward_changes_nothing(undisturbed: dict[str, Tensor], tmp
     _assert_resumes(tmp_path, 2, undisturbed)
 
 
+class _Disturbed(torch.utils.data.Dataset[Any]):
+    """Acts once before it returns a sample."""
+
+    def __init__(self) -> None:
+        self.act: Callable[[], None] | None = None
+        self._points = small.points()
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def __getitem__(self, index: int) -> Any:
+        act, self.act = self.act, None
+        if act is not None:
+            act()
+        return self._points[index]
+
+
+def test_an_update_is_repeated_after_ctrl_c_while_the_next_ones_data_is_read() -> None:
+    def losses(act: Callable[[], None] | None) -> list[float]:
+        data, found = _Disturbed(), []
+        with lockstep.session(small.config(), train_dataset=data) as session:
+            for batch in session.batches():
+                if act is not None and batch.step == 2:
+                    data.act = act
+                    with pytest.raises(KeyboardInterrupt):
+                        session.accumulate(batch)
+                session.accumulate(batch)
+                found.append(session.commit().result().loss)
+        return found
+
+    assert losses(_ctrl_c) == losses(None)
+
+
 def _interrupted(folder: Path) -> None:
     """Saves the state after update 2, and tries everything after half of update 3."""
     with _opened(at=3, act=_fail) as session:

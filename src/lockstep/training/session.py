@@ -288,8 +288,7 @@ class Session:
         position = self._components.position
         tallies = (float(self._current.digest) if position.reports_counts else 0.0, *self._saves.status())
         loss_sum = loss_sum if position.reports_loss else loss_sum.new_zeros(())
-        counts = reported_counts(self._upcoming, position)
-        self._components.consensus.open(loss_sum, *counts, tallies, self._requests)
+        self._components.consensus.open(loss_sum, *reported_counts(self._upcoming, position), tallies, self._requests)
         self._requests.clear()
 
     def _close_vote(self) -> UpdateAttempt:
@@ -310,7 +309,8 @@ class Session:
         try:
             with remedy_named():
                 return next(batches)
-        except Stopped:
+        except (Stopped, KeyboardInterrupt, SystemExit):  # it has ended the iterator; `accumulate` may be repeated
+            self._batches = self._components.loader.updates(self.progress.advance(self._current.samples, 0))
             raise
         except Exception as error:
             self._failure = error
