@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit import small
 from kit.worlds import served
 
 import lockstep
 from lockstep.checkpoint.local import LocalDraft
 from lockstep.checkpoint.saving import Saver, StepMetadata
-from lockstep.core.records import TrainingState
+from lockstep.core.records import Batch, TrainingState
 from lockstep.monitor.tensorboard import records
 
 Damage = Callable[[list[bytes]], list[bytes]]
@@ -171,3 +172,30 @@ def test_history_is_flushed_before_a_checkpoint_exists(tmp_path: Path, monkeypat
     before = order[: order.index("published")]
     assert {"metrics.jsonl", "events.jsonl"} <= set(before)
     assert any(name.startswith("events.out.tfevents.") for name in before)
+
+
+class _LogsLosses(small.CrossEntropy):
+    """Logs in training, and fails once, in update 4."""
+
+    def __init__(self) -> None:
+        self._updates = 0
+
+    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        loss = super().loss_sum(outputs, batch)
+        if outputs.requires_grad:
+            self._updates += 1
+            if self._updates == 4:
+                raise ValueError("planted")
+            lockstep.log.mean("own", loss.detach(), batch.samples)
+        return loss
+
+
+def test_what_the_first_update_after_a_failure_logs_has_its_line(tmp_path: Path) -> None:
+    config = _config(tmp_path, 6) | {"batch": {"global_size": 8}}
+    del config["objective"]
+    objective = _LogsLosses()
+    with pytest.raises(ValueError, match="planted"):
+        lockstep.train(config, objective=objective)
+    lockstep.train(config, objective=objective)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [event["step"] for event in events if "logged" in event] == [2, 3, 4, 5, 6]

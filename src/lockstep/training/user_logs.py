@@ -35,7 +35,7 @@ class UserLogs:
         self._monitors = monitors
         self._log = log
         self._taken: dict[int, MetricLog] = {}  # by steps whose reports haven't arrived
-        self._has_entries = False
+        self._has_entries = session.progress.steps > 0  # of a run that resumes, the first update may be recorded
 
     def updated(self, step: int) -> tuple[Request, ...]:
         """Return this rank's request to collect, after update `step`, whose report may still be on its way."""
