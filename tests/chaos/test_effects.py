@@ -31,7 +31,7 @@ def planted(plan: Path, fault: Fault, model: nn.Module | None = None) -> PhaseCl
     write_plan(plan, [fault])
     clock, trained = PhaseClock(), None
     if model is not None:
-        trained = Trained(model, None, lambda training: 8, None, lambda step: (8 * step - 8, 8 * step))  # type: ignore[arg-type]
+        trained = Trained(model, None, lambda training: 8, None, lambda step: (8 * step - 8, 8 * step), model)  # type: ignore[arg-type]
     plant(SimpleNamespace(rank=0, clock=clock), 0, {FAULTS: str(plan)}, trained)  # type: ignore[arg-type]
     return clock
 

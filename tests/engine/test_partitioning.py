@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lockstep.engine.partitioning import PartitionSpec, check_partition, first_b
 from lockstep.engine.placeholders import outer_modules
 from lockstep.engine.stages import PartitionedModel
 from lockstep.engine.usage import sides_of_use
+from lockstep.resilience.number_faults import make_nan
 
 CPU = torch.device("cpu")
 INPUTS = {"tokens": torch.randint(16, (2, 6))}
@@ -86,6 +88,19 @@ def test_each_parameter_belongs_to_one_stage_unless_it_is_tied() -> None:
         assert held[0] | held[1] == {name for name, _ in Chain(tied=tied).named_parameters()}
         assert held[0] & held[1] == ({"table.weight"} if tied else set())
         assert ranks[0].shared == (["table.weight"] if tied else [])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_nan_that_is_planted_where_a_rank_begins_reaches_its_output(tied: bool) -> None:
+    """A later stage calls a table that is tied to its head, and uses no row of it."""
+    activation: Any = None
+    for rank in range(2):
+        stages = partitioned(rank, tied)
+        make_nan(stages.begin, fired := Mock())
+        output = stages.run(rank, activation, INPUTS)
+        fired.assert_called_once()
+        assert output.isnan().all()
+        activation = torch.zeros_like(output)
 
 
 def test_a_stage_has_the_parameters_of_its_blocks_and_the_ends_those_outside_of_blocks() -> None:

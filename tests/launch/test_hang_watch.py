@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -26,7 +26,6 @@ from lockstep.core.collective_names import NAMES
 from lockstep.core.heartbeat import READY, Stage, Worker
 from lockstep.core.pending_collective import PendingCollective
 from lockstep.core.phase_clock import Phase, PhaseClock
-from lockstep.core.stopping import STACKS_SIGNAL
 from lockstep.launch import flight_records, hang_verdict, rank_stacks
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.failure_kinds import FailureKind, kind_of
@@ -250,7 +249,7 @@ def watched(
 
 def run_rank(beats: heartbeat.Heartbeat, act: Act) -> None:
     try:
-        faulthandler.register(STACKS_SIGNAL, file=beats.files.stacks)
+        rank_stacks.answer_signal(beats.files.stacks)
         heartbeat.use(beats)
         beats.numbers[READY] = 1
         heartbeat.begin_stage(Stage.TRAINING)
@@ -307,18 +306,25 @@ def test_the_sample_is_named_whose_reading_the_request_for_a_stack_ends(
     assert "(update 9, sample 34)" in (tmp_path / "hangs.txt").read_text().splitlines()[0]
 
 
-def test_no_thread_of_a_rank_is_woken_while_it_writes_its_stack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def request(beats: Mapping[int, heartbeat.Heartbeat]) -> dict[int, float]:
-        written.append([os.fstat(beat.files.stacks).st_size > 0 for beat in beats.values()])
-        return {}
+def hangs_beside_a_thread(clock: PhaseClock) -> None:
+    def sleeps_beside_it() -> None:
+        time.sleep(60)
 
-    written: list[list[bool]] = []
-    monkeypatch.setattr(hang_verdict, "request_records", request)
-    with watched(tmp_path, waits, hangs) as (watch, members):
+    flight_records.answer_requests(heartbeat.own())
+    threading.Thread(target=sleeps_beside_it, daemon=True).start()
+    hangs(clock)
+
+
+def test_a_main_thread_writes_no_stack_of_threads_that_may_run(tmp_path: Path) -> None:
+    """They write their own, each while it has the interpreter's lock: a stack that is read without it can crash."""
+    with watched(tmp_path, waits, hangs_beside_a_thread) as (watch, members):
         look(watch, members, 5.0)
-    assert written[0] == [True, True]
+        file = watch.heartbeats[1].files.stacks
+        by_signal = os.pread(file, os.fstat(file).st_size, 0).decode()
+    assert " in hangs\n" in by_signal
+    assert "sleeps_beside_it" not in by_signal
+    report = (tmp_path / "hangs.txt").read_text()
+    assert report.index(" in hangs\n") < report.index(" in sleeps_beside_it\n")
 
 
 def test_a_rank_in_a_collective_and_one_that_waits_in_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

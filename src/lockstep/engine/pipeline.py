@@ -23,7 +23,7 @@ from lockstep.engine.schedule_runner import ScheduleRunner, StageOfSchedule
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from lockstep.core.protocols import Axis, EvaluatedObjective, GradientStep
     from lockstep.core.records import Batch, GlobalBatch, Inputs
@@ -73,6 +73,11 @@ class PipelineEngine:
         self._total = torch.zeros((), device=device)
         self._backwards = 0
         self._losses: dict[int, Tensor] = {}
+
+    @property
+    def begin(self) -> nn.Module:
+        """The module whose outputs are the first that this rank uses."""
+        return self._stages.begin
 
     @property
     def losses(self) -> list[Tensor]:

@@ -124,6 +124,14 @@ class PartitionedModel:
             cast("Any", module)._call_impl = partial(self._in_block, index)
         cast("Any", model).forward = _until_abandoned(model.forward)
 
+    @property
+    def begin(self) -> nn.Module:
+        """The module whose outputs are the first that this rank uses: the model, or the first block of a later stage.
+
+        A module before the blocks may be called on a later stage, too, if a weight is tied to its own: in vain.
+        """
+        return self.model if self.own[0] == 0 else self._modules[self._spans[self.own[0]][0]]
+
     def parameters_of(self, stage: int) -> Iterator[nn.Parameter]:
         """Yield the parameters of a stage's blocks; of the first and last stage also those outside of blocks."""
         in_blocks = {

@@ -1,6 +1,6 @@
 """The flight records of ranks that don't move, as a thread of each rank writes them on request.
 
-    launcher -- bell --> a thread of the rank: torch's flight record --> its file --> launcher
+    launcher -- bell --> a thread of the rank: torch's flight record, other threads' stacks --> its file --> launcher
 
 A rank that holds the interpreter's lock, or is stopped, writes none.
 """
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from lockstep.core.files import write_atomically
 from lockstep.core.heartbeat import RECORDS, Heartbeat
@@ -28,6 +29,7 @@ _LEAVE = 1 << 32
 _LENGTH = 8
 _WAIT_S = 0.1
 _LOOK_S = 0.005
+_MOST_FRAMES = 100  # of a thread, as of faulthandler
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,12 @@ class FlightRecord:
     Attributes:
         pending: Those that aren't complete, the oldest first.
         content: The whole record, as torchfrtrace reads it.
+        threads: The stacks of the rank's threads but the main one, as faulthandler writes them.
     """
 
     pending: Sequence[PendingCollective]
     content: bytes
+    threads: str = ""
 
 
 # --- in a rank --------------------------------------------------------------------------------------------------------
@@ -62,13 +66,27 @@ def answer_no_more(beat: Heartbeat) -> None:
 
 def _answer(beat: Heartbeat) -> None:
     while int.from_bytes(os.read(beat.files.bell, _LENGTH), sys.byteorder) < _LEAVE:
+        threads = _threads()
         try:
             pending, content = _record()
         except Exception:  # torch's records are another version's: the stacks are there
             pending, content = [], traceback.format_exc().encode()
         os.ftruncate(beat.files.record, 0)
-        os.pwrite(beat.files.record, json.dumps(pending).encode() + b"\n" + content, 0)
+        os.pwrite(beat.files.record, json.dumps([pending, threads]).encode() + b"\n" + content, 0)
         beat.numbers[RECORDS] += 1
+
+
+def _threads() -> str:
+    stacks = []
+    for thread, frame in sys._current_frames().items():
+        if thread not in (threading.get_ident(), threading.main_thread().ident):
+            lines = [f"Thread 0x{thread:016x} (most recent call first):"]
+            code: FrameType | None = frame
+            while code is not None and len(lines) <= _MOST_FRAMES:
+                lines.append(f'  File "{code.f_code.co_filename}", line {code.f_lineno} in {code.f_code.co_name}')
+                code = code.f_back
+            stacks.append("\n".join(lines))
+    return "\n\n".join(stacks)
 
 
 def _record() -> tuple[list[PendingCollective], bytes]:
@@ -129,7 +147,8 @@ def _remove_older(folder: Path, seconds: float) -> None:
 def _read(beat: Heartbeat) -> FlightRecord:
     line, _, content = os.pread(beat.files.record, os.fstat(beat.files.record).st_size, 0).partition(b"\n")
     with suppress(ValueError, TypeError):
-        return FlightRecord([PendingCollective(*fields) for fields in json.loads(line)], content)
+        pending, threads = json.loads(line)
+        return FlightRecord([PendingCollective(*fields) for fields in pending], content, threads)
     return FlightRecord((), content)
 
 

@@ -254,13 +254,12 @@ def append_report(logs: Path | None, hang: Hang, sights: Sequence[Sight]) -> str
     lines = [f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {hang_text(hang, len(sights), '')}", ""]
     for sight in sights:
         doing = f"{sight.where}, update {sight.step:,}, for {sight.age:.1f} s; {sight.calls} collectives called"
-        if (record := hang.records.get(sight.rank)) is not None and record.pending:
+        record = hang.records.get(sight.rank)
+        if record is not None and record.pending:
             doing += f"; not complete: {'; '.join(map(str, record.pending))}"
         lines += [f"--- rank {sight.rank}, process {sight.process}, state {sight.state or '?'}: {doing}"]
-        lines += [
-            masked(main_first(hang.stacks.get(sight.process, "")) or _NO_STACK, secrets_in(os.environ)),
-            "",
-        ]
+        threads = [main_first(hang.stacks.get(sight.process, "")) or _NO_STACK, record.threads if record else ""]
+        lines += [masked("\n\n".join(filter(None, threads)), secrets_in(os.environ)), ""]
         for worker in sight.work.workers:
             lines += [
                 f"--- data worker {worker.number} of rank {sight.rank}, process {worker.process}: {_sample_of(worker)}"

@@ -26,8 +26,9 @@ def verdict(suspects: Sequence[Sight], sights: Sequence[Sight], *, alone: bool) 
         return None
     moving = [sight for sight in sights if sight.state != "T"]
     beats = {sight.rank: sight.beat for sight in moving}
+    requested = request_records(beats)
     stacks = write_stacks({sight.process: sight.beat for sight in moving})
-    records = read_records(beats, request_records(beats))  # then: a thread that begins can crash who writes its stack
+    records = read_records(beats, requested)
     stacks.update(stacks_from_outside([sight.process for sight in sights if sight.state == "T"]))
     frames = {process: main_frames(text) for process, text in stacks.items()}
     if any(is_debugged(each) for each in frames.values()):

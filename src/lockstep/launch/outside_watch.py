@@ -11,7 +11,6 @@ A thread of a rank could do neither, while that rank holds the interpreter's loc
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
 import select
@@ -33,7 +32,7 @@ from lockstep.core.errors import named_ranks
 from lockstep.core.heartbeat import PROCESS, READY, Heartbeat, mapped_heartbeats
 from lockstep.core.processes import machine, started
 from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
-from lockstep.core.stopping import STACKS_SIGNAL, STOP_SIGNALS
+from lockstep.core.stopping import STOP_SIGNALS
 from lockstep.launch.deadly_samples import DeadlySamples
 from lockstep.launch.ends import End, EndKind, while_reading
 from lockstep.launch.flight_records import answer_no_more, answer_requests
@@ -41,6 +40,7 @@ from lockstep.launch.hang_watch import HangWatch, LearnedTimes
 from lockstep.launch.kept_times import keep, remove_without, take, times_folder
 from lockstep.launch.memory_folder import ROOT, is_own, prefix, remove_abandoned
 from lockstep.launch.outcome import print_on_stderr
+from lockstep.launch.rank_stacks import answer_signal
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -85,7 +85,7 @@ def _watched(config: Config, logs: Path | None, host: _Host, opening: int) -> It
     for beat in beats:
         beat.close()
     own.numbers[:] = before.numbers
-    faulthandler.register(STACKS_SIGNAL, file=own.files.stacks)
+    answer_signal(own.files.stacks)
     answers = answer_requests(own)
     own.numbers[READY], own.numbers[PROCESS] = 1, os.getpid()
     heartbeat.use(own)
@@ -97,7 +97,7 @@ def _watched(config: Config, logs: Path | None, host: _Host, opening: int) -> It
         own.numbers[PROCESS] = _LEFT
         answer_no_more(own)
         heartbeat.use(before)
-        faulthandler.register(STACKS_SIGNAL, file=_nowhere())  # which else ends a process
+        answer_signal(_nowhere())  # which else ends a process
         answers.join(_LEAVES_S)
         if not answers.is_alive():
             own.close()

@@ -41,7 +41,6 @@ from lockstep.core.safe_path import let_children_search
 from lockstep.core.secrets import masked, secrets_in
 from lockstep.core.stopping import (
     SAVE_SIGNAL,
-    STACKS_SIGNAL,
     STOP_SIGNALS,
     StartHandler,
     die_of,
@@ -53,6 +52,7 @@ from lockstep.launch import streams
 from lockstep.launch.ends import End, EndKind, end_of_exception, end_of_return
 from lockstep.launch.flight_records import answer_requests
 from lockstep.launch.other_launchers import set_threads
+from lockstep.launch.rank_stacks import answer_signal
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ def _handle_launcher_signals(channel: Connection) -> None:
 
 def _beat(beats: Heartbeat) -> None:
     """Let the launcher watch where this rank is, and request its stacks and its flight record."""
-    faulthandler.register(STACKS_SIGNAL, file=beats.files.stacks)
+    answer_signal(beats.files.stacks)
     answer_requests(beats)
     heartbeat.use(beats)
     beats.numbers[READY] = 1

@@ -1,13 +1,16 @@
-"""The stacks of ranks that don't move, as they write them themselves on a signal.
+"""The stacks of ranks that don't move, as their main threads write them on a signal.
 
     launcher -- STACKS_SIGNAL --> faulthandler in the rank, in C, also while the interpreter's lock is held
              <-- its file ------- File "model.py", line 33 in forward ...
 
-A stopped process writes none; nor does one that waits in the kernel for a disk that doesn't answer.
+A stopped process writes none; nor does one that waits in the kernel for a disk that doesn't answer. The main thread
+writes only its own: without the interpreter's lock, the stack of a thread that runs may be freed while it is read.
+`flight_records` has those of the others.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import shutil
@@ -29,7 +32,7 @@ _WAIT_S = 0.5
 _QUIET_S = 0.02
 _PY_SPY_S = 5.0
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+),? in (?P<function>.*)$', re.MULTILINE)
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
+_THREAD = re.compile(r"^(?:Current thread 0x|Thread 0x|Stack \(most)", re.MULTILINE)
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _ABOVE_OWN = str(Path(__file__).parents[2]) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
@@ -53,6 +56,11 @@ class Frame:
 
     def __str__(self) -> str:
         return f"{_shown(self.file)}:{self.line} in {self.function}"
+
+
+def answer_signal(file: int) -> None:
+    """Let this process's main thread write its stack into a file when it is requested."""
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=False)
 
 
 def write_stacks(processes: Mapping[int, Heartbeat]) -> dict[int, str]:
@@ -186,7 +194,9 @@ def _threads(text: str) -> list[str]:
     """Return the stacks of the threads, the main one's first: a rank's has its entry, and receives the signal."""
     starts = [match.start() for match in _THREAD.finditer(text)]
     threads = [text[start:end].strip() + "\n" for start, end in pairwise([*starts, len(text)])] if starts else []
-    return sorted(threads, key=lambda thread: (f" in {_ENTRY}\n" not in thread, not thread.startswith("Current")))
+    return sorted(
+        threads, key=lambda thread: (f" in {_ENTRY}\n" not in thread, not thread.startswith(("Current", "Stack")))
+    )
 
 
 def _shown(file: str) -> str:

@@ -37,11 +37,9 @@ from lockstep.resilience.disk_faults import (
     plant_in_disk,
 )
 from lockstep.resilience.memory_faults import Trained, plant_in
-from lockstep.resilience.number_faults import BAD_SAMPLE, DIVERGE, NUMBER_FAULTS, make_sample_nan
+from lockstep.resilience.number_faults import BAD_SAMPLE, DIVERGE, NAN, NUMBER_FAULTS, make_sample_nan
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from lockstep.distributed.process_group import World
 
 FAULTS = "LOCKSTEP_FAULTS"
@@ -137,11 +135,11 @@ class _Trap:
         self._faults = faults
         self._first = world.rank == 0
         self._fired_in = 0
-        self._model: nn.Module | None = None
+        self._trained: Trained | None = None
 
     def plant(self, trained: Trained) -> None:
         """Plant the faults that come with the model's forwards and backwards, or with the data."""
-        self._model = trained.model
+        self._trained = trained
         for number, fault in enumerate(self._faults):
             if fault.kind == OOM:
                 plant_in(trained, fault.phase, partial(self._runs_out, number, trained.samples))
@@ -152,7 +150,7 @@ class _Trap:
             if fault.kind == BAD_SAMPLE:
                 sample = trained.sample(fault.step, fault.rank)
                 if sample.samples:  # else the run leaves it out by now
-                    make_sample_nan(trained.model, sample.inputs, partial(self._fires, number))
+                    make_sample_nan(trained.begin, sample.inputs, partial(self._fires, number))
 
     def entered(self, phase: Phase, updates: int, *, ends_update: bool) -> None:
         """See a phase begin, after some updates of this process.
@@ -187,8 +185,9 @@ class _Trap:
         elif fault.kind not in NUMBER_FAULTS:
             self._note("fired", step)
             _ACTIONS[fault.kind](fault, self._world)
-        elif self._model is not None:
-            NUMBER_FAULTS[fault.kind](self._model, lambda: self._note("fired", self._step()))
+        elif self._trained is not None:
+            module = self._trained.begin if fault.kind == NAN else self._trained.model
+            NUMBER_FAULTS[fault.kind](module, lambda: self._note("fired", self._step()))
 
     def _runs_out(self, number: int, samples: Callable[[bool], int], training: bool) -> bool:
         """Return whether memory runs out, in a forward or backward of training (true) or of an evaluation."""

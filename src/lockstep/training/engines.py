@@ -38,6 +38,13 @@ if TYPE_CHECKING:
 _CHECKED_LENGTH = 32  # positions of a sequence
 
 
+def begin_of(engine: Engine, model: nn.Module) -> nn.Module:
+    """Return the module whose outputs are the first that this rank uses in a forward."""
+    from lockstep.engine.pipeline import PipelineEngine
+
+    return engine.begin if isinstance(engine, PipelineEngine) else model
+
+
 def computed_objective(
     loss_chunk: int | None, mesh: Mesh, model: nn.Module, objective: EvaluatedObjective
 ) -> EvaluatedObjective:

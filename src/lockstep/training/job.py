@@ -50,6 +50,7 @@ from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attem
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
 from lockstep.training.deadly_samples import forget_others, known_deadly, remember_death
+from lockstep.training.engines import begin_of
 from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
@@ -130,7 +131,15 @@ def run_job(job: Job) -> Finished:
         checkpoints.snapshots.begin_attempt(record_attempt(session, folder, earlier, facts, job.memory))
         sharding, loader, memory = components.sharding, components.loader, components.config.memory
         held = components.evaluator.micro_size, held_samples(components.plan.batch.micro_size, memory)
-        trained = Trained(sharding.state.model, sharding.step, held.__getitem__, loader.sample_of, loader.positions_of)
+        model = sharding.state.model
+        trained = Trained(
+            model,
+            sharding.step,
+            held.__getitem__,
+            loader.sample_of,
+            loader.positions_of,
+            begin_of(components.engine, model),
+        )
         plant(components.world, session.progress.steps, trained=trained)
         is_first = components.world.rank == 0
         grow_at = None if job.grow_after is None or not is_first else smaller_since(earlier, session) + job.grow_after
