@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -26,6 +27,7 @@ from lockstep.core.collective_names import NAMES
 from lockstep.core.heartbeat import READY, Stage, Worker
 from lockstep.core.pending_collective import PendingCollective
 from lockstep.core.phase_clock import Phase, PhaseClock
+from lockstep.core.stopping import STACKS_SIGNAL
 from lockstep.launch import flight_records, hang_verdict, rank_stacks
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.failure_kinds import FailureKind, kind_of
@@ -315,8 +317,9 @@ def hangs_beside_a_thread(clock: PhaseClock) -> None:
     hangs(clock)
 
 
-def test_a_main_thread_writes_no_stack_of_threads_that_may_run(tmp_path: Path) -> None:
+def test_a_main_thread_writes_no_stack_of_threads_that_may_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They write their own, each while it has the interpreter's lock: a stack that is read without it can crash."""
+    monkeypatch.setattr(flight_records, "_WAIT_S", 5.0)
     with watched(tmp_path, waits, hangs_beside_a_thread) as (watch, members):
         look(watch, members, 5.0)
         file = watch.heartbeats[1].files.stacks
@@ -325,6 +328,19 @@ def test_a_main_thread_writes_no_stack_of_threads_that_may_run(tmp_path: Path) -
     assert "sleeps_beside_it" not in by_signal
     report = (tmp_path / "hangs.txt").read_text()
     assert report.index(" in hangs\n") < report.index(" in sleeps_beside_it\n")
+
+
+def hears_no_signal(clock: PhaseClock) -> None:
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [STACKS_SIGNAL])  # as while it waits in the kernel for a disk
+    hangs(clock)
+
+
+def test_no_other_thread_writes_its_stack_for_the_main_one(tmp_path: Path) -> None:
+    with watched(tmp_path, waits, hears_no_signal) as (watch, members):
+        look(watch, members, 2.0)
+        assert members[1].end is not None
+        assert os.fstat(watch.heartbeats[1].files.stacks).st_size == 0
 
 
 def test_a_rank_in_a_collective_and_one_that_waits_in_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,10 +407,14 @@ def test_a_start_that_hangs_is_ended_by_its_own_limit(
 
 
 def test_what_may_take_long_is_named_in_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with watched(tmp_path, waits, compiles, options=Watchdog(least=0.2, end_after=0.3, other=0.6)) as (watch, members):
-        look(watch, members, 2.5)
+    """A compilation is killed `end_after` later, which counts from there."""
+    with watched(tmp_path, waits, compiles, options=Watchdog(least=0.2, end_after=0.5, other=0.6)) as (watch, members):
+        look(watch, members, 3.0)
+        lines = (tmp_path / "hangs.txt").read_text().splitlines()
     assert members[1].end is not None
     assert "rank 1 hasn't moved for" in capfd.readouterr().err
+    named, killed = [float(re.findall(r"for ([\d.]+) s;", line)[0]) for line in lines if line.startswith("--- rank 1")]
+    assert killed - named >= 0.4
 
 
 def test_a_rank_that_moves_again_is_not_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -202,9 +203,45 @@ class Caches(nn.Module):
         return sum_of(outputs * self.weights * self.table, batch)
 
 
+class Normalized(nn.Module):
+    """Computes with statistics that a kernel changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.variance = nn.Buffer(torch.zeros(3)), nn.Buffer(torch.ones(3))
+
+    def forward(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return sum_of(F.batch_norm(outputs, self.mean, self.variance, training=True), batch)
+
+
+def taught(teacher: nn.Module) -> Any:
+    """Return an objective whose function encloses another model."""
+    return lambda outputs, batch: sum_of(outputs, batch) + 0 * teacher(outputs.detach()).sum()
+
+
+def of_inference() -> Any:
+    with torch.inference_mode():
+        teacher = nn.Linear(3, 3).requires_grad_(False)
+
+    def loss_sum(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        with torch.inference_mode():
+            teacher(outputs)
+        return sum_of(outputs, batch)
+
+    return loss_sum
+
+
 @pytest.mark.parametrize(
     ("objective", "name"),
-    [(Centered(in_place=True), "center"), (Centered(in_place=False), "center"), (HoldsCentered(), r"inner\.center")],
+    [
+        (Centered(in_place=True), "center"),
+        (Centered(in_place=False), "center"),
+        (HoldsCentered(), r"inner\.center"),
+        (Normalized(), "mean, variance"),
+        (taught(nn.BatchNorm1d(3)), r"teacher\.running_mean, teacher\.running_var, teacher\.num_batches_tracked"),
+        (partial(lambda loss, outputs, batch: loss(outputs, batch), Centered(in_place=True)), r"argument 1\.center"),
+    ],
+    ids=["in place", "replaced", "held", "kernel", "enclosed", "partial"],
 )
 def test_state_of_an_objective_is_refused(objective: Any, name: str) -> None:
     with pytest.raises(lockstep.ConfigError, match=rf"objective: loss_sum changes {name}, and a checkpoint has"):
@@ -212,6 +249,11 @@ def test_state_of_an_objective_is_refused(objective: Any, name: str) -> None:
 
 
 def test_constants_caches_and_state_of_the_model_are_taken() -> None:
+    assert (
+        losses(objective=taught(nn.BatchNorm1d(3).eval().requires_grad_(False)))
+        == losses(objective=of_inference())
+        == losses()
+    )
     plain = small.Net()
     model = copy.deepcopy(plain)
     model.seen = nn.Buffer(torch.zeros(()))

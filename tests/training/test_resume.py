@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kit import small
 from kit.worlds import in_world
 
@@ -66,6 +67,28 @@ def _assert_same(found: dict[str, Any]) -> None:
         assert cut["progress"] == uncut["progress"]
         assert cut["ledger"][0][0] == 0
         assert cut["ledger"][-1][1] == uncut["ledger"][-1][1]
+
+
+class Averages(small.Net):
+    """Has an average of its inputs, which begins as an integer and is scaled by a double."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(0))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + points.double().mean() / 3
+        outputs: torch.Tensor = super().forward(points * (1 + self.mean))
+        return outputs.float()
+
+
+def test_a_buffer_that_a_forward_gives_another_dtype_is_resumed_with_it(tmp_path: Path) -> None:
+    optim = {"name": "adamw", "lr": 0.01}
+    model = {"kind": "custom", "target": f"{__file__}:Averages"}
+    config = {**small.config(run={"steps": STEPS}, optim=optim), "model": model}
+    (found,) = in_world(1, _cut_and_uncut, config, str(tmp_path))
+    _assert_same(found)
 
 
 def _digits(shift: int, workers: int, accumulation: int, compute: str, ranks: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ memory is read by each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -56,14 +56,14 @@ def load_newest(
     axis: Axis,
     live: TrainingState,
     step: int | None = None,
-    check: Callable[[Manifest], None] = lambda manifest: None,
+    check: Callable[[Manifest], Collection[str]] = lambda manifest: (),
     until: int | None = None,
 ) -> LoadedCheckpoint | None:
     """Load the newest checkpoint that verifies, or that of `step`; return None if there is none. All ranks together.
 
     Args:
         check: Called with a manifest before its tensors are read; raises, alike on all ranks, if it must not be loaded,
-            and CorruptCheckpoint if its state is invalid.
+            and CorruptCheckpoint if its state is invalid. Returns the tensors that may have another dtype than here.
         until: Checkpoints of later steps are left out; None: none are.
 
     Raises:
@@ -119,7 +119,7 @@ def _candidates(storage: ReadableStorage, step: int | None, until: int | None) -
 
 
 def _load(
-    storage: ReadableStorage, axis: Axis, live: TrainingState, name: str, check: Callable[[Manifest], None]
+    storage: ReadableStorage, axis: Axis, live: TrainingState, name: str, check: Callable[[Manifest], Collection[str]]
 ) -> tuple[Manifest, TrainingState] | str:
     """Return a checkpoint's contents, or what is wrong with it, the same on all ranks."""
     stored = (_intact_manifest(storage, name), _is_near(storage, name)) if axis.rank == 0 else None
@@ -128,10 +128,10 @@ def _load(
         return data
     manifest = manifests.from_bytes(data)
     try:
-        check(manifest)
+        recast = check(manifest)
     except CorruptCheckpoint as fault:
         return str(fault)
-    mismatch = _mismatch(manifest, live)
+    mismatch = _mismatch(manifest, live, recast)
     shared: SharedReading | None = None
     if not near:
         held = gather_inventories(inventory(live.tensors), axis)
@@ -193,7 +193,7 @@ def _read(
     return TrainingState(tensors, manifest.state)
 
 
-def _mismatch(manifest: Manifest, live: TrainingState) -> str | None:
+def _mismatch(manifest: Manifest, live: TrainingState, recast: Collection[str]) -> str | None:
     """Return how names and shapes of the model differ. Optimizer state that is created lazily may be missing."""
     saved, own = manifest.tensors, live.tensors
     missing = [name for name in own if name not in saved and name.startswith("model.")]
@@ -203,16 +203,17 @@ def _mismatch(manifest: Manifest, live: TrainingState) -> str | None:
     if unexpected:
         return f"it also has {_shortened(unexpected)}, which the model lacks"
     for name, tensor in own.items():
-        if name in saved and not _fits(saved[name].info, tensor):
+        if name in saved and not _fits(saved[name].info, tensor, of_any_dtype=name in recast):
             info = TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
             return f"{name} is {saved[name].info} in the checkpoint, and {info} in this run"
     return None
 
 
-def _fits(saved: TensorInfo, tensor: Tensor) -> bool:
+def _fits(saved: TensorInfo, tensor: Tensor, *, of_any_dtype: bool) -> bool:
     """Return whether shapes are equal, and both or neither are floating point, of whatever precision."""
     dtype: torch.dtype = getattr(torch, saved.dtype)
-    return saved.shape == tuple(tensor.shape) and dtype.is_floating_point == tensor.dtype.is_floating_point
+    are_alike = dtype.is_floating_point == tensor.dtype.is_floating_point
+    return saved.shape == tuple(tensor.shape) and (are_alike or of_any_dtype)
 
 
 def _shortened(names: list[str]) -> str:

@@ -311,6 +311,8 @@ class HangWatch:
             hang = replace(hang, continues=not again)
         incident.hang = hang
         incident.ends_at = self._ends_at(hang, len(sights), limit)
+        if compiling and incident.ends_at is not None:  # it was named later than its limit
+            incident.ends_at += max(each.age for each in hang.culprits)
         report = append_report(self.logs, hang, sights)
         print_on_stderr(name_text(hang, len(sights), incident.ends_at, report))
         for culprit in hang.culprits if hang.continues else ():

@@ -10,6 +10,7 @@ writes only its own: without the interpreter's lock, the stack of a thread that 
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import re
@@ -68,10 +69,7 @@ def write_stacks(processes: Mapping[int, Heartbeat]) -> dict[int, str]:
     files = {process: beat.files.stacks for process, beat in processes.items() if beat.numbers[READY]}
     began = {process: os.fstat(file).st_size for process, file in files.items()}
     for process in began:
-        try:
-            os.kill(process, STACKS_SIGNAL)
-        except ProcessLookupError:
-            continue
+        _signal_main_thread(process)
     sizes, until, changed = dict(began), time.monotonic() + _WAIT_S, time.monotonic()
     while time.monotonic() < until:
         time.sleep(_QUIET_S)
@@ -84,6 +82,16 @@ def write_stacks(processes: Mapping[int, Heartbeat]) -> dict[int, str]:
         process: os.pread(files[process], sizes[process] - start, start).decode(errors="replace").strip()
         for process, start in began.items()
     }
+
+
+def _signal_main_thread(process: int) -> None:
+    """Request its stack. A signal for the process may be taken by another thread while one is pending on this one."""
+    signal_thread = getattr(ctypes.CDLL(None), "tgkill", None)  # since glibc 2.30
+    if signal_thread is not None:
+        signal_thread(process, process, STACKS_SIGNAL)
+        return
+    with suppress(ProcessLookupError):
+        os.kill(process, STACKS_SIGNAL)
 
 
 def stacks_from_outside(processes: Sequence[int]) -> dict[int, str]:

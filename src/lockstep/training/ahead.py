@@ -50,7 +50,9 @@ def imports_ahead(config: Config) -> list[str]:
     build = "" if config.parallel.strategy == AUTO else find_strategy(config.parallel.strategy).build
     builders = [build.partition(":")[0]] if isinstance(build, str) and build.startswith("lockstep.") else []
     # DDP, FSDP and DeepSpeed import the compiler; a plan compares all strategies; DDP's forward imports the profiler
-    return ["torch._dynamo", "lockstep.config.deepspeed", "torch.profiler._cupti_monitor", *models, *events, *builders]
+    common = ["torch._dynamo", "lockstep.config.deepspeed", "torch.profiler._cupti_monitor"]
+    when_it_hangs = "lockstep.distributed.flight_record"
+    return [*common, when_it_hangs, *models, *events, *builders]
 
 
 @contextmanager

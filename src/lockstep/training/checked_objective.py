@@ -15,9 +15,10 @@ import copy
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,7 @@ class CheckedObjective:
         self._objective = objective
         self._model = model
         self._key = key
+        self._keeps_no_state = False
         self._loss_sum: LossSum = self._checked if objective.decomposes else self._with_parameters_checked
         self.decomposes = objective.decomposes
         self.count = objective.count
@@ -102,26 +104,33 @@ class CheckedObjective:
         return loss
 
     def _without_changes(self, outputs: object, batch: Batch) -> Tensor:
-        """Return the objective's sum. Raises ConfigError if it has changed what modules of the objective would save."""
-        before = {name: (tensor, tensor._version) for name, tensor in self._own_tensors()}
+        """Return the objective's sum.
+
+        Raises:
+            ConfigError: The first one of training has changed what modules of the objective would save.
+        """
+        if self._keeps_no_state or not torch.is_grad_enabled():
+            return self._objective.loss_sum(outputs, batch)
+        before = {name: (tensor, _value(tensor)) for name, tensor in self._own_tensors()}
         loss = self._objective.loss_sum(outputs, batch)
-        if not torch.is_grad_enabled():
-            return loss
         changed = [name for name, now in self._own_tensors() if name in before and _is_changed(*before[name], now)]
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             why = (
                 f"loss_sum changes {', '.join(changed[:3])}{more}, and a checkpoint has the tensors of the model "
-                "alone: a run that resumes would begin with the first values again. Make them buffers of the model, "
+                "alone: a run that resumes would begin with the first values again. Put a fixed model, such as a "
+                "teacher, into evaluation mode (.eval()); make a state that the loss needs buffers of the model, "
                 "whose forward changes them in training and returns them with its outputs"
             )
             raise ConfigError(Problem("", self._key, why))
+        self._keeps_no_state = True
         return loss
 
     def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and saved buffers of the objective's modules that aren't the model's, by name."""
-        of_model = set(self._model.modules())
-        for name, module in _modules(self._objective.loss_sum):
+        modules = {name: value for name, value in _held(self._objective.loss_sum) if isinstance(value, nn.Module)}
+        of_model = set(self._model.modules()) if modules else set()
+        for name, module in modules.items():
             for inner, part in () if module in of_model else module.named_modules(prefix=name):
                 if part not in of_model:
                     for key, tensor in {**part._parameters, **part._buffers}.items():
@@ -226,39 +235,41 @@ def _leaves(loss: object) -> Iterator[Tensor]:
         pending += following
 
 
-def _holder(loss_sum: Any) -> Any:
-    """Return the object whose method the function is; else the function."""
-    return loss_sum.__self__ if inspect.ismethod(loss_sum) else loss_sum
-
-
-def _modules(loss_sum: Any) -> list[tuple[str, nn.Module]]:
-    """Return the modules that an objective is or holds, by name."""
-    holder = _holder(loss_sum)
+def _held(loss_sum: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an objective is or holds: attributes, what its function encloses, and arguments given ahead."""
+    holder = loss_sum.__self__ if inspect.ismethod(loss_sum) else loss_sum
     if isinstance(holder, nn.Module):
-        return [("", holder)]
-    return [(name, value) for name, value in getattr(holder, "__dict__", {}).items() if isinstance(value, nn.Module)]
-
-
-def _is_changed(before: Tensor, version: int, now: Tensor) -> bool:
-    """Return whether a tensor was written to, or replaced by one of other values."""
-    if now is before:
-        return now._version != version
-    if now.shape != before.shape:
-        return True
-    before = before.to(now)
-    return not bool(((now == before) | (now != now) & (before != before)).all())
+        yield "", holder
+        return
+    if isinstance(holder, partial):
+        yield from _held(holder.func)
+        yield from ((f"argument {number}", value) for number, value in enumerate(holder.args, 1))
+        yield from holder.keywords.items()
+    yield from getattr(holder, "__dict__", {}).items()
+    if inspect.isfunction(holder):
+        yield from inspect.getclosurevars(holder).nonlocals.items()
 
 
 def _parameters(loss_sum: Any) -> Iterable[tuple[str, Tensor]]:
     """Yield the tensors that an objective holds, by name."""
-    holder = _holder(loss_sum)
-    if isinstance(holder, nn.Module):
-        yield from holder.named_parameters()
-        return
-    closed = inspect.getclosurevars(holder).nonlocals if inspect.isfunction(holder) else {}
-    held: Mapping[str, Any] = {**getattr(holder, "__dict__", {}), **closed}
-    for name, value in held.items():
+    for name, value in _held(loss_sum):
         if isinstance(value, Tensor):
             yield name, value
         elif isinstance(value, nn.Module):
-            yield from ((f"{name}.{inner}", tensor) for inner, tensor in value.named_parameters())
+            yield from ((f"{name}.{inner}".lstrip("."), tensor) for inner, tensor in value.named_parameters())
+
+
+def _value(tensor: Tensor) -> Tensor | int | None:
+    """Return what shows whether a tensor changes: a copy of a buffer, the version of a parameter."""
+    if not isinstance(tensor, nn.Parameter):
+        return tensor.detach().clone()
+    return None if tensor.is_inference() else tensor._version
+
+
+def _is_changed(before: Tensor, value: Tensor | int | None, now: Tensor) -> bool:
+    if not isinstance(value, Tensor):
+        return now is before and value is not None and now._version != value
+    if now.shape != value.shape:
+        return True
+    value = value.to(now)
+    return not bool(((now == value) | (now != now) & (value != value)).all())

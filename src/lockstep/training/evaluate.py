@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -115,8 +116,9 @@ class Evaluator:
         try:
             return [self._evaluate_on(name, source, step, vote) for name, source in self.sources.items()]
         except BaseException:
-            generators.put(before, self.world.rank)  # the state may be saved, and the evaluation made again
-            buffers.put_back()
+            with suppress(RuntimeError):  # a device that has failed has no state to save
+                generators.put(before, self.world.rank)  # the state may be saved, and the evaluation made again
+                buffers.put_back()
             raise
 
     def _evaluate_on(self, name: str, source: Source, step: int, vote: StopVote | None) -> EvaluationReport:

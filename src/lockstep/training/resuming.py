@@ -9,7 +9,7 @@ import difflib
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -156,8 +156,8 @@ def restore(
     invalid: dict[int, str] = {}
     differences: list[str] = []
 
-    def check(manifest: Manifest) -> None:
-        check_state(manifest)
+    def check(manifest: Manifest) -> Collection[str]:
+        recast = check_state(manifest)
         if manifest.step in invalid:
             raise CorruptCheckpoint(MANIFEST, invalid[manifest.step])
         differences[:] = changes(manifest, config, data)
@@ -168,6 +168,7 @@ def restore(
                 f"--accept-changes resumes from it all the same, --fresh starts over (in Python: accept_changes=True, "
                 f"fresh=True)"
             )
+        return recast
 
     while (loaded := _load(session, origin, resume, check)) is not None:
         step = loaded.manifest.step
@@ -188,7 +189,7 @@ def restore(
 
 
 def _load(
-    session: Session, origin: ReadableStorage, resume: Resume, check: Callable[[Manifest], None]
+    session: Session, origin: ReadableStorage, resume: Resume, check: Callable[[Manifest], Collection[str]]
 ) -> LoadedCheckpoint | None:
     try:
         return load_newest(origin, components_of(session).world.axis, session.state(), resume.step, check, resume.until)

@@ -75,10 +75,14 @@ class _State(BaseModel):
     left_out: list[LeftOutSample] = []
 
 
-def check_state(manifest: Manifest) -> None:
-    """Raise CorruptCheckpoint unless a run can resume from the manifest's state, tensors aside."""
+def check_state(manifest: Manifest) -> list[str]:
+    """Return the tensors to which forwards have given another dtype.
+
+    Raises:
+        CorruptCheckpoint: No run can resume from the manifest's state, tensors aside.
+    """
     try:
-        _State.model_validate_json(json.dumps(manifest.state), strict=True)
+        state = _State.model_validate_json(json.dumps(manifest.state), strict=True)
         progress = Progress(**manifest.state["progress"])
         segments_in(manifest.state["ledger"])
     except ValidationError as error:
@@ -90,6 +94,7 @@ def check_state(manifest: Manifest) -> None:
     expected = Progress(manifest.step, manifest.samples, manifest.tokens)
     if progress != expected:
         raise CorruptCheckpoint(MANIFEST, f"its state contradicts it: {progress} there, {expected} here")
+    return [f"model.{name}" for name in state.sharding.recast]
 
 
 def epoch_samples_in(manifest: Manifest) -> int:
