@@ -39,10 +39,9 @@ _CHECKED_LENGTH = 32  # positions of a sequence
 
 
 def begin_of(engine: Engine, model: nn.Module) -> nn.Module:
-    """Return the module whose outputs are the first that this rank uses in a forward."""
-    from lockstep.engine.pipeline import PipelineEngine
-
-    return engine.begin if isinstance(engine, PipelineEngine) else model
+    """Return the module whose outputs are the first that this rank uses in a forward; a pipeline has it."""
+    begin: nn.Module = getattr(engine, "begin", model)
+    return begin
 
 
 def computed_objective(
