@@ -135,17 +135,17 @@ def goodput(run: Path) -> Goodput | None:
     ends = [end if end >= attempt.began else attempt.began for attempt, end in zip(attempts, ends, strict=True)]
     steps, discarded = number_or_nan(last.get("step")), number_or_nan(last.get("discarded"))
     kept = _kept(run, attempts[-1], _ClockedUpdate(steps, clock))
-    evaluations, saves, in_clock, in_kept, in_lost = _interruptions(run, steps, kept.step)
-    training = max(0.0, clock - attempts[0].seconds - in_clock)
-    lasting = min(training, max(0.0, kept.clock - attempts[0].seconds - in_kept))
+    interruptions = _interruptions(run, steps, kept.step)
+    training = max(0.0, clock - attempts[0].seconds - interruptions.before_last)
+    lasting = min(training, max(0.0, kept.clock - attempts[0].seconds - interruptions.before_kept))
     in_discarded = lasting * discarded / steps if steps > 0 and discarded > 0 else 0.0
     return Goodput(
         max(ends[-1] - begins[0], training),
         lasting - in_discarded,
-        evaluations,
-        saves,
+        interruptions.evaluations,
+        interruptions.saves,
         in_discarded,
-        max(0.0, _lost(attempts, ends) - in_lost) + training - lasting,
+        max(0.0, _lost(attempts, ends) - interruptions.on_no_clock) + training - lasting,
         sum(max(0.0, attempt.began - begin) for attempt, begin in zip(attempts, begins, strict=True)),
         sum(max(0.0, begin - end) for begin, end in zip(begins[1:], ends, strict=False)),
         len(attempts),
@@ -260,16 +260,26 @@ def _end(run: Path) -> float:
     return max(filter(math.isfinite, times), default=math.nan)
 
 
-def _interruptions(run: Path, last: float, kept: float) -> tuple[float, float, float, float, float]:
-    """Return the seconds of evaluations, of waiting for saves, of both before two updates, and of both on no clock.
+@dataclass(frozen=True, slots=True)
+class _Interruptions:
+    """The seconds of evaluations, and of waiting for saves.
 
-    An attempt's clock begins as that of the update that it resumed from: it hasn't what the attempt before it did then.
-
-    Args:
-        last, kept: The updates; what follows them isn't on their clocks yet.
+    Attributes:
+        before_last, before_kept: Of both, on the clock of the last update, and of the last one that isn't lost. What
+            follows these updates isn't on their clocks yet.
+        on_no_clock: Of both, after the updates that later attempts resumed from: their clocks begin as those of these.
     """
+
+    evaluations: float
+    saves: float
+    before_last: float
+    before_kept: float
+    on_no_clock: float
+
+
+def _interruptions(run: Path, last: float, kept: float) -> _Interruptions:
     evaluations = saves = on_no_clock = 0.0
-    clocked: list[tuple[float, float]] = []
+    clocked: list[tuple[float, float]] = []  # steps and seconds
     for record in _events(run):
         step = number_or_nan(record.get("step"))
         if "resumed" in record:
@@ -282,7 +292,7 @@ def _interruptions(run: Path, last: float, kept: float) -> tuple[float, float, f
         saves += 0.0 if is_evaluation else seconds
         clocked.append((step, seconds))
     before_last, before_kept = (sum(seconds for at, seconds in clocked if at < step) for step in (last, kept))
-    return evaluations, saves, before_last, before_kept, on_no_clock
+    return _Interruptions(evaluations, saves, before_last, before_kept, on_no_clock)
 
 
 def _events(run: Path) -> Iterator[Mapping[str, Any]]:
