@@ -96,7 +96,7 @@ def test_a_nan_that_is_planted_where_a_rank_begins_reaches_its_output(tied: bool
     activation: Any = None
     for rank in range(2):
         stages = partitioned(rank, tied)
-        make_nan(stages.begin, fired := Mock())
+        make_nan(stages.first_module, fired := Mock())
         output = stages.run(rank, activation, INPUTS)
         fired.assert_called_once()
         assert output.isnan().all()

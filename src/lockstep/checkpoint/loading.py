@@ -210,7 +210,7 @@ def _mismatch(manifest: Manifest, live: TrainingState, recast: Collection[str]) 
 
 
 def _fits(saved: TensorInfo, tensor: Tensor, *, of_any_dtype: bool) -> bool:
-    """Return whether shapes are equal, and both or neither are floating point, of whatever precision."""
+    """Return whether shapes are equal, and, unless any dtype will do, both or neither are floating point."""
     dtype: torch.dtype = getattr(torch, saved.dtype)
     are_alike = dtype.is_floating_point == tensor.dtype.is_floating_point
     return saved.shape == tuple(tensor.shape) and (are_alike or of_any_dtype)

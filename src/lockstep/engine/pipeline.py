@@ -75,9 +75,9 @@ class PipelineEngine:
         self._losses: dict[int, Tensor] = {}
 
     @property
-    def begin(self) -> nn.Module:
+    def first_module(self) -> nn.Module:
         """The module whose outputs are the first that this rank uses."""
-        return self._stages.begin
+        return self._stages.first_module
 
     @property
     def losses(self) -> list[Tensor]:

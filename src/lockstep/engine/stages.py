@@ -125,7 +125,7 @@ class PartitionedModel:
         cast("Any", model).forward = _until_abandoned(model.forward)
 
     @property
-    def begin(self) -> nn.Module:
+    def first_module(self) -> nn.Module:
         """The module whose outputs are the first that this rank uses: the model, or the first block of a later stage.
 
         A module before the blocks may be called on a later stage, too, if a weight is tied to its own: in vain.

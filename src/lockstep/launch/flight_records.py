@@ -66,7 +66,7 @@ def answer_no_more(beat: Heartbeat) -> None:
 
 def _answer(beat: Heartbeat) -> None:
     while int.from_bytes(os.read(beat.files.bell, _LENGTH), sys.byteorder) < _LEAVE:
-        threads = _threads()
+        threads = _stacks_of_others()
         try:
             pending, content = _record()
         except Exception:  # torch's records are another version's: the stacks are there
@@ -76,7 +76,8 @@ def _answer(beat: Heartbeat) -> None:
         beat.numbers[RECORDS] += 1
 
 
-def _threads() -> str:
+def _stacks_of_others() -> str:
+    """Return the stacks of all threads but the main one and this one."""
     stacks = []
     for thread, frame in sys._current_frames().items():
         if thread not in (threading.get_ident(), threading.main_thread().ident):

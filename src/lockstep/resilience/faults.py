@@ -150,7 +150,7 @@ class _Trap:
             if fault.kind == BAD_SAMPLE:
                 sample = trained.sample(fault.step, fault.rank)
                 if sample.samples:  # else the run leaves it out by now
-                    make_sample_nan(trained.begin, sample.inputs, partial(self._fires, number))
+                    make_sample_nan(trained.first_module, sample.inputs, partial(self._fires, number))
 
     def entered(self, phase: Phase, updates: int, *, ends_update: bool) -> None:
         """See a phase begin, after some updates of this process.
@@ -186,7 +186,7 @@ class _Trap:
             self._note("fired", step)
             _ACTIONS[fault.kind](fault, self._world)
         elif self._trained is not None:
-            module = self._trained.begin if fault.kind == NAN else self._trained.model
+            module = self._trained.first_module if fault.kind == NAN else self._trained.model
             NUMBER_FAULTS[fault.kind](module, lambda: self._note("fired", self._step()))
 
     def _runs_out(self, number: int, samples: Callable[[bool], int], training: bool) -> bool:

@@ -34,7 +34,7 @@ class Trained:
         samples: Returns how many samples of a micro-batch count, in training (true) or in an evaluation.
         sample: Returns the first sample of an update on a rank, alone; it has no weight if it is left out.
         positions: Returns between which positions in the order of the run an update has its samples.
-        begin: The module whose outputs are the first that this rank uses.
+        first_module: The one whose outputs are the first that this rank uses.
     """
 
     model: nn.Module
@@ -42,7 +42,7 @@ class Trained:
     samples: Callable[[bool], int]
     sample: Callable[[int, int], Batch]
     positions: Callable[[int], tuple[int, int]]
-    begin: nn.Module
+    first_module: nn.Module
 
 
 def held_samples(micro_size: int, memory: Memory) -> int:

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 _CHECKED_LENGTH = 32  # positions of a sequence
 
 
-def begin_of(engine: Engine, model: nn.Module) -> nn.Module:
-    """Return the module whose outputs are the first that this rank uses in a forward; a pipeline has it."""
-    begin: nn.Module = getattr(engine, "begin", model)
-    return begin
+def first_module_of(engine: Engine, model: nn.Module) -> nn.Module:
+    """Return the module whose outputs are the first that this rank uses: the model, or a block of its stage."""
+    first: nn.Module = getattr(engine, "first_module", model)
+    return first
 
 
 def computed_objective(

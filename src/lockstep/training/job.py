@@ -50,7 +50,7 @@ from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attem
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
 from lockstep.training.deadly_samples import forget_others, known_deadly, remember_death
-from lockstep.training.engines import begin_of
+from lockstep.training.engines import first_module_of
 from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
@@ -138,7 +138,7 @@ def run_job(job: Job) -> Finished:
             held.__getitem__,
             loader.sample_of,
             loader.positions_of,
-            begin_of(components.engine, model),
+            first_module_of(components.engine, model),
         )
         plant(components.world, session.progress.steps, trained=trained)
         is_first = components.world.rank == 0
