@@ -9,6 +9,7 @@ Text is quoted wherever `reading` (YAML 1.2) would read another type.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, cast
 
 import yaml
@@ -54,6 +55,7 @@ def _members(value: Any) -> Iterable[tuple[str, Any]]:
     return ((str(number), item) for number, item in enumerate(value)) if isinstance(value, list) else ()
 
 
+@lru_cache(maxsize=1024)  # a run writes its config again and again, and each text takes a dozen searches
 def _shown(text: str, path: tuple[str, ...]) -> str:
     if path[:2] == ("launch", "environment"):
         return without_secrets(text) if is_harmless_variable(path[2]) else HIDDEN

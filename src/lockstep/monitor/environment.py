@@ -57,7 +57,8 @@ _git_ahead: dict[Path, dict[str, Any] | None] = {}
 @contextlib.contextmanager
 def described_ahead() -> Iterator[None]:
     """Hold versions and the state of git while the block runs: processes that are forked needn't ask again."""
-    _versions()
+    for facts in (_versions, _cpu, platform.platform):  # which are kept
+        facts()
     _git_ahead[Path.cwd()] = _git(Path.cwd())
     try:
         yield
@@ -121,7 +122,6 @@ _INSIDE = re.compile(r"""((?<=[{,\s"'])([\w.-]+)["']?\s*:\s*)([^\s,{}\[\]]+)""")
 
 
 @cache
-@cache
 def _versions() -> Mapping[str, str]:
     versions = {DISTRIBUTION: __version__}
     for package in _PACKAGES:
@@ -130,6 +130,7 @@ def _versions() -> Mapping[str, str]:
     return versions
 
 
+@cache
 def _cpu() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
