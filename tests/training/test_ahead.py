@@ -1,10 +1,13 @@
-"""What a launcher prepares for the ranks that it forks: the same data, and a process that may still be forked."""
+"""What is prepared for ranks: by the launcher that forks them, and by themselves while they wait."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +15,14 @@ import torch
 
 from lockstep.config.loading import load
 from lockstep.config.recipes import resolve_recipe
+from lockstep.core import standby
 from lockstep.core.files import write_if_changed
-from lockstep.training import ahead
+from lockstep.data.bad_samples import Deadly
+from lockstep.training import ahead, job
+from lockstep.training.ahead import ready_ahead, session_with
+from lockstep.training.components import Purpose
+from lockstep.training.job import opened
+from lockstep.training.session import Session, components_of
 from lockstep.training.sources import open_sources, opened_ahead
 from lockstep.training.user_objects import UserObjects
 
@@ -77,3 +86,75 @@ def test_a_file_is_written_only_if_it_changes(tmp_path: Path, before: str | None
     write_if_changed(file, "text")
     assert file.read_text() == "text"
     assert (file.stat().st_ino == inode) is (before == "text")
+
+
+# --- ranks that wait ----------------------------------------------------------------------------------------------
+
+CPU = ("launch.device=cpu", "batch.global_size=8")
+
+
+@pytest.fixture
+def waits() -> Iterator[None]:
+    """Make this process a rank that waits, at a gate that is open by the time it gets there."""
+    standby.wait_at(os.eventfd(1))
+    yield
+    standby.wait()  # unless the test has
+
+
+def trained(session: Session) -> list[float]:
+    return [session_report.loss for session_report, _ in zip(session, range(2), strict=False)]
+
+
+@pytest.mark.usefixtures("waits")
+def test_a_rank_that_waits_has_its_components_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load([resolve_recipe("digits").path], CPU).config
+    with monkeypatch.context() as patched:
+        patched.setattr(ahead, "assemble", lambda *arguments: pytest.fail("it has assembled twice"))
+        with opened(config, UserObjects(), Purpose.RESUME) as session:
+            components_of(session).draw()
+            losses = trained(session)
+    with opened(config, UserObjects()) as session:
+        assert trained(session) == losses
+
+
+@pytest.mark.usefixtures("waits")
+@pytest.mark.parametrize(
+    ("purpose", "deadly"),
+    [(Purpose.TRAIN, Deadly()), (Purpose.RESUME, Deadly({3: "it ends the process"}))],
+    ids=["no checkpoint follows", "a sample is left out"],
+)
+def test_a_rank_that_is_needed_for_something_else_assembles_that(purpose: Purpose, deadly: Deadly) -> None:
+    config = load([resolve_recipe("digits").path], CPU).config
+    made = []
+
+    def other(ready: Any, config: Any, given: Any, world: Any, *_: Any) -> Session:
+        made.append(ready.components)
+        return session_with(ready, config, given, world, purpose, deadly)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(job, "session_with", other)
+        with opened(config, UserObjects(), Purpose.RESUME) as session:
+            assert components_of(session) is not made[0]
+            components_of(session).draw()
+            losses = trained(session)
+    with opened(config, UserObjects()) as session:
+        assert trained(session) == losses
+
+
+@pytest.mark.usefixtures("waits")
+@pytest.mark.parametrize(
+    ("overrides", "objects"),
+    [
+        (("model.width=2048", "model.layers=4"), {}),
+        (("model.compile=true",), {}),
+        (("parallel.strategy=deepspeed",), {}),
+        (("optim.name=custom", "optim.target=torch.optim:SGD"), {}),
+        ((), {"schedule": lambda step, steps: 1.0}),
+    ],
+    ids=["large", "compiled", "with an engine of its own", "an optimizer", "a schedule"],
+)
+def test_a_rank_that_waits_takes_little_memory_and_runs_no_one_elses_code(
+    overrides: tuple[str, ...], objects: dict[str, Any]
+) -> None:
+    config = load([resolve_recipe("digits").path], [*CPU, *overrides]).config
+    assert ready_ahead(config, UserObjects(**objects), None, Deadly) is None  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 launcher        ranks of round 1 train ------------------------- one is killed --> open the gate
 ranks of        forked a second later --> join each other --> wait at the gate --> resume
-round 2                                                       no memory, no time of a processor
+round 2                                                       little memory, no time of a processor
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     round 1   start --> train ------ a second later: start the ranks of round 2 ------ rank 1 is killed
     round 2                                          they join each other, and wait    --> train at once
 
-Ranks that wait have no model and take no time of a processor (`core.standby`). They are forked, so ranks that are fresh
-interpreters aren't started ahead; neither are those that share a port that the user has chosen with the current ones.
+Ranks that wait have a small model or none, and take no time of a processor (`core.standby`). They are forked, so ranks
+that are fresh interpreters aren't started ahead; neither are those that share a port that the user has chosen with the
+current ones.
 """
 
 from __future__ import annotations

@@ -1,23 +1,27 @@
-"""Does once, in the launcher, what every rank of every round would do before it trains.
+"""Does ahead what every rank of every round would do before it trains: in the launcher, and in ranks that wait.
 
     launcher    imports, data, versions, git's state, a plan that nothing uses --> fork --> ranks: forward, backward ...
-                                                                               --> fork --> ranks of the next round
+                                                                               --> fork --> ranks of the next round:
+                                                                                            small components, wait
 
 A plan is made only for what it leaves behind: schemas, patterns and operators that are compiled when they are first
-used. Nothing here starts a thread or touches an accelerator, after which no rank could be forked.
+used. Nothing in the launcher starts a thread or touches an accelerator, after which no rank could be forked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.manifest import CorruptCheckpoint
+from lockstep.config.foreign_code import code_in
 from lockstep.config.writing import plain_yaml, to_public
+from lockstep.core import standby
 from lockstep.core.errors import Failure
 from lockstep.core.hub import needs_hub
 from lockstep.data.hub import names_hub
@@ -28,14 +32,23 @@ from lockstep.monitor.meters import peak_flops
 from lockstep.plan.plan import make_plan
 from lockstep.strategies.record import resolved
 from lockstep.strategies.registry import AUTO, find_strategy
-from lockstep.training.sources import opened_ahead
+from lockstep.training.assemble import assemble, make_components
+from lockstep.training.components import Purpose
+from lockstep.training.session import Session
+from lockstep.training.sources import INERT_DATA, facts_of_data, opened_ahead
+from lockstep.training.user_objects import UserObjects
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.protocols import Source
+    from lockstep.data.bad_samples import Deadly
+    from lockstep.distributed.process_group import World
+    from lockstep.training.components import Components
 
 _OWN_MODELS = ("transformer", "text-classifier", "image-classifier")
 """Kinds of models whose code is Lockstep's."""
+_SMALL = 4_000_000  # parameters: with gradients and Adam's moments, 64 MB of a rank
+_NOT_COMPONENTS = ("monitors", "monitor.trackers", "checkpoint.storage")
 
 
 def imports_ahead(config: Config) -> list[str]:
@@ -92,3 +105,49 @@ def _rehearse(config: Config, ranks: int, source: Source | None) -> None:
         manifests.validated(manifests.Manifest, {})
     if source is not None:
         make_plan(config, ranks, source.facts, describe_model(config.model, source.facts))
+
+
+# --- in ranks that wait -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Components that a rank has made before it was needed, of these settings, without these samples."""
+
+    config: Config
+    deadly: Deadly
+    components: Components
+
+
+def ready_ahead(config: Config, given: UserObjects, world: World, deadly: Callable[[], Deadly]) -> Ready | None:
+    """Return the components of a rank that waits; None: it doesn't, or they are large, or run code of other people."""
+    if not standby.is_waiting() or not _may_be_ready(config, given):
+        return None
+    known = deadly()
+    return Ready(config, known, make_components(config, world, given, Purpose.RESUME, known))
+
+
+def session_with(
+    ready: Ready | None, config: Config, given: UserObjects, world: World, purpose: Purpose, deadly: Deadly
+) -> Session:
+    """Return the session of a rank, with the components that are ready if it needs such."""
+    if ready is not None:
+        if purpose is Purpose.RESUME and (config, deadly) == (ready.config, ready.deadly):
+            return Session(ready.components)
+        ready.components.loader.close()
+        ready.components.sharding.step.close()
+    return assemble(config, world, given, purpose, deadly)
+
+
+def _may_be_ready(config: Config, given: UserObjects) -> bool:
+    sections = (config.data.train, *config.data.evaluation.values())
+    is_own = config.model.kind in _OWN_MODELS and all(section.kind in INERT_DATA for section in sections)
+    used = [key for key, _ in code_in(config) if not key.startswith(_NOT_COMPONENTS)]
+    if not is_own or used or replace(given, monitors=(), trackers=(), storage=None) != UserObjects():
+        return False
+    parallel = config.parallel
+    is_whole = parallel.pipeline == parallel.tensor == parallel.context == 1
+    if not is_whole or parallel.strategy == "deepspeed" or config.model.compile or not _trains_on_cpu(config):
+        return False
+    facts = describe_model(config.model, facts_of_data(config, given))
+    return sum(parameter.elements for parameter in facts) <= _SMALL

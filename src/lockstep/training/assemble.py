@@ -67,7 +67,14 @@ if TYPE_CHECKING:
 def assemble(
     config: Config, world: World, given: UserObjects, purpose: Purpose = Purpose.TRAIN, deadly: Deadly = NONE_DEADLY
 ) -> Session:
-    """Return the session of a run on this rank.
+    """Return the session of a run on this rank. Arguments and errors as of `make_components`."""
+    return Session(make_components(config, world, given, purpose, deadly))
+
+
+def make_components(
+    config: Config, world: World, given: UserObjects, purpose: Purpose, deadly: Deadly = NONE_DEADLY
+) -> Components:
+    """Return the components of a run's session on this rank.
 
     Args:
         world: This rank's place among all.
@@ -99,7 +106,7 @@ def assemble(
     )
     if optimizer is not None:  # a user's may state its rate
         config = config.model_copy(update={"optim": optimizer.used})
-    components = Components(
+    return Components(
         config=config,
         plan=plan,
         world=world,
@@ -120,7 +127,6 @@ def assemble(
         watch=_memory_watch(config.memory.activation_checkpointing, made.recomputed, world),
         draw=partial(whole.draw_sharded, made.sharding) if whole.deferred else _nothing,
     )
-    return Session(components)
 
 
 def _evaluator(engine: Engine, made: Parallelized, prepared: _Prepared, config: Config, world: World) -> Evaluator:

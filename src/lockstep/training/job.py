@@ -45,7 +45,7 @@ from lockstep.resilience.memory_faults import Trained, held_samples
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
 from lockstep.training import resumed_history, rolling_back
-from lockstep.training.assemble import assemble
+from lockstep.training.ahead import ready_ahead, session_with
 from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
@@ -207,10 +207,11 @@ def opened(
         try:
             watch(world.axis)
             world.clock.follow_heartbeat()
+            ready = ready_ahead(config, given, world, partial(known_deadly, config, job, world))
             standby.wait()
             if job is not None:
                 config, purpose = with_known(config, job, world), _purpose(job, world)
-            session = assemble(config, world, given, purpose, known_deadly(config, job, world))
+            session = session_with(ready, config, given, world, purpose, known_deadly(config, job, world))
             if world.exchange is not None:
                 world.exchange.listen()
             yield session

@@ -44,7 +44,7 @@ _ALIGNMENT_SAMPLES = 4  # enough to determine how labels are aligned
 _USERS_DATA = ("custom", "given")
 _NOTHING = DataFacts(0, None)
 _EVALUATION = ItemReading(evaluates=True)
-_INERT_DATA = ("stdlib-text", "stdlib-functions", "digits")
+INERT_DATA = ("stdlib-text", "stdlib-functions", "digits")
 """Kinds of data that can be opened before a fork: arrays in memory, read without threads."""
 _TASKS = {"next-token": "causal-lm", "classification": "sequence-classification"}
 """Tasks by kinds of heads; others have the same name."""
@@ -114,11 +114,11 @@ def opened_ahead(config: Config) -> Iterator[Source | None]:
     """
     task, tokenizer = task_of(config, None)
     for section in (config.data.train, *config.data.evaluation.values()):
-        if section.kind in _INERT_DATA:
+        if section.kind in INERT_DATA:
             with suppress(Failure):  # which the ranks report
                 _ahead[section, task, tokenizer] = open_source(section, task=task, tokenizer=tokenizer)
     try:
-        yield _ahead.get((config.data.train, task, tokenizer)) if config.data.train.kind in _INERT_DATA else None
+        yield _ahead.get((config.data.train, task, tokenizer)) if config.data.train.kind in INERT_DATA else None
     finally:
         _ahead.clear()
 
@@ -209,7 +209,7 @@ def _open(
     tokenizer: str | None,
     reading: ItemReading = _EVALUATION,
 ) -> Source:
-    if section.kind in _INERT_DATA and (source := _ahead.get((section, task, tokenizer))) is not None:
+    if section.kind in INERT_DATA and (source := _ahead.get((section, task, tokenizer))) is not None:
         return source
     if section.kind != "given":
         return open_source(section, task=task, tokenizer=tokenizer, reading=reading)
