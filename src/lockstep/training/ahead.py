@@ -147,7 +147,8 @@ def _may_be_ready(config: Config, given: UserObjects) -> bool:
         return False
     parallel = config.parallel
     is_whole = parallel.pipeline == parallel.tensor == parallel.context == 1
-    if not is_whole or parallel.strategy == "deepspeed" or config.model.compile or not _trains_on_cpu(config):
+    has_engine = parallel.strategy != AUTO and find_strategy(parallel.strategy).import_on_cpu  # another library's
+    if not is_whole or has_engine or config.model.compile or not _trains_on_cpu(config):
         return False
     facts = describe_model(config.model, facts_of_data(config, given))
     return sum(parameter.elements for parameter in facts) <= _SMALL
