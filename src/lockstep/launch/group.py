@@ -132,6 +132,7 @@ class RankProcess:
     ended: End | None = None
     _signaled: bool = field(default=False, init=False)  # with a stop signal, on request
     _ended_by_launcher: bool = field(default=False, init=False)
+    _released: bool = field(default=False, init=False)
     _channel_closed: bool = field(default=False, init=False)
     _handle: int = field(init=False)
 
@@ -185,9 +186,11 @@ class RankProcess:
         self._send(signal.SIGKILL)
 
     def release(self) -> None:
-        """Let the rank exit: no other rank needs it."""
-        with contextlib.suppress(OSError):
-            self.channel.send(None)
+        """Let the rank exit: no other rank needs it. Sent once, since a pipe that isn't read gets full."""
+        if not self._released:
+            self._released = True
+            with contextlib.suppress(OSError):
+                self.channel.send(None)
 
     def close(self) -> None:
         self.process.join()
@@ -232,7 +235,7 @@ def watch(
     deadlines = _Deadlines()
     stops = saves = 0
     while (living := [member for member in members if member.ended is None]) or not _others_have_ended(hosts):
-        if living == [members[0]] and _others_have_ended(hosts):
+        if living == [members[0]] and members[0].reported is not None and _others_have_ended(hosts):
             members[0].release()
         readable = [handle for member in living for handle in member.readable()]
         readable += hosts.readable() if hosts is not None else []
