@@ -1,7 +1,8 @@
-"""The channel between the launcher and a rank: a message is sent once, however long the rank doesn't read it."""
+"""What the launcher sends to ranks, once: a message, however long it isn't read, and a signal, over all rounds."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
 from dataclasses import dataclass
@@ -59,3 +60,12 @@ def test_the_only_rank_is_released_once(report: End | None, messages: int) -> No
         received += 1
     assert looks.number > 10
     assert received == messages
+
+
+def test_a_request_to_save_is_not_repeated_in_the_next_round() -> None:
+    requests = SignalRequests()
+    requests.save(signal.SIGUSR2, None)
+    for code in (-signal.SIGUSR2, 0):
+        process, (own, _) = _Sleep(0.1), Pipe()
+        watch([RankProcess(cast("Any", process), own)], requests, 60.0, hangs=cast("HangWatch", _Looks()))
+        assert process.exitcode == code

@@ -58,13 +58,14 @@ class SignalRequests:
     Attributes:
         own_stops: Number of requests to stop the run that were made here.
         own_saves: Number of requests to save and continue that were made here.
+        passed_saves: Number of requests to save that ranks have received, of this round or one before.
         last_stop: The last signal that requested a stop.
         patience: Seconds that the ranks have to stop after the first request.
     """
 
     def __init__(self, patience: float = math.inf) -> None:
         self.patience = patience
-        self.own_stops = self.own_saves = self._other_stops = self._other_saves = 0
+        self.own_stops = self.own_saves = self.passed_saves = self._other_stops = self._other_saves = 0
         self.last_stop: signal.Signals | None = None
         self._stopped_at = -math.inf
         self._read, self._write = os.pipe()
@@ -233,7 +234,7 @@ def watch(
         between: Called after each look, until a rank fails.
     """
     deadlines = _Deadlines()
-    stops = saves = 0
+    stops = 0
     while (living := [member for member in members if member.ended is None]) or not _others_have_ended(hosts):
         if living == [members[0]] and members[0].reported is not None and _others_have_ended(hosts):
             members[0].release()
@@ -254,8 +255,8 @@ def watch(
             hangs.look(members)
         if between is not None and not any(member.ended or member.reported for member in members) and not stops:
             between()
-        if requests.saves > saves:
-            saves = requests.saves
+        if requests.saves > requests.passed_saves:
+            requests.passed_saves = requests.saves
             for member in living:
                 member.forward(SAVE_SIGNAL)
         if requests.stops > stops:
