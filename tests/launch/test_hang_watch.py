@@ -199,6 +199,13 @@ def begins(clock: PhaseClock) -> None:
     time.sleep(60)
 
 
+def is_stopped_at_the_start(clock: PhaseClock) -> None:
+    heartbeat.begin_stage(Stage.START)
+    while True:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.1)
+
+
 def makes_its_first_update(clock: PhaseClock) -> None:
     clock.enter(Phase.FORWARD)
     time.sleep(60)
@@ -404,6 +411,16 @@ def test_a_start_that_hangs_is_ended_by_its_own_limit(
         assert members[1].end is not None
         assert (members[1].end.kind, members[1].end.code) == (EndKind.HUNG, 124)
         assert "rank 1 hangs at the start of the run" in members[1].end.text
+
+
+def test_a_rank_that_is_stopped_at_the_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No collective shows there that the others wait for it."""
+    with watched(tmp_path, begins, is_stopped_at_the_start) as (watch, members):
+        look(watch, members, 2.0)
+    assert "rank 1 is stopped at the start of the run; the other rank waits for it; it" in capfd.readouterr().err
+    assert members[0].end is None
+    assert members[1].end is not None
+    assert "rank 1 was stopped (SIGSTOP), and killed at the start of the run" in members[1].end.text
 
 
 def test_what_may_take_long_is_named_in_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ class CountedTime:
         self._rested = clock()
         self._gaps: deque[tuple[float, float]] = deque(maxlen=_MOST_GAPS)
         self._waited: dict[int, tuple[float, float]] = {}  # for a processor, by place: mark, seconds
+        self._stopped: dict[int, float] = {}  # when it was first seen so, by place
 
     def rest(self) -> None:
         """Note that the launcher begins to wait for what comes next."""
@@ -42,10 +43,20 @@ class CountedTime:
 
     def age(self, place: int, process: int, mark: float, now: float) -> float:
         """Return the seconds since a rank's mark that count."""
-        age = now - mark - sum(max(0.0, end - max(start, mark)) for start, end in self._gaps)
+        age = self._since(mark, now)
         if age > _LOADED_S:
             age -= self._without_processor(place, process, mark)
         return max(0.0, age)
+
+    def stopped(self, place: int, now: float, *, is_stopped: bool) -> float:
+        """Return the seconds that count for which a rank has been seen stopped (SIGSTOP), until now."""
+        if is_stopped:
+            return self._since(self._stopped.setdefault(place, now), now)
+        self._stopped.pop(place, None)
+        return 0.0
+
+    def _since(self, moment: float, now: float) -> float:
+        return now - moment - sum(max(0.0, end - max(start, moment)) for start, end in self._gaps)
 
     def _without_processor(self, place: int, process: int, mark: float) -> float:
         seconds = seconds_without_processor(process)

@@ -74,6 +74,7 @@ class Sight:
         age: Seconds since then that count.
         waits: Whether it is in a collective.
         state: The kernel's letter for its process.
+        stopped: Seconds for which that has been T, which count.
         updates, calls: Updates that it has made, and collectives that it has called, in this process.
         limit: Seconds after which it is named.
     """
@@ -90,6 +91,7 @@ class Sight:
     stage: Stage
     updates: int
     calls: int
+    stopped: float = 0.0
     limit: float = 0.0
     work: Work = _NO_WORK
 

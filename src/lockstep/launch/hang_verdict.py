@@ -20,6 +20,24 @@ from lockstep.launch.rank_stacks import (
 _WORKERS_S = 3.0  # for the stacks of all data workers of all ranks
 
 
+def suspected(sights: Sequence[Sight], early: float) -> list[Sight]:
+    """Return the ranks that don't move and that all others wait for; all of them, if all wait for each other.
+
+    One that is stopped while others aren't is known by that, also where their waits aren't seen, as at the start.
+
+    Args:
+        early: Seconds before its limit at which a rank is suspected.
+    """
+    overdue = [sight for sight in sights if sight.age > sight.limit - early]
+    still = [sight for sight in overdue if not sight.waits]
+    if others := [sight for sight in sights if not sight.waits and sight not in still]:
+        others_run = all(sight.state != "T" for sight in others)
+        return [sight for sight in still if sight.stopped > sight.limit - early and others_run]
+    if still:
+        return still
+    return overdue if len(overdue) == len(sights) else []
+
+
 def verdict(suspects: Sequence[Sight], sights: Sequence[Sight], *, alone: bool) -> Hang | None:
     """Return which rank hangs, by the stacks of all: none if all wait for other hosts. None: one is being debugged."""
     if any(sight.state == "t" for sight in sights):  # a debugger holds it

@@ -30,7 +30,7 @@ from lockstep.core.phase_clock import Phase
 from lockstep.launch.counted_time import CountedTime
 from lockstep.launch.ends import End, EndKind, with_reading
 from lockstep.launch.hang_report import Hang, Sight, Wait, append_report, hang_text, name_text, wait_text, work_of
-from lockstep.launch.hang_verdict import odd_one, verdict
+from lockstep.launch.hang_verdict import odd_one, suspected, verdict
 from lockstep.launch.host_waits import HostWaits
 from lockstep.launch.outcome import print_on_stderr
 from lockstep.launch.rank_stacks import (
@@ -189,7 +189,7 @@ class HangWatch:
         if failed or not living or (self._incident is None and all(self._moves(place, now) for place in living)):
             return
         sights = [self._sight(place, members[place].process.pid or 0, now) for place in living]
-        suspects = self._suspects(sights)
+        suspects = suspected(sights, _EARLIER * self.interval)
         if not suspects and self._perhaps_deadlocked(sights):
             suspects = sights
         if self._incident is not None and not self._incident.marks <= _marks(suspects):
@@ -225,16 +225,18 @@ class HangWatch:
         in_whole = phase >= heartbeat.IN_WHOLE
         age = self._counted.age(place, process, mark, now) if mark else 0.0
         name = Phase(phase - heartbeat.IN_WHOLE * in_whole)
+        state = process_state(process) if age > self.interval else ""
         sight = Sight(
             self.first + place, place, process, mark, age, name, beat,
             waits=in_whole or name is Phase.COMMUNICATION,
-            state=process_state(process) if age > self.interval else "",
+            state=state,
+            stopped=self._counted.stopped(place, now, is_stopped=state == "T"),
             stage=Stage(int(numbers[heartbeat.STAGE])),
             updates=int(numbers[heartbeat.UPDATES]),
             calls=int(numbers[heartbeat.CALLS]),
             work=work_of(beat, name),
         )  # fmt: skip
-        return replace(sight, waits=sight.waits and sight.state != "T", limit=self._limit(sight))
+        return replace(sight, waits=sight.waits and state != "T", limit=self._limit(sight))
 
     def _limit(self, sight: Sight) -> float:
         """Return the seconds after which a rank that doesn't move is named."""
@@ -258,14 +260,6 @@ class HangWatch:
         is_between = sight.stage is Stage.UNKNOWN and sight.phase is Phase.HOST  # a user's loop, which may evaluate
         is_in_updates = sight.stage in (Stage.UNKNOWN, Stage.TRAINING) and (sight.updates or self._first_before)
         return sight.stage is not Stage.SNAPSHOT and (not is_in_updates or is_between or sight.phase in _OUTSIDE)
-
-    def _suspects(self, sights: Sequence[Sight]) -> list[Sight]:
-        """Return the ranks that don't move and that all others wait for; all of them, if all wait for each other."""
-        overdue = [sight for sight in sights if sight.age > sight.limit - _EARLIER * self.interval]
-        still = [sight for sight in overdue if not sight.waits]
-        if still:
-            return still if all(sight.waits or sight in still for sight in sights) else []
-        return overdue if len(overdue) == len(sights) else []
 
     def _perhaps_deadlocked(self, sights: Sequence[Sight]) -> bool:
         """Return whether a rank waits in a collective, and the others may wait for it elsewhere, such as in a save."""
