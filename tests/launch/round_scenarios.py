@@ -28,16 +28,25 @@ from lockstep.launch.supervision import Supervisor
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
-def supervised(script: Sequence[str], step: int = 7, failures: int = 0, stop: str = "", logs: str | None = None) -> int:
+def supervised(
+    script: Sequence[str],
+    step: int = 7,
+    failures: int = 0,
+    stop: str = "",
+    logs: str | None = None,
+    unwritable: int = 0,
+) -> int:
     """Launch ranks, of which rank N performs script[N] in the first round, and nothing in the second.
 
     Args:
         step: The step that the run has reached.
         failures: How many tries to start them again fail, for lack of processes.
         stop: When the launcher is stopped: "start", at the first of these tries; "record", once the first round's
-            result is recorded.
+            result is recorded; "folder", while the run's folder can't be written.
+        unwritable: How many looks find that it can't.
     """
-    group._GRACE, group._SETTLE, starting._PAUSES_S = 0.5, 0.2, (0.05, 0.05)
+    group._GRACE, group._SETTLE, starting._PAUSES_S, starting._LOOK_S = 0.5, 0.2, (0.05, 0.05), 0.02
+    looks = iter([True] * unwritable)
     begin, record, tries = starting.Round.begin, local.append_ends, iter([False, *[True] * failures])
 
     def refusing(job: starting.Ranks, **options: Any) -> starting.Round:
@@ -52,9 +61,16 @@ def supervised(script: Sequence[str], step: int = 7, failures: int = 0, stop: st
         if stop == "record":
             os.kill(os.getpid(), signal.SIGTERM)
 
+    def why_unwritable() -> str:
+        if stop == "folder":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return "/run: Read-only file system" if next(looks, False) else ""
+
     starting.Round.begin, local.append_ends = refusing, recording  # type: ignore[method-assign]
     again = partial(play, ["return:0"] * len(script))
-    supervisor = Supervisor(Recovery(), lambda: step, lambda: again)
+    supervisor = Supervisor(
+        Recovery(restarts=1), lambda: step, lambda: again, unwritable=why_unwritable, retry_seconds=5.0
+    )
     folder = Path(logs) if logs else None
     return launch(partial(play, list(script)), len(script), Launch(), folder, supervisor=supervisor).show()
 

@@ -43,6 +43,18 @@ def test_ranks_that_cannot_be_started_again_end_the_run_with_the_reason(
     assert [ends.text.startswith(first) for ends in read_ends(tmp_path)] == [True, True]
 
 
+def test_ranks_start_again_once_the_runs_folder_can_be_written(fork_server: ForkServer) -> None:
+    code, _, err = fork_server.run("supervised", script=KILLED, unwritable=3)
+    assert code == 0, err
+    assert err.count("its ranks can't start yet: /run: Read-only file system; trying for 5 s") == 1
+
+
+def test_a_stop_while_the_runs_folder_is_waited_for(fork_server: ForkServer) -> None:
+    code, _, err = fork_server.run("supervised", script=KILLED, unwritable=10**6, stop="folder")
+    assert code == 75, err
+    assert "stopped by SIGTERM; its ranks don't start again after a failure: rank 1 was killed" in err
+
+
 def test_a_launcher_reaps_what_a_rank_that_was_killed_has_left(fork_server: ForkServer, tmp_path: Path) -> None:
     """If it becomes its parent, as process 1 of a container does."""
     code, _, err = fork_server.run("orphaned", folder=str(tmp_path))

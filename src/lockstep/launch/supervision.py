@@ -48,6 +48,8 @@ class Supervisor:
         may_be_smaller: Returns whether `smaller` would change anything.
         larger: Makes them larger again, and returns what changes.
         deadly: Records which samples the ranks were reading as they ended; returns what follows, None: they weren't.
+        unwritable: Returns why the run's folders can't be written now and may be soon; empty: they can.
+        retry_seconds: For how long a further round waits for them.
         rounds: Number of rounds that have ended.
     """
 
@@ -58,6 +60,8 @@ class Supervisor:
     may_be_smaller: Callable[[End], bool] = lambda end: False
     larger: Callable[[], str] = lambda: ""
     deadly: Callable[[Sequence[End]], Consequence | None] = lambda ends: None
+    unwritable: Callable[[], str] = lambda: ""
+    retry_seconds: float = 0.0
     rounds: int = field(default=0, init=False)
     _furthest: int = field(default=0, init=False)
     _in_vain: Counter[FailureKind] = field(default_factory=Counter, init=False)

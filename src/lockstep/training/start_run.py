@@ -50,6 +50,7 @@ from lockstep.training.saved_state import epoch_samples_in
 from lockstep.training.smaller_batches import SmallerBatches
 from lockstep.training.stored_run import opened_run
 from lockstep.training.user_objects import UserObjects, refuse_given
+from lockstep.training.writable import why_unwritable
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
@@ -334,7 +335,10 @@ def _supervisor(sizes: SmallerBatches) -> Supervisor:
         return max((*steps, last_step(folder / METRICS) or 0))
 
     deadly = DeadlySamples.of(job.config, folder / LOGS)
-    return Supervisor(job.config.recovery, furthest, resumed, sizes.after, sizes.may_follow, sizes.grow, deadly.after)
+    return Supervisor(
+        job.config.recovery, furthest, resumed, sizes.after, sizes.may_follow, sizes.grow, deadly.after,
+        partial(why_unwritable, job, folder), job.config.checkpoint.retry_seconds,
+    )  # fmt: skip
 
 
 def _content(file: Path) -> bytes:
