@@ -144,6 +144,20 @@ def test_what_is_deleted_is_made_again(
     assert (4 in steps) == (said is None)
 
 
+def _deleted_and_failed(home: Path) -> None:
+    shutil.rmtree(home / "run")
+    raise LookupError("a file in the run's folder is gone")
+
+
+def test_a_failure_after_a_deletion_is_saved_in_a_folder_that_is_a_runs(tmp_path: Path) -> None:
+    """No look of the watch comes in between."""
+    with pytest.raises(LookupError):
+        _train(_config(tmp_path), _deleted_and_failed)
+    assert LocalStorage(tmp_path / "run" / "checkpoints").names() == [f"step-{AT - 1:08d}"]
+    lockstep.train(_config(tmp_path))
+    _assert_whole(tmp_path)
+
+
 def test_commands_take_a_folder_that_was_made_again(tmp_path: Path) -> None:
     in_world(1, _train, _config(tmp_path), _deleted)
     run = tmp_path / "run"

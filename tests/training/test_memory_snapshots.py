@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -107,6 +111,40 @@ def test_the_last_failure_saves_the_newest_snapshot(tmp_path: Path, undisturbed:
     assert "was in memory, and is saved in" in done.stderr
     assert [result.fault for result in verify_all(LocalStorage(run / "checkpoints"))] == [None]
     assert train(run).returncode == 0
+    assert_same(run, undisturbed)
+
+
+class Deleting(small.Net):
+    """Deletes the run's folder in update 10, and kills all ranks before the first one looks for it."""
+
+    def __init__(self, run: str) -> None:
+        super().__init__()
+        self._run = Path(run)
+        self.updates = 0
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        self.updates += self.training
+        if self.updates == 10 and os.environ["RANK"] == "1":
+            shutil.rmtree(self._run)
+            for process in psutil.Process(os.getppid()).children():
+                if process.pid != os.getpid():
+                    process.kill()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(points)
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_memory_outlives_the_run_folder(tmp_path: Path, undisturbed: Path, restarts: int) -> None:
+    run = tmp_path / "run"
+    file = write_config(run, restarts=restarts)
+    model = {"kind": "custom", "target": f"{__file__}:Deleting", "arguments": {"run": str(run)}}
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "model": model}))
+    done = run_lockstep("train", file)
+    if not restarts:
+        assert re.search(r"the state after step [68] was in memory, and is saved in", done.stderr), done.stderr
+        done = run_lockstep("train", run, "--trust-run")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"resumes from step [68] ", done.stdout)
     assert_same(run, undisturbed)
 
 

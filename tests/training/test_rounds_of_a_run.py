@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from lockstep.launch.ends import End, EndKind
 from lockstep.launch.memory_folder import MemoryFolder, left_by, note_attempt
 from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Supervisor
+from lockstep.monitor.folder import RunFolder
+from lockstep.monitor.run_lock import held_by
 from lockstep.training import start_run
 from lockstep.training.job import Job
 from lockstep.training.resuming import Resume
@@ -26,7 +29,7 @@ def supervisor_of(folder: Path, resume: Resume) -> Supervisor:
     (folder / "metrics.jsonl").write_text('{"step": 787}\n')
     (folder / "attempts.jsonl").write_text("an earlier attempt\n")
     config = validate(small.config(run={"folder": str(folder), "steps": 900}, recovery={"restarts": 1})).config
-    return start_run._supervisor(SmallerBatches(Job(config, "test", resume=resume), folder, 2))
+    return start_run._supervisor(SmallerBatches(Job(config, "test", resume=resume), folder, 2), RunFolder(folder))
 
 
 @pytest.mark.parametrize("resume", [Resume(fresh=True), Resume(step=4)], ids=["--fresh", "--from"])
@@ -72,3 +75,27 @@ def test_a_launch_that_raises_leaves_the_snapshots_in_memory(
     again = MemoryFolder.make(folder)
     assert again is not None
     again.remove()
+
+
+def test_a_folder_that_was_deleted_is_written_again_before_ranks_start_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rank that writes it again while the run trains may have been killed."""
+    (memory := tmp_path / "memory").mkdir()
+    folder = RunFolder.create(tmp_path / "run")
+    folder.write_config("description: a run\n")
+    folder.write_environment({"run": "a" * 32})
+    folder.write_attempts("an attempt\n")
+    note_attempt(memory, folder.path)
+    config = validate(small.config(run={"folder": str(folder.path), "steps": 900}, recovery={"restarts": 2})).config
+    supervisor = start_run._supervisor(SmallerBatches(Job(config, "test", memory=memory), folder.path, 2), folder)
+    shutil.rmtree(folder.path)
+    assert supervisor.next_entry(KILLED, LaunchResult(1, "killed")) is not None
+    assert "was deleted during the run; the files are written there again" in capsys.readouterr().err
+    assert folder.config.read_text() == "description: a run\n"
+    assert (folder.path / "attempts.jsonl").read_text() == "an attempt\n"
+    assert held_by(folder.path) is not None
+    assert supervisor.next_entry(KILLED, LaunchResult(1, "killed")) is not None
+    assert "deleted" not in capsys.readouterr().err
+    folder.release()
+    assert held_by(folder.path) is None

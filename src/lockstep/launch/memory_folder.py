@@ -3,6 +3,7 @@
     /dev/shm/lockstep-1000-3f0c.../       of the user 1000's run in a folder whose path has this hash; mode 0700
     |- lock                               held by the launcher and its ranks
     |- attempts                           the run's attempts.jsonl when it was last used
+    |- config.yaml, environment.json      of the run's folder, which may be deleted
     |- reports*.jsonl                     see `monitor.report_buffer`
     '- checkpoints/step-00000470/         snapshots
 
@@ -22,10 +23,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.core.files import read_bounded
-from lockstep.monitor.folder import ATTEMPTS
+from lockstep.monitor.folder import ATTEMPTS, CONFIG, ENVIRONMENT
 
 ROOT = Path("/dev/shm")
 _LOCK, _ATTEMPTS = "lock", "attempts"
+_KEPT = {ATTEMPTS: _ATTEMPTS, CONFIG: CONFIG, ENVIRONMENT: ENVIRONMENT}
+"""What is kept of a run's folder, and its name here."""
 _ABANDONED_S = 3600.0
 _MOST_BYTES = 2**26
 
@@ -107,9 +110,16 @@ def _is_of_last_attempt(path: Path, run: Path) -> bool:
 
 
 def note_attempt(folder: Path, run: Path) -> None:
-    """Record that what is in the folder belongs to the run's last attempt."""
+    """Record that what is in the folder belongs to the run's last attempt, and what describes the run."""
     with suppress(OSError):
-        (folder / _ATTEMPTS).write_bytes(_content(run / ATTEMPTS))
+        for name, kept in _KEPT.items():
+            (folder / kept).write_bytes(_content(run / name))
+
+
+def files_of_run(folder: Path) -> dict[str, str]:
+    """Return the texts by which a run's folder is one, by name, as of its last attempt; empty before one."""
+    texts = {name: _content(folder / kept).decode() for name, kept in _KEPT.items()}
+    return texts if all(texts.values()) else {}
 
 
 def prefix() -> str:

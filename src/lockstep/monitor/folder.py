@@ -38,7 +38,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,27 @@ class RunFolder:
         if not self.config.exists():
             shutil.rmtree(self.path, ignore_errors=True)
 
+    def recreate(self, files: Mapping[str, str]) -> bool:
+        """Write what is missing of a folder whose ranks have ended, and lock it again; return whether it was deleted.
+
+        Args:
+            files: Texts by name, as `LockedRunFolder` writes them.
+
+        Raises:
+            OSError: It can't be written.
+            RunFolderTaken: It belongs to another run now.
+        """
+        assert self._lock is not None, "a folder is locked until it is released"
+        locks = [self._lock]
+        was_deleted = any(is_missing(self.path / name) for name in (LOCK, *files))
+        try:
+            _recreate(self.path, json.loads(files[ENVIRONMENT])["run"], files, locks)
+            return was_deleted
+        finally:
+            self._lock = locks.pop()
+            for old in locks:
+                os.close(old)
+
     def release(self) -> None:
         """Release the lock."""
         if self._lock is not None:
@@ -212,7 +233,6 @@ class LockedRunFolder:
         self._run = run
         self._files = {name: (path / name).read_text(encoding="utf-8") for name in (CONFIG, ENVIRONMENT, ATTEMPTS)}
         self._locks = [os.open(path / LOCK, os.O_RDONLY | os.O_NOFOLLOW)]
-        self._holder = os.read(self._locks[0], 1000)
 
     def is_complete(self) -> bool:
         """Return whether it has all that a start of the run writes; True as well if the file system doesn't answer."""
@@ -236,30 +256,36 @@ class LockedRunFolder:
             OSError: it can't be written.
             RunFolderTaken: it belongs to another run now.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        other = _recorded(self.path, "run")
-        if other is not None and other != self._run:
-            raise RunFolderTaken(f"{self.path} belongs to another run now (run id {other[:8]})")
-        if not is_same_file(self.path / LOCK, self._locks[-1]):
-            self._locks.append(self._lock())
-        for name in (TENSORBOARD, LOGS):
-            (self.path / name).mkdir(exist_ok=True)
-        for name, text in self._files.items():
-            if is_missing(self.path / name):
-                write_if_changed(self.path / name, text)
+        _recreate(self.path, self._run, self._files, self._locks)
 
     def close(self) -> None:
         for handle in self._locks:
             os.close(handle)
 
-    def _lock(self) -> int:
-        handle, holder = open_lock(self.path)
-        if holder is not None and not any(is_same_file(self.path / LOCK, lock) for lock in self._locks):
-            os.close(handle)
-            raise RunFolderTaken(f"{self.path} belongs to another run now ({holder})")
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, self._holder, 0)
-        return handle
+
+def _recreate(path: Path, run: str, files: Mapping[str, str], locks: list[int]) -> None:
+    """Write what is missing of the folder of a run; add the handle of a new lock to those of the run's."""
+    path.mkdir(parents=True, exist_ok=True)
+    other = _recorded(path, "run")
+    if other is not None and other != run:
+        raise RunFolderTaken(f"{path} belongs to another run now (run id {other[:8]})")
+    if not is_same_file(path / LOCK, locks[-1]):
+        locks.append(_locked_again(path, locks))
+    for name in (TENSORBOARD, LOGS):
+        (path / name).mkdir(exist_ok=True)
+    for name, text in files.items():
+        if is_missing(path / name):
+            write_if_changed(path / name, text)
+
+
+def _locked_again(path: Path, locks: Sequence[int]) -> int:
+    handle, holder = open_lock(path)
+    if holder is not None and not any(is_same_file(path / LOCK, lock) for lock in locks):
+        os.close(handle)
+        raise RunFolderTaken(f"{path} belongs to another run now ({holder})")
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, os.pread(locks[0], 1000, 0), 0)
+    return handle
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:

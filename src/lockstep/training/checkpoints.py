@@ -326,6 +326,7 @@ class Checkpoints(VoteParticipant):
         """Save what a run that `error` ends has learned since its last save; return what to report."""
         if self._begun_saver is None or self._session.progress.steps == self._began_at:
             return None
+        self.look()
         saver, state, best, memory = self._saver, self._failure_state, self._unpublished_best(), self.snapshots.folder
         rescue = Rescue(self._session, self.storage, saver, state, self._metadata, self.evaluations, best, memory)
         return rescue.save(error)

@@ -46,7 +46,9 @@ def after_last_round(
     try:
         storage = storage_of(job.config.checkpoint, folder, job.given.storage)
         snapshots: LocalStorage | HostsStorage = snapshots_in(memory.path, storage.run)
-        if hosts is not None and storage.run is not None:
+        if hosts is not None:
+            if storage.run is None:
+                return result
             memories = HostMemories(memory.path, hosts.node, hosts.memories, job.config.launch.job_id)
             snapshots = HostsStorage(memories, memories.whole_snapshots(folder, storage.run), storage.run)
         saved = _save_newest(snapshots, storage)
@@ -92,8 +94,6 @@ def _save_newest(snapshots: LocalStorage | HostsStorage, storage: Storage) -> tu
     Returns:
         Its step, and why it could not be saved; None: there is none.
     """
-    if storage.run is None:
-        return None
     newest = newest_step(storage)
     for step, name in sorted(names_by_step(snapshots.names()).items(), reverse=True):
         if step <= newest:

@@ -89,10 +89,9 @@ class MemorySnapshots:
         """Return the checkpoints from which the run may resume; rank 0 has emptied memory that is another run's."""
         if self._hosts is not None:
             return self._resumable_on_hosts(storage, self._hosts)
-        run = storage.run
-        if self._memory is None or run is None:
+        if self._memory is None:
             return storage
-        return WithMemory(storage, snapshots_in(self._memory, run))
+        return WithMemory(storage, snapshots_in(self._memory, storage.run))
 
     def _resumable_on_hosts(self, storage: Storage, hosts: HostMemories) -> Storage | WithMemory:
         is_first = self._world.rank == 0 and storage.run is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,10 +29,19 @@ from lockstep.launch.ends_file import append_ends, last_step
 from lockstep.launch.host_rounds import LeaderRounds
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.local import launch
-from lockstep.launch.memory_folder import MemoryFolder
-from lockstep.launch.outcome import LaunchResult
+from lockstep.launch.memory_folder import MemoryFolder, files_of_run
+from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.launch.supervision import Rounds, Supervisor
-from lockstep.monitor.folder import ATTEMPTS, CONFIG, LOGS, METRICS, RunFolder, is_finished, recipe_of
+from lockstep.monitor.folder import (
+    ATTEMPTS,
+    CONFIG,
+    LOGS,
+    METRICS,
+    RunFolder,
+    RunFolderTaken,
+    is_finished,
+    recipe_of,
+)
 from lockstep.plan.schedule import used_of_budget
 from lockstep.training.ahead import imports_ahead, prepared_ahead
 from lockstep.training.decisions import decision_of
@@ -285,9 +294,10 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
             with prepared_ahead(job.config, size):
                 ended = launch(
                     entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy, hosts=hosts,
-                    supervisor=_rounds(job, sizes, hosts), watchdog=job.config.recovery.watchdog,
+                    supervisor=_rounds(job, sizes, folder, hosts), watchdog=job.config.recovery.watchdog,
                 )  # fmt: skip
             if memory is not None:
+                _recreate(folder, job.memory)
                 ended = after_last_round(job, folder.path, memory, ended, hosts)
             if ended.advice:
                 text = with_prediction(ended.text, ended.advice, sizes.job.config, size, job.given)
@@ -301,18 +311,29 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
     return folder.path, result
 
 
-def _rounds(job: Job, sizes: SmallerBatches, hosts: Hosts | None) -> Rounds | None:
+def _recreate(folder: RunFolder, memory: Path | None) -> None:
+    """Write a run's folder again that was deleted, once its ranks have ended, which do so while they train."""
+    files = {} if memory is None else files_of_run(memory)
+    with suppress(OSError, RunFolderTaken):
+        if files and folder.recreate(files):
+            print_on_stderr(
+                f"lockstep: the run folder {folder.path}, or a part of it, was deleted during the run; the files are "
+                "written there again"
+            )
+
+
+def _rounds(job: Job, sizes: SmallerBatches, folder: RunFolder, hosts: Hosts | None) -> Rounds | None:
     """Return what starts ranks again after a failure; None: the config asks for none."""
     if hosts is None:
-        return _supervisor(sizes) if job.config.recovery.ever else None
+        return _supervisor(sizes, folder) if job.config.recovery.ever else None
     if not hosts.recovers:
         return None
     wait = job.config.recovery.host_wait
-    return LeaderRounds(hosts, _supervisor(sizes), wait, hosts.elastic, sizes.folder, partial(decision_of, job))
+    return LeaderRounds(hosts, _supervisor(sizes, folder), wait, hosts.elastic, sizes.folder, partial(decision_of, job))
 
 
-def _supervisor(sizes: SmallerBatches) -> Supervisor:
-    job, folder = sizes.job, sizes.folder
+def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
+    job, folder = sizes.job, run.path
     attempts = folder / ATTEMPTS
     before = _content(attempts)
 
@@ -328,6 +349,7 @@ def _supervisor(sizes: SmallerBatches) -> Supervisor:
         return last[2]
 
     def furthest() -> int | None:
+        _recreate(run, job.memory)  # before anything else is read there, or ranks start again
         starts_over = job.resume.fresh or job.resume.step is not None
         if starts_over and _content(attempts) == before:  # what is there is what the run starts over from
             return 0
