@@ -3,6 +3,7 @@ the run resumes from it with the exact next sample. The exception stays what it 
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -143,6 +144,26 @@ def test_good_checkpoints_stay(tmp_path: Path) -> None:
     checkpoint = {"every": "2 steps", "keep_last": 1, "asynchronous": False}
     _failed(_config(tmp_path / "run", checkpoint=checkpoint), "objective 0 6")
     assert _steps(tmp_path / "run") == [4, 5]
+
+
+def test_a_storage_that_fails_too_leaves_the_exception_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def train() -> None:
+        with lockstep.session(small.config(run={"steps": 9})) as session:
+            session.checkpoints(tmp_path)
+            for report in session:
+                if report.step == 4:
+                    monkeypatch.setattr(LocalStorage, "names", gone)
+                    monkeypatch.setattr(LocalStorage, "begin", gone)
+                    raise Bad("in the loop")
+
+    with pytest.raises(Bad) as raised:
+        train()
+    assert raised.value.__notes__ == ["the state after step 4 could not be saved: Input/output error"]
 
 
 class WithLargeBuffer(small.WithBatchNorm):

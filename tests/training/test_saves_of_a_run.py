@@ -13,6 +13,7 @@ from kit.worlds import in_world
 
 from lockstep.checkpoint.local import LocalDraft, LocalStorage
 from lockstep.checkpoint.reading import read_manifest
+from lockstep.checkpoint.storage import names_by_step
 from lockstep.cli.main import main
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError, RunFailed
@@ -108,6 +109,15 @@ def test_a_metric_that_is_not_finite_costs_no_save(tmp_path: Path, capsys: pytes
     assert main(["ckpt", "show", str(run), "--step", "2"]) == 0
     in_world(1, _run, {**config, "run": {**config["run"], "steps": 9}})
     assert read_manifest(storage, "step-00000009").state["best"] == 0.5
+
+
+def test_the_best_value_of_another_metric_is_not_that_of_this_one(tmp_path: Path) -> None:
+    """The run resumes with another `checkpoint.best`, whose best checkpoint is saved as it is found."""
+    checkpoint = {"every": None, "keep_last": 1, "best": "held-out.loss"}
+    config = _judged(tmp_path / "run", ["5", "3", "4"], checkpoint=checkpoint, evaluation={"every": "2 steps"})
+    in_world(1, _run, {**config, "run": {**config["run"], "steps": 2}})
+    in_world(1, _run, {**config, "checkpoint": {**checkpoint, "best": "held-out.figure"}})
+    assert 6 in names_by_step(LocalStorage(tmp_path / "run" / "checkpoints").names())
 
 
 def test_why_a_save_failed_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

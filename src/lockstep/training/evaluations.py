@@ -11,7 +11,7 @@ is saved, for whatever reason that is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.retention import is_better
@@ -55,8 +55,9 @@ class Evaluations:
                 refuse_unknown_metric(key, metric, components.objective, components.evaluator.sources)
 
     def restore(self, manifest: Manifest) -> list[str]:
-        """Continue from a checkpoint; return notes for the user."""
-        self._best = manifest.state.get("best")
+        """Continue from a checkpoint; return notes for the user. Its best value counts if it is of the same metric."""
+        if _metric_of(manifest) == self._section.best:
+            self._best = manifest.state.get("best")
         self._is_requested = manifest.state.get("evaluation_due", False)
         self.reports = _reports_in(manifest, list(components_of(self._session).evaluator.sources))
         if self._best is not None and manifest.metrics.get(self._section.best or "") == self._best:
@@ -131,6 +132,12 @@ class Evaluations:
             return
         if self._best is None or is_better(metric, self._best, name, self._section.best_is):
             self._best, self.best_at = metric, self._session.progress.steps
+
+
+def _metric_of(manifest: Manifest) -> object:
+    """Return the name of the metric of which a checkpoint has the best value; None: it has none."""
+    section = manifest.config.get("checkpoint")
+    return section.get("best") if isinstance(section, Mapping) else None
 
 
 def _metrics(reports: Sequence[EvaluationReport]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -101,7 +101,7 @@ class Rescue:
             failure = failure_reason(another)
         if failure is None:
             return f"the state after step {step:,} is saved in {place}; start it again to continue"
-        newest = max(names_by_step(self.storage.names()), default=None)
+        newest = max(self._saved_steps(), default=None)
         kept = f"; the newest checkpoint is that of step {newest:,}" if newest is not None else ""
         return f"the state after step {step:,} could not be saved: {failure}{kept}"
 
@@ -146,12 +146,19 @@ class Rescue:
         own = generators.states(components.world.rank)
         return not own and not components.sharding.state.live_state().changes_in_forward
 
+    def _saved_steps(self) -> Collection[int]:
+        """Return the steps of all checkpoints; none if they can't be listed, as after a failure of the storage."""
+        try:
+            return names_by_step(self.storage.names()).keys()
+        except OSError:
+            return ()
+
     def _is_saved(self) -> bool:
-        return self.session.progress.steps in names_by_step(self.storage.names())
+        return self.session.progress.steps in self._saved_steps()
 
     def _missing_best(self) -> str | None:
         """Return why the state can't be saved if the save of an earlier state, which is the best, has not ended."""
-        if self.best is None or self.best in names_by_step(self.storage.names()):
+        if self.best is None or self.best in self._saved_steps():
             return None
         if self.best == self.session.progress.steps:
             return None
