@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from kit.reports import report
 
+from lockstep.core.errors import RunFailed
 from lockstep.core.records import EvaluationReport
 from lockstep.monitor import report_buffer
 from lockstep.monitor.events import EventLog
+from lockstep.monitor.folder import RunFolder
+from lockstep.monitor.jsonl import LineFile
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.report_buffer import ReportBuffer
+from lockstep.training import resumed_history
 
 
 def killed_at(tmp_path: Path, step: int, written: int, every: int = 1) -> tuple[Path, Path]:
@@ -83,6 +91,38 @@ def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
         file.write('{"see": [4, 25')
     report_buffer.mend(run, memory, 9, 1)
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_line_that_is_torn_in_the_files_is_replaced(tmp_path: Path) -> None:
+    run, memory = killed_at(tmp_path / "killed", 6, 6)
+    expected, _ = killed_at(tmp_path / "whole", 6, 6)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (run / name).write_bytes((run / name).read_bytes()[:-9])
+    report_buffer.mend(run, memory, 6, 1)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        assert [line["step"] for line in lines(run / name)] == [line["step"] for line in lines(expected / name)]
+
+
+def test_lines_that_a_full_disk_does_not_take_stay_in_the_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, memory = killed_at(tmp_path, 6, 3)
+    before = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "events.jsonl")}
+    write = LineFile._write
+
+    def full(file: LineFile, text: bytes) -> None:
+        if file.path.parent == run:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(file, text)
+
+    checkpoints = SimpleNamespace(resumed_environment={}, evaluations=SimpleNamespace(comes_first=False))
+    with monkeypatch.context() as patch:
+        patch.setattr(LineFile, "_write", full)
+        with pytest.raises(RunFailed, match=r"can't add to the history in .*: No space left on device"):
+            resumed_history.rewind(RunFolder(run), 6, cast("Any", checkpoints), memory, 1)
+    assert {name: (run / name).read_bytes() for name in before} == before
+    resumed_history.rewind(RunFolder(run), 6, cast("Any", checkpoints), memory, 1)
+    assert [line["step"] for line in lines(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_two_files_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit import small
 from kit.worlds import in_world
+from safetensors.torch import load_file
 
 from lockstep.checkpoint.local import LocalDraft, LocalStorage
-from lockstep.checkpoint.reading import read_manifest
+from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.cli.main import main
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.job import Job, run_job
 
 
@@ -118,6 +122,42 @@ def test_the_best_value_of_another_metric_is_not_that_of_this_one(tmp_path: Path
     in_world(1, _run, {**config, "run": {**config["run"], "steps": 2}})
     in_world(1, _run, {**config, "checkpoint": {**checkpoint, "best": "held-out.figure"}})
     assert 6 in names_by_step(LocalStorage(tmp_path / "run" / "checkpoints").names())
+
+
+def _train_and_lose_the_best(config: dict[str, Any], how: str) -> None:
+    """The checkpoint of step 4 is deleted or damaged before the run ends with it."""
+    load_best = Checkpoints.load_best
+
+    def lose(checkpoints: Checkpoints) -> None:
+        best = Path(config["run"]["folder"]) / "checkpoints" / "step-00000004"
+        if how == "deleted":
+            shutil.rmtree(best)
+        else:
+            file = best / "rank-00000.safetensors"
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+        load_best(checkpoints)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "load_best", lose)
+        _run(config)
+
+
+@pytest.mark.parametrize("how", ["deleted", "damaged"])
+def test_a_run_ends_with_the_best_checkpoint_that_is_left(how: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    checkpoint = {"every": None, "keep_last": 9, "best": "held-out.figure"}
+    sections = {"evaluation": {"every": "2 steps"}, "run": {"steps": 7, "folder": str(run), "end_with": "best"}}
+    in_world(1, _train_and_lose_the_best, _judged(run, ["5", "3", "4", "6"], checkpoint=checkpoint, **sections), how)
+    storage = LocalStorage(run / "checkpoints")
+    assert list(storage.moved_aside()) == (["broken-step-00000004"] if how == "damaged" else [])
+    manifest = read_manifest(storage, "step-00000002")
+    weights = load_file(run / "model" / "model.safetensors")
+    saved = {name: torch.empty(tensor.shape) for name, tensor in weights.items()}
+    whole = [ReadItem(f"model.{name}", manifest.tensors[f"model.{name}"].info.whole, saved[name]) for name in saved]
+    Reader(storage, "step-00000002", manifest).read(whole)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in weights.items())
 
 
 def test_why_a_save_failed_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

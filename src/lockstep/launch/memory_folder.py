@@ -28,7 +28,7 @@ from lockstep.monitor.folder import ATTEMPTS, CONFIG, ENVIRONMENT
 ROOT = Path("/dev/shm")
 _LOCK, _ATTEMPTS = "lock", "attempts"
 _KEPT = {ATTEMPTS: _ATTEMPTS, CONFIG: CONFIG, ENVIRONMENT: ENVIRONMENT}
-"""What is kept of a run's folder, and its name here."""
+"""The files of a run's folder that are kept, and their names here."""
 _ABANDONED_S = 3600.0
 _MOST_BYTES = 2**26
 

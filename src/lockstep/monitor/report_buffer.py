@@ -105,23 +105,31 @@ def mend(run: Path, folder: Path | None, step: int, every: int, last: Sequence[s
     """Add to metrics.jsonl and events.jsonl the lines up to `step` that a rank which was killed had not yet written.
 
     Args:
-        run: The run's folder, rewound to `step`.
+        run: The run's folder, rewound to `step`, or as a rank that was killed has left it: a last line that isn't whole
+            is replaced.
         folder: Of the buffer; None: there is none.
         every: Steps between the lines of metrics.jsonl.
         last: Reports of update `step` and its evaluation that came with the state, as `entry_of` returns them.
+
+    Raises:
+        OSError: The lines can't be added; the buffer still has them.
     """
     taken = [*(_entries(folder) if folder is not None else ()), *map(json.loads, last)]
     entries = [entry for entry in taken if _step_of(entry) <= step]
     if not entries:
         return
-    with suppress(OSError), tempfile.TemporaryDirectory(dir=folder) as name:
-        replayed = Path(name)
-        _replay(entries, replayed / _METRICS, every)
-        newest = max((int(json.loads(line)["step"]) for line in _lines(run / _METRICS)[-_NEWEST:]), default=0)
-        _append(run / _METRICS, [line for line in _lines(replayed / _METRICS) if json.loads(line)["step"] > newest])
-        present = {_event_of(line) for line in _lines(run / EVENTS)}
-        missing = {event: line for line in _lines(replayed / EVENTS) if (event := _event_of(line)) not in present}
-        _append(run / EVENTS, [*missing.values()])
+    metrics: list[bytes] = []
+    events: list[bytes] = []
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=folder) as name:  # memory may be full
+        _replay(entries, Path(name) / _METRICS, every)
+        metrics, events = _lines(Path(name) / _METRICS), _lines(Path(name) / EVENTS)
+    for file in (run / _METRICS, run / EVENTS):
+        _remove_torn_end(file)
+    newest = max((int(json.loads(line)["step"]) for line in _lines(run / _METRICS)[-_NEWEST:]), default=0)
+    _append(run / _METRICS, [line for line in metrics if json.loads(line)["step"] > newest])
+    present = {_event_of(line) for line in _lines(run / EVENTS)}
+    missing = {event: line for line in events if (event := _event_of(line)) not in present}
+    _append(run / EVENTS, [*missing.values()])
 
 
 def _replay(entries: Sequence[Mapping[str, Any]], metrics: Path, every: int) -> None:
@@ -181,8 +189,17 @@ def _lines(file: Path) -> list[bytes]:
         return []
 
 
+def _remove_torn_end(file: Path) -> None:
+    """Remove a last line that a kill has truncated; what is appended to it would be lost, too. Raises OSError."""
+    last = (_lines(file) or [b"\n"])[-1]
+    if not last.endswith(b"\n"):
+        os.truncate(file, file.stat().st_size - len(last))
+
+
 def _append(file: Path, lines: list[bytes]) -> None:
     if lines:
         target = LineFile(file)
         target.write(b"".join(lines))
         target.close()
+        if target.reason is not None:
+            raise target.reason

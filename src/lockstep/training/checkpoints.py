@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lockstep.checkpoint.loading import load_newest
 from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
@@ -28,6 +27,7 @@ from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Request, SaveReport, TrainingState
 from lockstep.monitor.folder import RunFolderTaken
 from lockstep.monitor.jsonl import finite
+from lockstep.training.best_checkpoint import restore_best
 from lockstep.training.components import FailureState, VoteParticipant
 from lockstep.training.data_identity import identity_of
 from lockstep.training.evaluations import Evaluations
@@ -36,7 +36,6 @@ from lockstep.training.ownership import refuse_other_run
 from lockstep.training.requests import Trigger
 from lockstep.training.rescue import Rescue
 from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, restore, set_back
-from lockstep.training.saved_state import check_state
 from lockstep.training.session import Session, attach, components_of, seconds_of
 from lockstep.training.working_copy import place_of
 
@@ -391,10 +390,5 @@ class Checkpoints(VoteParticipant):
         self.save()
 
     def load_best(self) -> None:
-        """Restore the session from the checkpoint with the best metric; all ranks together."""
-        step = cast("int | None", self._axis.broadcast(self._retention.best if self._axis.rank == 0 else None))
-        if step is None or step == self._session.progress.steps:
-            return
-        loaded = load_newest(self.storage, self._axis, self._session.state(), step, check_state)
-        assert loaded is not None, "a checkpoint of a given step exists, or RunFailed is raised"
-        self._session.restore(loaded.state)
+        """Restore the session from the best checkpoint that is intact; all ranks together."""
+        restore_best(self._session, self.storage, self._retention)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +61,8 @@ def after_last_round(
         return result  # the ranks' message names that folder
     step, fault = saved
     if fault is None:
-        report_buffer.mend(folder, memory.path, step, job.config.monitor.every)
+        with suppress(OSError):
+            report_buffer.mend(folder, memory.path, step, job.config.monitor.every)
         text = f"the state after step {step:,} was in memory, and is saved in {storage.place}; start it again to resume"
     else:
         memory.leave()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lockstep.core.errors import RunFailed
 from lockstep.monitor import history, report_buffer
 from lockstep.training.checkpoints import HISTORY
 from lockstep.training.rescue import last_reports
@@ -24,10 +25,16 @@ def rewind(folder: RunFolder, step: int, checkpoints: Checkpoints, memory: Path 
     Args:
         memory: Folder of the buffer of reports; None: there is none.
         every: Steps between the lines of metrics.jsonl.
+
+    Raises:
+        RunFailed: A file of the history can't be written. What is in memory stays there for the next start.
     """
     saved = checkpoints.resumed_environment
     folder.rewind(step)
-    report_buffer.mend(folder.path, memory, step, every, last_reports(saved))
+    try:
+        report_buffer.mend(folder.path, memory, step, every, last_reports(saved))
+    except OSError as error:
+        raise RunFailed(f"can't add to the history in {folder.path}: {error.strerror or error}") from error
     faults = history.faults(folder.path, saved.get(HISTORY))
     if checkpoints.evaluations.comes_first:
         folder.remove_evaluations(step)
