@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,17 @@ from kit import small
 from kit.worlds import in_world
 from safetensors.torch import load_file
 
+from lockstep.checkpoint.inspection import verify
 from lockstep.checkpoint.local import LocalDraft, LocalStorage
 from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.cli.main import main
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.training import job
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.job import Job, run_job
+from lockstep.training.resuming import Resume
 
 
 def _config(folder: Path, **sections: Any) -> dict[str, Any]:
@@ -122,6 +126,27 @@ def test_the_best_value_of_another_metric_is_not_that_of_this_one(tmp_path: Path
     in_world(1, _run, {**config, "run": {**config["run"], "steps": 2}})
     in_world(1, _run, {**config, "checkpoint": {**checkpoint, "best": "held-out.figure"}})
     assert 6 in names_by_step(LocalStorage(tmp_path / "run" / "checkpoints").names())
+
+
+def _fork_twice(config: dict[str, Any], origin: Path) -> None:
+    """The first time it ends as it begins, once its own first checkpoint exists; its launcher starts it again."""
+    (folder := Path(config["run"]["folder"])).mkdir()
+    fork = Job(validate(config).config, "fork", folder=folder, resume=Resume(origin=LocalStorage(origin)))
+    (folder / "run.lock").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "record_attempt", lambda *_: sys.exit(9))
+        with pytest.raises(SystemExit):
+            run_job(fork)
+    run_job(fork)
+
+
+def test_a_fork_that_ends_as_it_begins_begins_again(tmp_path: Path) -> None:
+    _run(_config(tmp_path / "run"))
+    config = _config(tmp_path / "fork", run={"steps": 9, "folder": str(tmp_path / "fork")})
+    in_world(1, _fork_twice, config, tmp_path / "run" / "checkpoints")
+    storage = LocalStorage(tmp_path / "fork" / "checkpoints")
+    assert list(storage.moved_aside()) == ["superseded-step-00000007"]
+    assert [verify(storage, name).fault for name in storage.names()] == [None, None]
 
 
 def _train_and_lose_the_best(config: dict[str, Any], how: str) -> None:

@@ -167,6 +167,8 @@ class Checkpoints(VoteParticipant):
                     else:
                         self._saved_at = self._newest = manifest.step
                     notes += set_back(self.storage, self._axis, manifest.step, loaded.broken)
+                else:  # what is there is of a fork that was killed as it began
+                    notes += set_back(self.storage, self._axis, -1, {})
             elif resume.until is not None:
                 notes += set_back(self.storage, self._axis, -1, {})
             elif resume.step is not None or resume.origin is not None:
