@@ -25,7 +25,7 @@ from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.known_runs import CONFIG, id_of_run
 from lockstep.config.writing import to_public
 from lockstep.core.command_lines import command_line
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.progress import Progress
 from lockstep.monitor.folder import is_finished, is_run
 from lockstep.monitor.jsonl import finite
@@ -73,11 +73,14 @@ def run_folder_for(config: Config, recipe: str, resume: Resume) -> Path | None:
         None: the run needs a new folder.
 
     Raises:
-        ConfigError: checkpoint.folder belongs to another run, or a fork would overwrite another run's files.
+        ConfigError: checkpoint.folder belongs to another run, or lacks the checkpoints of the run in the folder, or a
+            fork would overwrite another run's files.
     """
     folder = Path(config.run.folder).absolute() if config.run.folder is not None else folder_of_launch(config, recipe)
     if resume.origin is not None and folder is not None:
         _refuse_taken_fork(config.checkpoint, folder)
+    if folder is not None and resume == Resume(accept_changes=resume.accept_changes):
+        _refuse_empty_place(config.checkpoint, folder)
     if config.checkpoint.folder is None:
         return folder
     if is_address(config.checkpoint.folder):
@@ -155,6 +158,36 @@ def _refuse_taken_fork(checkpoint: Checkpoint, folder: Path) -> None:
     if names_by_step(storage.names()):
         why = f"{storage.place} holds checkpoints already, and a fork begins with a new one; name another folder"
         raise ConfigError(Problem("", "checkpoint.folder", why))
+
+
+def _refuse_empty_place(checkpoint: Checkpoint, folder: Path) -> None:
+    """Raise ConfigError if the run in a folder would start over, because its checkpoints are in another place."""
+    from lockstep.training.finished_run import run_config  # which imports this module
+
+    if not (folder / CONFIG).is_file():
+        return
+    try:
+        then = run_config(folder).checkpoint
+        if then.folder == checkpoint.folder or not (_is_listed_here(then) and _is_listed_here(checkpoint)):
+            return
+        before, now = storage_of(then, folder), storage_of(checkpoint, folder)
+        steps, owner = names_by_step(before.names()), before.owner()
+        is_own = owner is None or owner.run == id_of_run(folder)
+        if before.place == now.place or not steps or not is_own or names_by_step(now.names()):
+            return
+    except (Failure, OSError):  # a config that can't be read, a place that is gone: the ranks report it
+        return
+    why = (
+        f"{now.place} has no checkpoints, and the run in {folder} has its own in {before.place}, the newest of step "
+        f"{max(steps):,}; copy them there to resume, leave the key out, or start over: --fresh"
+    )
+    raise ConfigError(Problem("", "checkpoint.folder", why))
+
+
+def _is_listed_here(checkpoint: Checkpoint) -> bool:
+    """Return whether a process that starts ranks may list the checkpoints; see `_probe`."""
+    place = checkpoint.folder
+    return checkpoint.storage is None and (place is None or not is_address(place) or parts_of(place)[0] == "s3")
 
 
 def _occupant(storage: Storage) -> _Occupant | None:
