@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from kit.worlds import in_process, in_world
 from torch import nn
 
 import lockstep
+from lockstep.checkpoint.local import LocalDraft
 from lockstep.training.session import components_of
 
 SCRIPT = Path(plain_script.__file__)
@@ -223,3 +226,29 @@ def test_renamed_and_unknown_arguments_are_answered(arguments: dict[str, Any], m
 def test_renamed_names_are_answered(name: str, message: str) -> None:
     with pytest.raises(AttributeError, match=re.escape(message)):
         getattr(lockstep, name)
+
+
+def _save_again(folder: Path) -> tuple[list[str | None], list[str | None], list[str | int]]:
+    def gone(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with lockstep.session(small.config(run={"steps": 3})) as session:
+        checkpoints = session.checkpoints(folder)
+        assert len(list(session)) == 3
+        with pytest.MonkeyPatch.context() as patch:
+            if os.environ.get("RANK", "0") == "0":
+                patch.setattr(LocalDraft, "publish", gone)
+            checkpoints.save()
+            first = [report.failure for report in checkpoints.finish()]
+        checkpoints.finish()
+        checkpoints.save()
+        second = [report.failure for report in checkpoints.finish()]
+        checkpoints.save()  # which has nothing to do
+        return first, second, [*checkpoints.storage.names(), *(report.step for report in checkpoints.finish())]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_save_that_failed_is_made_again_at_the_same_update(ranks: int, tmp_path: Path) -> None:
+    for first, second, saved in in_world(ranks, _save_again, tmp_path / "checkpoints"):
+        assert first == ["Input/output error"]
+        assert (second, saved) == ([None], ["step-00000003"])

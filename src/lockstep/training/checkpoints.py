@@ -94,6 +94,7 @@ class Checkpoints(VoteParticipant):
         self._trigger = Trigger(section.every, Request.SAVE, epoch_samples, self._axis.rank)
         self._begun_saver: Saver | None = None
         self._saved_at: int | None = None
+        self._failed_at: int | None = None  # the step of a save that all ranks know to have failed
         self.evaluations = Evaluations(session)
         self._saved_evaluation = self._evaluation()
         self._began_at = 0
@@ -260,7 +261,7 @@ class Checkpoints(VoteParticipant):
         """
         self._failure_state.refuse_half_update(self)
         saver, step = self._saver, self._session.progress.steps
-        if self._saved_at == step:
+        if self._saved_at == step != self._failed_at:
             self._add_evaluation()
             return
         with components_of(self._session).world.clock.phase(Phase.SAVE):
@@ -319,7 +320,10 @@ class Checkpoints(VoteParticipant):
     def finish(self) -> list[SaveReport]:
         """Wait for the current save; return the saves that have ended since `outcomes`, on all ranks."""
         self._saver.finish()
-        return cast("list[SaveReport]", self._axis.broadcast(self._saver.outcomes()))
+        ended = cast("list[SaveReport]", self._axis.broadcast(self._saver.outcomes()))
+        if ended:
+            self._failed_at = ended[-1].step if ended[-1].failure is not None else None
+        return ended
 
     # --- instead of a save that failed or was lost ----------------------------------------------------------------
 
