@@ -212,6 +212,17 @@ def test_the_limit_ends_the_run_with_the_list_and_a_higher_one_resumes_it(
     assert audited(tmp_path / "run").complete
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_limit_counts_the_first_batch_and_holds_for_every_start(tmp_path: Path, ranks: int) -> None:
+    batch = {"batch": {"global_size": 24, "micro_size": 4}}  # the first one has samples 5 and 9
+    limited = config(tmp_path / "run", data={"bad_samples": {"policy": "skip", "limit": 1}}) | batch
+    for _ in range(2):
+        for message in in_world(ranks, failure, limited):
+            assert message.startswith("2 samples of data.train can't be used, and data.bad_samples.limit is 1.")
+    in_world(ranks, trained, config(tmp_path / "run", steps=2) | batch)
+    assert in_world(ranks, failure, limited)[0].startswith("3 samples of data.train can't be used")
+
+
 def announced(config: dict[str, Any]) -> str:
     with redirect_stdout(StringIO()) as output:
         failure(config)

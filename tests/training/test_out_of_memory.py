@@ -18,7 +18,7 @@ from lockstep.config.loading import validate
 from lockstep.config.schema import Config
 from lockstep.core.control_groups import MemoryLimit
 from lockstep.core.out_of_memory import error_location, note_location, out_of_memory_cause, requested_bytes
-from lockstep.training.out_of_memory import advice, memory_factors
+from lockstep.training.out_of_memory import advice, memory_factors, sizes_too_large
 
 MODELS = Path(__file__).with_name("out_of_memory_models.py")
 CONFIG = {
@@ -220,6 +220,17 @@ def test_the_innermost_place_counts() -> None:
 
 def _config(**sections: object) -> Config:
     return validate({**CONFIG, **sections}).config
+
+
+def test_samples_that_are_read_for_an_evaluation_are_a_part_of_it() -> None:
+    error = MemoryError()
+    note_location(error, "data", "while samples 3, 4 were read")
+    note_location(error, "evaluation", "in the evaluation on held-out")
+    place = error_location(error)
+    assert place is not None
+    assert (place.phase, str(place)) == ("evaluation", "while samples 3, 4 were read")
+    factors = memory_factors(_config(evaluation={"micro_size": 32}), 1)
+    assert sizes_too_large(error, factors) == {"evaluation.micro_size": 32}
 
 
 def test_a_micro_batch_of_one_leaves_the_other_remedies() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -55,16 +56,20 @@ DDP_DRILLED = pytest.param("ddp", marks=pytest.mark.drill)
 
 
 class Points:
-    """Points, some of which are NaN, or far away."""
+    """Points, some of which are NaN, or far away, or can't be read."""
 
-    def __init__(self, nan: tuple[int, ...] = (), far: tuple[int, ...] = (), samples: int = 40) -> None:
-        self._points, self._nan, self._far = small.points(samples), nan, far
+    def __init__(
+        self, nan: tuple[int, ...] = (), far: tuple[int, ...] = (), samples: int = 40, unreadable: tuple[int, ...] = ()
+    ) -> None:
+        self._points, self._nan, self._far, self._unreadable = small.points(samples), nan, far, unreadable
 
     def __len__(self) -> int:
         return len(self._points)
 
     def __getitem__(self, index: int) -> Any:
         point, label = self._points[index]
+        if index in self._unreadable:
+            raise OSError("broken")
         if index in self._nan:
             return point * torch.nan, label
         return (point + 1e4, label) if index in self._far else (point, label)
@@ -348,6 +353,27 @@ def test_a_device_finds_and_names_the_same_one_update_late(tmp_path: Path) -> No
     for numbers in ({"bisect": True}, {"nonfinite": "stop"}, {"nonfinite": "rollback", "rollback_steps": 2}):
         asked = config(tmp_path / "run", "single", numbers)
         assert of_session(asked, on_device=True) == of_session(asked, on_device=False)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_sample_is_found_beside_one_that_only_another_rank_knows_to_be_unreadable(
+    tmp_path: Path, on_device: bool
+) -> None:
+    """On the host that is so in the first update alone; on a device in each, whose votes are read one update late."""
+    update = BAD_UPDATE if on_device else 1
+    first, *_, last = ORDER[SIZE * (update - 1) : SIZE * update]
+    asked = config(
+        tmp_path / "run",
+        "ddp",
+        {"bisect": True},
+        arguments={"nan": [last], "unreadable": [first]},
+        data={"bad_samples": {"policy": "skip"}},
+        steps=BAD_UPDATE + 2,
+    )
+    (reports, _), (others, _) = in_world(2, partial(of_session, on_device=on_device), asked)
+    assert reports == others
+    assert all(kept for _, _, kept, _, _ in reports[:-1])
+    assert reports[-1].samples == (last,)
 
 
 def of_session(asked: dict[str, Any], *, on_device: bool) -> tuple[list[Any], str]:

@@ -25,6 +25,8 @@ from lockstep.monitor.attempts import read_attempts
 from lockstep.resilience.faults import FAULTS, Fault, write_plan
 from lockstep.training.decisions import decided, decision_of
 from lockstep.training.job import Job
+from lockstep.training.micro_sizes import factors_of
+from lockstep.training.session import components_of
 from lockstep.training.smaller_batches import SmallerBatches, learned, recovery_notes, sentences_on_sizes
 from lockstep.training.start_run import train_as_rank
 
@@ -345,6 +347,12 @@ def test_an_evaluation_has_a_size_of_its_own(tmp_path: Path) -> None:
     assert rounds.after(ran_out(evaluation=8)) == "evaluation.micro_size is 4 instead of 8 from here on"
     assert rounds.job.config.evaluation.micro_size == 4
     assert rounds.job.config.batch.micro_size == 8
+
+
+def test_an_evaluation_whose_set_is_smaller_has_run_out_with_the_size_of_the_set() -> None:
+    """Else halves of a larger size would run out again."""
+    with lockstep.session(small.config(evaluation={"micro_size": 1024})) as session:
+        assert factors_of(components_of(session).config, 1, session).evaluation_size == 11
 
 
 @pytest.mark.parametrize(

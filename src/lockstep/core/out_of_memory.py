@@ -55,9 +55,16 @@ def note_location(error: BaseException, phase: Phase, text: str) -> None:
 
 
 def error_location(error: BaseException) -> ErrorLocation | None:
-    """Return the innermost location noted on the error or on those it was raised from; None if there is none."""
+    """Return the innermost location noted on the error or on those it was raised from; None if there is none.
+
+    Samples that are read for an evaluation are a part of it: their number is that of its micro-batches.
+    """
     notes = (note for link in reversed(list(causes(error))) for note in getattr(link, "__notes__", ()))
-    return next((note for note in notes if isinstance(note, ErrorLocation)), None)
+    places = [note for note in notes if isinstance(note, ErrorLocation)]
+    if not places:
+        return None
+    evaluates = places[0].phase == "data" and any(place.phase == "evaluation" for place in places)
+    return ErrorLocation("evaluation", str(places[0])) if evaluates else places[0]
 
 
 def out_of_memory_cause(error: BaseException) -> BaseException | None:

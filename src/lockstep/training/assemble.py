@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import ActivationCheckpointing, Config, Optim, Run, Schedule
     from lockstep.core.protocols import Engine, EvaluatedObjective, Optimizer, Source
     from lockstep.core.records import Inputs
+    from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
     from lockstep.distributed.row_shards import RowShards
     from lockstep.models.meta_model import MetaModel
@@ -135,12 +136,18 @@ def _evaluator(engine: Engine, made: Parallelized, prepared: _Prepared, config: 
         made.sharding,
         prepared.objective,
         prepared.evaluation,
-        _evaluation_size(config.evaluation.micro_size, prepared.plan),
+        min(_evaluation_size(config.evaluation.micro_size, prepared.plan), _most_evaluated(prepared, made.position)),
         config.data.loader,
         made.position,
         world,
         keyed_draws(config, prepared.plan, made, world),
     )
+
+
+def _most_evaluated(prepared: _Prepared, position: MeshPosition) -> int:
+    """Return the samples that a rank evaluates of the largest set; a forward that runs out of memory had no more."""
+    samples = max((source.facts.samples for source in prepared.evaluation.values()), default=1)
+    return max(1, -(-samples // position.shares))
 
 
 def _nothing() -> None:

@@ -60,8 +60,20 @@ class LeftOutSamples:
         Raises:
             RunFailed: There are more than `data.bad_samples.limit`, or ranks with the same samples disagree.
         """
-        if Request.LEFT_OUT not in report.requests:
-            return
+        if Request.LEFT_OUT in report.requests:
+            self._exchange(failure_state)
+
+    def begin(self, batch: GlobalBatch, failure_state: FailureState) -> None:
+        """Exchange what ranks leave out of the first batch, for which there was no vote; all ranks together.
+
+        Raises:
+            RunFailed: As `receive`, also if the run has left out more before it was started again.
+        """
+        if self._source is not None:
+            self.fetched(batch)
+            self._exchange(failure_state)
+
+    def _exchange(self, failure_state: FailureState) -> None:
         own, self._pending = self._pending, []
         share = (self._position.share, self._position.reports_counts, own)
         shares = cast("list[_Share]", self._axis.gather(share))

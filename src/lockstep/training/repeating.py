@@ -197,8 +197,8 @@ class UpdateRepeats:
             self._components.readback.start(tokens)
             return again(attempt.batch, attempt.count), []
         self._left_out.source.leave_out(dict.fromkeys(guilty, search.reason))
-        known = attempt.batch.left_out
-        new = tuple(sample for sample in without.batch.left_out if sample not in known)
+        known = {sample.index for sample in attempt.batch.left_out}
+        new = tuple(sample for sample in without.batch.left_out if sample.index not in known)
         self._left_out.fetched(replace(without.batch, left_out=new))
         self._bad_updates.add(self._report(progress, fault, "left out", guilty))
         return without, guilty
@@ -237,8 +237,8 @@ class _Search:
 
     def guilty(self) -> tuple[list[int], UpdateAttempt | None]:
         """Return the samples, and the attempt without them, which isn't bad; none if there is no such attempt."""
-        samples = self.components.loader.samples_after(self.progress)
-        rest = [sample for sample in samples if not self.left_out.source.leaves_out(sample)]
+        lacked = self._lacked()
+        rest = [sample for sample in self.components.loader.samples_after(self.progress) if sample not in lacked]
         loss, norm = self.attempt.numbers()
         finite, limits = math.isfinite(loss + norm), self.attempt.decision.limits
 
@@ -259,6 +259,12 @@ class _Search:
             if not without.fault():
                 return guilty, without
         return [], None
+
+    def _lacked(self) -> set[int]:
+        """Return the samples that the update lacks; a rank may not know yet what others can't read."""
+        own = [sample.index for sample in self.attempt.batch.left_out]
+        gathered = cast("list[list[int]]", self.components.world.axis.gather(own))
+        return {index for of_rank in gathered for index in of_rank}
 
     def _with(self, samples: Sequence[int]) -> UpdateAttempt:
         """Compute the update with no other samples."""

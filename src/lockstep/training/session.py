@@ -109,7 +109,7 @@ class Session:
         self._batches = self._components.loader.updates(self.progress)
         with remedy_named():
             batch = next(self._batches)
-        self.request(self._left_out.fetched(batch))
+        self._left_out.begin(batch, self._failure_state)
         count, tokens = self._components.consensus.announce(*reported_counts(batch, self._components.position))
         if not float(count) and not batch.left_out:
             print_once(no_valid_target(self.progress.steps + 1))

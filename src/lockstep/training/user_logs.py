@@ -51,8 +51,8 @@ class UserLogs:
         """Collect what was logged up to this update, if it is recorded and a rank has requested it."""
         if self._histograms is not None and (of_model := self._histograms.see(report)):
             self._monitors.logged(report.step, of_model)
-        if Request.LEFT_OUT in report.requests:
-            self._monitors.left_out(report.step, left_out_of(self._session).take_new())
+        if left_out := left_out_of(self._session).take_new():
+            self._monitors.left_out(report.step, left_out)
         self.show_bad_updates()
         self._has_entries |= Request.SHOW_LOG in report.requests
         if report.step % self._every:
