@@ -35,6 +35,19 @@ class Undetermined(small.Net):
         return super().forward(points) + os.urandom(1)[0]
 
 
+class Points:
+    """Points that are read one by one, all of which are in the fingerprint of the data."""
+
+    def __init__(self) -> None:
+        self._points = small.points(16)
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._points[index]
+
+
 def chaos(folder: Path, *words: str, **sections: Any) -> Done:
     config = small.config(parallel={"strategy": "ddp"}, launch={"ranks": 2, "device": "cpu"})
     file = folder / "small.yaml"
@@ -161,7 +174,8 @@ def test_a_bad_sample_of_divided_sequences_is_left_out(tmp_path: Path) -> None:
     "words", [["--seed", "3"], pytest.param(["--recovery.bad_numbers.bisect", "true"], marks=pytest.mark.drill)]
 )
 def test_a_bad_sample_is_left_out(tmp_path: Path, words: list[str]) -> None:
-    done = chaos(tmp_path, "--rounds", "1", "--faults", "badsample", *words)
+    data = {"train": {"kind": "custom", "target": f"{HERE}:Points"}}
+    done = chaos(tmp_path, "--rounds", "1", "--faults", "badsample", *words, data=data)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "after badsample as the one that leaves out the same samples" in done.stdout
     assert " equal; " in done.stdout

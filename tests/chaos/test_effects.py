@@ -8,9 +8,11 @@ import random
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from lockstep.core.planted import plant_unreadable, unreadable_samples
 from lockstep.resilience.disk_faults import newest_of_two
 from lockstep.resilience.faults import FAULTS, Fault, events_of, plant, write_plan
 from lockstep.resilience.memory_faults import Trained
+from lockstep.resilience.number_faults import make_sample_nan
 
 
 def planted(plan: Path, fault: Fault, model: nn.Module | None = None) -> PhaseClock:
@@ -72,6 +75,52 @@ def test_a_nan_in_what_a_model_names(tmp_path: Path) -> None:
     planted(plan, Fault("nan", 0, 1, "forward"), model).enter(Phase.FORWARD)
     assert model(torch.ones(2))["logits"].isnan().all()
     assert fired(plan) == [1]
+
+
+class Lists(nn.Module):
+    """Uses parameters of modules that are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(4, 4)
+        self.weights = nn.ParameterList([torch.ones(4, 4)])
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return points @ self.weights[0]
+
+
+class Recurrent(nn.Module):
+    """Its last layer returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(4, 4)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.layer(points)[0]
+        return hidden
+
+
+def training_update(model: nn.Module, points: torch.Tensor) -> None:
+    model(points).sum().backward()
+
+
+@pytest.mark.parametrize("model", [Lists, Recurrent, small.Net])
+def test_faults_find_a_layer_in_any_model(tmp_path: Path, model: type[nn.Module]) -> None:
+    points = torch.arange(12.0).view(3, 4)
+    for kind, phase in (("nan", "forward"), ("oom", "forward"), ("oom", "backward")):
+        plan, made = tmp_path / f"{kind}-{phase}.json", model()
+        planted(plan, Fault(kind, 0, 1, phase), made).enter(Phase.FORWARD)
+        with suppress(torch.OutOfMemoryError):
+            training_update(made, points)
+        assert fired(plan) == [1]
+    made, used = model(), Mock()
+    make_sample_nan(made, (points[1:2],), used)
+    training_update(made, points[:1])
+    used.assert_not_called()
+    assert made(points).isnan().any(1).tolist() == [False, True, False]
+    used.assert_called_once()
+    assert made.eval()(points).isfinite().all()
 
 
 def test_samples_that_cannot_be_read_are_noted_by_their_read(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from lockstep.config.training_sections import Memory
@@ -72,30 +74,56 @@ def plant_in(trained: Trained, phase: str, runs_out: Callable[[bool], bool]) -> 
         trained.step.update = refused  # type: ignore[method-assign]
         return
 
-    def before(module: nn.Module, inputs: Any) -> None:
-        if module.training == (phase == "forward"):
-            refuse(module.training)
+    if getattr(trained.model, "_compiled_call_impl", None) is not None:
+        _plant_around(trained.model, phase, refuse)
+    else:
+        _plant_within(trained.model, phase, refuse)
+
+
+def _before(phase: str, refuse: Callable[[bool], None], module: nn.Module, *_: Any) -> None:
+    if phase != "backward" and module.training == (phase == "forward"):
+        refuse(module.training)
+
+
+def _after(phase: str, refuse: Callable[[bool], None], output: Any) -> bool:
+    """Let the backward through an output raise; return whether there will be one."""
+    outputs = (value for value in tree_leaves(output) if isinstance(value, Tensor) and value.requires_grad)
+    first: Any = next(outputs, None) if phase == "backward" else None
+    if first is not None:
+        first.register_hook(lambda gradient: refuse(True))
+    return first is not None
+
+
+def _plant_around(model: nn.Module, phase: str, refuse: Callable[[bool], None]) -> None:
+    """Let a compiled model raise: hooks of its layers would be compiled, into graphs that round otherwise."""
+    compiled: Any = model._compiled_call_impl
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        _before(phase, refuse, model)
+        output = compiled(*inputs, **named)
+        _after(phase, refuse, output)
+        return output
+
+    model._compiled_call_impl = call
+
+
+def _plant_within(model: nn.Module, phase: str, refuse: Callable[[bool], None]) -> None:
+    """Let a layer in the middle of a model raise; or the whole, which may use the parameters of its layers itself."""
+    is_planted = False  # in this forward
 
     def after(module: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(lambda gradient: refuse(True))  # type: ignore[no-untyped-call]
+        nonlocal is_planted
+        is_planted |= _after(phase, refuse, output)
 
-    compiled = getattr(trained.model, "_compiled_call_impl", None)
-    if compiled is not None:  # hooks of its layers would be compiled, into graphs that round otherwise
+    def after_all(module: nn.Module, inputs: Any, output: Any) -> None:
+        nonlocal is_planted
+        _before(phase, refuse, module)
+        if not is_planted:
+            _after(phase, refuse, output)
+        is_planted = False
 
-        def call(*inputs: Any, **named: Any) -> Any:
-            if phase != "backward":
-                before(trained.model, inputs)
-            output = compiled(*inputs, **named)
-            if phase == "backward":
-                after(trained.model, inputs, output)
-            return output
-
-        trained.model._compiled_call_impl = call
-        return
-    leaves = [module for module in trained.model.modules() if next(module.parameters(recurse=False), None) is not None]
+    leaves = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
     for leaf in leaves[len(leaves) // 2 :]:
-        if phase == "backward":
-            leaf.register_forward_hook(after)
-        else:
-            leaf.register_forward_pre_hook(before)
+        leaf.register_forward_pre_hook(partial(_before, phase, refuse))
+        leaf.register_forward_hook(after)
+    model.register_forward_hook(after_all)

@@ -6,6 +6,9 @@ badsample  the first layer's output in training is NaN
 diverge    a bit of a parameter is another one on this rank alone
            after an update                                          --> `recovery.compare_every`
 
+The first layer is the first module with parameters that a forward calls: a model may call some in another order than it
+holds them, and others never, whose parameters it uses itself.
+
 Where the optimizer's state is sharded, an update writes all parameters again: a bit that flips before it is gone then.
 """
 
@@ -50,11 +53,12 @@ def make_nan(model: nn.Module, fired: Callable[[], None]) -> None:
     def spoil(module: nn.Module, inputs: object, output: Any) -> Any:
         if not module.training:
             return None
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         fired()
         return _spoiled(output)
 
-    handle = _first_layer(model).register_forward_hook(spoil)
+    handles = [layer.register_forward_hook(spoil) for layer in _layers(model)]
 
 
 def _spoiled(output: Any) -> Any:
@@ -85,6 +89,7 @@ def make_sample_nan(model: nn.Module, inputs: Inputs, fired: Callable[[], None])
     values = inputs if isinstance(inputs, tuple) else tuple(inputs.values())
     whole = [value for value in values if isinstance(value, torch.Tensor)]
     of_forward: list[Tensor | None] = [None]
+    spoils = True  # until the first layer of a forward has done so
 
     def rows(parts: Iterable[Any]) -> Tensor | None:
         """Return which rows are the sample, or this rank's positions of it, [samples]; None: it can't be seen."""
@@ -102,12 +107,17 @@ def make_sample_nan(model: nn.Module, inputs: Inputs, fired: Callable[[], None])
         return None
 
     def enter(module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        of_forward[0] = rows((*arguments, *named.values()))
+        nonlocal spoils
+        of_forward[0], spoils = rows((*arguments, *named.values())), module.training
 
     def spoil(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+        nonlocal spoils
         mask = of_forward[0] if of_forward[0] is not None else rows(arguments)
         first = output[0] if isinstance(output, tuple) else output
-        if not module.training or mask is None or len(first) % len(mask) or not bool(mask.any()):
+        if not spoils or mask is None or not _is_of_numbers(first) or len(first) % len(mask):
+            return None
+        spoils = False
+        if not bool(mask.any()):
             return None
         fired()
         mask = mask.repeat_interleave(len(first) // len(mask)).view(-1, *[1] * (first.ndim - 1))
@@ -115,11 +125,14 @@ def make_sample_nan(model: nn.Module, inputs: Inputs, fired: Callable[[], None])
         return (spoiled, *output[1:]) if isinstance(output, tuple) else spoiled
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
-    _first_layer(model).register_forward_hook(spoil)
+    for layer in _layers(model):
+        layer.register_forward_hook(spoil)
 
 
-def _first_layer(model: nn.Module) -> nn.Module:
-    return next(module for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that may be the first layer: those with parameters of their own, and the whole."""
+    layers = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+    return [*layers, model] if model not in layers else layers
 
 
 def flip_bit(model: nn.Module, fired: Callable[[], None]) -> None:
