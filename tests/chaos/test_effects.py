@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from kit import small
 from torch import nn
 
+import lockstep
 from lockstep.chaos.drawing import draw_fault
 from lockstep.chaos.effects import has_effect
 from lockstep.core.phase_clock import Phase, PhaseClock
@@ -27,6 +29,8 @@ from lockstep.resilience.disk_faults import newest_of_two
 from lockstep.resilience.faults import FAULTS, Fault, events_of, plant, write_plan
 from lockstep.resilience.memory_faults import Trained
 from lockstep.resilience.number_faults import make_sample_nan
+from lockstep.training.planted_faults import trained_in
+from lockstep.training.session import components_of
 
 
 def planted(plan: Path, fault: Fault, model: nn.Module | None = None) -> PhaseClock:
@@ -115,12 +119,38 @@ def test_faults_find_a_layer_in_any_model(tmp_path: Path, model: type[nn.Module]
             training_update(made, points)
         assert fired(plan) == [1]
     made, used = model(), Mock()
-    make_sample_nan(made, (points[1:2],), used)
+    make_sample_nan(made, [], [[points[1:2]]], used)
     training_update(made, points[:1])
     used.assert_not_called()
     assert made(points).isnan().any(1).tolist() == [False, True, False]
     used.assert_called_once()
     assert made.eval()(points).isfinite().all()
+
+
+class Noisy:
+    """Points that are others each time."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return index + torch.rand(4) / 2, index % 3
+
+
+def test_a_sample_is_recognized_that_is_drawn_anew_each_time() -> None:
+    data = {"train": {"kind": "custom", "target": f"{__file__}:Noisy"}}
+    with lockstep.session(small.config(data=data, batch={"global_size": 8, "micro_size": 4})) as session:
+        drawn: list[list[torch.Tensor]] = []
+        [alone] = trained_in(session).sample(2, 0, drawn.append)
+        model, used = components_of(session).sharding.state.model, Mock()
+        make_sample_nan(model, [alone], drawn, used)
+        kept = [report.kept for report in islice(session, 4)]
+    (first,), (second,) = drawn  # one for each epoch
+    assert first.shape == second.shape == alone.shape
+    assert int(first[0, 0]) == int(second[0, 0]) == int(alone[0, 0])
+    assert not first.equal(second)
+    assert sorted(kept) == [False, False, True, True]
+    assert used.call_count == 2
 
 
 def test_samples_that_cannot_be_read_are_noted_by_their_read(tmp_path: Path) -> None:

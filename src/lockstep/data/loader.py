@@ -62,6 +62,7 @@ class TrainingLoader:
 
     Attributes:
         epoch_samples: Samples of an epoch; with `drop_last`, those that fill global batches.
+        show: Is called with each micro-batch that isn't padding, and the request for it; None: nothing is.
 
     Raises:
         ConfigError: There are no samples, or none left with `drop_last`.
@@ -93,6 +94,7 @@ class TrainingLoader:
         self._count = count
         self._workers = _workers(options, device, key(seed, "workers", rank))
         self._running: Generator[GlobalBatch, None, None] | None = None
+        self.show: Callable[[FetchRequest, Batch], None] | None = None
 
     def updates(self, progress: Progress) -> Iterator[GlobalBatch]:
         """Yield the updates after `progress`, without end; close the iterator of an earlier call.
@@ -140,14 +142,15 @@ class TrainingLoader:
             first += stop - start
         return samples
 
-    def sample_of(self, step: int, rank: int) -> Batch:
-        """Return the first sample of update `step`, from 1, on a rank, at this global batch, as a batch on the CPU."""
+    def sample_of(self, step: int, rank: int) -> tuple[int, Batch]:
+        """Return the first sample of update `step`, from 1, on a rank, and a batch of it alone, on the CPU."""
         size = self._batch.global_size
         epoch, position = divmod(self.positions_of(step)[0], self.epoch_samples)
         ranges = self._batch.ranges(min(size, self.epoch_samples - position), rank % self._batch.ranks)
         indices = self._order.indices(epoch, np.array([position + ranges[0][0] % size]))
         draws = key(self._seed, "augmentation") if self._source.draws else None
-        return fetch(self._source, FetchRequest(indices, False, key(self._seed, "noise", epoch), draws))
+        batch = fetch(self._source, FetchRequest(indices, False, key(self._seed, "noise", epoch), draws))
+        return int(indices[0]), batch
 
     def positions_of(self, step: int) -> tuple[int, int]:
         """Return the positions between which update `step`, from 1, has its samples, at this global batch."""
@@ -231,6 +234,8 @@ class TrainingLoader:
             if batch.samples:
                 count += self._count(batch)
                 tokens += batch.tokens
+                if self.show is not None:
+                    self.show(request, batch)
             if batch.left_out:
                 left_out += positioned(batch.left_out, request.indices, request.position)
         used = share.digest - sum_of_digests(share.epoch, left_out) if left_out else share.digest

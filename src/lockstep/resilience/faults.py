@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -40,6 +41,8 @@ from lockstep.resilience.memory_faults import Trained, plant_in
 from lockstep.resilience.number_faults import BAD_SAMPLE, DIVERGE, NAN, NUMBER_FAULTS, make_sample_nan
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lockstep.distributed.process_group import World
 
 FAULTS = "LOCKSTEP_FAULTS"
@@ -51,6 +54,7 @@ NETWORK_KINDS = ("partition", "one-way", "slow-link")
 _EXIT_CODE = 9
 _PATIENCE_S = 60.0
 _SLICE_S = 0.01
+_DRAWN = 64  # micro-batches with a sample, which may be on their way, or repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +152,10 @@ class _Trap:
                 plant_unreadable(UnreadableSamples(*trained.positions(fault.step), fails))
                 self._fired_in = fault.step
             if fault.kind == BAD_SAMPLE:
-                sample = trained.sample(fault.step, fault.rank)
-                if sample.samples:  # else the run leaves it out by now
-                    make_sample_nan(trained.first_module, sample.inputs, partial(self._fires, number))
+                drawn: deque[list[Tensor]] = deque(maxlen=_DRAWN)
+                sample = trained.sample(fault.step, fault.rank, drawn.append)
+                if sample:  # else the run leaves it out by now
+                    make_sample_nan(trained.first_module, sample, drawn, partial(self._fires, number))
 
     def entered(self, phase: Phase, updates: int, *, ends_update: bool) -> None:
         """See a phase begin, after some updates of this process.

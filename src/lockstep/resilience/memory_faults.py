@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 if TYPE_CHECKING:
     from lockstep.config.training_sections import Memory
     from lockstep.core.protocols import GradientStep
-    from lockstep.core.records import Batch
 
 MEMORY_PHASES = ("forward", "backward", "optimizer", "evaluation")
 _MESSAGE = "CUDA out of memory. Tried to allocate 2.00 MiB. (planted)"
@@ -34,7 +33,8 @@ class Trained:
     Attributes:
         step: Its optimizer's step is the method `update`.
         samples: Returns how many samples of a micro-batch count, in training (true) or in an evaluation.
-        sample: Returns the first sample of an update on a rank, alone; it has no weight if it is left out.
+        sample: Returns the inputs of the first sample of an update on a rank, alone; none if it is left out. The last
+            argument is called with its inputs in each micro-batch that has it: they may be others each time.
         positions: Returns between which positions in the order of the run an update has its samples.
         first_module: The one whose outputs are the first that this rank uses.
     """
@@ -42,7 +42,7 @@ class Trained:
     model: nn.Module
     step: GradientStep
     samples: Callable[[bool], int]
-    sample: Callable[[int, int], Batch]
+    sample: Callable[[int, int, Callable[[list[Tensor]], None]], list[Tensor]]
     positions: Callable[[int], tuple[int, int]]
     first_module: nn.Module
 

@@ -14,7 +14,7 @@ Where the optimizer's state is sharded, an update writes all parameters again: a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.distributed.forward_mode import current_sequences
@@ -22,8 +22,6 @@ from lockstep.distributed.shard_boxes import live_part
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from lockstep.core.records import Inputs
 
 NAN, BAD_SAMPLE, DIVERGE = "nan", "badsample", "diverge"
 _NAN = float("nan")
@@ -77,34 +75,32 @@ def _is_of_numbers(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def make_sample_nan(model: nn.Module, inputs: Inputs, fired: Callable[[], None]) -> None:
+def make_sample_nan(
+    model: nn.Module, alone: Sequence[Tensor], drawn: Collection[Sequence[Tensor]], fired: Callable[[], None]
+) -> None:
     """Let the output of the first layer in training be NaN for a sample, which is recognized by its values.
 
     Args:
-        inputs: Of the sample alone, as the model's forward takes them.
+        alone: The inputs of the sample, as the model's forward takes them.
+        drawn: The same in micro-batches that are on their way; a dataset may draw others for each.
         fired: Called whenever the sample is used.
     """
     import torch
 
-    values = inputs if isinstance(inputs, tuple) else tuple(inputs.values())
-    whole = [value for value in values if isinstance(value, torch.Tensor)]
     of_forward: list[Tensor | None] = [None]
     spoils = True  # until the first layer of a forward has done so
 
-    def rows(parts: Iterable[Any]) -> Tensor | None:
+    def rows(parts: Sequence[Any]) -> Tensor | None:
         """Return which rows are the sample, or this rank's positions of it, [samples]; None: it can't be seen."""
-        own, sequences = whole, current_sequences()
-        if sequences is not None:
-            positions = sequences.positions.cpu()
-            own = [value[:, positions] for value in whole if value.shape[1:2] == (sequences.length,)]
-        for part in parts:
-            if isinstance(part, torch.Tensor) and part.ndim > 1:
-                for sample in own:
-                    if sample.shape[2:] == part.shape[2:] and sample.ndim == part.ndim:
-                        length = min(part.shape[1], sample.shape[1])  # of texts that are padded with others, or alone
-                        same: Tensor = (part[:, :length] == sample[:, :length].to(part)).flatten(1).all(1)
-                        return same
-        return None
+        sequences, mask = current_sequences(), None
+        for own in (alone, *drawn):
+            if sequences is not None:
+                positions = sequences.positions.cpu()
+                own = [value[:, positions] for value in own if value.shape[1:2] == (sequences.length,)]
+            same = _rows_like(own, parts)
+            if same is not None:
+                mask = same if mask is None else mask | same
+        return mask
 
     def enter(module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         nonlocal spoils
@@ -127,6 +123,20 @@ def make_sample_nan(model: nn.Module, inputs: Inputs, fired: Callable[[], None])
     model.register_forward_pre_hook(enter, with_kwargs=True)
     for layer in _layers(model):
         layer.register_forward_hook(spoil)
+
+
+def _rows_like(own: Iterable[Tensor], parts: Iterable[Any]) -> Tensor | None:
+    """Return which rows of the first input that can be compared are a sample's, [samples]; None: there is none."""
+    import torch
+
+    for part in parts:
+        if isinstance(part, torch.Tensor) and part.ndim > 1:
+            for sample in own:
+                if sample.shape[2:] == part.shape[2:] and sample.ndim == part.ndim:
+                    length = min(part.shape[1], sample.shape[1])  # of texts that are padded with others, or alone
+                    same: Tensor = (part[:, :length] == sample[:, :length].to(part)).flatten(1).all(1)
+                    return same
+    return None
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

@@ -41,7 +41,6 @@ from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.profiler import Profiler
 from lockstep.monitor.run_lock import lock_holder
 from lockstep.resilience.faults import plant
-from lockstep.resilience.memory_faults import Trained, held_samples
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
 from lockstep.training import resumed_history, rolling_back
@@ -50,7 +49,6 @@ from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attem
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
 from lockstep.training.deadly_samples import forget_others, known_deadly, remember_death
-from lockstep.training.engines import first_module_of
 from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
@@ -60,6 +58,7 @@ from lockstep.training.micro_sizes import factors_of, smaller_since
 from lockstep.training.monitoring import Meters, make_monitors, refuse_missing_packages, started
 from lockstep.training.out_of_memory import explain, with_prediction
 from lockstep.training.ownership import run_folder_for
+from lockstep.training.planted_faults import trained_in
 from lockstep.training.publishing import publish, write_report
 from lockstep.training.resuming import Resume, a_checkpoint_follows
 from lockstep.training.rolling_back import Rollback
@@ -129,18 +128,7 @@ def run_job(job: Job) -> Finished:
             notes.append(late)
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         checkpoints.snapshots.begin_attempt(record_attempt(session, folder, earlier, facts, job.memory))
-        sharding, loader, memory = components.sharding, components.loader, components.config.memory
-        held = components.evaluator.micro_size, held_samples(components.plan.batch.micro_size, memory)
-        model = sharding.state.model
-        trained = Trained(
-            model,
-            sharding.step,
-            held.__getitem__,
-            loader.sample_of,
-            loader.positions_of,
-            first_module_of(components.engine, model),
-        )
-        plant(components.world, session.progress.steps, trained=trained)
+        plant(components.world, session.progress.steps, trained=trained_in(session))
         is_first = components.world.rank == 0
         grow_at = None if job.grow_after is None or not is_first else smaller_since(earlier, session) + job.grow_after
         meters = Meters(session, folder)
