@@ -31,6 +31,7 @@ from lockstep.report.explanation import explain
 from lockstep.training.api import resolved
 from lockstep.training.audit import audit
 from lockstep.training.job import opened
+from lockstep.training.left_out import LeftOutSamples
 from lockstep.training.readback import DeviceReadback
 from lockstep.training.rolling_back import RollbackDue
 from lockstep.training.session import Session, bad_updates_of, components_of
@@ -238,6 +239,29 @@ def test_what_a_run_that_starts_otherwise_does(tmp_path: Path) -> None:
     with pytest.raises(RolledBack):
         lockstep.train(longer, fresh=True)
     assert [entry["update"] for entry in json.loads(file.read_text())] == [BAD_UPDATE]
+
+
+def test_samples_are_used_again_whose_rollback_is_forgotten_but_for_those_of_another_run(tmp_path: Path) -> None:
+    asked = config(tmp_path / "run", "single", {"nonfinite": "rollback", "rollback_steps": 1}, steps=8)
+    in_world(1, trained, asked)
+    in_world(1, trained, asked)
+    window = sorted(ORDER[SIZE * (BAD_UPDATE - 1) : SIZE * BAD_UPDATE])
+    assert left_out(tmp_path / "run") == window
+    storage = LocalStorage(tmp_path / "run" / "checkpoints")
+    listed = read_manifest(storage, storage.names()[-1]).state["left_out"]
+    (tmp_path / "run" / "logs" / "rollbacks.json").unlink()
+    longer = {**asked, "run": {**asked["run"], "steps": 16}}
+    message = in_world(1, trained, longer)[0]  # the bad one makes an update of the second epoch NaN
+    assert "goes back to step" in message
+
+    forked = config(tmp_path / "fork", "single", {"nonfinite": "rollback"})
+    with opened(resolved(forked, UserObjects()), UserObjects()) as session:
+        for follows, consumed in ((False, 40), (True, 45)):  # its first start, and the next one
+            samples = LeftOutSamples(components_of(session))
+            samples.follows_records = follows
+            samples.restore(listed, consumed)
+            listed = samples.state()
+            assert sorted(sample["index"] for sample in listed if sample["until"] is None) == window
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

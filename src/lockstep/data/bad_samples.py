@@ -36,6 +36,10 @@ CONFIGURED = "data.leave_out"
 """The reason of samples that the config leaves out."""
 BAD_NUMBERS = "bad numbers: "
 """The beginning of the reason of samples that are left out because of the numbers of their update."""
+DEADLY = "reading it has ended the process "
+"""The beginning of the reason of samples that `deadly_samples.jsonl` lists."""
+WENT_BACK = "; the run went back"
+"""The end of the reason of samples that `rollbacks.json` lists."""
 _LOOKED_AT = 16
 _MOST = 0.75  # of the samples that are looked at have the shapes that all must have
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lockstep.config.writing import to_plain
 from lockstep.core.files import append_line, forget
 from lockstep.core.heartbeat import Reading
-from lockstep.data.bad_samples import Deadly
+from lockstep.data.bad_samples import DEADLY, Deadly
 from lockstep.launch.deaths import FILE, Death, deaths_in
 from lockstep.launch.ends import End, EndKind, first_cause
 from lockstep.launch.ends_file import gist
@@ -77,7 +77,7 @@ class DeadlySamples:
         """Return the training samples to leave out, and those to read alone, as far as the record can be read."""
         deaths = self._deaths()
         reasons = {
-            sample: f"reading it has ended the process {times} times, the last time: {last}"
+            sample: f"{DEADLY}{times} times, the last time: {last}"
             for sample in sorted({sample for death in deaths if len(death.samples) == 1 for sample in death.samples})
             if (times := _times(deaths, [sample])) >= _ENOUGH
             for last in [next(death.what for death in reversed(deaths) if sample in death.samples)]

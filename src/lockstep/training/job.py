@@ -227,8 +227,9 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     storage = storage_of(job.config.checkpoint, folder, job.given.storage)
     checkpoints = Checkpoints(session, storage, environment, folder, job.recipe, job.memory)
     notes = [f"transforms of the model: {', '.join(transforms)}"] if transforms else []
-    notes += checkpoints.begin(resume)
-    notes += rolling_back.apply(rollbacks, components, left_out_of(session))
+    left_out_of(session).follows_records = resume.origin is None
+    of_rollbacks = rolling_back.apply(rollbacks, components, left_out_of(session))
+    notes += [*checkpoints.begin(resume), *of_rollbacks]
     if checkpoints.resumed_from is None:
         components.draw()
     if is_first:

@@ -24,7 +24,7 @@ from lockstep.core.errors import ConfigError, Failure, Problem, RolledBack, RunF
 from lockstep.core.files import MAX_JSON_BYTES, forget, read_bounded, write_atomically
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.records import NumbersReport
-from lockstep.data.bad_samples import BAD_NUMBERS
+from lockstep.data.bad_samples import BAD_NUMBERS, WENT_BACK
 from lockstep.monitor.folder import LOGS
 from lockstep.resilience.guard import ADVICE
 
@@ -79,7 +79,7 @@ class Rollback:
     @property
     def reason(self) -> str:
         """The reason for which the samples are left out."""
-        return f"{BAD_NUMBERS}update {self.update:,} had {self.what}"
+        return f"{BAD_NUMBERS}update {self.update:,} had {self.what}{WENT_BACK}"
 
 
 def refuse_large_window(section: BadNumbers, global_size: int) -> None:
