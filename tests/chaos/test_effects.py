@@ -153,6 +153,16 @@ def test_a_sample_is_recognized_that_is_drawn_anew_each_time() -> None:
     assert used.call_count == 2
 
 
+def test_a_bad_sample_is_one_of_the_first_epoch() -> None:
+    """Where updates drop the last samples of an epoch, others of a later one have been used before it."""
+    asked = small.config(data={**small.config()["data"], "drop_last": True}, batch={"global_size": 12})
+    with lockstep.session(asked) as session:  # updates 1 to 3, 4 to 6
+        faults = trained_in(session)
+        of_updates = [faults.sample(step, 0, Mock()) for step in range(1, 7)]
+    for [first], [second] in zip(of_updates[:3], of_updates[3:], strict=True):
+        assert first.equal(second)
+
+
 def test_samples_that_cannot_be_read_are_noted_by_their_read(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     clock = planted(plan, Fault("sample", 0, 2, "data"), small.Net())

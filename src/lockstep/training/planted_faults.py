@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -23,19 +22,24 @@ def trained_in(session: Session) -> Trained:
     """Return the model of a session and its data."""
     components = components_of(session)
     loader, model = components.loader, components.sharding.state.model
+    updates = -(-loader.epoch_samples // components.plan.batch.global_size)
     micro_size = held_samples(components.plan.batch.micro_size, components.config.memory)
     return Trained(
         model,
         components.sharding.step,
         (components.evaluator.micro_size, micro_size).__getitem__,
-        partial(_followed, loader),
+        lambda step, *place: _followed(loader, (step - 1) % updates + 1, *place),
         loader.positions_of,
         first_module_of(components.engine, model),
     )
 
 
 def _followed(loader: TrainingLoader, step: int, rank: int, see: Callable[[list[Tensor]], None]) -> list[Tensor]:
-    """Return the inputs of a sample; a dataset may draw others each time, which `see` is called with."""
+    """Return the inputs of a sample; a dataset may draw others each time, which `see` is called with.
+
+    Args:
+        step: Of the first epoch: samples that the run leaves out when it goes back haven't been used before.
+    """
     sample, batch = loader.sample_of(step, rank)
 
     def show(request: FetchRequest, batch: Batch) -> None:
