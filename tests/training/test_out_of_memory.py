@@ -18,7 +18,7 @@ from lockstep.config.loading import validate
 from lockstep.config.schema import Config
 from lockstep.core.control_groups import MemoryLimit
 from lockstep.core.out_of_memory import error_location, note_location, out_of_memory_cause, requested_bytes
-from lockstep.training.out_of_memory import advice, memory_factors, sizes_too_large
+from lockstep.training.out_of_memory import advice, explain, memory_factors, sizes_too_large
 
 MODELS = Path(__file__).with_name("out_of_memory_models.py")
 CONFIG = {
@@ -257,3 +257,13 @@ def test_a_far_too_large_allocation_asks_for_a_smaller_micro_batch_than_half() -
     factors = memory_factors(_config(batch={"global_size": 64}), 1)
     limit = MemoryLimit(total=8 << 30, free=1 << 30, owner="cuda:0's")
     assert advice(factors, "forward", 32 << 30, limit).startswith("Set batch.micro_size to 16 (it is 64).")
+
+
+def test_a_full_dev_shm_is_named_and_not_the_machine() -> None:
+    error = RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+    note_location(error, "data", "while samples 1 and 2 were fetched")
+    factors = memory_factors(validate({**CONFIG, "data": {**CONFIG["data"], "loader": {"workers": 2}}}).config, 1)  # type: ignore[dict-item]
+    failure = explain(error, factors, torch.device("cpu"))
+    assert failure is not None
+    assert re.search(r"samples 1 and 2 were fetched: .* were free \(/dev/shm's limit\)", str(failure))
+    assert "give /dev/shm more space (docker run --shm-size)" in str(failure)

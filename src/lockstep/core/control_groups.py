@@ -16,6 +16,8 @@ from pathlib import Path, PurePosixPath
 
 OOM_KILLER = "out of memory (the kernel's OOM killer"
 """How the cause of a SIGKILL begins if it was the kernel's."""
+SHARED_MEMORY = "/dev/shm's"
+"""The owner of the limit on memory that processes share."""
 _ROOT = Path("/")
 
 

@@ -78,6 +78,11 @@ def requested_bytes(error: BaseException) -> int | None:
     return int(float(match[1]) * _UNITS[match[2].lower()]) if match else None
 
 
+def lacks_shared_memory(error: BaseException) -> bool:
+    """Return whether an out-of-memory error is of /dev/shm, through which data workers pass tensors."""
+    return "shared memory" in str(error)
+
+
 def _means_memory(error: BaseException) -> bool:
     if isinstance(error, Failure):  # its message is Lockstep's
         return False

@@ -10,6 +10,7 @@ CPU    an equal share of the machine's, or of what its     its resident memory
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from lockstep.core.control_groups import MemoryLimit, host_memory, tightest_limit
+from lockstep.core.control_groups import SHARED_MEMORY, MemoryLimit, host_memory, tightest_limit
 from lockstep.distributed.shard_boxes import local_tensor
 
 if TYPE_CHECKING:
@@ -91,6 +92,15 @@ def memory_limit_of(device: torch.device) -> MemoryLimit:
             return MemoryLimit(own, free, "set_per_process_memory_fraction's")
         return MemoryLimit(total, free, f"{device}'s")
     return tightest_limit()
+
+
+def shared_memory() -> MemoryLimit | None:
+    """Return how much memory processes may share in /dev/shm, and how much of it is free; None: there is none."""
+    try:
+        disk = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return MemoryLimit(disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize, SHARED_MEMORY)
 
 
 def _accelerator_memory(device: torch.device) -> int:

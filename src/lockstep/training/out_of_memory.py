@@ -14,9 +14,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lockstep.core.control_groups import SHARED_MEMORY
 from lockstep.core.errors import OutOfMemory
 from lockstep.core.formatting import size
-from lockstep.core.out_of_memory import error_location, out_of_memory_cause, requested_bytes
+from lockstep.core.out_of_memory import (
+    error_location,
+    lacks_shared_memory,
+    out_of_memory_cause,
+    requested_bytes,
+)
 from lockstep.plan.batch import half
 from lockstep.strategies.registry import AUTO, find_strategy
 
@@ -77,9 +83,10 @@ def explain(error: BaseException, factors: MemoryFactors, device: torch.device) 
     cause = out_of_memory_cause(error)
     if cause is None:
         return None
-    from lockstep.distributed.memory import memory_limit_of, peak_memory
+    from lockstep.distributed.memory import memory_limit_of, peak_memory, shared_memory
 
-    place, requested, limit = error_location(error), requested_bytes(cause), memory_limit_of(device)
+    limit = (shared_memory() if lacks_shared_memory(cause) else None) or memory_limit_of(device)
+    place, requested = error_location(error), requested_bytes(cause)
     phase = None if place is None else place.phase
     where = f" {place}" if place is not None else " while the model and its training state were set up"
     need = f"{size(requested)} were requested, and " if requested is not None else ""
@@ -163,6 +170,8 @@ def advice(
         requested: bytes of the allocation that failed, if known.
     """
     remedies = _REMEDIES.get(phase or "", _for_state)(factors)
+    if limit is not None and limit.owner == SHARED_MEMORY:
+        remedies = ["give /dev/shm more space (docker run --shm-size), or set data.loader.workers to 0", *remedies]
     if phase in _MICRO_SIZE_KEYS:
         micro_size = _samples(factors, phase)
         smaller = 0 if _is_smallest(factors, phase) else micro_size // 2
