@@ -168,3 +168,13 @@ def test_a_number_that_no_run_writes_is_unknown(tmp_path: Path, value: object) -
     assert (useful.wall, useful.evaluations) == (270, 0)
     write(run / "metrics.jsonl", {"step": value, "seconds": value, "discarded": value})
     assert goodput(run) is None
+
+
+@pytest.mark.parametrize(("torn", "kept"), [(b"", True), (b'{"attempt": 3, "launc', False)], ids=["whole", "torn"])
+def test_known_lines_stay_as_they_are_unless_one_cannot_be_read(tmp_path: Path, torn: bytes, kept: bool) -> None:
+    first, second, third = (Attempt(10.0 * number, 10.0 * number + 1) for number in range(3))
+    before = attempts_text([first, second]).replace('"step": 0', '"step":  0').encode() + torn
+    (tmp_path / "attempts.jsonl").write_bytes(before)
+    text = attempts_text([*read_attempts(tmp_path), third], before)
+    assert text.startswith(before.decode()) is kept
+    assert [json.loads(line)["attempt"] for line in text.splitlines()] == [1, 2, 3]

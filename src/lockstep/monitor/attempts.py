@@ -143,18 +143,33 @@ def by_host(hosts: Sequence[str]) -> tuple[tuple[str, int], ...]:
     return tuple(runs)
 
 
-def attempts_text(attempts: Sequence[Attempt]) -> str:
-    """Return the content of attempts.jsonl."""
-    return b"".join(line(attempt.record(number)) for number, attempt in enumerate(attempts, 1)).decode()
+def attempts_text(attempts: Sequence[Attempt], before: bytes = b"") -> str:
+    """Return the content of attempts.jsonl.
+
+    Args:
+        before: Its content without the last of them, which is kept if each line is one of the others.
+    """
+    known = len(attempts) - 1 if before.count(b"\n") == len(attempts) - 1 and before.endswith(b"\n") else 0
+    new = (line(attempt.record(number)) for number, attempt in enumerate(attempts[known:], known + 1))
+    return b"".join([before if known else b"", *new]).decode()
 
 
 def read_attempts(run: Path) -> tuple[Attempt, ...]:
     """Return the attempts of a run, the first one first; none of those whose lines can't be read."""
+    return attempts_in(content_of(run))
+
+
+def attempts_in(content: bytes) -> tuple[Attempt, ...]:
+    """Return the attempts in the content of attempts.jsonl."""
+    return tuple(attempt for text in content.splitlines() if (attempt := _attempt(text)) is not None)
+
+
+def content_of(run: Path) -> bytes:
+    """Return the content of a run's attempts.jsonl; nothing if it can't be read."""
     try:
-        lines = read_bounded(run / ATTEMPTS, MAX_JSON_BYTES).splitlines()
+        return read_bounded(run / ATTEMPTS, MAX_JSON_BYTES)
     except OSError:
-        return ()
-    return tuple(attempt for text in lines if (attempt := _attempt(text)) is not None)
+        return b""
 
 
 def _attempt(text: bytes) -> Attempt | None:

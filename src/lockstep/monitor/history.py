@@ -13,6 +13,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,13 +86,8 @@ class HistoryFiles:
         self._monitors = monitors
         self._publish = publish
         self._drains = drains
-        self._earlier: dict[str, FileMark] = {}  # TensorBoard files of earlier attempts
+        self._earlier = _event_files(run)  # of TensorBoard, of earlier attempts
         self._warned = False
-        for file in _event_files(run):
-            with contextlib.suppress(OSError):
-                data = file.read_bytes()
-                mark = FileMark(sum(1 for _ in records(data)), len(data), zlib.crc32(data))
-                self._earlier[f"{_TENSORBOARD}{file.name}"] = mark
 
     def flush(self) -> None:
         """Flush all files to the disk, and publish them, in any thread. A disk that fails is reported once."""
@@ -118,8 +114,19 @@ class HistoryFiles:
     def marks(self) -> dict[str, list[int]]:
         """Return how far each file has been written: lines, bytes and CRC-32 by name, for `faults`."""
         self._drain(_MARK_S)
-        marks = self._earlier | {str(file.path.relative_to(self._run)): file.mark for file in self._files()}
+        marks = self._marks_of_earlier | {str(file.path.relative_to(self._run)): file.mark for file in self._files()}
         return {name: [mark.lines, mark.size, mark.crc] for name, mark in marks.items() if mark.lines}
+
+    @cached_property
+    def _marks_of_earlier(self) -> dict[str, FileMark]:
+        """The marks of files that don't change any more, read at the first save: all ranks wait for a start."""
+        marks = {}
+        for file in self._earlier:
+            with contextlib.suppress(OSError):
+                data = file.read_bytes()
+                mark = FileMark(sum(1 for _ in records(data)), len(data), zlib.crc32(data))
+                marks[f"{_TENSORBOARD}{file.name}"] = mark
+        return marks
 
     def _drain(self, seconds: float) -> None:
         """Wait until the files have all that was reported; a disk that hangs may leave them shorter, but valid."""

@@ -27,6 +27,7 @@ from lockstep.monitor.monitors import EpochReport
 _FILES = ("reports.jsonl", "reports-before.jsonl")
 _MOST_BYTES = 2**20  # of a file
 _NEWEST = 100  # lines, among which is that of the newest step
+_END = 2**24  # bytes of a file of the run that are looked at
 _METRICS = "metrics.jsonl"
 _STEP_FIELDS = tuple(field.name for field in fields(StepReport) if field.name not in ("verdict", "requests"))
 
@@ -125,9 +126,9 @@ def mend(run: Path, folder: Path | None, step: int, every: int, last: Sequence[s
         metrics, events = _lines(Path(name) / _METRICS), _lines(Path(name) / EVENTS)
     for file in (run / _METRICS, run / EVENTS):
         _remove_torn_end(file)
-    newest = max((int(json.loads(line)["step"]) for line in _lines(run / _METRICS)[-_NEWEST:]), default=0)
+    newest = max((int(json.loads(line)["step"]) for line in _last_lines(run / _METRICS)[-_NEWEST:]), default=0)
     _append(run / _METRICS, [line for line in metrics if json.loads(line)["step"] > newest])
-    present = {_event_of(line) for line in _lines(run / EVENTS)}
+    present = {_event_of(line) for line in _last_lines(run / EVENTS)}
     missing = {event: line for line in events if (event := _event_of(line)) not in present}
     _append(run / EVENTS, [*missing.values()])
 
@@ -189,9 +190,21 @@ def _lines(file: Path) -> list[bytes]:
         return []
 
 
+def _last_lines(file: Path) -> list[bytes]:
+    """Return the last lines of a file, of 16 MiB at most, which is far more than a buffer has."""
+    try:
+        with file.open("rb") as opened:
+            start = max(0, opened.seek(0, os.SEEK_END) - _END)
+            opened.seek(start)
+            lines = opened.read().splitlines(keepends=True)
+    except OSError:
+        return []
+    return lines[1:] if start else lines
+
+
 def _remove_torn_end(file: Path) -> None:
     """Remove a last line that a kill has truncated; what is appended to it would be lost, too. Raises OSError."""
-    last = (_lines(file) or [b"\n"])[-1]
+    last = (_last_lines(file) or [b"\n"])[-1]
     if not last.endswith(b"\n"):
         os.truncate(file, file.stat().st_size - len(last))
 

@@ -13,12 +13,13 @@ from lockstep.launch.memory_folder import note_attempt
 from lockstep.monitor.attempts import (
     Attempt,
     Planned,
+    attempts_in,
     attempts_text,
     by_host,
+    content_of,
     facts_of,
     last_sign,
     launched,
-    read_attempts,
 )
 from lockstep.monitor.folder import RunFolder
 from lockstep.training.host_memories import attempt_id
@@ -41,12 +42,14 @@ class EarlierAttempts:
 
     attempts: tuple[Attempt, ...]
     ended: float
+    content: bytes = b""  # of attempts.jsonl
 
     @classmethod
     def of(cls, run: Path) -> EarlierAttempts:
         """Read those of a folder, before its history is rewound."""
-        attempts = read_attempts(run)
-        return cls(attempts, last_sign(run) if attempts else float("nan"))
+        content = content_of(run)
+        attempts = attempts_in(content)
+        return cls(attempts, last_sign(run) if attempts else float("nan"), content)
 
 
 NO_ATTEMPTS = EarlierAttempts((), float("nan"))
@@ -91,7 +94,7 @@ def record_attempt(
         {**facts_of(info), **_sizes(components)},
         Planned(held.parameters, held.gradients, held.optimizer, plan.sent, plan.bubble),
     )
-    RunFolder.open(run).write_attempts(attempts_text((*earlier.attempts, attempt)))
+    RunFolder.open(run).write_attempts(attempts_text((*earlier.attempts, attempt), earlier.content))
     if memory is not None:
         note_attempt(memory, run)
     return attempt_id(len(earlier.attempts) + 1, attempt)

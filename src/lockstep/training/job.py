@@ -118,7 +118,8 @@ def run_job(job: Job) -> Finished:
     refuse_missing_packages(config)
     with opened(config, job.given, job=job) as session, _logged_tracebacks(job, session) as folder:
         job = replace(job, resume=resumed(job.resume, components_of(session).world, folder))
-        continues = not job.resume.fresh and job.resume.origin is None
+        is_first = components_of(session).world.rank == 0
+        continues = is_first and not job.resume.fresh and job.resume.origin is None
         earlier = EarlierAttempts.of(folder) if continues else NO_ATTEMPTS
         checkpoints, notes, rollbacks = _begin(job, session, folder)
         components = components_of(session)
@@ -129,7 +130,6 @@ def run_job(job: Job) -> Finished:
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         checkpoints.snapshots.begin_attempt(record_attempt(session, folder, earlier, facts, job.memory))
         plant(components.world, session.progress.steps, trained=trained_in(session))
-        is_first = components.world.rank == 0
         grow_at = None if job.grow_after is None or not is_first else smaller_since(earlier, session) + job.grow_after
         meters = Meters(session, folder)
         monitors = make_monitors(job, folder, checkpoints, meters) if is_first else Monitors()
