@@ -5,6 +5,7 @@
     |- attempts                           the run's attempts.jsonl when it was last used
     |- config.yaml, environment.json      of the run's folder, which may be deleted
     |- reports*.jsonl                     see `monitor.report_buffer`
+    |- tensorboard.json                   see `monitor.history`
     '- checkpoints/step-00000470/         snapshots
 
 A launcher that is killed leaves its folder: the next start of the same run on this host resumes from it, and a start of

@@ -137,10 +137,14 @@ class RunFolder:
                     entry.rename(archive / entry.name)
             self.tensorboard.mkdir(exist_ok=True)
 
-    def rewind(self, step: int) -> None:
-        """Rewind the history to `step`, from which the run resumes; later lines move to earlier/N. Raises RunFailed."""
+    def rewind(self, step: int, memory: Path | None = None) -> None:
+        """Rewind the history to `step`, from which the run resumes; later lines move to earlier/N. Raises RunFailed.
+
+        Args:
+            memory: As of `history.rewind`.
+        """
         with _run_failed_on_error("rewind the history in", self.path):
-            history.rewind(self.path, step, _next_archive(self.path))
+            history.rewind(self.path, step, _next_archive(self.path), memory)
 
     def remove_evaluations(self, step: int) -> None:
         """Move evaluations at `step`, with which the run resumes, to earlier/N. Raises RunFailed."""

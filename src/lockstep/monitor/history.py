@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from lockstep.core.files import write_atomically
 from lockstep.monitor.jsonl import FileMark, LineFile
 from lockstep.monitor.media_folder import MEDIA, rewind_media
 from lockstep.monitor.tensorboard import records, step_of
@@ -30,6 +32,7 @@ _log = logging.getLogger("lockstep.monitor")
 _EVENTS = "events.jsonl"
 _LINE_FILES = ("metrics.jsonl", _EVENTS, "ranks.jsonl")
 _TENSORBOARD = "tensorboard/"
+_NOTES = "tensorboard.json"
 _EVENT_FILE = re.compile(r"tensorboard/events\.out\.tfevents\.[\w.-]+")
 _RESUMED, _EVALUATION = b'{"resumed":', b'{"evaluation":'
 _MAX_FAULTS = 8
@@ -39,12 +42,24 @@ _FLUSH_S = 20.0  # a save's thread waits for the writers' threads
 _MARK_S = 1.0  # an update that begins a save does
 
 
-def rewind(run: Path, step: int, archive: Path) -> None:
-    """Move what a run's metrics, events and TensorBoard files have after `step` to `archive`. Raises OSError."""
+def rewind(run: Path, step: int, archive: Path, memory: Path | None = None) -> None:
+    """Move what a run's metrics, events and TensorBoard files have after `step` to `archive`. Raises OSError.
+
+    Args:
+        memory: Folder of the launcher, in which it is noted what TensorBoard files have, so that those of earlier
+            attempts aren't read at each start; None: there is none.
+    """
     for name in _LINE_FILES:
         _rewind_file(run / name, archive / name, _split_lines, _step_of_line, step)
+    noted, notes = _noted(memory), {}
     for file in _event_files(run):
-        _rewind_file(file, archive / "tensorboard" / file.name, records, step_of, step)
+        last = noted.get(file.name, {}).get(_version(file), math.inf)  # step
+        if last > step:
+            _rewind_file(file, archive / "tensorboard" / file.name, records, step_of, step)
+        notes[file.name] = {_version(file): min(last, step)}
+    if memory is not None:
+        with contextlib.suppress(OSError):  # it is full
+            write_atomically(memory / _NOTES, json.dumps(notes), durable=False)
     rewind_media(run / MEDIA, archive / MEDIA, step)
     summary = run / "summary.json"  # of a run that was finished, and is continued
     if summary.exists():
@@ -63,6 +78,20 @@ def remove_evaluations(run: Path, step: int, archive: Path) -> None:
         return None if at == step and line.startswith(_EVALUATION) else at
 
     _rewind_file(run / _EVENTS, archive / _EVENTS, _split_lines, step_of_other_line, step)
+
+
+def _noted(memory: Path | None) -> dict[str, dict[str, int]]:
+    """Return the last steps of TensorBoard files, by name and version."""
+    if memory is not None:
+        with contextlib.suppress(OSError, ValueError):
+            return cast("dict[str, dict[str, int]]", json.loads((memory / _NOTES).read_bytes()))
+    return {}
+
+
+def _version(file: Path) -> str:
+    """Return what changes when a file is written."""
+    status = file.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 class HistoryFiles:

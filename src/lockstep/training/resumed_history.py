@@ -30,7 +30,7 @@ def rewind(folder: RunFolder, step: int, checkpoints: Checkpoints, memory: Path 
         RunFailed: A file of the history can't be written. What is in memory stays there for the next start.
     """
     saved = checkpoints.resumed_environment
-    folder.rewind(step)
+    folder.rewind(step, memory)
     try:
         report_buffer.mend(folder.path, memory, step, every, last_reports(saved))
     except OSError as error:
