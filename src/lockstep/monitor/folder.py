@@ -138,11 +138,7 @@ class RunFolder:
             self.tensorboard.mkdir(exist_ok=True)
 
     def rewind(self, step: int, memory: Path | None = None) -> None:
-        """Rewind the history to `step`, from which the run resumes; later lines move to earlier/N. Raises RunFailed.
-
-        Args:
-            memory: As of `history.rewind`.
-        """
+        """Rewind the history to `step`, as `history.rewind` does; later lines move to earlier/N. Raises RunFailed."""
         with _run_failed_on_error("rewind the history in", self.path):
             history.rewind(self.path, step, _next_archive(self.path), memory)
 
