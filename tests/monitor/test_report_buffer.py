@@ -125,6 +125,20 @@ def test_lines_that_a_full_disk_does_not_take_stay_in_the_buffer(
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_lines_are_added_although_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, memory = killed_at(tmp_path, 6, 3)
+    write = LineFile._write
+
+    def full(file: LineFile, text: bytes) -> None:
+        if memory in file.path.parents:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(file, text)
+
+    monkeypatch.setattr(LineFile, "_write", full)
+    report_buffer.mend(run, memory, 6, 1)
+    assert [line["step"] for line in lines(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
 def test_two_files_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_buffer, "_MOST_BYTES", 3000)
     run, memory = killed_at(tmp_path, 40, 30)

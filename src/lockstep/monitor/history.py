@@ -53,10 +53,10 @@ def rewind(run: Path, step: int, archive: Path, memory: Path | None = None) -> N
         _rewind_file(run / name, archive / name, _split_lines, _step_of_line, step)
     noted, notes = _noted(memory), {}
     for file in _event_files(run):
-        last = noted.get(file.name, {}).get(_version(file), math.inf)  # step
+        last = noted.get(_version(file), math.inf)  # step
         if last > step:
             _rewind_file(file, archive / "tensorboard" / file.name, records, step_of, step)
-        notes[file.name] = {_version(file): min(last, step)}
+        notes[_version(file)] = min(last, step)
     if memory is not None:
         with contextlib.suppress(OSError):  # it is full
             write_atomically(memory / _NOTES, json.dumps(notes), durable=False)
@@ -80,18 +80,18 @@ def remove_evaluations(run: Path, step: int, archive: Path) -> None:
     _rewind_file(run / _EVENTS, archive / _EVENTS, _split_lines, step_of_other_line, step)
 
 
-def _noted(memory: Path | None) -> dict[str, dict[str, int]]:
-    """Return the last steps of TensorBoard files, by name and version."""
+def _noted(memory: Path | None) -> dict[str, int]:
+    """Return up to which steps TensorBoard files go, by what `_version` returns."""
     if memory is not None:
         with contextlib.suppress(OSError, ValueError):
-            return cast("dict[str, dict[str, int]]", json.loads((memory / _NOTES).read_bytes()))
+            return cast("dict[str, int]", json.loads((memory / _NOTES).read_bytes()))
     return {}
 
 
 def _version(file: Path) -> str:
-    """Return what changes when a file is written."""
+    """Return the name of a file with what changes when it is written."""
     status = file.stat()
-    return f"{status.st_size} {status.st_mtime_ns}"
+    return f"{file.name} {status.st_size} {status.st_mtime_ns}"
 
 
 class HistoryFiles:

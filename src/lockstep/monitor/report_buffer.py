@@ -119,11 +119,10 @@ def mend(run: Path, folder: Path | None, step: int, every: int, last: Sequence[s
     entries = [entry for entry in taken if _step_of(entry) <= step]
     if not entries:
         return
-    metrics: list[bytes] = []
-    events: list[bytes] = []
-    with suppress(OSError), tempfile.TemporaryDirectory(dir=folder) as name:  # memory may be full
-        _replay(entries, Path(name) / _METRICS, every)
-        metrics, events = _lines(Path(name) / _METRICS), _lines(Path(name) / EVENTS)
+    try:
+        metrics, events = _replayed(entries, every, folder)
+    except OSError:  # memory is full
+        metrics, events = _replayed(entries, every, None)
     for file in (run / _METRICS, run / EVENTS):
         _remove_torn_end(file)
     newest = max((int(json.loads(line)["step"]) for line in _last_lines(run / _METRICS)[-_NEWEST:]), default=0)
@@ -131,6 +130,18 @@ def mend(run: Path, folder: Path | None, step: int, every: int, last: Sequence[s
     present = {_event_of(line) for line in _last_lines(run / EVENTS)}
     missing = {event: line for line in events if (event := _event_of(line)) not in present}
     _append(run / EVENTS, [*missing.values()])
+
+
+def _replayed(entries: Sequence[Mapping[str, Any]], every: int, folder: Path | None) -> tuple[list[bytes], list[bytes]]:
+    """Return the lines of metrics.jsonl and events.jsonl that reports make. Raises OSError.
+
+    Args:
+        folder: Where they are written meanwhile; None: among the temporary files.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        metrics, events = Path(name) / _METRICS, Path(name) / EVENTS
+        _replay(entries, metrics, every)
+        return _lines(metrics), _lines(events)
 
 
 def _replay(entries: Sequence[Mapping[str, Any]], metrics: Path, every: int) -> None:
@@ -154,7 +165,14 @@ def _replay(entries: Sequence[Mapping[str, Any]], metrics: Path, every: int) -> 
             case {"logged": [step, values, texts]}:
                 log.logged(step, Logged(values=values, texts=texts))
     for file in log.files:
-        file.close()
+        _close(file)
+
+
+def _close(file: LineFile) -> None:
+    """Close a file of lines. Raises OSError if it lacks one."""
+    file.close()
+    if file.reason is not None:
+        raise file.reason
 
 
 def _entries(folder: Path) -> list[dict[str, Any]]:
@@ -213,6 +231,4 @@ def _append(file: Path, lines: list[bytes]) -> None:
     if lines:
         target = LineFile(file)
         target.write(b"".join(lines))
-        target.close()
-        if target.reason is not None:
-            raise target.reason
+        _close(target)
