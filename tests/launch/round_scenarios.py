@@ -83,7 +83,7 @@ def round_ahead(folder: str, then: str, changes: bool = False) -> int:
     Args:
         changes: The next round has another entry than was foreseen.
     """
-    group._GRACE, group._SETTLE, starting._AHEAD_AFTER_S = 0.5, 0.2, 0.1
+    group._GRACE, group._SETTLE = 0.5, 0.2
     entries = [partial(_waiting_round, Path(folder)) for _ in range(2)]
 
     def resumed() -> Callable[[], int]:
@@ -122,7 +122,7 @@ def _waiting_round(folder: Path) -> int:
 
 def slow_after_waiting(folder: str) -> int:
     """Launch two ranks whose next round has waited for longer than a rank may stand still, and then takes a moment."""
-    group._GRACE, group._SETTLE, starting._AHEAD_AFTER_S = 0.5, 0.2, 0.1
+    group._GRACE, group._SETTLE = 0.5, 0.2
     counted_time._GAP_S = 0.2
     supervisor = Supervisor(Recovery(), lambda: 0, lambda: again)
     again = partial(_slow_round, Path(folder))

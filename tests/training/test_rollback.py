@@ -343,7 +343,9 @@ def test_a_spike_takes_the_run_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bisect", [True, False])
 def test_a_spike_that_is_kept_is_printed_once(tmp_path: Path, bisect: bool) -> None:
     printed = in_world(1, printed_by, config(tmp_path / "run", "single", {"window": 8, "bisect": bisect}, **FAR_POINTS))
-    about = [line for line in printed[0].splitlines() if f"update {SPIKE}" in line and ("spike" in line or "kept" in line)]
+    about = [
+        line for line in printed[0].splitlines() if f"update {SPIKE}" in line and ("spike" in line or "kept" in line)
+    ]
     assert len(about) == 1, printed[0]
     assert str(FAR) in about[0]
 

@@ -1,7 +1,7 @@
 """Lets a rank that was started ahead wait until it is needed.
 
 launcher        ranks of round 1 train ------------------------- one is killed --> open the gate
-ranks of        forked a second later --> join each other --> wait at the gate --> resume
+ranks of        forked a moment later --> join each other --> wait at the gate --> resume
 round 2                                                       little memory, no time of a processor
 """
 

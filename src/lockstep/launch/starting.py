@@ -1,6 +1,6 @@
 """Starts the processes of a round's ranks: when they are needed, or ahead.
 
-    round 1   start --> train ------ a second later: start the ranks of round 2 ------ rank 1 is killed
+    round 1   start --> train ------ a moment later: start the ranks of round 2 ------ rank 1 is killed
     round 2                                          they join each other, and wait    --> train at once
 
 Ranks that wait have a small model or none, and take no time of a processor (`core.standby`). They are forked, so ranks
@@ -49,7 +49,7 @@ _LOOPBACK = "127.0.0.1"
 _MAX_REASON_LENGTH = 300  # characters
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between tries to start the ranks of a further round
 _LOOK_S = 0.5  # between looks whether the run's folders can be written
-_AHEAD_AFTER_S = 1.0  # of training, until the ranks of the next round are started
+_AHEAD_AFTER_S = 0.1  # of training, until the ranks of the next round are started
 
 
 @dataclass(frozen=True, slots=True)
