@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 
-from lockstep.launch.memory_folder import MemoryFolder, left_by, note_attempt
+from lockstep.launch.memory_folder import MemoryFolder, files_of_run, left_by, note_attempt
 
 
 def made(run: Path, root: Path) -> MemoryFolder:
@@ -103,3 +105,19 @@ def test_what_somebody_else_has_prepared_is_not_used(run: Path, root: Path, tmp_
 
 def test_without_memory_for_files_there_is_none(run: Path, tmp_path: Path) -> None:
     assert MemoryFolder.make(run, tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_a_run_of_several_hosts_isnt_described_by_what_a_deleted_run_has_left(
+    run: Path, root: Path, is_deleted: bool
+) -> None:
+    for name in ("config.yaml", "environment.json"):
+        (run / name).write_text(json.dumps({"run": "a" * 32}))
+    snapshots = abandoned(run, root)
+    if is_deleted:
+        shutil.rmtree(run)
+    again = MemoryFolder.make(run, root, hosts=2)
+    assert again is not None
+    assert bool(files_of_run(again.path)) is not is_deleted
+    assert snapshots.exists(), "who reads them checks them"
+    again.leave()

@@ -10,13 +10,16 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from kit.reports import report
 
 from lockstep.core.errors import RunFailed
+from lockstep.core.media import LoggedTable
 from lockstep.core.records import EvaluationReport
 from lockstep.monitor import report_buffer
 from lockstep.monitor.events import EventLog
 from lockstep.monitor.folder import RunFolder
+from lockstep.monitor.histogram import HistogramCounts
 from lockstep.monitor.jsonl import LineFile
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.report_buffer import ReportBuffer
@@ -54,6 +57,33 @@ def test_missing_lines_are_added_up_to_the_step(tmp_path: Path, written: int) ->
             for folder in (run, expected)
         )
         assert rows == wanted
+
+
+def test_what_was_logged_beside_a_table_and_a_histogram_is_not_added_again(tmp_path: Path) -> None:
+    run, memory = killed_at(tmp_path, 1, 1)
+    log, kept = EventLog(run / "metrics.jsonl", 1), ReportBuffer(memory)
+    histogram = HistogramCounts.of(torch.ones(3)).read()
+    table = LoggedTable(("text",), (("a",),))
+    for step in (2, 3):
+        for target in (log, kept) if step == 2 else (kept,):
+            target.see(report(step))
+            target.logged(step, Logged({"accuracy": 0.5}, {"logits": histogram}, {"sample": "a"}, {"errors": table}))
+    written = (run / "events.jsonl").read_bytes()
+    report_buffer.mend(run, memory, 3, 1)
+    added = (run / "events.jsonl").read_bytes().removeprefix(written)
+    assert json.loads(added) == {"logged": {"accuracy": 0.5, "sample": "a"}, "step": 3}
+
+
+def test_lines_of_another_program_change_nothing(tmp_path: Path) -> None:
+    run, memory = killed_at(tmp_path, 4, 2)
+    foreign = '{"note": 1}\n[3]\n{"step": "x"}\nnull\nhand-written\n{"evaluation": {}, "step": []}\n{"logged": 7}\n'
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with (run / name).open("a") as file:
+            file.write(foreign)
+    report_buffer.mend(run, memory, 4, 1)
+    text = (run / "metrics.jsonl").read_text().replace(foreign, "")
+    assert [json.loads(line)["step"] for line in text.splitlines()] == [1, 2, 3, 4]
+    assert (run / "events.jsonl").read_text().count('"evaluation": "held-out"') == 4
 
 
 def test_only_the_lines_that_are_due(tmp_path: Path) -> None:

@@ -242,6 +242,7 @@ def _save_again(folder: Path) -> tuple[list[str | None], list[str | None], list[
             first = [report.failure for report in checkpoints.finish()]
         checkpoints.finish()
         checkpoints.save()
+        checkpoints.save()  # while the one before is in progress
         second = [report.failure for report in checkpoints.finish()]
         checkpoints.save()  # which has nothing to do
         return first, second, [*checkpoints.storage.names(), *(report.step for report in checkpoints.finish())]

@@ -20,6 +20,7 @@ import os
 import shutil
 import stat
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,8 +49,8 @@ class MemoryFolder:
         It is empty, unless a launcher of this run was killed and no other attempt has been made since.
 
         Args:
-            hosts: Number of hosts of a run on several. What is in the folder stays then: who reads it checks whether
-                it is valid (`checkpoint.host_parts`). Launchers on one machine have a folder each.
+            hosts: Number of hosts of a run on several. Snapshots stay then: who reads them checks whether they are
+                valid (`checkpoint.host_parts`). Launchers on one machine have a folder each.
         """
         name = _name_of(run)
         try:
@@ -63,8 +64,8 @@ class MemoryFolder:
                     break
             else:
                 return None
-            if not hosts and not _is_of_last_attempt(path, run):
-                _empty(path)
+            if not _is_of_last_attempt(path, run):
+                _empty(path, [*_KEPT.values()] if hosts else None)
         except OSError:
             return None
         return cls(path, lock)
@@ -161,9 +162,10 @@ def _last_use(path: Path) -> float:
     return max(entry.stat().st_mtime for entry in (path, *path.iterdir(), *path.glob("checkpoints/*")))
 
 
-def _empty(path: Path) -> None:
+def _empty(path: Path, names: Collection[str] | None = None) -> None:
+    """Delete what has one of these names; None: all but the lock."""
     for entry in path.iterdir():
-        if entry.name == _LOCK:
+        if entry.name == _LOCK or (names is not None and entry.name not in names):
             continue
         if entry.is_dir():
             shutil.rmtree(entry)

@@ -125,8 +125,8 @@ def mend(run: Path, folder: Path | None, step: int, every: int, last: Sequence[s
         metrics, events = _replayed(entries, every, None)
     for file in (run / _METRICS, run / EVENTS):
         _remove_torn_end(file)
-    newest = max((int(json.loads(line)["step"]) for line in _last_lines(run / _METRICS)[-_NEWEST:]), default=0)
-    _append(run / _METRICS, [line for line in metrics if json.loads(line)["step"] > newest])
+    newest = max(map(_step_of_line, _last_lines(run / _METRICS)[-_NEWEST:]), default=0.0)
+    _append(run / _METRICS, [line for line in metrics if _step_of_line(line) > newest])
     present = {_event_of(line) for line in _last_lines(run / EVENTS)}
     missing = {event: line for line in events if (event := _event_of(line)) not in present}
     _append(run / EVENTS, [*missing.values()])
@@ -192,12 +192,26 @@ def _step_of(entry: Mapping[str, Any]) -> float:
     return float("inf")
 
 
+def _step_of_line(line: bytes) -> float:
+    """Return the step of a line of metrics.jsonl; 0 if it has none: another program has written it."""
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
+        return float(json.loads(line)["step"])
+    return 0.0
+
+
 def _event_of(line: bytes) -> object:
-    """Return what identifies an event: of an evaluation, whose seconds differ between ranks, its set and step."""
-    if line.startswith(b'{"evaluation":'):
-        with suppress(ValueError, KeyError):  # a kill has truncated it
+    """Return what identifies an event, of which lines may differ.
+
+    The seconds of an evaluation differ between ranks, and the buffer has no histograms and media of what was logged.
+    """
+    with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):  # another program has written it
+        if line.startswith(b'{"evaluation":'):
             record = json.loads(line)
-            return record["evaluation"], record["step"]
+            return json.dumps([record["evaluation"], record["step"]])
+        if line.startswith(b'{"logged":'):
+            record = json.loads(line)
+            taken = {name: value for name, value in record["logged"].items() if not isinstance(value, Mapping)}
+            return json.dumps([taken, record["step"]])
     return line
 
 

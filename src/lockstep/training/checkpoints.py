@@ -275,7 +275,7 @@ class Checkpoints(VoteParticipant):
             except Exception as error:
                 note_location(error, "checkpoint", f"in the save after update {step}")
                 raise
-            self._saved_at, self._saved_evaluation = step, self._evaluation()
+            self._saved_at, self._failed_at, self._saved_evaluation = step, None, self._evaluation()
             self._trigger.restart()
             if not self._section.asynchronous:
                 saver.finish()
