@@ -99,3 +99,25 @@ def test_a_folder_that_was_deleted_is_written_again_before_ranks_start_again(
     assert "deleted" not in capsys.readouterr().err
     folder.release()
     assert held_by(folder.path) is None
+
+
+@pytest.mark.parametrize("holder", ["process 1 on another-host, since 2026-11-27 08:00:00\n", None])
+def test_ranks_do_not_start_again_in_the_folder_of_another_run(tmp_path: Path, holder: str | None) -> None:
+    """One of this launcher's own attempts may have written the other id, and have ended before it was recorded."""
+    (memory := tmp_path / "memory").mkdir()
+    folder = RunFolder.create(tmp_path / "run")
+    folder.write_config("description: a run\n")
+    folder.write_attempts("an attempt\n")
+    folder.write_environment({"run": "a" * 32})
+    note_attempt(memory, folder.path)
+    folder.write_environment({"run": "b" * 32})
+    if holder is not None:
+        (folder.path / "run.lock").unlink()
+        (folder.path / "run.lock").write_text(holder)
+    config = validate(small.config(run={"folder": str(folder.path), "steps": 900}, recovery={"restarts": 2})).config
+    supervisor = start_run._supervisor(SmallerBatches(Job(config, "test", memory=memory), folder.path, 2), folder)
+    again = supervisor.next_entry(KILLED, LaunchResult(1, "killed"))
+    assert (again is None) is (holder is not None)
+    text = supervisor.concluded(LaunchResult(1, "killed")).text
+    assert (f"{folder.path} belongs to another run now (run id bbbbbbbb): its ranks" in text) is (holder is not None)
+    folder.release()

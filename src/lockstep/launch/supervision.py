@@ -50,6 +50,7 @@ class Supervisor:
         deadly: Records which samples the ranks were reading as they ended; returns what follows, None: they weren't.
         unwritable: Returns why the run's folders can't be written now and may be soon; empty: they can.
         retry_seconds: For how long a further round waits for them.
+        taken: Returns why the run's folder isn't the run's any more, so that no ranks may start there; empty: it is.
         rounds: Number of rounds that have ended.
     """
 
@@ -62,18 +63,23 @@ class Supervisor:
     deadly: Callable[[Sequence[End]], Consequence | None] = lambda ends: None
     unwritable: Callable[[], str] = lambda: ""
     retry_seconds: float = 0.0
+    taken: Callable[[], str] = lambda: ""
     rounds: int = field(default=0, init=False)
     _furthest: int = field(default=0, init=False)
     _in_vain: Counter[FailureKind] = field(default_factory=Counter, init=False)
     _seen: set[tuple[str, int]] = field(default_factory=set, init=False)
     _last: FailureKind | None = field(default=None, init=False)
     _verdict: Consequence | None = field(default=None, init=False)
+    _is_taken: str = field(default="", init=False)
 
     def next_entry(self, ends: Sequence[End], result: LaunchResult) -> Callable[[], int] | None:
         """Return the entry of the next round's ranks, and print why there is one; None: there is none."""
         self.rounds += 1
         cause = first_cause(ends)
         if cause is None or result.code == 0:
+            return None
+        self._is_taken = self.taken()
+        if self._is_taken:
             return None
         if ends[cause].kind is EndKind.GROWS:
             print_on_stderr(f"lockstep: {ends[cause].text}: {self.larger()}")
@@ -123,6 +129,8 @@ class Supervisor:
     def concluded(self, result: LaunchResult) -> LaunchResult:
         """Return the result of the last round, with the number of those before, and what to do next."""
         before = self.rounds - 1
+        if self._is_taken:
+            return replace(result, text=f"{result.text}\n{self._is_taken}: its ranks don't start again")
         if result.code == 0 or self._last is None:
             return result
         times = "once" if before == 1 else f"{before} times"

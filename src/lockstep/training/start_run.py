@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from lockstep.monitor.folder import (
     is_finished,
     recipe_of,
 )
+from lockstep.monitor.run_lock import lock_holder
 from lockstep.plan.schedule import used_of_budget
 from lockstep.training.ahead import imports_ahead, prepared_ahead
 from lockstep.training.decisions import decision_of
@@ -311,15 +312,25 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
     return folder.path, result
 
 
-def _recreate(folder: RunFolder, memory: Path | None) -> None:
-    """Write a run's folder again that was deleted, once its ranks have ended, which do so while they train."""
+def _recreate(folder: RunFolder, memory: Path | None) -> str:
+    """Write a run's folder again that was deleted, once its ranks have ended, which do so while they train.
+
+    Returns:
+        Why it isn't the run's any more: another one has been started or moved there; empty: it is.
+    """
     files = {} if memory is None else files_of_run(memory)
-    with suppress(OSError, RunFolderTaken):
+    try:
         if files and folder.recreate(files):
             print_on_stderr(
                 f"lockstep: the run folder {folder.path}, or a part of it, was deleted during the run; the files are "
                 "written there again"
             )
+    except RunFolderTaken as taken:  # or, if this process has locked it, a start of this run has not got further
+        is_own = (lock_holder(folder.path) or b"").startswith(b"process %d on " % os.getpid())
+        return "" if is_own else str(taken)
+    except OSError:
+        pass
+    return ""
 
 
 def _rounds(job: Job, sizes: SmallerBatches, folder: RunFolder, hosts: Hosts | None) -> Rounds | None:
@@ -359,7 +370,7 @@ def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
     deadly = DeadlySamples.of(job.config, folder / LOGS)
     return Supervisor(
         job.config.recovery, furthest, resumed, sizes.after, sizes.may_follow, sizes.grow, deadly.after,
-        partial(why_unwritable, job, folder), job.config.checkpoint.retry_seconds,
+        partial(why_unwritable, job, folder), job.config.checkpoint.retry_seconds, partial(_recreate, run, job.memory),
     )  # fmt: skip
 
 
