@@ -49,6 +49,19 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "/run.yaml:5:26: schedule.warmup_ratio: 1.5 is not a number from 0 to 1, or null; the nearest is 1\n"
         "/run.yaml:6:35: precision.loss_scale.initial: -1 is not a number above 0",
     ),
+    "other words for a value, and durations with a unit": (
+        GOOD + "launch: {device: gpu, timeout: 30s}\nrecovery: {host_wait: 2m, watchdog: {end_after: 1.5h}}\n"
+        "checkpoint: {best_is: max, async: true}\n",
+        [],
+        "/run.yaml:4:18: launch.device: 'gpu' is not one of auto, cpu, cuda, xpu, mps, mtia, npu, hpu, mlu, musa; did "
+        "you mean cuda?\n"
+        "/run.yaml:4:32: launch.timeout: '30s' is not a number above 0; it is in seconds: write 30\n"
+        "/run.yaml:5:49: recovery.watchdog.end_after: '1.5h' is not a number of 0 or more, or null; it is in seconds: "
+        "write 5400\n"
+        "/run.yaml:5:23: recovery.host_wait: '2m' is not a number of 0 or more; it is in seconds: write 120\n"
+        "/run.yaml:6:23: checkpoint.best_is: 'max' is not one of auto, lowest, highest; did you mean highest?\n"
+        "/run.yaml:6:28: checkpoint.async: unknown key; did you mean asynchronous?",
+    ),
     "limits of which the later one comes first": (
         GOOD + "recovery: {watchdog: {least: 3, end_after: 1}}\n",
         [],

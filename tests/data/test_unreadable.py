@@ -140,6 +140,24 @@ def test_an_error_of_the_whole_batch_is_reported_as_that() -> None:
         first_update(source)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("odd", "other"), [(0, 1), (2, 0)])
+def test_the_sample_whose_shape_is_another_is_named(odd: int, other: int, workers: int) -> None:
+    items: list[Any] = [(torch.zeros(2), 1)] * 4
+    items[odd] = (torch.zeros(3), 1)
+    loader = make_loader(adapt_dataset(items), shuffle=False, global_size=4, micro_size=4, workers=workers)
+    message = f"sample {odd} can't be put into one batch with sample {other}: RuntimeError: "
+    with pytest.raises(RunFailed, match=re.escape(message)):
+        next(loader.updates(Progress()))
+    loader.close()
+
+
+def test_no_sample_is_named_if_the_shapes_of_all_differ() -> None:
+    loader = make_loader(adapt_dataset([torch.zeros(size) for size in (2, 3, 4)]), shuffle=False)
+    with pytest.raises(RunFailed, match="samples 0, 1, 2 can each be read, but not put into one batch: RuntimeError"):
+        next(loader.updates(Progress()))
+
+
 @pytest.mark.parametrize(
     ("item", "message"),
     [

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 import weakref
 from multiprocessing import get_context
@@ -55,6 +56,13 @@ def _end(kind: EndKind, time: float = 0.0, text: str = "") -> End:
 def test_the_kind_of_end_of_an_exception(error: BaseException, kind: EndKind, code: int) -> None:
     end = end_of_exception(error, 0.0, None)
     assert (end.kind, end.code) == (kind, code)
+
+
+def test_a_keyboard_interrupt_of_the_program_has_its_place() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        raise KeyboardInterrupt
+    end = end_of_exception(caught.value, 0.0, None)
+    assert re.fullmatch(r"interrupted by a KeyboardInterrupt in .*test_ends\.py:\d+", end.text)
 
 
 def test_an_exception_caused_by_a_broken_connection_is_a_peer_failure() -> None:

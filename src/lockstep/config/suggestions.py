@@ -85,9 +85,14 @@ def _in_section(path: tuple[str, ...], siblings: Sequence[str]) -> str | None:
     target = other_tools().target_of(path)
     if not section or (target and target.startswith(f"{section}.")):
         return None
-    longer = [key for key in siblings if path[-1] in key.split("_")]
+    longer = [key for key in siblings if path[-1] in key.split("_") or _begins(key, path[-1])]
     near = closest_match(path[-1], siblings, cutoff=0.8) or (longer[0] if len(longer) == 1 else None)
     return f"unknown key; did you mean {near}?" if near else None
+
+
+def _begins(key: str, word: str) -> bool:
+    """Return whether a word of four letters or more is the beginning of a key, as `async` is."""
+    return len(word) > 3 and key.startswith(word)
 
 
 def _elsewhere(path: tuple[str, ...]) -> str | None:

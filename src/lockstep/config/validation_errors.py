@@ -110,7 +110,13 @@ def _refused(path: Path, node: Node, at: ValueShape, tree: Table) -> str:
         return str(answer)
     example = next((f"; {text}" for start, text in _EXAMPLES if key.startswith(start)), "")
     of_tool = other_tools().value_hint(key, node)
-    hint = _as_text(key, node) or (f"; {of_tool}" if of_tool else "") or _hint(node, at) or _inside(key, node, at)
+    hint = (
+        _as_text(key, node)
+        or (f"; {of_tool}" if of_tool else "")
+        or _meant(key, node)
+        or _hint(node, at)
+        or _inside(key, node, at)
+    )
     return f"{shown(node)} is not {expectation(at)}{hint or example}"
 
 
@@ -173,7 +179,30 @@ _EXAMPLES = (
     ),
     ("parallel.deepspeed.config", "write the path of a JSON file, or its content as a mapping"),
 )
+_WORDS = {
+    "launch.device": {"gpu": "cuda", "rocm": "cuda"},
+    "checkpoint.best_is": {"max": "highest", "maximum": "highest", "min": "lowest", "minimum": "lowest"},
+}
+"""Other words for a value, by key."""
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|sec|seconds?|m|min|minutes?|h|hours?)", re.IGNORECASE)
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_IN_SECONDS = {
+    *(f"launch.{key}" for key in ("timeout", "grace", "nodes_wait")),
+    *(f"recovery.watchdog.{key}" for key in ("least", "end_after", "other", "end_start_after")),
+    *("recovery.host_wait", "checkpoint.retry_seconds", "monitor.meter_seconds", "data.bad_samples.timeout"),
+}
 _SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+
+
+def _meant(key: str, node: Node) -> str:
+    """Return the value of a key that is meant by another word, or by a duration with its unit."""
+    if not isinstance(node, Leaf) or not isinstance(node.value, str):
+        return ""
+    if word := _WORDS.get(key, {}).get(node.value.lower()):
+        return f"; did you mean {word}?"
+    if key in _IN_SECONDS and (match := _DURATION.fullmatch(node.value.strip())):
+        return f"; it is in seconds: write {float(match[1]) * _SECONDS[match[2][0].lower()]:g}"
+    return ""
 
 
 def _hint(node: Node, at: ValueShape) -> str:

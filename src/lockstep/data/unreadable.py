@@ -2,7 +2,9 @@
 
 read([4, 7, 9]) raises --> read([4]), read([7]), read([9])
                            one raises            "sample 7 can't be read"
-                           none, read([4, 7, 9]) raises again     "... but not put into one batch"
+                           none, read([4, 7, 9]) raises again
+                               read([4, 7]), read([4, 9])         "sample 9 can't be put into one batch with sample 4"
+                               no single one is to blame          "... but not put into one batch"
                                                  works now        used, with a warning that names the sample
                        --> memory ran out: nothing is read again
 """
@@ -13,6 +15,8 @@ import logging
 import traceback
 from collections.abc import Callable
 from typing import TypeVar
+
+import numpy as np
 
 from lockstep.core.errors import Failure, UnusableSamples
 from lockstep.core.out_of_memory import note_location, out_of_memory_cause
@@ -71,12 +75,22 @@ def read_again(read: Callable[[Indices], T], indices: Indices, error: Exception)
         raise
     except Exception as batch_error:
         reraise_out_of_memory(batch_error, indices)
-        remedy = "; a custom collate function can pad them" if "equal size" in str(batch_error) else ""
-        reason = f"{describe(batch_error)}{remedy}"
-        message = f"samples {named(indices)} can each be read, but not put into one batch: {reason}"
-        raise UnusableSamples(message) from error
+        raise UnusableSamples(_unlike_each_other(read, indices, batch_error)) from error
     warn_of_passing_error(indices, error)
     return values
+
+
+def _unlike_each_other(read: Callable[[Indices], object], indices: Indices, error: Exception) -> str:
+    """Return which sample doesn't go into a batch with the others, or that they don't."""
+    remedy = "; a custom collate function can pad them" if "equal size" in str(error) else ""
+    reason = f"{describe(error)}{remedy}"
+    first, others = indices[:1], indices[1:]
+    unlike = [index for index in others if _error_of(read, np.append(first, index)) is not None]
+    if len(unlike) == 1 and len(others) > 1:
+        return f"sample {unlike[0]} can't be put into one batch with sample {first[0]}: {reason}"
+    if len(unlike) == len(others) > 1 and _error_of(read, others) is None:
+        return f"sample {first[0]} can't be put into one batch with sample {others[0]}: {reason}"
+    return f"samples {named(indices)} can each be read, but not put into one batch: {reason}"
 
 
 def note_sample(error: Exception, index: int) -> None:
@@ -135,5 +149,6 @@ def _error_of(read: Callable[[Indices], object], indices: Indices) -> Exception 
 def reraise_out_of_memory(error: Exception, indices: Indices) -> None:
     """Raise the error, marked with the samples that were read, if memory ran out."""
     if out_of_memory_cause(error):
-        note_location(error, "data", f"while samples {named(indices)} were read")
+        samples = f"samples {named(indices)} were" if len(indices) > 1 else f"sample {named(indices)} was"
+        note_location(error, "data", f"while {samples} read")
         raise error

@@ -143,7 +143,11 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
         case Paused():
             kind = EndKind.GROWS if isinstance(error, GrowsBatches) else EndKind.PAUSED
             return End(kind, Paused.exit_code, str(error), time)
-        case Stopped() | KeyboardInterrupt():
+        case KeyboardInterrupt():
+            saved = message_of(error).removeprefix(str(error))
+            text = f"interrupted by a KeyboardInterrupt{_raised_in(error)}{saved}"
+            return End(EndKind.STOPPED, Stopped.exit_code, text, time)
+        case Stopped():
             return End(EndKind.STOPPED, Stopped.exit_code, message_of(error).strip(), time)
         case CollectiveTimeout():
             return End(EndKind.TIMED_OUT, error.exit_code, message_of(error), time)
@@ -165,10 +169,8 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
                 return replace(end, samples=error.samples, evaluation_set=error.evaluation_set)
             return end
         case SystemExit(code=int() | None):
-            called = traceback.extract_tb(error.__traceback__)
-            where = f" in {called[-1].filename}:{called[-1].lineno}" if called else ""
             saved = message_of(error).removeprefix(str(error))
-            text = f"called sys.exit({int(error.code or 0)}){where}{saved}"
+            text = f"called sys.exit({int(error.code or 0)}){_raised_in(error)}{saved}"
             return End(EndKind.EXITED, RunFailed.exit_code, text, time)
         case SystemExit():
             return End(EndKind.MESSAGE, 1, message_of(error), time)
@@ -177,6 +179,12 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
     if len(text) > _MOST_CHARACTERS:  # a traceback's beginning and end matter
         text = f"{text[:half]}\n  ... {len(text) - 2 * half} characters ...\n{text[-half:]}"
     return End(EndKind.PEER_FAILED if blames_a_peer(error) else EndKind.TRACEBACK, 1, text, time)
+
+
+def _raised_in(error: BaseException) -> str:
+    """Return the file and line that raised an error, after the word "in"."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def exit_text(exitcode: int) -> str:
