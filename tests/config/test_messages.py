@@ -62,6 +62,12 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "/run.yaml:6:23: checkpoint.best_is: 'max' is not one of auto, lowest, highest; did you mean highest?\n"
         "/run.yaml:6:28: checkpoint.async: unknown key; did you mean asynchronous?",
     ),
+    "where and how many hosts meet": (
+        GOOD + "launch: {nodes: '3:2', rendezvous: abc}\n",
+        [],
+        "/run.yaml:4:17: launch.nodes: 3:2 ends below its beginning; write 2:3\n"
+        "/run.yaml:4:36: launch.rendezvous: 'abc' is not HOST:PORT, such as 10.0.0.1:29500",
+    ),
     "limits of which the later one comes first": (
         GOOD + "recovery: {watchdog: {least: 3, end_after: 1}}\n",
         [],

@@ -60,7 +60,7 @@ from lockstep.config.training_sections import (
     Schedule,
 )
 from lockstep.core.closest import closest_match
-from lockstep.core.nodes import checked_nodes
+from lockstep.core.nodes import checked_address, checked_nodes
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.deepspeed import DeepSpeed
 from lockstep.strategies.fsdp import FSDP, FSDPPrecision
@@ -141,7 +141,7 @@ class Launch(Section):
     """Hosts of `lockstep train`, each with the same command; MIN:MAX, such as `2:4`: also while some are missing."""
     nodes_wait: Annotated[float, Field(ge=0)] = 30.0
     """MIN:MAX `nodes`: seconds after which a run starts without all of them."""
-    rendezvous: str | None = None
+    rendezvous: Annotated[str, AfterValidator(checked_address)] | None = None
     """HOST:PORT at which the hosts meet, an address of node 0; for several `nodes`."""
     node_rank: Annotated[int, Field(ge=0)] | None = None
     """Rank of this host among the hosts; null: node 0 is the host of `rendezvous`, the others follow as they come."""

@@ -1,4 +1,4 @@
-"""The number of a run's hosts: `4`, or `2:4` for a run that continues while at least two of four are there."""
+"""The number of a run's hosts, `4`, or `2:4` for a run that continues while at least two are there; where they meet."""
 
 from __future__ import annotations
 
@@ -33,3 +33,18 @@ def node_range(nodes: int | str) -> tuple[int, int]:
 def is_elastic(nodes: int | str) -> bool:
     """Return whether the run continues with fewer hosts than it may have."""
     return not isinstance(nodes, int)
+
+
+def checked_address(address: str) -> str:
+    """Return an address HOST:PORT as it is. Raises ValueError with an example."""
+    split_address(address)
+    return address
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return the host of an address, an IPv6 one without its brackets, and its port."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{address!r} is not HOST:PORT, such as 10.0.0.1:29500")
+    return host, int(port)

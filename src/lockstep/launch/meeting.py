@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep import __version__
 from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed, Stopped, message_of
 from lockstep.core.interfaces import is_loopback
-from lockstep.core.nodes import is_elastic, node_range
+from lockstep.core.nodes import is_elastic, node_range, split_address
 from lockstep.core.stopping import code_at_once, undo_on_stop
 from lockstep.launch.host_protocol import SHORT_SILENCE_S, SILENCE_S, job_key
 from lockstep.launch.hosts import Hosts
@@ -88,17 +88,14 @@ def connected_hosts(
 
 
 def _rendezvous(launch: Launch) -> tuple[str, int]:
-    host, _, port = (launch.rendezvous or "").rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        given = "is missing" if launch.rendezvous is None else f"{launch.rendezvous!r} is not HOST:PORT"
-        why = f"{given}; give all hosts the same one, such as 10.0.0.1:29500, at which node 0 listens"
+    if launch.rendezvous is None:
+        why = "is missing; give all hosts the same one, such as 10.0.0.1:29500, at which node 0 listens"
         raise ConfigError(Problem("", "launch.rendezvous", why))
     most = node_range(launch.nodes)[1]
     if launch.node_rank is not None and launch.node_rank >= most:
         why = f"{launch.node_rank}, but node ranks are 0 to {most - 1} with --nodes {launch.nodes}"
         raise ConfigError(Problem("", "launch.node_rank", why))
-    return host, int(port)
+    return split_address(launch.rendezvous)
 
 
 def _listener(launch: Launch, host: str, port: int) -> socket.socket | None:

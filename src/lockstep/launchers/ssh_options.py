@@ -16,6 +16,7 @@ from pydantic import Field
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.jobs import HostOptions, JobCommand, SweepOptions
+from lockstep.core.nodes import checked_address
 from lockstep.strategies.section import Section
 
 _NAME = r"[^\s:\[\],-][^\s:\[\],]*"
@@ -111,8 +112,11 @@ def check(command: JobCommand, options: SshOptions, hosts: list[SshHost]) -> Non
         problems.append(Problem("--hosts", "", f"`lockstep {command.words[0]}` takes no number of ranks from its host"))
     if command.sweep:
         problems.append(Problem("--sweep", "", "needs a queue, which ssh has not; launch the runs one after the other"))
-    if options.rendezvous is not None and not re.fullmatch(r".+:[1-9]\d{0,4}", options.rendezvous):
-        problems.append(Problem("--rendezvous", "", f"{options.rendezvous!r} is not HOST:PORT"))
+    if options.rendezvous is not None:
+        try:
+            checked_address(options.rendezvous)
+        except ValueError as error:
+            problems.append(Problem("--rendezvous", "", str(error)))
     for flag, words, pattern, example in (
         ("--ssh", options.ssh, r"-[A-Za-z0-9][^\n]*", "--ssh=-p2222"),
         ("--env", options.env, r"[A-Za-z_]\w*(=[^\0]*)?", "--env NAME=VALUE"),
