@@ -12,11 +12,12 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import settings
-from kit import sampling, worlds
+from kit import commands, sampling, worlds
 
 gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,6 +48,13 @@ LONGEST_FIRST = (
     "test_kubernetes.py",
 )  # fmt: skip
 """Files that take twenty seconds or more. A file's tests run on one worker, so these must not be the last to begin."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _failed_tests_leave_no_command() -> Iterator[None]:
+    """Give the processors back that a command of a failed test would take from all tests after it."""
+    yield
+    commands.kill_started()
 
 
 def pytest_configure(config: pytest.Config) -> None:

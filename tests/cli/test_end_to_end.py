@@ -199,7 +199,7 @@ def test_sigterm_stops_all_ranks(own: Path) -> None:
     command = start_lockstep(*words, cwd=own)
     command.wait_for((own / "stopped" / "metrics.jsonl").exists)
     ranks = command.ranks
-    assert len(ranks) == 2
+    assert len(ranks) in (2, 4)  # those of the next round may wait already
     command.send(signal.SIGTERM)
     assert command.end() == 75, command.output
     assert re.search(r"stopped at step [\d,]+, as requested, and saved; start it again to resume", command.output)
@@ -243,7 +243,7 @@ def test_no_orphans_when_the_launcher_is_killed(own: Path) -> None:
     command = start_lockstep(*words, cwd=own)
     command.wait_for((own / "killed" / "metrics.jsonl").exists)
     ranks = command.ranks
-    assert len(ranks) == 2
+    assert len(ranks) in (2, 4)  # those of the next round may wait already
     assert set(ranks) < set(processes_of_group(command.pid))
     command.send(signal.SIGKILL)
     assert command.end() == -signal.SIGKILL  # and none of its group is left

@@ -88,6 +88,7 @@ _COUPLED = {
     (schema.Optim, "nesterov"), (schema.Schedule, "warmup_ratio"), (schema.Schedule, "decay_ratio"),
     *((schema.ActivationCheckpointing, key) for key in schema.ActivationCheckpointing.model_fields if key != "mode"),
     (schema.Optim, "in_backward"), (schema.Memory, "loss_chunk"), (schema.Launch, "nodes"),
+    (schema.Launch, "rendezvous"),
     (schema.Checkpoint, "keep_every"), (schema.Checkpoint, "best"), (schema.Run, "end_with"),
     (schema.Run, "samples"), (schema.Run, "tokens"), (schema.Run, "epochs"), (schema.Run, "steps"),
     (schema.Recovery, "notice"), (schema.Recovery, "grow_after"), (Watchdog, "enabled"), (BadSamples, "policy"),

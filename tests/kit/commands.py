@@ -37,12 +37,22 @@ def run_lockstep(*words: object, cwd: Path | None = None, **environment: str | N
     return _done(_command, ["lockstep", *map(str, words)], cwd or Path.cwd(), environment)
 
 
+_started: list[Running] = []
+
+
+@atexit.register  # multiprocessing would wait for what is left
+def kill_started() -> None:
+    """Kill the commands that tests have started and that still run: these tests have failed."""
+    while _started:
+        _started.pop().kill()
+
+
 class Running:
     """A running command in its own process group."""
 
     def __init__(self, process: Any, folder: Path) -> None:
         self._process, self._folder = process, folder
-        atexit.register(self.kill)  # multiprocessing would wait for what a test that failed has left
+        _started.append(self)
 
     @property
     def pid(self) -> int:
