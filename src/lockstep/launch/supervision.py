@@ -50,7 +50,8 @@ class Supervisor:
         deadly: Records which samples the ranks were reading as they ended; returns what follows, None: they weren't.
         unwritable: Returns why the run's folders can't be written now and may be soon; empty: they can.
         retry_seconds: For how long a further round waits for them.
-        taken: Returns why the run's folder isn't the run's any more, so that no ranks may start there; empty: it is.
+        taken: Writes the run's folder again if it was deleted, before anything else is read there; returns why it is
+            another run's now, so that no ranks may start there; empty: it isn't.
         rounds: Number of rounds that have ended.
     """
 

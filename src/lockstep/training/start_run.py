@@ -360,7 +360,6 @@ def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
         return last[2]
 
     def furthest() -> int | None:
-        _recreate(run, job.memory)  # before anything else is read there, or ranks start again
         starts_over = job.resume.fresh or job.resume.step is not None
         if starts_over and _content(attempts) == before:  # what is there is what the run starts over from
             return 0
