@@ -86,6 +86,7 @@ def trial(row: dict[str, Any]) -> None:
         row |= {"named_after": round(moment - fired[0], 2), "limit": round(limit, 2)}
         row["right"] = bool(match[2]) if kind == "collective" else match[1] == rank
         assert row["right"], f"another rank is named: {match[0]}"
+        assert row["named_after"] <= row["limit"], f"it is named after {row['named_after']} s"
         check_equal(run, expected)
 
 

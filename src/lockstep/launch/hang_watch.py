@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lockstep.config.training_sections import Watchdog
 
 _TICK_S, _TICKS = 0.25, 8  # between two looks, at most; looks within the least limit, at least
-_EARLIER = 1.5  # looks before its limit, so that a rank is named within it, with its stack
+_EARLIER = 2.0  # looks before its limit, so that a rank is named within it, with its stack
 _MOVES = 0.25  # of the least limit: a rank with a mark as new moves
 _NOTED = 64  # updates
 _FIRST = 5  # updates of a process that may be slow
