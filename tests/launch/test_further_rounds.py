@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -15,12 +16,16 @@ from lockstep.core.control_groups import OOM_KILLER
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.ends_file import read_ends
 from lockstep.launch.group import SignalRequests
+from lockstep.launch.host_rounds import LeaderRounds
 from lockstep.launch.local import _unless_stopped, result_of
+from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.starting import Ranks
 from lockstep.launch.supervision import Supervisor
 
 if TYPE_CHECKING:
     from conftest import ForkServer
+
+    from lockstep.launch.hosts import Hosts
 
 NO_PROCESSES = "[Errno 11] Resource temporarily unavailable"
 KILLED = ["deaf,sleep:30", "kill:9"]
@@ -47,6 +52,22 @@ def test_ranks_start_again_once_the_runs_folder_can_be_written(fork_server: Fork
     code, _, err = fork_server.run("supervised", script=KILLED, unwritable=3)
     assert code == 0, err
     assert err.count("its ranks can't start yet: /run: Read-only file system; trying for 5 s") == 1
+
+
+TAKEN = "/run belongs to another run now"
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "pauses", "ended"), [(EndKind.KILLED, 137, False, 137), (EndKind.PAUSED, 75, True, 1)]
+)
+def test_no_ranks_start_where_another_run_is_now(kind: EndKind, code: int, pauses: bool, ended: int) -> None:
+    """After a failure, and after hosts have paused their ranks for another one."""
+    supervisor = Supervisor(Recovery(restarts=1), lambda: 7, lambda: lambda: 0, taken=lambda: TAKEN)
+    hosts = cast("Hosts", SimpleNamespace(pauses=pauses, has_gone=False))
+    rounds = LeaderRounds(hosts, supervisor, 0.0, elastic=True, folder=Path("/run"), decision=lambda entry: {})
+    result = LaunchResult(code, "rank 0 has ended")
+    assert rounds.next_entry([End(kind, code, "", 0.0)], result) is None
+    assert rounds.concluded(result) == LaunchResult(ended, f"rank 0 has ended\n{TAKEN}: its ranks don't start again")
 
 
 def test_a_stop_while_the_runs_folder_is_waited_for(fork_server: ForkServer) -> None:

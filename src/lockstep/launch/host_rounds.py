@@ -56,7 +56,7 @@ class LeaderRounds:
         is_lost = cause is not None and ends[cause].kind is EndKind.LOST
         if is_lost and (self.hosts.has_gone or not (self.wait or self.elastic)):
             return None
-        again = self._after_pause(ends) or self.supervisor.next_entry(ends, result)
+        again = self.supervisor.after_pause() if self._is_paused(ends) else self.supervisor.next_entry(ends, result)
         if again is None:
             return None
         try:
@@ -77,11 +77,9 @@ class LeaderRounds:
         text = f"{gist(result.text)}\n{message_of(self._failure)}"
         return LaunchResult(self._failure.exit_code, text, cut_off=isinstance(self._failure, Stopped))
 
-    def _after_pause(self, ends: Sequence[End]) -> Entry | None:
+    def _is_paused(self, ends: Sequence[End]) -> bool:
         cause = first_cause(ends)
-        if not self.hosts.pauses or cause is None or ends[cause].kind not in _OF_PAUSE:
-            return None
-        return self.supervisor.resumed()
+        return self.hosts.pauses and cause is not None and ends[cause].kind in _OF_PAUSE
 
 
 @dataclass

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+from lockstep.core.errors import Paused, RunFailed
 from lockstep.launch.ends import End, EndKind, first_cause
 from lockstep.launch.ends_file import gist
 from lockstep.launch.failure_kinds import NEVER_RETRIED, FailureKind, advice_after, kind_of, was_killed
@@ -116,6 +117,11 @@ class Supervisor:
         )
         return self.resumed()
 
+    def after_pause(self) -> Callable[[], int] | None:
+        """Return the entry of ranks that were stopped to continue on other hosts; None: the folder is another run's."""
+        self._is_taken = self.taken()
+        return None if self._is_taken else self.resumed()
+
     def retries(self, end: End, text: str) -> bool:
         """Return whether another round may follow a failure; `next_entry` decides whether one does."""
         kind, step = kind_of(end, text), self.last_step() or 0
@@ -131,7 +137,8 @@ class Supervisor:
         """Return the result of the last round, with the number of those before, and what to do next."""
         before = self.rounds - 1
         if self._is_taken:
-            return replace(result, text=f"{result.text}\n{self._is_taken}: its ranks don't start again")
+            code = RunFailed.exit_code if result.code == Paused.exit_code else result.code
+            return replace(result, code=code, text=f"{result.text}\n{self._is_taken}: its ranks don't start again")
         if result.code == 0 or self._last is None:
             return result
         times = "once" if before == 1 else f"{before} times"
