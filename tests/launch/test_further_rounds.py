@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +15,14 @@ import pytest
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Recovery
 from lockstep.core.control_groups import OOM_KILLER
+from lockstep.core.errors import RunFailed
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.ends_file import read_ends
 from lockstep.launch.group import SignalRequests
 from lockstep.launch.host_rounds import LeaderRounds
-from lockstep.launch.local import _unless_stopped, result_of
+from lockstep.launch.local import _unless_stopped, launch, result_of
 from lockstep.launch.outcome import LaunchResult
-from lockstep.launch.starting import Ranks
+from lockstep.launch.starting import Ranks, Round
 from lockstep.launch.supervision import Supervisor
 
 if TYPE_CHECKING:
@@ -46,6 +49,15 @@ def test_ranks_that_cannot_be_started_again_end_the_run_with_the_reason(
     first, second = "rank 1 was killed by SIGKILL", f"its ranks can't be started again: {NO_PROCESSES}"
     assert err.index(f"lockstep: {first}") < err.index(second)
     assert [ends.text.startswith(first) for ends in read_ends(tmp_path)] == [True, True]
+
+
+def test_ranks_that_cannot_be_started_at_all_end_the_run_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(job: Ranks) -> Round:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Round, "begin", refusing)
+    with pytest.raises(RunFailed, match=r"^its ranks can't be started: \[Errno 24\] Too many open files$"):
+        launch(lambda: 0, 2, Launch(), None)
 
 
 def test_ranks_start_again_once_the_runs_folder_can_be_written(fork_server: ForkServer) -> None:

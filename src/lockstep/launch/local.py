@@ -59,7 +59,7 @@ from lockstep.launch.other_launchers import (
 )
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.launch.rank import append_end, run_entry, signals_stop
-from lockstep.launch.starting import NextRound, NotStarted, Ranks, Round, await_folders, begin_again
+from lockstep.launch.starting import NextRound, NotStarted, Ranks, Round, await_folders, begin_again, begin_first
 from lockstep.launch.supervision import Rounds, Supervisor
 
 _UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
@@ -139,7 +139,7 @@ def _run_rounds(job: Ranks, remedy: str, requests: SignalRequests, rounds: Round
         if ahead is not None:
             stack.callback(ahead.close)
         common = _Common(remedy, requests, rounds, ahead, Orphans())
-        result, ends = _run_ranks(job, common, partial(Round.begin, job))
+        result, ends = _run_ranks(job, common, partial(begin_first, job))
         while rounds is not None and not requests.stops:
             again = rounds.next_entry(ends, result)
             if again is None:

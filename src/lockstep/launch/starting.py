@@ -205,6 +205,14 @@ def await_folders(unwritable: Callable[[], str], seconds: float, requests: Signa
     return requests.stops > 0
 
 
+def begin_first(job: Ranks) -> Round:
+    """Start the ranks of the first round. Raises RunFailed where they can't be, for lack of descriptors for example."""
+    try:
+        return Round.begin(job)
+    except OSError as error:
+        raise RunFailed(f"its ranks can't be started: {message_of(error)}") from error
+
+
 def begin_again(job: Ranks, ahead: NextRound | None, requests: SignalRequests) -> Round:
     """Start the ranks of a further round; try again for a while, until a stop is requested.
 
