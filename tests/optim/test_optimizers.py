@@ -458,6 +458,48 @@ def test_updates_of_a_users_optimizer_can_be_discarded():
     assert_same(resumed.state_dict(), optimizer.state_dict())
 
 
+class Slowing(Counting):
+    """An optimizer that keeps a number for all parameters in `state`, and one in an attribute that it saves itself."""
+
+    k = 0
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.k += 1
+        self.state["shared"] = self.state.get("shared", 0) + 2
+
+    def state_dict(self):
+        return {**super().state_dict(), "k": self.k}
+
+    def load_state_dict(self, state_dict):
+        own = dict(state_dict)
+        self.k = own.pop("k")
+        super().load_state_dict(own)
+
+
+def test_what_a_users_optimizer_keeps_of_its_own_is_saved():
+    def make():
+        model = make_model()
+        groups = parameter_groups(model.named_parameters(), Optim(weight_decay=0.0))
+        made = Slowing(groups, momentum=0.5)
+        return model, made, adapt_optimizer(made, Optim())[0]
+
+    (model, _, optimizer), (_, second, resumed) = make(), make()
+    for step in range(3):
+        set_gradients(model, step)
+        optimizer.update(0.1, 1.0, True)
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["own"] == {"shared": {"shared": 6}, "entries": {"k": 3}}
+    groups = second.param_groups
+    resumed.load_state_dict(saved)
+    assert (second.k, second.state["shared"]) == (3, 6)
+    assert second.param_groups is groups
+    assert_same(resumed.state_dict(), optimizer.state_dict())
+    second.state[7] = 1
+    with pytest.raises(RunFailed, match="state has the key 7"):
+        resumed.state_dict()
+
+
 def test_state_of_a_users_optimizer_without_names_is_keyed_by_indices():
     model = make_model()
     optimizer, _ = adapt_optimizer(torch.optim.Adagrad(model.parameters()), Optim())

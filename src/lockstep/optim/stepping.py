@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.optim.named_state import changed_groups, group_state, load_group_state, load_named_state, named_state
+from lockstep.optim.own_state import load_own_state, own_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,7 +92,7 @@ class HostGatedOptimizer:
     On an accelerator the host waits at each update until it knows whether it is kept.
 
     Args:
-        saves_groups: Save what changes in the groups: a user's optimizer may count there.
+        saves_groups: Save what changes in the groups, and other state of its own: a user's optimizer may count there.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, saves_groups: bool) -> None:
@@ -112,11 +113,14 @@ class HostGatedOptimizer:
         state = named_state(self._torch)
         if self._initial_groups is not None:
             state["groups"] = changed_groups(self._torch, self._initial_groups)
+            if own := own_state(self._torch):
+                state["own"] = own
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._initial_groups is not None:
             load_group_state(self._torch, state["groups"])
+            load_own_state(self._torch, state.get("own", {}))
         load_named_state(self._torch, state["parameters"])
 
 

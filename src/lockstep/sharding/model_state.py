@@ -3,6 +3,7 @@
     model.layers.0.weight                 parameters and saved buffers, tied ones once
     optimizer.exp_avg.layers.0.weight     state entry, then the parameter it belongs to
     values: {"optimizer": {PARAMETER: {ENTRY: number}}, "groups": [...], "tied": {NAME: NAME}}
+            and "own": {...} of a user's optimizer that keeps other state, if it does,
             and "recast": [NAME, ...] of buffers to which forwards have given another dtype, if there are any
 
 A tensor is plain if this rank holds it whole, else a DTensor or a `FlatShard`, which know their place in it.
@@ -140,6 +141,8 @@ class ModelState:
             {key: _plain(f"the optimizer's {key}", value) for key, value in group.items()} for group in saved["groups"]
         ]
         values = {"optimizer": numbers, "groups": groups, "tied": tied}
+        if own := saved.get("own"):
+            values["own"] = {kind: _plain_own(kept) for kind, kept in own.items()}
         if recast := [name for name, dtype in self._dtypes.items() if name in tensors and tensors[name].dtype != dtype]:
             values["recast"] = recast
         state = TrainingState(entries, values, changing)
@@ -174,7 +177,8 @@ class ModelState:
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 entries.setdefault(name, {})
-        self.optimizer.load_state_dict({"parameters": entries, "groups": list(state.values["groups"])})
+        kept = {"own": state.values["own"]} if "own" in state.values else {}
+        self.optimizer.load_state_dict({"parameters": entries, "groups": list(state.values["groups"]), **kept})
         self.values_changed()
 
     def _cast_buffers(self, state: TrainingState) -> None:
@@ -235,6 +239,10 @@ def _saved(state: TrainingState, name: str, tensor: Tensor) -> Tensor:
     if value.shape != torch.Size(tensor.shape):
         raise RunFailed(f"{name} is {list(tensor.shape)} here, but {list(value.shape)} in the saved state")
     return shard_of(tensor, value)
+
+
+def _plain_own(kept: Mapping[str, object]) -> dict[str, object]:
+    return {key: _plain(f"the optimizer's own {key}", value) for key, value in kept.items()}
 
 
 def _plain(what: str, value: object) -> object:

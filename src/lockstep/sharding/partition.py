@@ -135,19 +135,24 @@ class ModelPartition:
         """Return this rank's state with an empty shard for each tensor that others hold. All ranks together.
 
         Raises:
-            RunFailed: The optimizer's groups differ between ranks.
+            RunFailed: The optimizer's groups, or other state of its own, differ between ranks.
         """
         if not self.is_divided:
             return state
         everywhere = cast("list[Any]", self._axis.gather((specs_of(state.tensors), state.values)))
         tensors: dict[str, Any] = dict(state.tensors)
         values: dict[str, Any] = {"optimizer": {}, "groups": state.values["groups"], "tied": {}}
-        if any(of_rank["groups"] != state.values["groups"] for _, of_rank in everywhere):
+        own = state.values.get("own")
+        groups_differ = any(of_rank["groups"] != state.values["groups"] for _, of_rank in everywhere)
+        if groups_differ or any(of_rank.get("own") != own for _, of_rank in everywhere):
+            where = "in its groups" if groups_differ else "for all parameters"
             raise RunFailed(
-                "the optimizer keeps a value in its groups that differs between the stages of the pipeline, since each "
-                "has seen its own gradients alone: it can't be saved, and the run isn't the single process's; use "
-                "another strategy"
+                f"the optimizer keeps a value {where} that differs between the stages of the pipeline, since each has "
+                "seen its own gradients alone: it can't be saved, and the run isn't the single process's; use another "
+                "strategy"
             )
+        if own:
+            values["own"] = own
         recast: list[str] = []
         for specs, of_rank in everywhere:
             for name, (shape, dtype) in specs.items():

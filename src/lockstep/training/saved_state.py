@@ -35,6 +35,7 @@ class _Discards(BaseModel):
 class _Sharding(BaseModel):
     optimizer: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
+    own: dict[str, dict[str, Any]] = {}
     recast: list[str] = []
 
 
