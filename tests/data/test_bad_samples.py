@@ -62,6 +62,8 @@ def test_what_is_left_out(indices: tuple[int, ...], used: list[int], left_out: l
 def test_a_batch_without_usable_samples_has_no_weight() -> None:
     values, left_out, samples = fetched(SkippingSource(Bad(), uniform=False), 5)
     assert (values, left_out, samples) == ([0], [5], 0)
+    values, left_out, samples = fetched(SkippingSource(Bad(), uniform=False), 5, 5, 5)
+    assert (values, samples) == ([0, 0], 0), "batch norm can't be computed of one"
 
 
 def test_a_sample_that_is_not_finite_stands_in_for_none() -> None:
