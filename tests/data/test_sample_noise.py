@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.data.noise import keyed_generators, uniform, use_epoch
+from lockstep.data.noise import generator_states, has_drawn, keyed_generators, uniform, use_epoch
+from lockstep.distributed import generators
 
 
 def _draws() -> tuple[float, float, float]:
@@ -41,6 +42,30 @@ def test_keyed_generators_are_restored_after_nesting_and_errors() -> None:
         with pytest.raises(KeyError):
             _fail_with_key(2)
         assert [first, _draws()] == expected
+
+
+def test_registered_generators_are_keyed_in_a_fetch_and_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are fetched ahead of updates and in workers: what is saved must not depend on how far ahead."""
+    mine = {"python": random.Random(1), "numpy": np.random.default_rng(1), "torch": torch.Generator().manual_seed(1)}
+    monkeypatch.setattr(generators, "_registered", mine)
+
+    def draws() -> list[float]:
+        return [
+            mine["python"].random(),
+            float(mine["numpy"].random()),
+            float(torch.rand((), generator=mine["torch"])),
+        ]
+
+    before = generator_states()
+    with keyed_generators(5):
+        first = draws()
+        assert has_drawn(before)
+    assert not has_drawn(before)
+    draws()
+    with keyed_generators(5):
+        assert draws() == first
+    with keyed_generators(6):
+        assert all(map(float.__ne__, draws(), first))
 
 
 def test_noise_depends_only_on_epoch_and_sample() -> None:

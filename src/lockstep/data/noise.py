@@ -1,8 +1,9 @@
 """The random numbers that a fetch draws, and their keys.
 
     noise of a sample       keyed by epoch, sample index and number of the draw     uniform(indices, draws)
-    user code               Python's, NumPy's and torch's generators, seeded for    keyed_generators(key)
-                            each micro-batch and restored afterwards
+    user code               Python's, NumPy's and torch's generators, and those     keyed_generators(key)
+                            that it has registered: seeded for each micro-batch
+                            and restored afterwards
 
 Lockstep's own sources draw noise as a function of the sample, so that augmentation and masking don't depend on how an
 update is split into ranks and micro-batches. User code draws from the generators of the process: its draws depend on
@@ -21,9 +22,11 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.data.order import Indices, mix
+from lockstep.distributed import generators
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: SplitMix64's step from draw to draw
 _epoch_key = 0
+_States = tuple[Any, Any, torch.Tensor, dict[str, torch.Tensor]]
 
 
 def use_epoch(key: int) -> None:
@@ -48,27 +51,30 @@ def keyed_generators(key: int) -> Iterator[None]:
     random.seed(key)
     np.random.seed([key & 0xFFFFFFFF, key >> 32])
     torch.default_generator.manual_seed(key)
+    generators.seed_on_host(key)
     try:
         yield
     finally:
         restore_generators(states)
 
 
-def generator_states() -> tuple[Any, Any, torch.Tensor]:
-    """Return the states of the CPU generators of the process."""
-    return random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+def generator_states() -> _States:
+    """Return the states of the CPU generators of the process, and of those that user code has registered."""
+    return random.getstate(), np.random.get_state(), torch.random.get_rng_state(), generators.on_host()
 
 
-def has_drawn(since: tuple[Any, Any, torch.Tensor]) -> bool:
+def has_drawn(since: _States) -> bool:
     """Return whether a generator of the process has drawn since `generator_states` returned these states."""
-    python, numpy, pytorch = generator_states()
+    python, numpy, pytorch, registered = generator_states()
     same_numpy = all(map(np.array_equal, numpy, since[1]))
-    return not (python == since[0] and same_numpy and torch.equal(pytorch, since[2]))
+    same_registered = all(torch.equal(state, since[3].get(name, state)) for name, state in registered.items())
+    return not (python == since[0] and same_numpy and torch.equal(pytorch, since[2]) and same_registered)
 
 
-def restore_generators(states: tuple[Any, Any, torch.Tensor]) -> None:
+def restore_generators(states: _States) -> None:
     """Restore what `generator_states` has returned."""
-    python, numpy, pytorch = states
+    python, numpy, pytorch, registered = states
     random.setstate(python)
     np.random.set_state(numpy)
     torch.random.set_rng_state(pytorch)
+    generators.put_on_host(registered)

@@ -4,8 +4,9 @@
     lockstep.register_generator("augmenter", augmenter)     on every rank, whenever user code makes it
 
 All of Lockstep's own randomness is keyed and has no state. A user's generator has one, which is saved for each rank
-under its name. A generator that is registered after the run has resumed gets its state then. A rank that the saved run
-didn't have begins with a state of its own, drawn from the first rank's and its number.
+under its name. What a fetch draws from it is keyed and leaves the state alone: batches are fetched ahead of the
+updates, and in other processes. A generator that is registered after the run has resumed gets its state then. A rank
+that the saved run didn't have begins with a state of its own, drawn from the first rank's and its number.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ _TEXT_BYTES = 16_384  # the size of a state as text, whose number of digits vari
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The functions that get, set and reseed a kind of generator."""
+    """The functions that get and set the state of a kind of generator, draw 62 bits, and seed it."""
 
     get: Callable[[Any], Tensor]
     put: Callable[[Any, Tensor], object]
-    reseed: Callable[[Any, int], None]
+    draw: Callable[[Any], int]
+    seed: Callable[[Any, int], object]
 
 
 _registered: dict[str, Generator] = {}  # process-wide: user code registers before there is a session, and once
@@ -87,6 +89,32 @@ def put(states: Mapping[str, Tensor], rank: int) -> None:
             _kind(generator).put(generator, state)
 
 
+def on_host() -> dict[str, Tensor]:
+    """Return copies of the states of generators that a data worker can use: those of an accelerator are left out."""
+    return {name: _kind(generator).get(generator) for name, generator in _of_host()}
+
+
+def put_on_host(states: Mapping[str, Tensor]) -> None:
+    """Set generators to what `on_host` returned."""
+    for name, generator in _of_host():
+        if name in states:
+            _kind(generator).put(generator, states[name])
+
+
+def seed_on_host(seed: int) -> None:
+    """Seed the generators of `on_host`, each by its name."""
+    for name, generator in _of_host():
+        _kind(generator).seed(generator, key(seed, "generator", name))
+
+
+def _of_host() -> list[tuple[str, Generator]]:
+    return [
+        (name, generator)
+        for name, generator in _registered.items()
+        if not isinstance(generator, torch.Generator) or generator.device.type == "cpu"
+    ]
+
+
 @contextmanager
 def replayed_draws(device: torch.device) -> Iterator[Callable[[], bool]]:
     """Restore the state of all generators, the registered ones too, at the block's end.
@@ -129,7 +157,7 @@ def _restore_if_waiting(name: str) -> None:
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise RunFailed(f"the saved state of generator {name!r} is of another kind of generator: {error}") from error
     if rank not in by_rank:
-        kind.reseed(generator, rank)
+        kind.seed(generator, key(kind.draw(generator), "rank", rank))
 
 
 def _kind(generator: Generator) -> _Kind:
@@ -161,17 +189,15 @@ def _read(state: Tensor) -> Any:
     return json.loads(state.numpy().tobytes(), object_hook=array)
 
 
-def _reseed_torch(generator: torch.Generator, rank: int) -> None:
-    drawn = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-    generator.manual_seed(key(drawn, "rank", rank) >> 1)
+def _draw_torch(generator: torch.Generator) -> int:
+    return int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
 
 def _put_numpy(generator: np.random.Generator, state: Tensor) -> None:
     generator.bit_generator.state = _read(state)
 
 
-def _reseed_numpy(generator: np.random.Generator, rank: int) -> None:
-    seed = key(int(generator.integers(2**62)), "rank", rank)
+def _seed_numpy(generator: np.random.Generator, seed: int) -> None:
     generator.bit_generator.state = type(generator.bit_generator)(seed).state
 
 
@@ -180,12 +206,23 @@ def _put_python(generator: random.Random, state: Tensor) -> None:
     generator.setstate((version, tuple(internal), gauss))
 
 
-def _reseed_python(generator: random.Random, rank: int) -> None:
-    generator.seed(key(generator.getrandbits(62), "rank", rank))
-
-
 _KINDS: Mapping[type, _Kind] = {
-    torch.Generator: _Kind(lambda generator: generator.get_state().clone(), torch.Generator.set_state, _reseed_torch),
-    np.random.Generator: _Kind(lambda generator: _text(generator.bit_generator.state), _put_numpy, _reseed_numpy),
-    random.Random: _Kind(lambda generator: _text(generator.getstate()), _put_python, _reseed_python),
+    torch.Generator: _Kind(
+        lambda generator: generator.get_state().clone(),
+        torch.Generator.set_state,
+        _draw_torch,
+        lambda generator, seed: generator.manual_seed(seed >> 1),
+    ),
+    np.random.Generator: _Kind(
+        lambda generator: _text(generator.bit_generator.state),
+        _put_numpy,
+        lambda generator: int(generator.integers(2**62)),
+        _seed_numpy,
+    ),
+    random.Random: _Kind(
+        lambda generator: _text(generator.getstate()),
+        _put_python,
+        lambda generator: generator.getrandbits(62),
+        random.Random.seed,
+    ),
 }
