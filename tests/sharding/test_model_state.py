@@ -69,6 +69,16 @@ def test_a_state_names_each_tensor_once_and_restores_it() -> None:
     assert [name for name, _ in state.weights()] == ["mean", "table.weight"]
 
 
+def test_tensors_outside_of_an_optimizers_entries_are_refused_with_the_place_for_them() -> None:
+    model = Tied()
+    optimizer: Any = Momentum(model)
+    optimizer.entries["table.weight"]["history"] = [torch.ones(4, 3)]
+    with pytest.raises(
+        RunFailed, match=r"the optimizer's history of table.weight holds a tensor .* a key of its own in"
+    ):
+        ModelState(model, optimizer).live_state()
+
+
 class Counts(nn.Linear):
     """Makes a tensor of its number of forwards whenever its state is asked for."""
 

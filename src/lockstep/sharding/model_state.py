@@ -253,4 +253,9 @@ def _plain(what: str, value: object) -> object:
         return [_plain(what, item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): _plain(what, item) for key, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        raise RunFailed(
+            f"{what} holds a tensor where it can't be saved: give each tensor a key of its own in the optimizer's "
+            "state[parameter], of the parameter that it belongs to"
+        )
     raise RunFailed(f"{what} is a {type(value).__name__}: it can't be saved; tensors, numbers and strings can")
