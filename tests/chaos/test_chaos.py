@@ -19,9 +19,10 @@ from kit.hosts import needs_hosts
 
 from lockstep.chaos import evaluations
 from lockstep.chaos.drawing import balanced
-from lockstep.chaos.kinds import Cluster, applicable
+from lockstep.chaos.kinds import Cluster, applicable, without_parts
 from lockstep.chaos.rounds import config_of_round
 from lockstep.config.loading import validate
+from lockstep.core.errors import ConfigError
 from lockstep.core.phase_clock import PhaseClock
 from lockstep.resilience.faults import Fault, PlantedFault, events_of, plant, write_plan
 
@@ -33,6 +34,18 @@ class Undetermined(small.Net):
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
         return super().forward(points) + os.urandom(1)[0]
+
+
+class Normalized(small.Net):
+    """Ties the samples of a micro-batch together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        normalized: torch.Tensor = self.norm(super().forward(points))
+        return normalized
 
 
 class Points:
@@ -179,6 +192,16 @@ def test_a_bad_sample_is_left_out(tmp_path: Path, words: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "after badsample as the one that leaves out the same samples" in done.stdout
     assert " equal; " in done.stdout
+
+
+def test_a_model_with_batch_norm_has_the_faults_that_apply(tmp_path: Path) -> None:
+    model = {"kind": "custom", "target": f"{HERE}:Normalized"}
+    done = chaos(tmp_path, "--rounds", "1", "--batch.global_size", "16", model=model)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert without_parts(("kill", "badsample"), (), "batch norm (norm)") == ("kill", "badsample")
+    assert without_parts(("nan", "kill", "badsample"), (), "batch norm (norm)") == ("nan", "kill")
+    with pytest.raises(ConfigError, match=r"which batch norm \(norm\) doesn't allow; choose one of them"):
+        without_parts(("nan", "badsample"), ("nan", "badsample"), "batch norm (norm)")
 
 
 def test_a_run_that_ends_otherwise_is_found(tmp_path: Path) -> None:

@@ -77,6 +77,23 @@ def prepared(config: Config, kinds: Collection[str]) -> Config:
     return config.model_copy(update={"recovery": recovery})
 
 
+def without_parts(kinds: Collection[str], chosen: Collection[str], coupled: str) -> tuple[str, ...]:
+    """Return the kinds that apply to a model whose samples depend on each other: no part of an update is computed.
+
+    Args:
+        coupled: Why they do.
+
+    Raises:
+        ConfigError: Kinds that don't apply together were chosen.
+    """
+    if not {NAN, BAD_SAMPLE} <= set(kinds):
+        return tuple(kinds)
+    if chosen:
+        why = f"finds the sample by parts of an update, which {coupled} doesn't allow; choose one of them"
+        raise ConfigError(f"--faults {BAD_SAMPLE} beside {NAN} {why}")
+    return tuple(kind for kind in kinds if kind != BAD_SAMPLE)
+
+
 def _reasons(config: Config, world: Cluster, steps: int) -> Iterator[tuple[str, str]]:
     """Yield the kinds that don't apply, each with what follows its name in a message."""
     if world.size == 1:

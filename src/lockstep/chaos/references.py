@@ -57,6 +57,12 @@ def can_be_halved(undisturbed: Path) -> bool:
     return _last(undisturbed, "micro_size") > 1
 
 
+def coupled(undisturbed: Path) -> str:
+    """Return why the samples of a run's batches depend on each other; empty if they don't."""
+    attempts = read_attempts(undisturbed)
+    return str(attempts[-1].facts.get("coupled") or "") if attempts else ""
+
+
 def needs_one(kind: str, run: Path, undisturbed: Path) -> bool:
     """Return whether a round ends on other sums: not if memory ran out and the size of micro-batches is as it was."""
     if kind == OOM:

@@ -15,7 +15,7 @@ import random
 import shutil
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from lockstep.chaos import evaluations, references
 from lockstep.chaos.drawing import balanced, draw_fault, updates_between_saves
 from lockstep.chaos.effects import has_effect
 from lockstep.chaos.hosts import output_of, train_on_several
-from lockstep.chaos.kinds import Cluster, applicable, prepared
+from lockstep.chaos.kinds import Cluster, applicable, prepared, without_parts
 from lockstep.chaos.launchers import Launchers, StopRequest
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
@@ -57,7 +57,8 @@ _OTHER_S, _COMPILING_S = 15.0, 60.0  # nor one in a save; a compilation takes lo
 _LEAST_LIMIT_S, _SLOWER = 600.0, 20  # a round that takes longer than this, and than 20 undisturbed runs, hangs
 _MAY_DIFFER = (
     "data.leave_out",
-    "recovery.snapshot_every",
+    *("recovery.snapshot_every", "recovery.compare_every"),
+    *(f"recovery.bad_numbers.{key}" for key in ("nonfinite", "bisect", "rollback_steps")),
     *(f"memory.activation_checkpointing.{key}" for key in ("mode", "threshold", "look_every")),
 )
 """Keys in which a round's config and that of the run with which it is compared may differ."""
@@ -140,10 +141,13 @@ def run_rounds(job: Job, settings: Settings, stop: StopRequest) -> Iterator[Chao
         Stopped: A signal has come.
     """
     kinds = applicable(job.config, settings.kinds, settings.world, settings.steps)
-    rounds = _Rounds(replace(job, config=prepared(job.config, kinds)), settings, stop)
+    rounds = _Rounds(job, settings, stop)
     import_ahead(imports_ahead(job.config))
     _set_threads(settings.world.size)
     rounds.train_undisturbed()
+    if coupled := references.coupled(rounds.undisturbed):
+        kinds = without_parts(kinds, settings.kinds, coupled)
+    rounds.prepare(kinds)
     if not settings.kinds and not references.can_be_halved(rounds.undisturbed):
         kinds = tuple(kind for kind in kinds if kind != OOM)
     draws = random.Random(settings.seed)
@@ -180,6 +184,10 @@ class _Rounds:
         self._stop = stop
         self._limit_s = 100 * _LEAST_LIMIT_S  # until the undisturbed run has shown how long one takes
         self.undisturbed = settings.folder / "undisturbed" / "run"
+
+    def prepare(self, kinds: Collection[str]) -> None:
+        """Let rounds have the settings that these kinds of faults need, which leave an undisturbed run as it is."""
+        self._job = replace(self._job, config=prepared(self._job.config, kinds))
 
     def train_undisturbed(self) -> None:
         """Train the run in which nothing fails. Raises RunFailed if it does."""

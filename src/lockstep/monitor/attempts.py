@@ -43,7 +43,7 @@ _FACTS = (
     "flops_per_token",
     "peak_flops",
 )
-_FURTHER_FACTS = ("memory_bandwidth", "least_micro_size", "evaluation_size")
+_FURTHER_FACTS = ("memory_bandwidth", "least_micro_size", "evaluation_size", "coupled")
 _LARGEST = 1e30
 _TAIL = 1 << 22  # bytes: a line of 1,024 ranks has 100 KB
 
