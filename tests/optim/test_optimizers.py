@@ -491,6 +491,7 @@ def test_what_a_users_optimizer_keeps_of_its_own_is_saved():
     saved = copy.deepcopy(optimizer.state_dict())
     assert saved["own"] == {"shared": {"shared": 6}, "entries": {"k": 3}}
     groups = second.param_groups
+    second.state["later"] = 1
     resumed.load_state_dict(saved)
     assert (second.k, second.state["shared"]) == (3, 6)
     assert second.param_groups is groups

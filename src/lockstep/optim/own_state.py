@@ -46,4 +46,6 @@ def load_own_state(optimizer: torch.optim.Optimizer, own: dict[str, dict[str, An
         optimizer.load_state_dict({**of_torch, "state": {}, **entries})
         optimizer.state, optimizer.param_groups = state, groups  # those of parameters are loaded by name
     kept: MutableMapping[Any, Any] = optimizer.state
+    for key in [key for key in kept if isinstance(key, str)]:  # of a later moment than the saved one
+        del kept[key]
     kept.update(own.get("shared", {}))

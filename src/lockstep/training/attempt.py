@@ -62,8 +62,8 @@ def _launched(run: Path, earlier: EarlierAttempts) -> float:
     return earlier.ended if is_again else start
 
 
-def _limits(components: Components) -> dict[str, int | str | None]:
-    """Return sizes of micro-batches that the launcher looks at when memory has run out, and what ties samples."""
+def _further_facts(components: Components) -> dict[str, int | str | None]:
+    """Return sizes of micro-batches that the launcher looks at when memory has run out, and why samples are coupled."""
     return {
         "least_micro_size": least_micro_size(components),
         "evaluation_size": components.evaluator.micro_size,
@@ -95,7 +95,7 @@ def record_attempt(
         session.progress.steps,
         seconds_of(session),
         by_host(hosts),
-        {**facts_of(info), **_limits(components)},
+        {**facts_of(info), **_further_facts(components)},
         Planned(held.parameters, held.gradients, held.optimizer, plan.sent, plan.bubble),
     )
     RunFolder.open(run).write_attempts(attempts_text((*earlier.attempts, attempt), earlier.content))
