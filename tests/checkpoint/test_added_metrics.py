@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import shutil
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from kit.storing import save, state_of
 
 from lockstep.checkpoint.inspection import verify
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.checkpoint.manifest import amended, from_bytes
 from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
@@ -25,7 +23,6 @@ from lockstep.stores.blobs import UserStore
 
 STEP = 8
 NAME = checkpoint_name(STEP)
-EARLIER = Path(__file__).parents[1] / "training" / "earlier" / "digits-0.1" / "checkpoints"
 METRICS = {"held-out.loss": 0.5, "held-out.perplexity": None}
 
 
@@ -113,12 +110,3 @@ def test_a_failure_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     disk = Disk(tmp_path, monkeypatch)
     disk.fault = raises(f"write .draft-{NAME}-manifest.json #1", errno.ENOSPC)
     assert "No space left on device" in (_add(storage) or "")
-
-
-def test_the_manifest_of_an_earlier_version_stays_one() -> None:
-    name = max(entry.name for entry in EARLIER.glob("step-*"))
-    old = (EARLIER / name / "manifest.json").read_bytes()
-    new = amended(old, {"best": 0.5}, METRICS, {})
-    assert json.loads(new)["manifest"]["format_version"] == json.loads(old)["manifest"]["format_version"]
-    assert from_bytes(new).tensors == from_bytes(old).tensors
-    assert from_bytes(new).metrics == METRICS

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.earlier import rewrite_as_version_1
 from kit.storing import Divided, Meeting, rank_states, save, saved, state_of, together
 from kit.worlds import in_world
 from torch.distributed.device_mesh import init_device_mesh
@@ -275,30 +274,6 @@ def test_state_that_the_optimizer_makes_later_is_read_in_shards(tmp_path: Path, 
         expected = Divided(whole["optimizer.momentum.w"], 4, rank, 0).to_local()
         assert torch.equal(loaded.state.tensors["optimizer.momentum.w"], expected)
     assert sum(read_bytes) == manifest.size
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_checkpoint_of_version_1_is_read(tmp_path: Path, ranks: int) -> None:
-    whole = {"model.w": torch.randn(7, 5), "model.b": torch.randn(6).bfloat16(), "optimizer.step.w": torch.ones(())}
-    sharded = [
-        state_of(
-            {
-                **{name: Divided(whole[name], 4, rank, 0) for name in ("model.w", "model.b")},
-                "optimizer.step.w": torch.ones(()),
-            }
-        )
-        for rank in range(4)
-    ]
-    storage, name, _ = saved(tmp_path, sharded)
-    rewrite_as_version_1(tmp_path / name)
-    live = [
-        state_of({"model.w": Divided(whole["model.w"], ranks, rank, 1), "model.b": whole["model.b"]})
-        for rank in range(ranks)
-    ]
-    for rank, loaded in enumerate(_load(storage, live)):
-        expected = {**whole, "model.w": Divided(whole["model.w"], ranks, rank, 1).to_local()}
-        assert all(torch.equal(loaded.state.tensors[key], tensor) for key, tensor in expected.items())
-    Reader(storage, name, loaded.manifest).verify()
 
 
 def test_a_later_save_of_the_same_tensors_describes_nothing_again(

@@ -24,12 +24,12 @@ from typing import Any
 import pytest
 import torch
 from kit import small, worlds
-from kit.earlier import parts_in
 from kit.storing import Divided, Meeting, save, state_of, together
 from safetensors.torch import load_file
 
 import lockstep
 from lockstep.checkpoint import hashing, write_plan
+from lockstep.checkpoint.hashing import HASH_CHARACTERS
 from lockstep.checkpoint.loading import LoadedCheckpoint, load_newest
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.cli.main import command
@@ -76,6 +76,26 @@ class Place:
     @property
     def shards(self) -> list[str]:
         return sorted(set(self.intact) - {MANIFEST})
+
+
+def parts_in(file: Path) -> dict[str, dict[str, Any]]:
+    """Return the parts that a file's header lists, by key."""
+    data = file.read_bytes()
+    first = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:first])
+    hashes = header.pop("__metadata__")["xxh3_128"]
+    parts = {}
+    for key, entry in header.items():
+        start, end = entry["data_offsets"]
+        number = -(-(end - start) // hashing.BLOCK_BYTES) * HASH_CHARACTERS
+        blocks, hashes = hashes[:number], hashes[number:]
+        parts[key] = {
+            "file": file.name,
+            "at": first + start,
+            "sizes": entry["shape"],
+            "blocks": [blocks[index : index + HASH_CHARACTERS] for index in range(0, number, HASH_CHARACTERS)],
+        }
+    return parts
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["written by 1 rank", "written by 2 ranks"])

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from evil import CANARY, FILES, GRIDS, MANIFESTS, REFUSED, STATES, Act, edit_manifest
+from evil import CANARY, FILES, GRIDS, MANIFESTS, REFUSED, STATES, edit_manifest
 from kit import small
-from kit.earlier import rewrite_as_version_1
 from kit.storing import Meeting, state_of
 from kit.worlds import in_world
 
@@ -71,16 +70,7 @@ def harmless(tmp_path: Path) -> Iterator[None]:
     assert not (tmp_path.parent / "escaped").exists()
 
 
-def _of_version_1(evil: Act) -> Act:
-    def act(folder: Path) -> None:
-        rewrite_as_version_1(folder)
-        evil(folder)
-
-    return act
-
-
-EARLIER = {name: (_of_version_1(evil), words) for name, (evil, words) in MANIFESTS.items()}
-BROKEN = {**FILES, **EARLIER, **GRIDS, **{f"state with {name}": evil for name, evil in STATES.items()}}
+BROKEN = {**FILES, **MANIFESTS, **GRIDS, **{f"state with {name}": evil for name, evil in STATES.items()}}
 
 LONG = [name for name in BROKEN if name.startswith("200,000 ")]
 """Cases that take seconds of writing and reading: only their memory and the reason are looked at."""

@@ -10,8 +10,7 @@
 
 It grows with the number of tensors and the number of ranks, not with their product: what each file holds is in the
 file's own header (`file_layout`). Reading it needs no torch. Contents are validated, too: grids that don't make up
-their tensor are refused before a byte is allocated for them. Manifests of version 1 (`earlier`), which list every part,
-are read as well.
+their tensor are refused before a byte is allocated for them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, ValidationInfo, WrapValidator
 
@@ -29,14 +28,10 @@ from lockstep.checkpoint.shard_grid import Grid
 from lockstep.core.errors import RunFailed
 from lockstep.distributed.shard_boxes import TensorInfo
 
-if TYPE_CHECKING:
-    from lockstep.checkpoint.earlier import PartEntry
-
 FORMAT_VERSION = 2
 MAX_BYTES = 2**30  # of a manifest
 MAX_HEADER = 100_000_000  # of a file; the limit of safetensors readers
 _MAX_DIMS = 64  # torch's own limit
-_Validated = TypeVar("_Validated", bound=BaseModel)
 _MAX_FIELDS = 32  # of any record below
 
 ELEMENT_BYTES: Mapping[str, int] = {
@@ -140,8 +135,8 @@ class FileEntry(Record):
     header_hash: Hash
 
 
-class CheckpointRecord(Record):
-    """The contents of a checkpoint, but for its tensors, which each format version states in a way of its own.
+class Manifest(Record):
+    """The contents of a checkpoint.
 
     Attributes:
         run: Id of the run.
@@ -153,6 +148,7 @@ class CheckpointRecord(Record):
         environment: Versions, and the state of the user's code.
     """
 
+    format_version: Literal[2]
     run: Name
     step: Count
     samples: Count
@@ -164,25 +160,13 @@ class CheckpointRecord(Record):
     metrics: dict[str, Annotated[float | None, StopAtFirst]]
     config: dict[str, Any]
     environment: dict[str, Any]
-
-
-class Manifest(CheckpointRecord):
-    """The contents of a checkpoint."""
-
-    format_version: Literal[2]
     grids: Annotated[tuple[Annotated[GridEntry, StopAtFirst], ...], FromList]
     tensors: dict[Annotated[Name, StopAtFirst], Annotated[TensorEntry, StopAtFirst]]
-    _parts: dict[str, tuple[Any, ...]] | None = None
 
     @property
     def size(self) -> int:
         """Bytes of all files."""
         return sum(file.size for file in self.files.values())
-
-    @property
-    def parts(self) -> dict[str, tuple[PartEntry, ...]] | None:
-        """The parts of each tensor, if an earlier version wrote the manifest, which has them instead of grids."""
-        return self._parts
 
     def grid_of(self, name: str) -> Grid:
         """Return the grid of a tensor."""
@@ -224,26 +208,19 @@ def from_bytes(data: bytes) -> Manifest:
     """
     body = _intact_body(data)
     version = body.get("format_version") if isinstance(body, dict) else None
-    if type(version) is not int or version not in (1, FORMAT_VERSION):
-        raise corrupt(
-            f"has format version {version!r}; this Lockstep reads 1 and {FORMAT_VERSION}: "
-            "a newer one may have written it"
-        )
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise corrupt(f"has format version {version!r}; this Lockstep reads version {FORMAT_VERSION}")
     if len(body) > _MAX_FIELDS:
         raise corrupt(f"is invalid: it has {len(body):,} fields")
-    if version == FORMAT_VERSION:
-        manifest = validated(Manifest, body)
-        _check_grids(manifest)
-        return manifest
-    from lockstep.checkpoint.earlier import EarlierManifest, converted
-
-    return converted(validated(EarlierManifest, body))
+    manifest = _validated(body)
+    _check_grids(manifest)
+    return manifest
 
 
-def validated(kind: type[_Validated], body: Any) -> _Validated:
-    """Return a record of plain JSON. Raises CorruptCheckpoint at its first error."""
+def _validated(body: Any) -> Manifest:
+    """Return the manifest of plain JSON. Raises CorruptCheckpoint at its first error."""
     try:
-        return kind.model_validate(body)
+        return Manifest.model_validate(body)
     except ValidationError as error:
         raise corrupt(f"is invalid: {_first_error(error)}") from None
     except _FirstError as error:

@@ -19,7 +19,7 @@ from lockstep.checkpoint import hashing
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.file_layout import FileTable, StoredPart
 from lockstep.checkpoint.hashing import BlockHasher
-from lockstep.checkpoint.manifest import ELEMENT_BYTES, CorruptCheckpoint, FileEntry, Manifest, shard_file
+from lockstep.checkpoint.manifest import CorruptCheckpoint, FileEntry, Manifest, shard_file
 from lockstep.checkpoint.ownership import refuse_foreign
 from lockstep.checkpoint.storage import MANIFEST, names_by_step, read_small
 from lockstep.distributed.shard_boxes import Box
@@ -27,7 +27,6 @@ from lockstep.distributed.shard_boxes import Box
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.checkpoint.earlier import PartEntry
     from lockstep.checkpoint.storage import ReadableStorage, StoredFile
 
 _THREADS = 4  # hashing and reading release the interpreter lock
@@ -93,20 +92,22 @@ class Reader:
         self._manifest = manifest
         self._file: StoredFile | None = None
         self._table: FileTable | None = None
-        self._tables: dict[str, FileTable] | None = {} if keeps_tables else None
+        self._tables: dict[str, FileTable] = {}
+        self._keeps_tables = keeps_tables
 
     def read(self, items: Iterable[ReadItem]) -> None:
         """Fill the items' memory. Raises CorruptCheckpoint at the first fault; none of the memory may be used then."""
-        wanted: dict[str, list[tuple[ReadItem, Box, _Part | None]]] = {}
+        wanted: dict[str, list[tuple[ReadItem, Box]]] = {}
         size = 0
         for item in items:
             size += item.into.nbytes
-            for file, box, part in self._boxes(item):
-                wanted.setdefault(file, []).append((item, box, part))
+            grid, shape = self._manifest.grid_of(item.name), self._manifest.tensors[item.name].shape
+            for rank, box in grid.meeting(item.box, shape):
+                wanted.setdefault(shard_file(rank), []).append((item, box))
         with _map_for(size) as each:
             for file in sorted(wanted):
                 with self._opened(file):
-                    jobs = [(item, part or self._part(item.name, file, box)) for item, box, part in wanted.pop(file)]
+                    jobs = [(item, self._part(item.name, file, box)) for item, box in wanted.pop(file)]
                     jobs.sort(key=lambda job: job[1].stored.at)
                     for _ in each(self._read_run, _runs(jobs)):
                         pass
@@ -114,41 +115,19 @@ class Reader:
     def verify(self) -> None:
         """Read and verify every byte of every file, in constant memory. Raises CorruptCheckpoint."""
         scratch = memoryview(bytearray(hashing.BLOCK_BYTES))
-        for file, parts in self._parts_by_file():
-            with self._opened(file):
+        for rank in range(self._manifest.ranks):
+            file = shard_file(rank)
+            with self._opened(file) as table:
                 num_parts = 0
-                for part in parts:
+                for part in self._parts_of_rank(rank):
                     num_parts += 1
                     for start in range(0, part.stored.size, hashing.BLOCK_BYTES):
                         self._read_block(part, start, scratch[: part.stored.size - start])
-                if self._table is not None and num_parts != len(self._table):
-                    reason = f"it has {len(self._table):,} parts, of which the manifest has {num_parts:,}"
+                if num_parts != len(table):
+                    reason = f"it has {len(table):,} parts, of which the manifest has {num_parts:,}"
                     raise CorruptCheckpoint(file, reason)
 
     # --- where parts are ------------------------------------------------------------------------------------------
-
-    def _boxes(self, item: ReadItem) -> Iterator[tuple[str, Box, _Part | None]]:
-        """Yield the file and box of each part that an item needs, and the part if the manifest lists it."""
-        if self._manifest.parts is not None:
-            for entry in self._manifest.parts[item.name]:
-                if entry.box.elements and entry.box.meets(item.box) is not None:
-                    yield entry.file, entry.box, self._listed(item.name, entry)
-            return
-        grid, shape = self._manifest.grid_of(item.name), self._manifest.tensors[item.name].shape
-        for rank, box in grid.meeting(item.box, shape):
-            yield shard_file(rank), box, None
-
-    def _parts_by_file(self) -> Iterator[tuple[str, Iterator[_Part]]]:
-        """Yield each file with all of its parts; a file is open while its parts are asked for."""
-        if self._manifest.parts is not None:
-            listed: dict[str, list[_Part]] = {file: [] for file in sorted(self._manifest.files)}
-            for name, entries in self._manifest.parts.items():
-                for entry in entries:
-                    listed[entry.file].append(self._listed(name, entry))
-            yield from ((file, iter(parts)) for file, parts in listed.items())
-            return
-        for rank in range(self._manifest.ranks):
-            yield shard_file(rank), self._parts_of_rank(rank)
 
     def _parts_of_rank(self, rank: int) -> Iterator[_Part]:
         for name, entry in self._manifest.tensors.items():
@@ -159,12 +138,8 @@ class Reader:
         assert self._table is not None, "the file is open"
         return _Part(name, file, box, self._table.part(name, self._manifest.tensors[name].info, box))
 
-    def _listed(self, name: str, entry: PartEntry) -> _Part:
-        size = prod(entry.sizes) * ELEMENT_BYTES[self._manifest.tensors[name].dtype]
-        return _Part(name, entry.file, entry.box, StoredPart(entry.at, size, entry.blocks))
-
     @contextmanager
-    def _opened(self, name: str) -> Iterator[None]:
+    def _opened(self, name: str) -> Iterator[FileTable]:
         """Open a file while the block runs, one at a time: there may be thousands. Check its size and header."""
         entry = self._manifest.files[name]
         try:
@@ -173,18 +148,16 @@ class Reader:
             raise CorruptCheckpoint(name, error.strerror or str(error)) from None
         try:
             self._file = file
-            self._table = self._tables.get(name) if self._tables is not None else None
-            if self._table is None:
-                self._table = self._checked_table(name, entry)
-                if self._tables is not None and self._table is not None:
-                    self._tables[name] = self._table
-            yield
+            self._table = self._tables.get(name) or self._checked_table(name, entry)
+            if self._keeps_tables:
+                self._tables[name] = self._table
+            yield self._table
         finally:
             with suppress(OSError):
                 file.close()
 
-    def _checked_table(self, name: str, entry: FileEntry) -> FileTable | None:
-        """Check size and header of the open file; return what it holds, None if the manifest has that."""
+    def _checked_table(self, name: str, entry: FileEntry) -> FileTable:
+        """Check size and header of the open file; return what it holds."""
         assert self._file is not None, "the file is open"
         if self._file.size != entry.size:
             raise CorruptCheckpoint(name, f"has {self._file.size:,} bytes, and had {entry.size:,} when it was written")
@@ -192,7 +165,7 @@ class Reader:
         self._fill(name, 0, header)
         if self._hasher(name).hash_block("", 0, header) != entry.header_hash:
             raise CorruptCheckpoint(name, f"its header (bytes 0 to {entry.header:,}) is not what was written")
-        return FileTable(name, header, entry.size) if self._manifest.parts is None else None
+        return FileTable(name, header, entry.size)
 
     # --- their bytes ----------------------------------------------------------------------------------------------
 

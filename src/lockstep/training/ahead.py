@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.checkpoint import manifest as manifests
-from lockstep.checkpoint.manifest import CorruptCheckpoint
 from lockstep.config.foreign_code import code_in
 from lockstep.config.writing import plain_yaml, to_public
 from lockstep.core import standby
@@ -101,8 +99,6 @@ def _trains_on_cpu(config: Config) -> bool:
 def _rehearse(config: Config, ranks: int, source: Source | None) -> None:
     plain_yaml(to_public(config))
     peak_flops("cpu", "fp32")
-    with suppress(CorruptCheckpoint):
-        manifests.validated(manifests.Manifest, {})
     if source is not None:
         make_plan(config, ranks, source.facts, describe_model(config.model, source.facts))
 
