@@ -40,6 +40,7 @@ def after(values: list[float], **options: Any) -> EarlyStopping:
         ([1.0, 2.0, 3.0], {"mode": "max"}, False),
         ([0.5, 0.6, 0.7], {"metric": "held-out.accuracy"}, False),
         ([0.5, 0.4, 0.4], {"metric": "held-out.accuracy"}, True),
+        ([0.0, 0.6, 0.7], {"metric": "held-out.f1"}, False),
         ([math.nan, math.inf], {}, True),
         ([math.nan, 2.0, math.nan], {}, False),
         ([1.0, 2.0, 2.0], {"patience": 3}, False),
@@ -62,6 +63,46 @@ def test_a_metric_that_the_evaluation_turns_out_not_to_have_is_refused_with_the_
     stopping = EarlyStopping(EarlyStoppingConfig(metric="held-out.los"))
     with pytest.raises(lockstep.ConfigError, match=r"has no held-out.los; did you mean held-out.loss\?"):
         stopping.see([EvaluationReport("held-out", 10, {"loss": 1.0}, 5, 0.1)])
+
+
+class Scored(small.CrossEntropy):
+    """A metric of any name, which falls."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._value = name, 1.0
+
+    def metrics(self, loss_sum: float, count: float, sums: Any) -> dict[str, float]:
+        self._value *= 0.9
+        return {"loss": loss_sum / count, self._name: self._value}
+
+
+def scored(folder: Path, metric: str, **sections: Any) -> dict[str, Any]:
+    config = small.config(run={"steps": 8, "folder": str(folder)}, evaluation={"every": "2 steps"}, **sections)
+    config["data"]["evaluation"] = {"v1.5": config["data"]["evaluation"]["held-out"]}
+    del config["objective"]
+    return lockstep.train(config, objective=Scored(metric)).summary
+
+
+@pytest.mark.parametrize(
+    "section",
+    [{"checkpoint": {"best": "v1.5.quality"}}, {"monitor": {"early_stopping": {"metric": "v1.5.quality"}}}],
+)
+def test_a_metric_without_a_known_direction_is_refused(section: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(lockstep.ConfigError, match=r"the name of v1\.5\.quality doesn't show if high is better"):
+        scored(tmp_path, "quality", **section)
+
+
+def test_best_and_early_stopping_maximize_f1_of_a_set_with_a_dot(tmp_path: Path) -> None:
+    summary = scored(
+        tmp_path,
+        "f1",
+        checkpoint={"best": "v1.5.f1", "every": None},
+        monitor={"early_stopping": {"metric": "v1.5.f1", "patience": 2}},
+    )
+    assert "has not improved in 2 evaluations; the best is" in summary["stopped_early"]
+    assert summary["steps"] == 6
+    steps = [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("step-")]
+    assert sorted(steps) == ["step-00000002", "step-00000006"]
 
 
 def test_the_accuracy_of_a_custom_model_is_known(tmp_path: Path) -> None:

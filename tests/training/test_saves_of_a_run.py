@@ -124,7 +124,7 @@ def test_the_best_value_of_another_metric_is_not_that_of_this_one(tmp_path: Path
     checkpoint = {"every": None, "keep_last": 1, "best": "held-out.loss"}
     config = _judged(tmp_path / "run", ["5", "3", "4"], checkpoint=checkpoint, evaluation={"every": "2 steps"})
     in_world(1, _run, {**config, "run": {**config["run"], "steps": 2}})
-    in_world(1, _run, {**config, "checkpoint": {**checkpoint, "best": "held-out.figure"}})
+    in_world(1, _run, {**config, "checkpoint": {**checkpoint, "best": "held-out.figure", "best_is": "lowest"}})
     assert 6 in names_by_step(LocalStorage(tmp_path / "run" / "checkpoints").names())
 
 
@@ -172,7 +172,7 @@ def _train_and_lose_the_best(config: dict[str, Any], how: str) -> None:
 @pytest.mark.parametrize("how", ["deleted", "damaged"])
 def test_a_run_ends_with_the_best_checkpoint_that_is_left(how: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    checkpoint = {"every": None, "keep_last": 9, "best": "held-out.figure"}
+    checkpoint = {"every": None, "keep_last": 9, "best": "held-out.figure", "best_is": "lowest"}
     sections = {"evaluation": {"every": "2 steps"}, "run": {"steps": 7, "folder": str(run), "end_with": "best"}}
     in_world(1, _train_and_lose_the_best, _judged(run, ["5", "3", "4", "6"], checkpoint=checkpoint, **sections), how)
     storage = LocalStorage(run / "checkpoints")

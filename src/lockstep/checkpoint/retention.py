@@ -11,11 +11,12 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.reading import Reader, read_manifest
 from lockstep.checkpoint.storage import names_by_step
+from lockstep.core.directions import best_of, is_better
 from lockstep.core.progress import Progress
 from lockstep.plan.schedule import is_due
 
@@ -146,12 +147,6 @@ def best_step(entries: Mapping[int, RetentionEntry], section: Checkpoint) -> int
         metric = entries[step].metric
         if metric is None or not math.isfinite(metric):
             continue
-        if best is None or is_better(metric, best[1], section.best, section.best_is):
+        if best is None or is_better(metric, best[1], best_of(section.best, section.best_is)):
             best = step, metric
     return best[0] if best is not None else None
-
-
-def is_better(value: float, other: float, metric: str, best_is: Literal["auto", "lowest", "highest"]) -> bool:
-    """Return whether `value` is better than `other`, for values of the metric of this name."""
-    highest = best_is == "highest" or (best_is == "auto" and metric.rpartition(".")[2].startswith("accuracy"))
-    return value > other if highest else value < other

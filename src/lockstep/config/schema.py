@@ -195,7 +195,7 @@ class Checkpoint(Section):
     """Also keep the checkpoint with the best metric of an evaluation set, such as `held-out.loss`; it is saved right
     after the evaluation."""
     best_is: Literal["auto", "lowest", "highest"] = "auto"
-    """auto: highest for accuracy, lowest for all others."""
+    """auto: by the metric's name, such as lowest for a loss and highest for an accuracy or F1."""
     asynchronous: bool = True
     """Save while training continues; false: training waits until the checkpoint exists."""
 
@@ -220,7 +220,7 @@ class EarlyStoppingConfig(Section):
     min_delta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Least change that is an improvement."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """auto: max for accuracy, min for all others."""
+    """auto: by the metric's name, such as min for a loss and max for an accuracy or F1."""
 
     @model_validator(mode="after")
     def _names_a_set(self) -> EarlyStoppingConfig:
@@ -375,8 +375,10 @@ class Config(Section):
 
     def _refuse_unknown_metric(self, key: str, name: str) -> None:
         """Raise ValueError unless SET.METRIC can be a metric of an evaluation set."""
-        evaluation, _, metric = name.partition(".")
-        if evaluation not in self.data.evaluation:
+        sets = [evaluation for evaluation in self.data.evaluation if name.startswith(f"{evaluation}.")]
+        evaluation = max(sets, key=len, default=name.rpartition(".")[0])
+        metric = name.removeprefix(f"{evaluation}.")
+        if not sets:
             known = ", ".join(self.data.evaluation) or "none"
             near = closest_match(evaluation, list(self.data.evaluation))
             hint = f"; did you mean {near}.{metric}?" if near else ""

@@ -12,17 +12,15 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint.retention import is_better
 from lockstep.core import formatting
 from lockstep.core.closest import closest_match
+from lockstep.core.directions import improvement_of, is_better
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.training.saved_state import EarlyStoppingState
 
 if TYPE_CHECKING:
     from lockstep.config.schema import EarlyStoppingConfig
     from lockstep.core.records import EvaluationReport
-
-_BEST_IS: dict[str, Any] = {"auto": "auto", "min": "lowest", "max": "highest"}
 
 
 class EarlyStopping:
@@ -33,39 +31,35 @@ class EarlyStopping:
     """
 
     def __init__(self, section: EarlyStoppingConfig | None) -> None:
-        self._section = section
+        self.section = section
         self._state = EarlyStoppingState(metric=section.metric if section is not None else "")
-
-    @property
-    def metrics(self) -> list[tuple[str, str]]:
-        """Key of the config and its metric, if there is one."""
-        return [] if self._section is None else [("monitor.early_stopping.metric", self._section.metric)]
 
     def see(self, evaluations: Iterable[EvaluationReport]) -> None:
         """Take the reports of an evaluation, if there was one. Raises ConfigError if it doesn't have the metric."""
-        section, state = self._section, self._state
+        section, state = self.section, self._state
         if section is None:
             return
-        evaluation, _, metric = section.metric.partition(".")
-        for report in evaluations:
-            if report.name != evaluation:
-                continue
-            if metric not in report.metrics:
-                known = [f"{evaluation}.{name}" for name in report.metrics]
-                near = closest_match(section.metric, known)
-                hint = f"did you mean {near}?" if near else f"it has {', '.join(known)}"
-                text = f"the evaluation has no {section.metric}; {hint}"
-                raise ConfigError(Problem("", "monitor.early_stopping.metric", text))
-            value = report.metrics[metric]
-            if self._improves(value):
-                state.best, state.step, state.waited = value, report.step, 0
-            else:
-                state.waited += 1
+        named = [report for report in evaluations if section.metric.startswith(f"{report.name}.")]
+        if not named:
+            return
+        report = max(named, key=lambda report: len(report.name))
+        metric = section.metric.removeprefix(f"{report.name}.")
+        if metric not in report.metrics:
+            known = [f"{report.name}.{name}" for name in report.metrics]
+            near = closest_match(section.metric, known)
+            hint = f"did you mean {near}?" if near else f"it has {', '.join(known)}"
+            text = f"the evaluation has no {section.metric}; {hint}"
+            raise ConfigError(Problem("", "monitor.early_stopping.metric", text))
+        value = report.metrics[metric]
+        if self._improves(value):
+            state.best, state.step, state.waited = value, report.step, 0
+        else:
+            state.waited += 1
 
     @property
     def reason(self) -> str | None:
         """The reason for which the run ends now; None: it continues."""
-        section, state = self._section, self._state
+        section, state = self.section, self._state
         if section is None or state.waited < section.patience:
             return None
         least = f" by more than {section.min_delta:g}" if section.min_delta else ""
@@ -76,26 +70,26 @@ class EarlyStopping:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return {} if self._section is None else {"early_stopping": self._state.model_dump()}
+        return {} if self.section is None else {"early_stopping": self._state.model_dump()}
 
     def restore(self, state: dict[str, Any] | None) -> list[str]:
         """Continue from a checkpoint's state, unless it is about another metric; return notes for the user."""
-        if self._section is not None and state is not None and state["metric"] == self._section.metric:
+        if self.section is not None and state is not None and state["metric"] == self.section.metric:
             self._state = EarlyStoppingState.model_validate(state)
-        if self.reason is None or self._section is None:
+        if self.reason is None or self.section is None:
             return []
         return [
             f"monitor.early_stopping ends the run at once: {self.reason}; to train it further, set "
-            f"monitor.early_stopping.patience above {self._state.waited} (it is {self._section.patience}) or "
+            f"monitor.early_stopping.patience above {self._state.waited} (it is {self.section.patience}) or "
             "monitor.early_stopping to null; --fresh starts over"
         ]
 
     def _improves(self, value: float) -> bool:
-        section, best = self._section, self._state.best
+        section, best = self.section, self._state.best
         assert section is not None
         if not math.isfinite(value):
             return False
-        best_is = _BEST_IS[section.mode]
         if best is None:
             return True
-        return is_better(value, best, section.metric, best_is) and abs(value - best) > section.min_delta
+        direction = improvement_of(section.metric, section.mode)
+        return is_better(value, best, direction) and abs(value - best) > section.min_delta

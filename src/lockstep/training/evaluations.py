@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint.retention import is_better
+from lockstep.core.directions import best_of, improvement_of, is_better
 from lockstep.core.records import EvaluationReport, Request, StepReport
 from lockstep.monitor.jsonl import finite
 from lockstep.training.early_stopping import EarlyStopping
@@ -48,11 +49,15 @@ class Evaluations:
         self.reports: tuple[EvaluationReport, ...] = ()
 
     def refuse_unknown_metrics(self) -> None:
-        """Raise ConfigError if the config names a metric that no evaluation will have."""
-        components = components_of(self._session)
-        for key, metric in (("checkpoint.best", self._section.best), *self.early_stopping.metrics):
-            if metric is not None:
-                refuse_unknown_metric(key, metric, components.objective, components.evaluator.sources)
+        """Raise ConfigError if the config names a metric that no evaluation will have, or one without a direction."""
+        components, checkpoint, stopping = components_of(self._session), self._section, self.early_stopping.section
+        refuse = partial(refuse_unknown_metric, components.objective, components.evaluator.sources)
+        if checkpoint.best is not None:
+            refuse("checkpoint.best", checkpoint.best)
+            best_of(checkpoint.best, checkpoint.best_is)
+        if stopping is not None:
+            refuse("monitor.early_stopping.metric", stopping.metric)
+            improvement_of(stopping.metric, stopping.mode)
 
     def restore(self, manifest: Manifest) -> list[str]:
         """Continue from a checkpoint; return notes for the user. Its best value counts if it is of the same metric."""
@@ -130,7 +135,7 @@ class Evaluations:
         metric = _metrics(self.reports).get(name) if name else None
         if name is None or metric is None or not math.isfinite(metric):
             return
-        if self._best is None or is_better(metric, self._best, name, self._section.best_is):
+        if self._best is None or is_better(metric, self._best, best_of(name, self._section.best_is)):
             self._best, self.best_at = metric, self._session.progress.steps
 
 

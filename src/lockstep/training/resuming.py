@@ -67,7 +67,7 @@ class _AllSums(defaultdict[str, float]):
         return True
 
 
-def refuse_unknown_metric(key: str, name: str, objective: EvaluatedObjective, evaluation_sets: Iterable[str]) -> None:
+def refuse_unknown_metric(objective: EvaluatedObjective, evaluation_sets: Iterable[str], key: str, name: str) -> None:
     """Raise ConfigError if no evaluation will have the metric that a key of the config names."""
     try:
         metrics = list(objective.metrics(1.0, 1.0, _AllSums(lambda: 1.0)))
