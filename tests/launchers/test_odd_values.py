@@ -86,7 +86,9 @@ def test_what_a_script_can_not_hold_is_refused(flag: str, capsys: pytest.Capture
     for text in BROKEN:
         value = f"--reservation={text}" if flag == "--sbatch" else f"x{text}x"
         assert main(["launch", "slurm", "--dry-run", f"{flag}={value}", "train", "digits"]) == 2
-        assert capsys.readouterr().err.startswith(("lockstep: " + flag, "lockstep: '--reservation"))
+        assert capsys.readouterr().err.startswith(
+            ("lockstep: " + flag, f"lockstep: '{flag}=", "lockstep: '--reservation")
+        )
 
 
 def test_a_configs_name_is_no_line_of_the_script(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 plan                      the script of an instance, and all calls with their parameters
 submit                    makes the calls, or undoes them: `aws_start`
-status, follow, cancel    `aws_follow`; `aws_batch` for a job of AWS Batch
+status, follow, cancel    `aws_follow`
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from pathlib import Path
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
-from lockstep.launchers.aws_batch import ElsewhereJob, plan_elsewhere, submit_elsewhere
 from lockstep.launchers.aws_bundle import project_files
 from lockstep.launchers.aws_calls import AwsCalls, NoAccess, known_region
 from lockstep.launchers.aws_follow import FollowedJob
 from lockstep.launchers.aws_names import AwsJob
 from lockstep.launchers.aws_options import AwsOptions, bucket_parts, check, checkpoints
 from lockstep.launchers.aws_plan import AwsFacts, facts_of, launch_calls, uses_efa
-from lockstep.launchers.aws_prices import cost_note
+from lockstep.launchers.aws_prices import cost_note, hourly_price
 from lockstep.launchers.aws_start import RECORD_FILE, SCRIPT_FILE, start
 from lockstep.launchers.aws_user_data import NodeJob, user_data
 from lockstep.launchers.tools import job_name, write_files
@@ -35,8 +34,6 @@ class AwsLauncher:
         """Return the script of an instance and the calls; asks AWS for what it can, and changes nothing."""
         check(command, options)
         region = known_region(options.region, options.profile)
-        if options.kind != "ec2":
-            return plan_elsewhere(command, options, job_name(command.name, secrets.token_hex(3)), region)
         files, notes = project_files(options.source)
         _refuse_missing(command, options, {path.as_posix() for path in files})
         bucket, prefix = bucket_parts(options)
@@ -61,15 +58,8 @@ class AwsLauncher:
             "unknown": unknown,
         }
         notes += _notes(command, options)
-        notes.append(
-            cost_note(
-                None if unknown else aws,
-                region,
-                str(options.type),
-                options.nodes,
-                spot=options.spot or options.spot_only,
-            )
-        )
+        price = None if unknown else hourly_price(aws, region, str(options.type))
+        notes.append(cost_note(price, options, region))
         return LaunchPlan(
             {
                 command.folder / SCRIPT_FILE: user_data(command, options, node),
@@ -82,8 +72,6 @@ class AwsLauncher:
 
     def submit(self, plan: LaunchPlan) -> str:
         """Make the calls, and wait until the instances run; if anything fails or a signal comes, remove all of it."""
-        if not any(path.name == SCRIPT_FILE for path in plan.files):
-            return submit_elsewhere(plan)
         record = json.loads(next(text for path, text in plan.files.items() if path.name == RECORD_FILE))
         if record["unknown"]:
             raise RunFailed(record["unknown"])
@@ -93,22 +81,18 @@ class AwsLauncher:
 
     def status(self, job: LaunchedJob) -> JobStatus:
         """Return the job's state."""
-        return _known(job).status()
+        return FollowedJob(job).status()
 
     def follow(self, job: LaunchedJob) -> int:
-        """Print the job's log until it has ended; on EC2, fetch the results and remove everything."""
-        return _known(job).follow()
+        """Print the job's log until it has ended; fetch the results and remove everything."""
+        return FollowedJob(job).follow()
 
     def cancel(self, job: LaunchedJob) -> None:
-        """Have the run saved and stopped; on EC2, remove everything."""
-        _known(job).cancel()
+        """Have the run saved and stopped, and remove everything."""
+        FollowedJob(job).cancel()
 
 
 AWS = AwsLauncher()
-
-
-def _known(job: LaunchedJob) -> FollowedJob | ElsewhereJob:
-    return ElsewhereJob(job) if ElsewhereJob.owns(job.number) else FollowedJob(job)
 
 
 def _notes(command: JobCommand, options: AwsOptions) -> list[str]:

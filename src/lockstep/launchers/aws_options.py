@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -26,38 +26,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+=,.@_-]*")
 _PAIR = re.compile(r"(?!aws:)[^=\n]{1,128}=[^\n]{0,256}")
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([^\n]*)")
 _LINE = re.compile(r"[^\n]+")
-_ONLY_FOR = {
-    "--queue": ("batch",),
-    "--job-role": ("batch",),
-    "--execution-role": ("batch",),
-    "--token-secret": ("batch",),
-    "--instance-profile": ("ec2",),
-    "--ami": ("ec2",),
-    "--security-group": ("ec2",),
-    "--boot-minutes": ("ec2",),
-    "--source": ("ec2",),
-    "--subnet": ("ec2", "parallelcluster"),
-    "--key-name": ("ec2", "parallelcluster"),
-    "--ssh-from": ("ec2", "parallelcluster"),
-    "--spot": ("ec2", "parallelcluster"),
-    "--spot-only": ("ec2", "parallelcluster"),
-    "--placement": ("ec2", "parallelcluster"),
-    "--volume-size": ("ec2", "parallelcluster"),
-    "--setup": ("ec2", "parallelcluster"),
-    "--program": ("ec2", "parallelcluster"),
-    "--image": ("ec2", "batch"),
-    "--port": ("ec2", "batch"),
-    "--max-hours": ("ec2", "batch"),
-}
-"""Flag -> the kinds that it is for; the others are for all."""
 
 
 class AwsOptions(Section, SweepOptions):
     """Options of a job on AWS."""
 
-    kind: Literal["ec2", "batch", "parallelcluster"] = "ec2"
-    """Place to run: instances of EC2 that are started for it, a multi-node job of AWS Batch, or a cluster of
-    ParallelCluster, for which files are written."""
     nodes: Positive = 1
     """Number of instances; on each of them one launcher starts the ranks."""
     type: str | None = None
@@ -108,14 +81,6 @@ class AwsOptions(Section, SweepOptions):
     """An environment variable of the run, such as NCCL_DEBUG=INFO; may be repeated."""
     port: Annotated[int, Field(ge=1024, le=65535)] = 29500
     """Port of the first instance at which the launchers meet."""
-    queue: str | None = None
-    """Job queue, for --kind batch."""
-    job_role: str | None = None
-    """ARN of the role of the containers, which lets them use the bucket, for --kind batch."""
-    execution_role: str | None = None
-    """ARN of the role that reads --token-secret, for --kind batch."""
-    token_secret: str | None = None
-    """ARN of a secret with a token that the launchers of a job prove to each other, for --kind batch."""
 
 
 def check(command: JobCommand, options: AwsOptions) -> None:
@@ -128,24 +93,11 @@ def check(command: JobCommand, options: AwsOptions) -> None:
 def _missing(options: AwsOptions) -> Iterator[Problem]:
     if options.type is None:
         yield Problem("--type", "", "is missing; give an instance type, such as g6.12xlarge")
-    needs = {
-        "ec2": {
-            "--bucket": "a bucket for the logs, results and checkpoints",
-            "--instance-profile": "an instance profile whose role may use the bucket (the page AWS has its policy)",
-        },
-        "batch": {
-            "--image": "the container image in which Lockstep is installed",
-            "--queue": "a job queue, as `aws batch describe-job-queues` lists them",
-        },
-        "parallelcluster": {"--subnet": "the subnet of the cluster's nodes"},
-    }
-    for flag, what in needs[options.kind].items():
-        if getattr(options, flag.removeprefix("--").replace("-", "_")) is None:
-            yield Problem(flag, "", f"is missing; give {what}")
-    for flag, kinds in _ONLY_FOR.items():
-        name = flag.removeprefix("--").replace("-", "_")
-        if options.kind not in kinds and getattr(options, name) != AwsOptions.model_fields[name].default:
-            yield Problem(flag, "", f"is not for --kind {options.kind}, but for {' and '.join(kinds)}; leave it out")
+    if options.bucket is None:
+        yield Problem("--bucket", "", "is missing; give a bucket for the logs, results and checkpoints")
+    if options.instance_profile is None:
+        what = "an instance profile whose role may use the bucket (the page AWS has its policy)"
+        yield Problem("--instance-profile", "", f"is missing; give {what}")
 
 
 def _malformed(options: AwsOptions) -> Iterator[Problem]:
@@ -194,19 +146,11 @@ def _misfitting(command: JobCommand, options: AwsOptions) -> Iterator[Problem]:
             yield Problem("--env", "", f"{message}Secrets Manager, and read it in a line of --setup")
     if options.source != "none" and not Path(options.source).is_dir():
         yield Problem("--source", "", f"{options.source} is not a folder; give one, or none")
-    if options.kind == "batch" and command.restart_words != command.words:
-        message = "would start over each time that Batch starts the job again; start from them once by --kind ec2"
-        yield Problem("--fresh, --from, --fork", "", message)
     place = command.checkpoint_folder
-    is_kept = options.kind == "parallelcluster" or (place is not None and is_address(place))
-    if options.kind == "batch" and command.starts_run and command.in_folder and not is_kept and options.bucket is None:
-        yield Problem(
-            "", "checkpoint.folder", "would be lost with the containers; give --bucket, or s3://BUCKET/PREFIX"
-        )
-    if command.starts_run and command.in_folder and place is not None and not is_kept:
+    if command.starts_run and command.in_folder and place is not None and not is_address(place):
         message = f"{place} would be lost with the instances; leave it out, or give s3://BUCKET/PREFIX"
         yield Problem("", "checkpoint.folder", message)
-    if options.kind == "ec2" and (command.run_folder.is_absolute() or ".." in command.run_folder.parts):
+    if command.run_folder.is_absolute() or ".." in command.run_folder.parts:
         message = f"{command.run_folder} is not in the folder in which the command runs; give a path below it"
         yield Problem("", "run.folder", message)
 

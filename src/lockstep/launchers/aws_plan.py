@@ -39,9 +39,6 @@ class AwsFacts:
         network: The subnet's network; None: the default one.
         efa_interfaces: Elastic Fabric Adapters of an instance.
         cards: Network cards of an instance.
-        gpus: GPUs of an instance.
-        vcpus: Virtual CPUs of an instance.
-        memory: Memory of an instance in MiB.
     """
 
     image: str = IMAGE
@@ -50,19 +47,14 @@ class AwsFacts:
     network: str | None = None
     efa_interfaces: int = 0
     cards: int = 1
-    gpus: int = 0
-    vcpus: int = 0
-    memory: int = 0
-
-
-def type_facts(aws: AwsCalls, options: AwsOptions) -> AwsFacts:
-    """Ask AWS about the instance type. Raises ConfigError, CallFailed."""
-    return _facts_of_type(_described_type(aws, options))
 
 
 def facts_of(aws: AwsCalls, options: AwsOptions) -> AwsFacts:
     """Ask AWS about the instance type, the image and the subnet. Raises ConfigError, CallFailed."""
-    kind = _described_type(aws, options)
+    types = aws.call("ec2", "describe_instance_types", InstanceTypes=[options.type])["InstanceTypes"]
+    if not types:
+        raise ConfigError(f"--type {options.type} is not there in {aws.region}; give another one, or another --region")
+    kind = types[0]
     name = options.ami.removeprefix("ssm:")
     image = aws.call("ssm", "get_parameter", Name=name)["Parameter"]["Value"] if name != options.ami else options.ami
     images = aws.call("ec2", "describe_images", ImageIds=[image])["Images"]
@@ -82,21 +74,11 @@ def facts_of(aws: AwsCalls, options: AwsOptions) -> AwsFacts:
     return replace(_facts_of_type(kind), network=network, **of_image)
 
 
-def _described_type(aws: AwsCalls, options: AwsOptions) -> Any:
-    types = aws.call("ec2", "describe_instance_types", InstanceTypes=[options.type])["InstanceTypes"]
-    if not types:
-        raise ConfigError(f"--type {options.type} is not there in {aws.region}; give another one, or another --region")
-    return types[0]
-
-
 def _facts_of_type(kind: Mapping[str, Any]) -> AwsFacts:
     info = kind.get("NetworkInfo", {})
     return AwsFacts(
         efa_interfaces=int(info.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0)) if info.get("EfaSupported") else 0,
         cards=int(info.get("MaximumNetworkCards", 1)),
-        gpus=sum(int(gpu.get("Count", 0)) for gpu in kind.get("GpuInfo", {}).get("Gpus", ())),
-        vcpus=int(kind.get("VCpuInfo", {}).get("DefaultVCpus", 0)),
-        memory=int(kind.get("MemoryInfo", {}).get("SizeInMiB", 0)),
     )
 
 

@@ -1,7 +1,4 @@
-"""Looks up what instances cost: in AWS's price list if the credentials may read it, or in a small table with a date.
-
-The table is no offer: prices change, and regions, spot, discounts, disks and traffic differ from it.
-"""
+"""The price of an instance type, asked of AWS's price list: prices change, so none is written down here."""
 
 from __future__ import annotations
 
@@ -11,41 +8,24 @@ from typing import Any
 
 from lockstep.core.errors import Failure
 from lockstep.launchers.aws_calls import AwsCalls
-
-_DATE, _REGION = "2026-08-26", "us-east-1"
-_SOURCE = "a public copy of AWS's price list for Linux"
-_ON_DEMAND = {
-    "g6.2xlarge": 0.9776,
-    "g6.4xlarge": 1.3232,
-    "g6.12xlarge": 4.6016,
-    "g6.16xlarge": 3.3968,
-    "g6.24xlarge": 6.6752,
-    "g6.48xlarge": 13.3504,
-    "p4d.24xlarge": 21.957642,
-    "p5.4xlarge": 6.88,
-    "p5.48xlarge": 55.04,
-}
-"""Dollars an hour."""
+from lockstep.launchers.aws_options import AwsOptions
 
 
-def cost_note(aws: AwsCalls | None, region: str, instance_type: str, nodes: int, *, spot: bool) -> str:
-    """Return a sentence about what the instances cost an hour, and where the price is from."""
-    price, source = _listed(aws, region, instance_type), f"AWS's price list for {region}"
-    if price is None and instance_type in _ON_DEMAND:
-        price = _ON_DEMAND[instance_type]
-        differs = "" if region == _REGION else f"; {region} differs"
-        source = f"{_SOURCE} of {_DATE}, for {_REGION}{differs}"
+def cost_note(price: float | None, options: AwsOptions, region: str) -> str:
+    """Return a sentence about what the instances cost.
+
+    Args:
+        price: Dollars an hour of one instance, on demand; None if it is unknown.
+    """
     if price is None:
-        return f"the cost of {instance_type} is unknown here; see AWS's price list"
-    less = "; spot instances cost less, and how much changes by the hour" if spot else ""
-    sum_text = f"{nodes} x {price:.4g} = {nodes * price:,.2f} dollars an hour on demand"
-    return f"cost: {sum_text} ({source}), without disks and traffic{less}"
+        return f"the cost of {options.type} wasn't read from AWS's price list (pricing:GetProducts)"
+    less = "; spot instances cost less, and how much changes by the hour" if options.spot or options.spot_only else ""
+    total = f"{options.nodes} x {price:.4g} = {options.nodes * price:,.2f} dollars an hour on demand"
+    return f"cost: {total} (AWS's price list for {region}), without disks and traffic{less}"
 
 
-def _listed(aws: AwsCalls | None, region: str, instance_type: str) -> float | None:
-    """Return the price on demand from AWS's price list; None if it can't be read."""
-    if aws is None:
-        return None
+def hourly_price(aws: AwsCalls, region: str, instance_type: str) -> float | None:
+    """Return the dollars an hour of an instance on demand, from AWS's price list; None if it can't be read."""
     wanted = {
         "instanceType": instance_type,
         "regionCode": region,

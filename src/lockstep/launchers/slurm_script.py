@@ -19,7 +19,7 @@ from lockstep.core.errors import ConfigError, Paused, Problem
 from lockstep.core.jobs import JobCommand, SweepOptions
 from lockstep.core.terminal import plain_line, shortened
 from lockstep.launchers.mounts import Mount, is_seen, mounting, unseen_problems
-from lockstep.launchers.slurm_grammar import bash_problems, limit_seconds, option_problems, passed_problems
+from lockstep.launchers.slurm_grammar import bash_problems, limit_seconds, passed_problems
 from lockstep.launchers.tools import as_comment, bash_array, own_program, program_words, seconds_to_save
 from lockstep.stores.addresses import is_address
 from lockstep.strategies.section import Auto, Positive, Section
@@ -94,7 +94,7 @@ def check(command: JobCommand, options: SlurmOptions) -> None:
             for word in words
             if not re.fullmatch(r"--?[A-Za-z][^\n]*", word)
         ]
-    problems += [*option_problems(_named(options)), *passed_problems(options.sbatch), *bash_problems(options.setup)]
+    problems += [*passed_problems(options.sbatch), *bash_problems(options.setup)]
     problems += [*_unreadable(command, options), *_unseen(command, options)]
     limit, before = limit_seconds(options.time), signal_before(command, options)
     if limit is not None and 2 * before > limit:
@@ -105,11 +105,6 @@ def check(command: JobCommand, options: SlurmOptions) -> None:
         problems.append(Problem("--time", "", message))
     if problems:
         raise ConfigError(problems)
-
-
-def _named(options: SlurmOptions) -> dict[str, str | None]:
-    names = ("partition", "account", "qos", "constraint", "time", "gpus_per_node", "mem")
-    return {name.replace("_", "-"): getattr(options, name) for name in names}
 
 
 def _unreadable(command: JobCommand, options: SlurmOptions) -> Iterator[Problem]:
