@@ -41,7 +41,7 @@ def test_spelling_is_american(prose: ModuleType, tmp_path: Path) -> None:
         ("page.md", "# Resume\n\nA run that was stopped WORD from its checkpoint.\n", "goes\non", 3),
         ("page.md", f"One sentence with {'WORD ' * 45}many words.\n", "very", 1),
         ("code.py", '"""A model of WORD own."""\nrooms = 1\n', "one's", 1),
-        ("code.py", "x = 1\ny = 2  # WORD reads this\n", "somebody", 2),
+        ("code.py", "x = 1\ny = 2  # WORD this\n", "utilizes", 2),
         ("code.py", 'x = 1\ny = f"The run {x} WORD from here"\n', "goes on", 2),
         ("run.yaml", "# What is merged.\ndescription: It WORD\n", "goes on", 2),
     ],

@@ -1,4 +1,4 @@
-"""What of Slurm's options the script depends on; sbatch itself checks the others when a job is submitted."""
+"""The options of Slurm that the script depends on; sbatch itself checks the others when a job is submitted."""
 
 from __future__ import annotations
 
