@@ -155,10 +155,11 @@ def test_other_variables_are_ignored(base: Path) -> None:
 
 def test_python_values_are_checked_alike() -> None:
     plain = {"model": {"kind": "transformer"}, "data": {"train": {"kind": "digits"}}, "run": {"steps": 1e1}}
-    loaded = validate({**plain, "optim": {"betas": [0.9, 0.95]}}, ["run.seed=1"])
+    loaded = validate({**plain, "optim": {"betas": [0.9, 0.95]}}, {"run": {"seed": 1}})
     assert loaded.config.run.steps == 10
     assert loaded.config.optim.betas == (0.9, 0.95)
-    assert (loaded.origins["optim.betas"], loaded.origins["run.seed"]) == ("Python", "--run.seed")
+    assert (loaded.origins["optim.betas"], loaded.origins["run.folder"]) == ("Python", "default")
+    assert (loaded.config.run.seed, loaded.config.run.steps) == (1, 10)
     with pytest.raises(ConfigError, match=r"Python: run\.steps: '3' is not a whole number above 0, or null"):
         validate({**plain, "run": {"steps": "3"}})
 
@@ -168,7 +169,7 @@ def test_a_config_of_python_keeps_its_values() -> None:
         {"model": {"kind": "transformer"}, "data": {"train": {"kind": "digits"}}, "run": {"steps": 1}}
     )
     assert validate(config) == LoadedConfig(config, {**validate(config).origins})
-    assert validate(config, ["run.epochs=2"]).config.run.epochs == 2
+    assert validate(config, {"run": {"epochs": 2}}).config.run.epochs == 2
 
 
 def test_several_unreadable_files_are_named_together(tmp_path: Path) -> None:

@@ -111,6 +111,57 @@ def test_what_is_of_another_kind_is_refused_with_what_to_hand_over(case: str, tm
     assert str(refused.value) == message
 
 
+GIVEN: dict[str, Any] = {"model": small.Net, "train_dataset": small.points(), "objective": nn.CrossEntropyLoss()}
+BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "model": ({"model": {"kind": "given", "freze": ["x"]}}, {}, ["model.freze"]),
+    "no kind": ({"model": {"freze": ["x"]}}, {}, ["model.freze"]),
+    "replaced model": ({"model": {"kind": "transformer", "layers": 2, "freze": ["x"]}}, {}, ["model.freze"]),
+    "data": ({"data": {"train": {"kind": "given", "sampler": "x"}}}, {}, ["data.train.sampler"]),
+    "evaluation": (
+        {"data": {"evaluation": {"held-out": {"kind": "given", "limit": 3}}}},
+        {"eval_datasets": {"held-out": small.points(5)}},
+        ["data.evaluation.held-out.limit"],
+    ),
+    "objective": ({"objective": {"kind": "given", "label_smoothin": 0.1}}, {}, ["objective.label_smoothin"]),
+    "replaced objective": ({"objective": {"kind": "next-token", "smoothing": 0.1}}, {}, ["objective.smoothing"]),
+    "its option": ({"objective": {"kind": "given", "label_smoothing": 0.1}}, {}, ["objective"]),
+    "optimizer": ({"optim": {"lrr": 0.1}}, {"optimizer": torch.optim.SGD}, ["optim.lrr"]),
+    "its momentum": ({"optim": {"name": "given", "momentum": 0.5}}, {"optimizer": torch.optim.SGD}, ["optim"]),
+    "named optimizer": ({"optim": {"target": "torch.optim:SGD", "momentum": 0.5}}, {}, ["optim"]),
+    "schedule": ({"schedule": {"warmup": 5}}, {"schedule": lambda step, steps: 1.0}, ["schedule.warmup"]),
+    "its warmup": (
+        {"schedule": {"kind": "given", "warmup_steps": 5}}, {"schedule": lambda step, steps: 1.0}, ["schedule"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_keys_without_effect_beside_objects_are_refused(case: str) -> None:
+    sections, objects, keys = BESIDE[case]
+    config = {**{name: small.config()[name] for name in ("batch", "run", "launch")}, **sections}
+    with pytest.raises(lockstep.ConfigError) as refused, lockstep.session(config, **GIVEN, **objects):
+        pass
+    assert [problem.key for problem in refused.value.problems] == keys
+
+
+def test_objects_replace_what_a_config_names_and_keep_what_holds_for_any() -> None:
+    config = {
+        **small.config(),
+        "model": {"kind": "transformer", "layers": 2, "freeze": ["inner.*"]},
+        "objective": {"kind": "next-token", "label_smoothing": 0.1},
+        "optim": {"name": "muon", "momentum": 0.5, "lr": 0.1, "clip_norm": None},
+        "schedule": {"kind": "linear", "warmup_steps": 4},
+    }
+    objects = {
+        "optimizer": torch.optim.SGD,
+        "schedule": lambda step, steps: 1.0,
+        "eval_datasets": {"own": small.points(5)},
+    }
+    with lockstep.session(config, **GIVEN, **objects) as session:
+        assert [next(iter(session)).lr] == [0.1]
+        assert [report.name for report in session.evaluate()] == ["held-out", "own"]
+
+
 def test_rows_of_lists_and_renamed_inputs_are_the_run_of_tensors(tmp_path: Path) -> None:
     """Every strategy that passes inputs on differently, and a plain dataset of the datasets library."""
     renamed = {"kind": "custom", "target": "kit.small:Renamed", "inputs": {"points": "x", "name": None}}
@@ -188,7 +239,8 @@ def test_a_run_is_not_continued_without_the_objects_that_were_handed_over(
         assert all(f"  {key}: `given` is an object handed over in Python" in message for key in keys)
     with pytest.raises(lockstep.ConfigError) as refused:
         lockstep.train(run, train_dataset=data["train_dataset"])
-    assert [line.split(":")[0] for line in str(refused.value).splitlines()] == ["optim.name", "schedule.kind"]
+    missing = ["data.train.collate", "optim.name", "schedule.kind"]
+    assert [line.split(":")[0] for line in str(refused.value).splitlines()] == missing
 
     longer = {**config, "run": {"steps": 4, "folder": str(run)}}
     with pytest.raises(lockstep.ConfigError) as refused:

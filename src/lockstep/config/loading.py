@@ -14,7 +14,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -83,16 +83,15 @@ def load(
     return _combine(layers, overrides, os.environ if environ is None else environ, errors, tuple(runs))
 
 
-def validate(values: Config | Mapping[str, Any], overrides: Sequence[str | Override] = ()) -> LoadedConfig:
-    """Return the config of values from Python: a mapping like a file's, or a Config, under overrides.
+def validate(*layers: Config | Mapping[str, Any]) -> LoadedConfig:
+    """Return the config of values from Python: mappings like a file's, or Configs, merged left to right.
 
     Raises:
         ConfigError: Lists every problem.
     """
-    plain = values.model_dump(exclude_unset=True) if isinstance(values, Config) else values
-    tree = from_python(plain, "Python")
-    assert isinstance(tree, Table)
-    return _combine([tree], overrides, {}, [])
+    plain = [values.model_dump(exclude_unset=True) if isinstance(values, Config) else values for values in layers]
+    trees = [cast("Table", from_python(values, "Python")) for values in plain]
+    return _combine(trees, (), {}, [])
 
 
 def _combine(

@@ -46,20 +46,20 @@ def _tables(older: Table, newer: Table, at: ValueShape, path: tuple[str, ...], n
 
 
 def _change_kind(older: Table, newer: Table, at: ValueShape, path: tuple[str, ...], notes: list[str]) -> Table:
-    """Return the older layer without the keys that the newer layer's kind doesn't have."""
+    """Return the older layer without the keys that its kind has and the newer layer's doesn't; misspelled ones stay."""
     before, after = older.get("kind"), newer.get("kind")
     if not at.kinds or not isinstance(before, Leaf) or not isinstance(after, Leaf) or before.value == after.value:
         return older
-    section = at.select(newer)
-    if section is None:
+    section, replaced = at.select(newer), at.select(older)
+    if section is None or replaced is None:
         return older  # validation reports the wrong kind
-    known = shape.fields(section)
-    if lost := [key for key in older.entries if key not in known]:
+    known, of_replaced = shape.fields(section), shape.fields(replaced)
+    if lost := [key for key in older.entries if key in of_replaced and key not in known]:
         name = ".".join(path)
         keys = ", ".join(f"{name}.{key}" for key in lost)
         by = f" ({after.where})" if after.where else ""
         notes.append(f"{name}.kind is now {after.value}{by}; left out, as only {before.value} has them: {keys}")
-    return Table({key: entry for key, entry in older.entries.items() if key in known}, older.where)
+    return Table({key: entry for key, entry in older.entries.items() if key not in lost}, older.where)
 
 
 def _change_alternative(older: Table, newer: Table, path: tuple[str, ...], notes: list[str]) -> Table:

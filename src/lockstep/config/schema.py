@@ -46,14 +46,12 @@ from lockstep.config.model_sections import (
     TextClassifierModel,
     TransformerModel,
 )
+from lockstep.config.optim_sections import ObjectiveConfig, Optim, ParameterRule
 from lockstep.config.training_sections import (
     ActivationCheckpointing,
     BatchConfig,
     LossScale,
     Memory,
-    ObjectiveConfig,
-    Optim,
-    ParameterRule,
     Precision,
     ProfileConfig,
     Recovery,

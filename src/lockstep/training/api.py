@@ -8,7 +8,7 @@ with lockstep.session(config, model=...) as session:      the same components un
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +20,10 @@ from lockstep.config.approval import approved
 from lockstep.config.foreign_code import GIVEN
 from lockstep.config.known_runs import run_of
 from lockstep.config.loading import load, validate
+from lockstep.config.optim_sections import OPTIONS_OF_NAMED
 from lockstep.config.reading import read_file, to_python
 from lockstep.config.recipes import resolve_recipe
-from lockstep.config.schema import Config, ModelSection
+from lockstep.config.schema import Config, ObjectiveConfig, Schedule
 from lockstep.core.deferred_signals import DEFERRAL
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.ranks import names_a_rank
@@ -119,44 +120,41 @@ def resolved(config: ConfigLike, given: UserObjects, *, trusted: bool = False, w
 def _loaded(config: ConfigLike, given: Mapping[str, Any]) -> LoadedConfig:
     if not isinstance(config, str | os.PathLike):
         values = config.model_dump(exclude_unset=True) if isinstance(config, Config) else dict(config)
-        return validate(_with(values, given))
+        return validate(*_layers(values, given))
     recipe = resolve_recipe(os.fspath(config))
     if not given:
         return load([recipe.path], of_runs=[recipe.path] if recipe.of_run else [])
     tree, wrong = read_file(recipe.path)
     if wrong or tree is None:
         raise ConfigError(wrong)
-    loaded = validate(_with(cast("Mapping[str, Any]", to_python(tree)), given))
+    loaded = validate(*_layers(cast("Mapping[str, Any]", to_python(tree)), given))
     run = run_of(recipe.path, tree, named=recipe.of_run)
     if run is None:
         return loaded
     return replace(loaded, origins=dict.fromkeys(loaded.origins, run.name), runs=(run,))
 
 
-_NAMED_OPTIMIZER_KEYS = ("name", "betas", "eps", "momentum", "nesterov")  # that an optimizer object replaces
+_REPLACED: Mapping[str, tuple[str, Collection[str]]] = {
+    "objective": ("kind", ObjectiveConfig.model_fields),
+    "optim": ("name", OPTIONS_OF_NAMED),
+    "schedule": ("kind", Schedule.model_fields),
+}
+"""Selectors, and the keys that an object replaces, by section."""
 
 
-def _with(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config's values with the sections of objects, which keep what holds for any model and optimizer."""
-
-    def kept(name: str) -> Mapping[str, Any]:
-        section = values.get(name, {})
-        match name:
-            case "model":
-                return {key: value for key, value in section.items() if key in ModelSection.model_fields}
-            case "optim":
-                return {key: value for key, value in section.items() if key not in _NAMED_OPTIMIZER_KEYS}
-            case "data" | "checkpoint":
-                return cast("Mapping[str, Any]", section)
-        return {}
-
-    sections: dict[str, Any] = {
-        name: {**kept(name), **section} for name, section in given.items() if name != "transforms"
-    }
+def _layers(values: Mapping[str, Any], given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a config's values, without the keys that an object replaces, and the sections of the objects."""
+    values, sections = dict(values), dict(given)
+    for name, (selector, keys) in _REPLACED.items():
+        section = values.get(name)
+        if name in given and isinstance(section, Mapping) and section.get(selector) != GIVEN:
+            values[name] = {key: value for key, value in section.items() if key not in (selector, *keys)}
+    if "storage" in given.get("checkpoint", {}) and isinstance(values.get("checkpoint"), Mapping):
+        values["checkpoint"] = {key: value for key, value in values["checkpoint"].items() if key != "storage"}
     if "transforms" in given:  # those that the config names stay; a run's own config has the placeholder already
         named = [section for section in values.get("transforms", ()) if section.get("target") != GIVEN]
         sections["transforms"] = [*named, *given["transforms"]]
-    return {**values, **sections}
+    return [values, sections]
 
 
 def _given_sections(given: UserObjects) -> dict[str, Any]:
