@@ -6,7 +6,7 @@
 #
 # An index that needs a password: docker build --secret id=pip,src=PIP.CONF. It is in no layer of the image.
 
-# For NVIDIA GPUs: --build-arg BASE_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
+# For NVIDIA GPUs: lockstep launch docker --init --cuda
 ARG BASE_IMAGE=python:3.12.12-slim-bookworm
 
 FROM ${BASE_IMAGE} AS base
@@ -23,8 +23,8 @@ FROM base AS packages
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /workspace
 RUN python3 -m venv /opt/venv
-# The address of PyTorch's index of builds for CPUs, see pytorch.org; by default pip may install CUDA's.
-ARG TORCH_INDEX=""
+# A further index for pip: PyTorch's own has its builds for CPUs, without CUDA's libraries.
+ARG TORCH_INDEX="https://download.pytorch.org/whl/cpu"
 ARG LOCKSTEP=".[digits,hf]"
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \

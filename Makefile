@@ -1,12 +1,15 @@
 # Lockstep: `make help` lists what there is.
-# With CUDA: make train CONSTRAINTS=constraints-cuda.txt; likewise make gpu
+# Without an NVIDIA GPU, torch is the CPU build: of TORCH_INDEX, or of pip's own index where that has one.
 
 PYTHON ?= python3
 BIN := .venv/bin
-CONSTRAINTS ?= constraints.txt
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
+CONSTRAINTS ?= $(if $(filter 0,$(GPUS)),constraints.txt,constraints-cuda.txt)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?= -n $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
-RANKS ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$gpus" -gt 0 ] && echo $$gpus || echo 2)
+TORCH := $(PIP) --no-deps --retries 1 --timeout 10 --extra-index-url $(TORCH_INDEX) torch
+RANKS ?= $(if $(filter 0,$(GPUS)),2,$(GPUS))
 
 .DEFAULT_GOAL := help
 .PHONY: help install train test check docs drill gpu format clean
@@ -19,6 +22,10 @@ install: .venv/.installed  ## sets up .venv with the command `lockstep`
 .venv/.installed: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Lockstep needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
+	@grep -q '^torch==.*+cpu$$' $(CONSTRAINTS) || exit 0; echo '$(TORCH)'; $(TORCH) || { \
+		echo 'make: neither $(TORCH_INDEX) nor the index of pip has the CPU build of PyTorch for this Python,' \
+		'and the default build comes with 5 GB of CUDA libraries: set TORCH_INDEX or PIP_FIND_LINKS to a place' \
+		'that has it, or CONSTRAINTS=constraints-cuda.txt to take CUDA' >&2; exit 2; }
 	$(PIP) --editable '.[digits]'
 	@$(BIN)/python -m compileall -q src
 	@touch $@
@@ -31,7 +38,7 @@ install: .venv/.installed  ## sets up .venv with the command `lockstep`
 	$(PIP) --editable '.[docs]'
 	@touch $@
 
-train: .venv/.installed  ## trains the default recipe: on every GPU, or on 2 CPU ranks
+train: .venv/.installed  ## trains the recipe stdlib-lm: on every GPU, or on 2 CPU ranks
 	$(BIN)/lockstep train stdlib-lm --ranks $(RANKS)
 
 test: .venv/.installed-dev  ## passes the whole suite
@@ -70,7 +77,7 @@ drill: .venv/.installed-dev  ## kills runs and saves by the hundred, for an hour
 	$(BIN)/python drills/peers_drill.py --contestants Lockstep --kills 300
 
 gpu: .venv/.installed-dev  ## on a machine with NVIDIA GPUs: their tests, predicted beside measured memory, steps beside peers
-	@[ "$$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 0 ] || { echo "make gpu: this machine shows no NVIDIA GPU (nvidia-smi -L)"; exit 2; }
+	@[ $(GPUS) -gt 0 ] || { echo "make gpu: this machine shows no NVIDIA GPU (nvidia-smi -L)"; exit 2; }
 	$(PIP) --editable '.[benchmark]'
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m gpu tests/gpu
 	$(BIN)/python benchmarks/plan_memory.py --device cuda

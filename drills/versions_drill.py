@@ -31,6 +31,7 @@ from attempts import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 OWN = f"{sys.version_info.major}.{sys.version_info.minor}"
 BUILD = "from setuptools import build_meta; build_meta.build_sdist('dist')"
 FACTS = "import json, platform, torch; print(json.dumps([platform.python_version(), torch.__version__]))"
@@ -128,7 +129,9 @@ def install(sdist: Path, folder: Path, version: str, torch: str | None, venvs: S
     (folder / "constraints.txt").write_text("".join(f"{name}=={pin}\n" for name, pin in pins.items()))
     pip = [programs / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     pip += ["--constraint", folder / "constraints.txt", f"{sdist}[digits]"]
-    if not (venv or (torch and version == OWN)):
+    if torch and not venv:
+        install_cpu_build(pip, torch, folder)
+    elif not venv:
         refuse_downloads_of_cuda(pip, folder)
     run(pip, folder)
     return programs
@@ -138,7 +141,7 @@ def matching(venvs: Sequence[Path], version: str, torch: str | None) -> Path | N
     """Return the venv of this Python with this torch; if torch is None, with any but the pinned one."""
     for venv in venvs:
         python, version_of_torch = json.loads(run([venv / "bin" / "python", "-c", FACTS], ROOT))
-        pinned = version_of_torch.partition("+")[0] == pinned_torch()
+        pinned = version_of_torch == pinned_torch()
         if pinned == bool(torch) and (not torch or python.startswith(f"{version}.")):
             return venv
     return None
@@ -158,6 +161,17 @@ def borrow_packages(python: Path, venv: Path) -> None:
     """Put a venv's packages behind those of a new one, where pip sees them as installed."""
     new, borrowed = (run([program, "-c", PURELIB], ROOT).strip() for program in (python, venv / "bin" / "python"))
     Path(new, "borrowed.pth").write_text(f"{borrowed}\n")
+
+
+def install_cpu_build(pip: Sequence[object], torch: str, folder: Path) -> None:
+    """Install torch as `make install` does. Raises Skipped if there is no CPU build for this Python."""
+    try:
+        run(
+            [*pip[:-1], "--no-deps", "--retries", "1", "--timeout", "10", "--extra-index-url", CPU_INDEX, "torch"],
+            folder,
+        )
+    except Failed as failed:
+        raise Skipped(f"torch {torch} wasn't found: point PIP_FIND_LINKS to its wheel, or pass --venv") from failed
 
 
 def refuse_downloads_of_cuda(pip: Sequence[object], folder: Path) -> None:

@@ -24,6 +24,7 @@ from lockstep.launchers.docker_compose import WORKSPACE, ComposeProject, project
 from lockstep.launchers.docker_options import DockerOptions, check_for_project, gpus
 
 CPU_IMAGE = "python:3.12.12-slim-bookworm"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CUDA_IMAGE = "nvidia/cuda:13.0.1-devel-ubuntu24.04"
 
 _EXTRAS = "digits,hf"
@@ -125,7 +126,6 @@ def _name(folder: Path) -> str | None:
 
 
 def _dockerfile(project: _Project, *, cuda: bool) -> Iterator[str]:
-    other = ("CPUs", CPU_IMAGE) if cuda else ("NVIDIA GPUs", CUDA_IMAGE)
     yield f"# Lockstep in a container, for {'NVIDIA GPUs' if cuda else 'CPUs'}."
     yield "# Written by `lockstep launch docker --init`, to be read and changed."
     yield "#"
@@ -134,10 +134,10 @@ def _dockerfile(project: _Project, *, cuda: bool) -> Iterator[str]:
     yield "#"
     yield "# An index that needs a password: docker build --secret id=pip,src=PIP.CONF. It is in no layer of the image."
     yield ""
-    yield f"# For {other[0]}: --build-arg BASE_IMAGE={other[1]}"
+    yield f"# For {'CPUs' if cuda else 'NVIDIA GPUs'}: lockstep launch docker --init{'' if cuda else ' --cuda'}"
     yield f"ARG BASE_IMAGE={CUDA_IMAGE if cuda else CPU_IMAGE}"
     yield from _BASE.splitlines()
-    yield from _packages(project)
+    yield from _packages(project, cuda=cuda)
     yield from _IMAGE.format(workspace=WORKSPACE).splitlines()
 
 
@@ -155,14 +155,14 @@ RUN if ! python3 -c "import ensurepip"; then \\
 """
 
 
-def _packages(project: _Project) -> Iterator[str]:
+def _packages(project: _Project, *, cuda: bool) -> Iterator[str]:
     yield ""
     yield "FROM base AS packages"
     yield "ENV PATH=/opt/venv/bin:$PATH"
     yield f"WORKDIR {WORKSPACE}"
     yield "RUN python3 -m venv /opt/venv"
-    yield "# The address of PyTorch's index of builds for CPUs, see pytorch.org; by default pip may install CUDA's."
-    yield 'ARG TORCH_INDEX=""'
+    yield "# A further index for pip: PyTorch's own has its builds for CPUs, without CUDA's libraries."
+    yield f'ARG TORCH_INDEX="{"" if cuda else CPU_INDEX}"'
     constraint = f" --constraint {project.constraints}" if project.constraints else ""
     install = f'pip install ${{TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"}}{constraint}'
     if project.is_lockstep:

@@ -79,7 +79,7 @@ _REDUCED_FIRST = refused(
 )
 _OFFLOADS_FROM_GPUS = Cell(
     "untested",
-    "activations are offloaded only from a GPU, and no GPU was available",
+    "activations are offloaded only from a GPU, where its numbers weren't compared",
     on_cpu=Problem("", "memory.activation_offload", "on the CPU activations are already; it is for GPUs: leave it out"),
 )
 

@@ -124,7 +124,7 @@ STRATEGY = Strategy(
         WHOLE_MATRICES: CPU,  # gathered one at a time, or summed over the shards
         "offload": Cell(
             "untested",
-            "FSDP2 offloads only from a GPU, and no GPU was available",
+            "FSDP2 offloads only from a GPU, and wasn't tried there",
             on_cpu=Problem(
                 "", "parallel.fsdp.cpu_offload", "on the CPU parameters are already; it is for GPUs: leave it out"
             ),
