@@ -149,6 +149,12 @@ def pad(items: list[tuple[list[int], int]]) -> dict[str, Tensor]:
     return {"ids": padded, "lengths": lengths, "labels": torch.tensor([label for _, label in items])}
 
 
+def without_first_class(items: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Fewer samples than there are items, perhaps none."""
+    values, labels = (torch.stack(part) for part in zip(*items, strict=True))
+    return values[labels > 0], labels[labels > 0]
+
+
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
     """A dataset without access by index."""
 
@@ -629,6 +635,7 @@ CUSTOM: dict[str, Custom] = {
     "several tags": Custom(Residual, tagged, nn.BCEWithLogitsLoss(reduction="sum")),
     "a mean as objective": Custom(mlp, points, nn.CrossEntropyLoss()),
     "a function as objective": Custom(Residual, points, focal),
+    "a collate function that filters": Custom(Residual, points, focal, collate=without_first_class),
     "custom token counts": Custom(Decoder, texts, Tokens()),
     "items by name": Custom(Sides, Named),
     "a plain list": Custom(mlp, listed),

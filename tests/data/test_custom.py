@@ -12,6 +12,7 @@ from lockstep.core.progress import Progress
 from lockstep.core.records import Batch
 from lockstep.data.custom import ItemReading, adapt_dataset
 from lockstep.data.sources import open_source
+from lockstep.models.building_objectives import adapt_objective
 
 INDICES = np.array([4, 1, 2])
 
@@ -51,6 +52,29 @@ def test_a_single_tensor_is_an_input_without_target():
     batch = adapt_dataset(Items(lambda index: torch.tensor([index]))).fetch(INDICES)
     assert batch.inputs[0].tolist() == [[4], [1], [2]]
     assert batch.targets is None
+
+
+FILTERED = {
+    "tuple": lambda kept: (torch.zeros(len(kept), 5), torch.tensor(kept)),
+    "mapping": lambda kept: {"x": torch.zeros(len(kept), 5), "labels": torch.tensor(kept)},
+    "images and boxes": lambda kept: ([torch.zeros(3, 4) for _ in kept], [{"boxes": torch.zeros(9, 4)} for _ in kept]),
+    "a tensor": lambda kept: torch.zeros(len(kept), 5),
+}
+
+
+@pytest.mark.parametrize("form", FILTERED)
+def test_the_samples_of_a_batch_are_those_that_its_collate_function_has_left(form):
+    source = adapt_dataset(Items(lambda index: index), lambda items: FILTERED[form]([i for i in items if i != 1]))
+    batch = source.fetch(INDICES)
+    assert (batch.samples, batch.tokens) == (2, 2)
+    if form == "tuple":
+        counted = [adapt_objective(loss).count(batch) for loss in (torch.nn.MSELoss(reduction="sum"), lambda out, b: 0)]
+        assert counted == [2, 2]
+
+
+def test_a_collate_function_that_returns_none_is_named_with_the_way_to_leave_samples_out():
+    with pytest.raises(RunFailed, match="policy: skip"):
+        adapt_dataset(Items(lambda index: index), lambda items: None).fetch(INDICES)
 
 
 def test_tokens_are_counted_without_padding():

@@ -170,8 +170,7 @@ def test_ranks_are_fresh_interpreters_if_the_process_has_threads(fork_server: Fo
     code, _, err = fork_server.run("with_a_thread", script=["reduce:2,threads"] * 2, module_level=True)
     assert code == 0, err
     code, _, err = fork_server.run("with_a_thread", script=["return:0"] * 2, module_level=False)
-    assert code == 2
-    assert "Define functions and classes at the top of a module" in err
+    assert code == 0, err  # cloudpickle sends it by value
 
 
 @pytest.mark.parametrize(("use", "forkable"), [("import", True), ("numpy", True), ("torch", False)])

@@ -148,7 +148,7 @@ def source_file(thing: object) -> Path | None:
     """Return the file that defines the class or function, or the object's class; None if there is none."""
     try:
         path = inspect.getsourcefile(thing if inspect.isclass(thing) or inspect.isroutine(thing) else type(thing))
-    except TypeError:  # builtins, and classes typed in at a prompt
+    except (TypeError, OSError):  # builtins; classes typed in at a prompt, or in a notebook
         return None
     return Path(path) if path else None
 

@@ -6,8 +6,8 @@
     a tensor, or a number     itself                                none
 
 Items are first collated, by the user's function or torch's, which gets lists of numbers as tensors; then the batch is
-split as above. A collate function may also return a lockstep Batch, which is used as it is. A TensorDataset isn't
-collated: each of its tensors is indexed once.
+split as above. Its samples are its rows: a function may leave items out. A collate function may also return a lockstep
+Batch, which is used as it is. A TensorDataset isn't collated: each of its tensors is indexed once.
 """
 
 from __future__ import annotations
@@ -251,12 +251,18 @@ def as_batch(collated: Any, samples: int) -> Batch:
     """Return the result of a collate function, split into inputs and targets."""
     if isinstance(collated, Batch):
         return collated
+    if collated is None:
+        raise RunFailed(
+            "the collate function returned None; to leave samples out, have the dataset raise for them, and set "
+            "data.bad_samples: {policy: skip}"
+        )
     if isinstance(collated, Mapping):
         inputs = dict(collated)
         named = [name for name in _TARGETS if name in inputs]
         if len(named) > 1:
             raise RunFailed(f"a batch has {' and '.join(named)}; only one of them can hold the targets")
         targets = inputs.pop(named[0]) if named else None
+        samples = _rows(targets, *inputs.values(), otherwise=samples)
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
         tokens = ids.numel() if isinstance(ids, Tensor) else samples
         if isinstance(mask, Tensor):  # text as transformers' tokenizers return it
@@ -265,5 +271,19 @@ def as_batch(collated: Any, samples: int) -> Batch:
     if isinstance(collated, tuple | list):
         if len(collated) < 2:
             raise RunFailed(f"a batch of {len(collated)} parts can't be split into inputs and targets")
+        samples = _rows(collated[-1], *collated[:-1], otherwise=samples)
         return Batch(tuple(collated[:-1]), collated[-1], samples, samples)
+    samples = _rows(collated, otherwise=samples)
     return Batch((collated,), None, samples, samples)
+
+
+def _rows(*parts: Any, otherwise: int) -> int:
+    """Return the rows of the first part that has any: of a tensor, or a list of what isn't a tensor (boxes by name)."""
+    for part in parts:
+        if isinstance(part, Tensor) and part.dim():
+            return len(part)
+        if isinstance(part, Mapping):
+            return _rows(*part.values(), otherwise=otherwise)
+        if isinstance(part, list | tuple) and part and not isinstance(part[0], Tensor | list | tuple):
+            return len(part)
+    return otherwise

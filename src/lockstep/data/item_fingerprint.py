@@ -50,7 +50,8 @@ def fingerprint_of_items(dataset: Any, collate: Any, read: Callable[[int], Any])
     Raises:
         UnusableSamples: An item can't be read; it names the sample.
     """
-    kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
+    module = type(dataset).__module__.replace("__mp_main__", "__main__")  # as ranks that aren't forked import a script
+    kind = f"{module}.{type(dataset).__qualname__}"
     code = [_source_hash(part) for part in (dataset, collate) if part is not None]
     with noise.keyed_generators(0):  # random items are the same each time
         items = read_or_explain(lambda indices: [*_items(indices, read)], spread(len(dataset)))

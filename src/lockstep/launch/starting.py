@@ -16,7 +16,6 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -44,9 +43,9 @@ from lockstep.launch.hosts import Hosts
 from lockstep.launch.other_launchers import interface_variables, set_environment
 from lockstep.launch.outcome import print_on_stderr
 from lockstep.launch.rank import RankTask, run_rank
+from lockstep.launch.sent_entry import SentEntry
 
 _LOOPBACK = "127.0.0.1"
-_MAX_REASON_LENGTH = 300  # characters
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between tries to start the ranks of a further round
 _LOOK_S = 0.5  # between looks whether the run's folders can be written
 _AHEAD_AFTER_S = 0.1  # of training, until the ranks of the next round are started
@@ -244,6 +243,7 @@ def _start(job: Ranks, listener: socket.socket | None, begun: Round) -> None:
     ranks, port = job.ranks, _store_port(job, listener)
     share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
     network = _network_variables(job)
+    entry = job.entry if job.forks else SentEntry(job.entry)
     stdin = os.dup(0) if job.forks and job.size == 1 else None
     for place in range(ranks):
         rank = job.first + place
@@ -251,10 +251,10 @@ def _start(job: Ranks, listener: socket.socket | None, begun: Round) -> None:
         beats = None if begun.hangs is None else begun.hangs.heartbeats[place]
         task = RankTask(rank, os.getpid(), job.forks, log, listener if rank == 0 else None, stdin, beats, begun.gate)
         channel, rank_channel = context.Pipe()
-        process = context.Process(target=run_rank, args=(job.entry, task, rank_channel), name=f"rank-{rank}")
+        process = context.Process(target=run_rank, args=(entry, task, rank_channel), name=f"rank-{rank}")
         identity = RankEnvironment(rank, job.size, place, ranks, _LOOPBACK, port).variables()
         variables = {**share, **network, **job.section.environment, **identity, LAUNCHER: str(os.getpid())}
-        with set_environment(variables), safe_interpreters(), _pickling_explained():
+        with set_environment(variables), safe_interpreters():
             process.start()
         rank_channel.close()
         begun.members.append(_observed(process, channel, beats))
@@ -315,17 +315,3 @@ def _listener(job: Ranks) -> socket.socket:
     except OSError as error:
         message = f"can't listen on port {port} ({os.strerror(error.errno or 0)}); 0 takes any free port"
         raise ConfigError(Problem("", "launch.port", message)) from None
-
-
-@contextlib.contextmanager
-def _pickling_explained() -> Iterator[None]:
-    """Raise ConfigError if the entry can't be pickled for a fresh interpreter."""
-    try:
-        yield
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"what the ranks need can't be sent to them: {str(error)[:_MAX_REASON_LENGTH]}. This process has threads "
-            "or uses an accelerator, or launch.environment has a variable that is read when a process starts, so its "
-            "ranks are fresh interpreters. Define functions and classes at the top of a module (no lambda), or start "
-            "the ranks before the first computation"
-        ) from error

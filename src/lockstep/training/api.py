@@ -7,10 +7,12 @@ with lockstep.session(config, model=...) as session:      the same components un
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
@@ -25,16 +27,18 @@ from lockstep.config.reading import read_file, to_python
 from lockstep.config.recipes import resolve_recipe
 from lockstep.config.schema import Config, ObjectiveConfig, Schedule
 from lockstep.core.deferred_signals import DEFERRAL
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.ranks import names_a_rank
 from lockstep.launch.local import refuse_import_of_script
 from lockstep.launch.other_launchers import refuse_rank_count
+from lockstep.launch.outcome import print_on_stderr
 from lockstep.training.job import Finished, Job, opened, run_job
 from lockstep.training.rescue import rescuing
 from lockstep.training.resuming import Resume
 from lockstep.training.session import Session
 from lockstep.training.stored_run import opened_run
 from lockstep.training.user_objects import Objects, UserObjects, refuse_missing, user_objects
+from lockstep.training.weights import load_weights
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
@@ -64,7 +68,7 @@ def train(
         accept_changes: resume although data, model or seed differ from those of the checkpoint.
         fresh: start from the beginning; checkpoints in the run's folder are renamed.
         **objects: `model`, `train_dataset`, `eval_datasets`, `objective`, ...: see `lockstep.Objects`. A module is
-            trained in place, unless `ranks` starts processes.
+            trained in place; one that ranks have got copies of has the trained weights in the end.
 
     Raises:
         ConfigError: the run can't be started as it is configured; lists all problems.
@@ -185,7 +189,6 @@ def _finished(job: Job) -> Finished | None:
     """Return what the finished run in run.folder left, if nothing of it is left to train; a module gets its weights."""
     from lockstep.monitor.folder import is_finished, read_summary
     from lockstep.training.start_run import has_nothing_to_train
-    from lockstep.training.weights import load_weights
 
     folder = Path(job.config.run.folder).absolute() if job.config.run.folder is not None else None
     if folder is None or not is_finished(folder) or not has_nothing_to_train(job.config, folder, job.given.storage):
@@ -200,9 +203,18 @@ def _train_in_ranks(job: Job, ranks: int | Literal["auto"]) -> Finished:
     from lockstep.training.on_hosts import train_on_hosts
     from lockstep.training.start_run import launch_job
 
-    on_hosts = job.config.launch.nodes != 1
+    model, on_hosts = job.given.model, job.config.launch.nodes != 1
+    if isinstance(model, nn.Module):
+        tensors: Iterator[Any] = chain(model.parameters(), model.buffers())
+        if any(tensor.is_cpu and tensor.is_shared() for tensor in tensors):  # and would be among forked ranks
+            job = replace(job, given=replace(job.given, model=copy.deepcopy(model)))
     folder, outcome = train_on_hosts(job, ranks) if on_hosts else launch_job(job, ranks)
     if outcome.code != 0:
         raise outcome.failure()
     folder = folder or Path(job.config.run.folder or "")
+    if isinstance(model, nn.Module):
+        try:
+            load_weights(model, folder)
+        except Failure as failure:  # a transform has changed the ranks' modules, or the folder is on another host
+            print_on_stderr(f"lockstep: the module that was passed keeps its first weights: {failure}")
     return Finished(read_summary(folder) or {}, folder)
