@@ -1,6 +1,7 @@
-"""Train a language model under ddp, fsdp or deepspeed, with the arguments that training scripts usually have.
+"""Train a language model, or BERT, under ddp, fsdp or deepspeed, with the arguments that training scripts usually have.
 
 torchrun --nproc-per-node 2 train.py --mode fsdp --model_name gpt2 --output_dir out
+torchrun --nproc-per-node 2 train.py --mode ddp --config configs/bert.yaml
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=CONFIGS, required=True)
     parser.add_argument("--config", help="a YAML, or for deepspeed its own JSON; by default from the folder configs")
-    parser.add_argument("--model_name", default="gpt2", help="a causal language model: hub name or folder")
+    parser.add_argument("--model_name", help="hub name or folder; by default the one in the file, or gpt2")
     parser.add_argument("--output_dir", help="by default a new folder under runs")
     parser.add_argument("--seed", type=int, default=42)
     return parser.parse_args()
@@ -32,7 +33,9 @@ def config(asked: argparse.Namespace) -> dict[str, Any]:
     """Merge the command line over the file, and add what a DeepSpeed JSON can't contain: model, data, length."""
     file = asked.config or Path(__file__).parent / "configs" / CONFIGS[asked.mode]
     values: dict[str, Any] = lockstep.import_config(file)
-    values["model"] = {"kind": "huggingface", "task": "causal-lm", "pretrained": asked.model_name}
+    model = values.setdefault("model", {"kind": "huggingface", "task": "causal-lm", "pretrained": "gpt2"})
+    if asked.model_name is not None:
+        model["pretrained"] = asked.model_name
     values.setdefault("data", DATA)
     values.setdefault("parallel", {})["strategy"] = asked.mode
     values.setdefault("run", {"steps": 500}).update(seed=asked.seed, folder=asked.output_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -108,7 +109,7 @@ def done(process: subprocess.Popen[str], output: Path) -> dict[str, Any]:
 
 
 def test_train_py_is_short() -> None:
-    assert len((GUIDE / "train.py").read_text().splitlines()) < 60
+    assert len((GUIDE / "train.py").read_text().splitlines()) < 70
 
 
 @pytest.mark.parametrize("name", ["ddp.yaml", "fsdp.yaml"])
@@ -375,3 +376,56 @@ def test_a_guide_s_three_files_train_one_after_the_other_in_one_folder(place: Pa
         summary = json.loads((files / "out" / mode / "summary.json").read_text())
         assert (summary["ranks"], summary["steps"] > 0) == (2, True)
         assert load([files / "out" / mode / "config.yaml"], environ={}).config.parallel.strategy == mode
+
+
+# --- trainer classes, and scripts that watch and debug ----------------------------------------------------------------
+
+
+def under_torchrun(script: str, *words: object, cwd: Path) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", GUIDE / script, *words]
+    run = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True, timeout=140)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def losses(printed: str) -> list[dict[str, float]]:
+    lines = [line for line in printed.splitlines() if line.startswith("step ")]
+    return [ast.literal_eval(line[line.index("{") :]) for line in lines]
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(900)
+def test_the_trainer_classes_train_the_same_run_and_resume_it(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    printed = {mode: under_torchrun("own_trainer.py", mode, tmp_path / mode, cwd=tmp_path) for mode in MODES}
+    ddp, *others = map(losses, printed.values())
+    assert len(ddp) == 3
+    for other in others:
+        for epoch, expected in zip(other, ddp, strict=True):
+            assert epoch == pytest.approx(expected, rel=1e-5)
+    assert ddp[-1]["eval/loss"] < ddp[0]["eval/loss"]
+    assert "effective batch 64 = 16 x 2 x 2" in printed["fsdp"]
+    assert losses(under_torchrun("own_trainer.py", "ddp", tmp_path / "fsdp", cwd=tmp_path)) == [], "it was finished"
+
+
+@pytest.mark.drill
+def test_the_monitoring_script_writes_a_log_and_a_trace_for_each_rank(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    under_torchrun("monitoring.py", tmp_path / "out", cwd=tmp_path)
+    for rank in range(2):
+        assert "train accuracy" in (tmp_path / "out" / f"rank-{rank}.log").read_text()
+        assert json.loads((tmp_path / "out" / f"rank{rank}.json").read_text())["traceEvents"]
+
+
+def test_the_debugging_script_shows_ranks_and_compares_copies(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    printed = under_torchrun("debugging.py", cwd=tmp_path)
+    assert re.search(r"rank 0: .* pid \d+.*\nrank 1: ", printed)
+    assert "parameters that differ: none" in printed
+    assert re.search(r"rank [01]: [\d.]+ ms a step", printed)
+
+
+def test_the_config_of_bert_is_complete() -> None:
+    config = load([GUIDE / "configs" / "bert.yaml"], environ={}).config
+    assert config.model.kind == "huggingface"
+    assert (config.model.task, config.batch.global_size) == ("sequence-classification", 32)

@@ -15,7 +15,7 @@ BREAKERS = {
     "attribute-probe": "print(hasattr(1, 'real'))",
     "docstring-opening": 'def f():\n    """Of a model, its size."""',
     "docstring-section": 'def f(x):\n    """Return x.\n\n    Args:\n    x: any.\n    """',
-    "long-file": "x = 1\n" * 401,
+    "long-file": "x = 1\n" * 701,
     "long-function": "def f():\n" + "    x = 1\n" * 60,
     "raw-collective": "import torch.distributed as dist\ndist.all_reduce(x)",
     "vague-local": "for one in range(3):\n    pass",

@@ -171,6 +171,38 @@ def test_the_generator_and_an_own_loop_are_one_run(ranks: int) -> None:
         assert all(np.array_equal(weights[name], first_weights[name]) for name in weights)
 
 
+class Logging(nn.CrossEntropyLoss):
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        lockstep.log.mean("label", labels.sum(), len(labels))
+        return super().forward(logits, labels)
+
+
+def _what_a_loop_may_ask() -> tuple[list[Any], list[dict[str, float]]]:
+    config = small.config()
+    del config["objective"]
+    numbers = []
+    with lockstep.session(config, objective=Logging(reduction="sum")) as session:
+        for report in session:
+            lockstep.log.scalar("rank", session.rank)
+            if report.step in (2, 3):
+                numbers.append(session.logged().numbers())
+        batch = session.batch_plan
+        asked = [session.rank, session.world_size, session.is_main_process, session.evaluate()[0].step]
+    assert batch.micro_size * batch.accumulation * batch.ranks >= batch.global_size == config["batch"]["global_size"]
+    return [*asked, batch.ranks], numbers
+
+
+def test_an_own_loop_knows_its_rank_and_reads_what_was_logged() -> None:
+    [(alone, expected)] = in_world(1, _what_a_loop_may_ask)
+    assert alone == [0, 1, True, 8, 1]
+    two = in_world(2, _what_a_loop_may_ask)
+    assert [asked for asked, _ in two] == [[0, 2, True, 8, 2], [1, 2, False, 8, 2]]
+    for _, numbers in two:
+        assert [logged["rank"] for logged in numbers] == [0.5, 0.5]
+        assert [logged["label"] for logged in numbers] == [logged["label"] for logged in expected]
+    assert lockstep.log.current().empty
+
+
 def _forget_to_commit() -> None:
     with lockstep.session(small.config()) as session:
         for batch in session.batches():

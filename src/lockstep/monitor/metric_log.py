@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.monitor.histogram import Histogram, HistogramCounts, merge_histograms
@@ -29,6 +29,8 @@ from lockstep.monitor.own_names import refuse_own_name
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lockstep.core.protocols import Axis
 
 LONGEST_TEXT = 65536
 _log = logging.getLogger("lockstep.monitor")
@@ -237,6 +239,18 @@ def merge(entries: Sequence[LogEntries]) -> Logged:
     )
 
 
+def collected(log: MetricLog, ranks: Axis) -> Logged:
+    """Return what all ranks have logged, merged, and empty their logs; all ranks together."""
+    own = log.drain()
+    entries = cast("list[LogEntries]", ranks.gather(own.without_media()))
+    logged = merge(entries)
+    if any(entry.media for entry in entries):  # each is sent by one rank alone
+        part = {name: own.media[name] for name in media_of(entries, ranks.rank)}
+        parts = cast("list[dict[str, LoggedImage | LoggedTable]]", ranks.gather(part))
+        logged = replace(logged, media={name: media for of_rank in parts for name, media in of_rank.items()})
+    return logged
+
+
 def media_of(entries: Sequence[LogEntries], rank: int) -> list[str]:
     """Return the names of the images and tables that all ranks take from `rank`, the first one that has them."""
     before = {name for entry in entries[:rank] for name in entry.media}
@@ -268,11 +282,18 @@ def recording(log: MetricLog) -> Iterator[MetricLog]:
         _current = before
 
 
-def restore_point() -> Callable[[], None]:
+def current() -> MetricLog:
+    """Return the log that user code writes to; outside of a run an empty one."""
+    return _current or MetricLog()
+
+
+def restore_point() -> Callable[[], object]:
     """Return a function that drops what user code has logged since this call; it may be called several times."""
     log = _current
     if log is None:
         return lambda: None
+    if log.empty:
+        return log.take
     copied = log.copy()
     return lambda: log.replace(copied)
 

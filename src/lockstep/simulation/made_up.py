@@ -15,12 +15,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.config.schema import CustomData, HuggingFaceData, HuggingFaceModel, Tokens
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data.sources import LANGUAGE_MODEL, check_task
+from lockstep.models.heads import head_of
 from lockstep.training.sources import task_of
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lockstep.data.order import Indices
 
 _NUMBERS = ("regression", "multi_label_classification")
+_ENOUGH = 2**20  # samples, for an update of any size
 _TARGET = f"{__name__}:MadeUp"
 
 
@@ -102,6 +104,21 @@ def made_up_data(config: Config, facts: DataFacts) -> CustomData:
             )
             raise ConfigError(Problem("", "data.train", why))
     return CustomData(kind="custom", target=_TARGET, arguments=arguments)
+
+
+def made_up_texts(config: Config, model: object, length: int) -> MadeUp:
+    """Return texts of `length` tokens for a language model.
+
+    Args:
+        model: The module that was passed in Python; None: the config has the model.
+    """
+    head = head_of(model) if isinstance(model, nn.Module) else None
+    own = config.model.kind == "transformer"
+    if head is None and not own and config.model.kind != "huggingface":
+        why = "is known for language models of transformers and of Lockstep only; pass train_dataset=[sample] * 64"
+        raise ConfigError(Problem("", "length", why))
+    vocabulary = _stated_vocabulary(config) or getattr(getattr(head, "config", None), "vocab_size", None)
+    return MadeUp(_ENOUGH, length, vocabulary, own, masked=False)
 
 
 def _outputs(config: Config) -> int:

@@ -32,6 +32,7 @@ from lockstep.simulation import device
 from lockstep.simulation.choosing import decide
 from lockstep.simulation.estimate import Estimator, StrategyMemory
 from lockstep.simulation.failing import Unpredictable
+from lockstep.simulation.made_up import made_up_texts
 from lockstep.simulation.memory import CATEGORIES, Category, MemoryLedger, Peak, Watched, resizes_seen
 from lockstep.simulation.updates import run_updates
 from lockstep.training.ahead import imports_ahead
@@ -56,7 +57,12 @@ _HEADS: dict[Category, str] = {"parameters": "params", "gradients": "grads", "co
 
 
 def estimate_memory(
-    config: ConfigLike, *, ranks: int = 1, memory: int | None = None, **objects: Unpack[Objects]
+    config: ConfigLike,
+    *,
+    ranks: int = 1,
+    memory: int | None = None,
+    length: int | None = None,
+    **objects: Unpack[Objects],
 ) -> list[StrategyMemory]:
     """Return the peak memory of the rank that needs most, by category, under each strategy that N ranks can have.
 
@@ -66,13 +72,19 @@ def estimate_memory(
         config: a recipe's name, a file, a mapping, or a Config. It need not contain what is passed as an object.
         ranks: of the run, on one machine or many.
         memory: bytes of each rank; None: unknown.
+        length: tokens of a sample of a language model: no dataset is needed, or read; None: those of `data.train`.
         **objects: `model`, `train_dataset`, ...: see `lockstep.Objects`. A module is left as it is.
 
     Raises:
         ConfigError: the config's own run would be refused.
     """
     given = user_objects(objects)
-    return list(estimates_of(estimator_of(resolved(config, given), ranks, memory, given), None, "all"))
+    if length is None:
+        checked = resolved(config, given)
+    else:
+        checked = resolved(config, replace(given, train_dataset=()))
+        given = replace(given, train_dataset=made_up_texts(checked, given.model, length))
+    return list(estimates_of(estimator_of(checked, ranks, memory, given), None, "all"))
 
 
 def estimator_for(loaded: LoadedConfig, memory: int | None, *, trust_remote_code: bool) -> Estimator:

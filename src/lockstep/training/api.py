@@ -32,6 +32,7 @@ from lockstep.core.ranks import names_a_rank
 from lockstep.launch.local import refuse_import_of_script
 from lockstep.launch.other_launchers import refuse_rank_count
 from lockstep.launch.outcome import print_on_stderr
+from lockstep.monitor.metric_log import MetricLog, recording
 from lockstep.training.job import Finished, Job, opened, run_job
 from lockstep.training.rescue import rescuing
 from lockstep.training.resuming import Resume
@@ -106,7 +107,12 @@ def session(config: ConfigLike, *, trust_run: bool = False, **objects: Unpack[Ob
     if checked.recovery.bad_numbers.rolls_back:
         text = "rollback starts a run again, and a session leaves the loop to you; write skip, or use lockstep.train"
         raise ConfigError(Problem("", "recovery.bad_numbers", text))
-    with opened(checked, given) as opened_session, rescuing(opened_session), DEFERRAL.of_sigint():
+    with (
+        opened(checked, given) as opened_session,
+        rescuing(opened_session),
+        recording(MetricLog()),
+        DEFERRAL.of_sigint(),
+    ):
         yield opened_session
 
 

@@ -25,6 +25,7 @@ from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
 from lockstep.distributed import generators
 from lockstep.distributed.user_collectives import print_once
+from lockstep.monitor import metric_log
 from lockstep.optim.norms import clip_divisor
 from lockstep.plan.schedule import fraction_done, is_finished
 from lockstep.resilience.verdicts import Verdicts
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.core.protocols import ObjectStore
+    from lockstep.monitor.metric_log import Logged
+    from lockstep.plan.batch import BatchPlan
     from lockstep.training.checkpoints import Checkpoints
     from lockstep.training.replicas import Difference
 
@@ -116,6 +119,26 @@ class Session:
         self._count = count
         self._components.readback.start(int(tokens))
         self._batch = batch  # at the end: an interrupted call is repeated
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank, from 0."""
+        return self._components.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the run."""
+        return self._components.world.size
+
+    @property
+    def is_main_process(self) -> bool:
+        """True on rank 0, which prints and writes files for all."""
+        return self.rank == 0
+
+    @property
+    def batch_plan(self) -> BatchPlan:
+        """The split of the global batch: `global_size`, `micro_size`, `accumulation`, and the data-parallel `ranks`."""
+        return self._components.plan.batch
 
     @property
     def _current(self) -> GlobalBatch:
@@ -191,6 +214,13 @@ class Session:
         """Evaluate on each of the evaluation sets, exactly over all ranks; the reports are the same on every rank."""
         with self._components.world.clock.phase(Phase.EVALUATION):
             return self._components.evaluator.evaluate(self.progress.steps)
+
+    def logged(self) -> Logged:
+        """Return what `lockstep.log` got on all ranks since the last call, merged; all ranks together.
+
+        `.numbers()` has it as one number a name, for a tracker of your own.
+        """
+        return metric_log.collected(metric_log.current(), self._components.world.axis)
 
     def checkpoints(
         self,

@@ -9,16 +9,14 @@ A report may come one update late; what was logged meanwhile belongs to the next
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from lockstep.core.records import Request
-from lockstep.monitor.metric_log import LogEntries, MetricLog, media_of, merge
+from lockstep.monitor.metric_log import MetricLog, collected
 from lockstep.training.histograms import histograms_of
 from lockstep.training.session import bad_updates_of, components_of, left_out_of
 
 if TYPE_CHECKING:
-    from lockstep.core.media import LoggedImage, LoggedTable
     from lockstep.core.records import StepReport
     from lockstep.monitor.monitors import Monitors
     from lockstep.training.session import Session
@@ -73,13 +71,7 @@ class UserLogs:
         self._show(step, self._log)
 
     def _show(self, step: int, log: MetricLog) -> None:
-        own = log.drain()
-        entries = cast("list[LogEntries]", self._axis.gather(own.without_media()))
-        logged = merge(entries)
-        if any(entry.media for entry in entries):  # each is sent by one rank alone
-            part = {name: own.media[name] for name in media_of(entries, self._axis.rank)}
-            parts = cast("list[dict[str, LoggedImage | LoggedTable]]", self._axis.gather(part))
-            logged = replace(logged, media={name: media for of_rank in parts for name, media in of_rank.items()})
+        logged = collected(log, self._axis)
         self._has_entries = bool(logged)  # who has logged will do so again
         if logged:
             self._monitors.logged(step, logged)
