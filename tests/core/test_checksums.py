@@ -54,13 +54,32 @@ def test_a_file_that_is_not_listed_is_not_checked(files: list[Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"\xff\xfe", b"a\nb  \n  \n", b"0" * 32 + b"  ../a", b"0" * 32 + b"  /etc/passwd"]
+    "text", [b"", b"\xff\xfe", b"a\nb  \n  \n", b"0" * 32 + b"  ../a\n", b"0" * 32 + b"  /etc/passwd\n"]
 )
-def test_malformed_lines_are_ignored(tmp_path: Path, text: bytes) -> None:
+def test_a_malformed_list_is_damaged_and_names_no_file_elsewhere(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "a").touch()
     (tmp_path / "XXH128SUMS").write_bytes(text)
-    assert checksums.listed(tmp_path) == []
-    assert checksums.fault(tmp_path / "a") is None
+    assert checksums.listed(tmp_path) == [tmp_path / "XXH128SUMS"]
+    for file in ("a", "XXH128SUMS"):
+        assert "XXH128SUMS has a line that isn't a hash" in (checksums.fault(tmp_path / file) or "")
+
+
+def test_every_flipped_bit_of_a_list_is_detected_until_it_is_written_again(tmp_path: Path) -> None:
+    """Also one that makes a name that of another file."""
+    files = [tmp_path / f"model-0000{number}" for number in (1, 3)]
+    for file in files:
+        file.write_text(file.name)
+    checksums.record(files)
+    place = tmp_path / "XXH128SUMS"
+    whole = place.read_bytes()
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        place.write_bytes(flipped)
+        assert any(checksums.fault(file) for file in checksums.listed(tmp_path)), bytes(flipped)
+    checksums.record(files)
+    assert place.read_bytes() == whole
+    assert not any(checksums.fault(file) for file in checksums.listed(tmp_path))
 
 
 @pytest.mark.timeout(20)

@@ -3,11 +3,13 @@
     model/model.safetensors
     model/XXH128SUMS                f1d0...  model.safetensors
 
-A file that is not listed is not checked: most files that are read come from other programs.
+A file that is not listed is not checked: most files that are read come from other programs. A list with any other line
+than a hash and a name is damaged, and so is every file beside it: which of them it named isn't known.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import xxhash
 from lockstep.core.files import open_file, write_atomically
 
 LIST = "XXH128SUMS"
+_LINE = re.compile(r"([0-9a-f]{32})  ([^/]+)")
 _CHUNK = 16 * 2**20  # bytes
 _MAX_LIST_BYTES = 2**20  # Lockstep's own lists are shorter
 
@@ -26,9 +29,10 @@ def record(files: Iterable[Path]) -> None:
         _write(file.parent, {**_read(file.parent), file.name: hash_of(file)})
 
 
-def write_list(folder: Path, hashes: Mapping[str, str]) -> None:
-    """Write the list of a new folder, given the hashes of its files by name. Raises OSError."""
-    _write(folder, hashes)
+def record_folder(folder: Path, known: Mapping[str, str]) -> None:
+    """Write the list of all files of a new folder; the hashes that are known aren't computed. Raises OSError."""
+    names = [file.name for file in folder.iterdir() if file.is_file()]
+    _write(folder, {name: known.get(name) or hash_of(folder / name) for name in names})
 
 
 def forget(file: Path) -> None:
@@ -40,7 +44,10 @@ def forget(file: Path) -> None:
 
 def fault(file: Path) -> str | None:
     """Read all of a file and return what is wrong with it; None if nothing, or if no list names it. Raises OSError."""
-    expected = _read(file.parent).get(file.name)
+    hashes = _read(file.parent)
+    if LIST in hashes:
+        return f"{file.with_name(LIST)} has a line that isn't a hash and the name of one more file"
+    expected = hashes.get(file.name)
     if expected is None:
         return None
     if not file.exists():
@@ -49,7 +56,7 @@ def fault(file: Path) -> str | None:
 
 
 def listed(folder: Path) -> list[Path]:
-    """Return the files that a folder's list names, present or missing."""
+    """Return the files that a folder's list names, present or missing, and the list itself if it is damaged."""
     return [folder / name for name in sorted(_read(folder))]
 
 
@@ -63,18 +70,21 @@ def hash_of(file: Path) -> str:
 
 
 def _read(folder: Path) -> dict[str, str]:
-    """Return hashes by name; malformed lines are left out."""
+    """Return hashes by name; a list that is damaged names itself."""
     try:
         with open_file(folder / LIST) as file:
-            lines = file.read(_MAX_LIST_BYTES).decode("utf-8", "replace").splitlines()
+            lines = file.read(_MAX_LIST_BYTES).decode("utf-8", "replace").split("\n")
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    pairs = (line.split("  ", 1) for line in lines)
-    return {pair[1]: pair[0] for pair in pairs if len(pair) == 2 and pair[1] and pair[1] == Path(pair[1]).name}
+    pairs = [match.groups() for line in lines[:-1] if (match := _LINE.fullmatch(line))]
+    hashes = {name: value for value, name in pairs}
+    intact = len(lines) > 1 and lines[-1] == "" and len(hashes) == len(lines) - 1
+    return hashes if intact else {**hashes, LIST: ""}
 
 
 def _write(folder: Path, hashes: Mapping[str, str]) -> None:
-    if hashes:
-        write_atomically(folder / LIST, "".join(f"{value}  {name}\n" for name, value in sorted(hashes.items())))
+    lines = [f"{value}  {name}\n" for name, value in sorted(hashes.items()) if name != LIST]
+    if lines:
+        write_atomically(folder / LIST, "".join(lines))
     else:
         (folder / LIST).unlink()

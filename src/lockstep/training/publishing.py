@@ -279,7 +279,7 @@ def _complete(session: Session, hashes: Mapping[str, str], size: int, partial: P
         if tokenizer is not None:
             with suppress(ConfigError):  # it isn't on this machine
                 load_tokenizer(tokenizer).save_pretrained(partial)
-    checksums.write_list(partial, hashes)
+    checksums.record_folder(partial, hashes)
     for path in (*sorted(partial.iterdir()), partial):
         flush(path)
 

@@ -4,7 +4,7 @@
                                              files with an index (`publishing`)
     for a transformers model: config.json    a folder that `from_pretrained` loads,
       generation_config.json, tokenizer      with the library's names for files
-    XXH128SUMS                               a hash of each file of tensors, checked when it is read
+    XXH128SUMS                               a hash of each of these files
 
 They don't depend on the number of ranks, and loading them executes no code. Files and folders are written under another
 name in the same folder, flushed, and renamed: they exist whole or not at all.
@@ -124,10 +124,10 @@ def save_for_transformers(
             shapes |= shapes_in(path)
         expected.refuse_incomplete_file(shapes, never_written(model), written)
         remove_training_keys(partial)
-        checksums.record(sorted(partial.glob("*.safetensors")))
         if tokenizer is not None:
             with suppress(ConfigError):  # it isn't on this machine
                 load_tokenizer(tokenizer).save_pretrained(partial)
+        checksums.record_folder(partial, {})
 
 
 def remove_training_keys(folder: Path) -> None:
