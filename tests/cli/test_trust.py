@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from contextlib import chdir
 from functools import partial
 from pathlib import Path
@@ -18,10 +19,11 @@ from kit.commands import Done, run_lockstep
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.cli.main import main
-from lockstep.config import known_runs
-from lockstep.config.approval import approved
-from lockstep.config.foreign_code import demands, printable
+from lockstep.config import trust
 from lockstep.config.loading import load, validate
+from lockstep.config.schema import Config
+from lockstep.config.shape import ValueShape, fields, root
+from lockstep.config.trust import REACHES, approved, reaching
 from lockstep.core.errors import ConfigError
 from lockstep.training.exporting import ExportArguments
 
@@ -56,6 +58,7 @@ RELATIVE = {
     "data": {"train": {"kind": "digits"}},
     "run": {"steps": 1},
 }
+_PLAIN = RELATIVE | {"objective": {}, "model": {"kind": "image-classifier"}}
 CONFIG_OF_RELATIVE = validate(RELATIVE).config
 
 
@@ -144,7 +147,7 @@ def test_code_of_another_users_run_is_named_and_not_executed(stranger: Path, tmp
     first, *lines, last = [line for line in done.stderr.splitlines() if "kind is now" not in line]
     assert first.startswith(f"lockstep: {stranger}/")
     assert first.endswith(
-        " is the config of a run that you have not started here, and it demands what can run code or reach your files:"
+        " is the config of a run that you have not started here, and it runs code or reaches out of the run's folder:"
     )
     assert lines == [
         f"  model.target: {file}:Net",
@@ -232,9 +235,9 @@ def test_code_at_another_path_is_not_trusted(tmp_path: Path) -> None:
     for folder in (mine, theirs):
         folder.mkdir()
         (folder / "foreign.py").write_text(FOREIGN)
-    known_runs.recorded(CONFIG_OF_RELATIVE, "f" * 32)
+    trust.recorded(CONFIG_OF_RELATIVE, "f" * 32)
     with chdir(mine):
-        text = known_runs.recorded(CONFIG_OF_RELATIVE, "f" * 32)
+        text = trust.recorded(CONFIG_OF_RELATIVE, "f" * 32)
     for folder in (mine, theirs):
         (folder / "config.yaml").write_text(text)
         (folder / "environment.json").write_text(json.dumps({"run": "f" * 32}))
@@ -258,9 +261,7 @@ def test_the_users_own_config_is_trusted(tmp_path: Path) -> None:
 
 def test_code_named_on_the_command_line_is_trusted(tmp_path: Path) -> None:
     (tmp_path / "run.lock").touch()
-    (tmp_path / "config.yaml").write_text(
-        json.dumps(RELATIVE | {"objective": {}, "model": {"kind": "image-classifier"}})
-    )
+    (tmp_path / "config.yaml").write_text(json.dumps(_PLAIN))
     loaded = load([tmp_path / "config.yaml"], ["model.kind=custom", "model.target=mine:Net"])
     assert approved(loaded, trusted=False).model.target == "mine:Net"
 
@@ -279,57 +280,136 @@ def test_a_custom_model_is_not_loaded_by_transformers(run: Path) -> None:
     assert not (run / "export").exists()
 
 
-# --- what names code ----------------------------------------------------------------------------------------------
+# --- what reaches out of a run's folder ---------------------------------------------------------------------------
 
 
-def _named(**sections: Any) -> tuple[str, ...]:
+def _config(**sections: Any) -> Config:
     config = {
         "model": {"kind": "image-classifier"},
         "data": {"train": {"kind": "digits"}},
         "run": {"steps": 1},
     }
-    return tuple(f"{key}: {printable(demand)}" for key, demand in demands(validate({**config, **sections}).config))
+    return validate({**config, **sections}).config
 
 
-def test_keys_that_name_code() -> None:
-    custom = {"kind": "custom", "target": "a:B"}
-    assert _named() == ()
-    assert _named(model=custom) == ("model.target: a:B",)
-    assert _named(objective=custom) == ("objective.target: a:B",)
-    assert _named(data={"train": custom}) == ("data.train.target: a:B",)
-    collated = {**custom, "collate": "c.py:D"}
-    assert _named(data={"train": {"kind": "digits"}, "evaluation": {"x": collated}}) == (
-        "data.evaluation.x.target: a:B",
-        "data.evaluation.x.collate: c.py:D",
-    )
+def _named(**sections: Any) -> tuple[str, ...]:
+    return tuple(one.place for one in reaching(_config(**sections), Path("run")))
 
 
-def test_variables_that_can_run_code() -> None:
-    """A loader or a compiler that the environment names is code, too."""
-    [named] = _named(launch={"environment": {"OMP_NUM_THREADS": "2", "LD_PRELOAD": "evil.so"}})
-    assert named == "launch.environment.LD_PRELOAD: evil.so (a variable can make a process run code)"
+def _takes_text(shape: ValueShape, key: str) -> Iterator[str]:
+    """Yield the keys below this one that take a text."""
+    for section in shape.sections():
+        for name, inner in fields(section).items():
+            yield from _takes_text(inner, f"{key}.{name}".removeprefix("."))
+    for free in filter(None, (shape.values, shape.items)):
+        below = {"data.evaluation": "data.train"}.get(key, f"{key}.*" if free is shape.values else key)
+        yield from _takes_text(free, below)
+    if shape.text or shape.anything:
+        yield key
+
+
+def test_each_key_of_the_schema_that_takes_a_text_is_classified() -> None:
+    """A new key asks until somebody has decided what it reaches, and fails here."""
+    assert set(_takes_text(root(), "")) | {"parallel.strategy"} == REACHES.keys()
+
+
+def test_a_key_that_is_not_classified_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"description": "x", "data": {"train": {"kind": "digits"}, "evaluation": {"v1.5": DATASET}}}
+    keys = ("description", "data.evaluation.v1.5.label", "data.evaluation.v1.5.name", "data.evaluation.v1.5.text")
+    for key in ("description", "data.train.label", "data.train.text"):
+        monkeypatch.delitem(REACHES, key)
+    assert sorted(_named(**config)) == sorted(keys)
+
+
+CUSTOM = {"kind": "custom", "target": "a:B"}
+DATASET = {"kind": "huggingface", "name": "imdb", "label": "label"}
+REACHING: dict[str, dict[str, Any]] = {  # key -> sections in which it alone reaches out
+    "model.target": {"model": CUSTOM},
+    "objective.target": {"objective": CUSTOM},
+    "data.train.target": {"data": {"train": CUSTOM}},
+    "data.evaluation.x.target": {"data": {"train": {"kind": "digits"}, "evaluation": {"x": CUSTOM}}},
+    "data.train.name": {"data": {"train": DATASET}},
+    "data.train.folder": {"data": {"train": {"kind": "tokens", "folder": "s3://attacker/books"}}},
+    "model.init_from": {"model": {"kind": "image-classifier", "init_from": "/home/me/private.pt"}},
+    "monitor.trackers[0].target": {"monitor": {"trackers": [{"target": "mlflow"}]}},
+    "monitor.prometheus.address": {"monitor": {"prometheus": {"address": "0.0.0.0"}}},
+    "recovery.notice": {"recovery": {"notice": "http://attacker/ask"}},
+    "parallel.deepspeed.nvme_path": {"parallel": {"deepspeed": {"nvme_path": "/home/me"}}},
+    "parallel.deepspeed.config": {"parallel": {"deepspeed": {"config": "../ds.json"}}},
+    "parallel.deepspeed.config.aio.path": {"parallel": {"deepspeed": {"config": {"aio": {"path": "/home/me"}}}}},
+    "parallel.strategy": {"parallel": {"strategy": "evil.py:STRATEGY"}},
+    "launch.environment.LD_PRELOAD": {"launch": {"environment": {"OMP_NUM_THREADS": "2", "LD_PRELOAD": "evil.so"}}},
+    "launch.rendezvous": {"launch": {"nodes": 2, "rendezvous": "attacker:1"}},
+    "launch.job_id": {"launch": {"job_id": "x/../../home"}},
+    "checkpoint.folder": {"checkpoint": {"folder": "~/.ssh"}},
+    "checkpoint.storage.target": {"checkpoint": {"storage": {"target": "evil:Store"}}},
+}
+
+
+@pytest.mark.parametrize("key", REACHING)
+def test_what_reaches_out_is_named(key: str) -> None:
+    assert _named(**REACHING[key]) == (key,)
+
+
+def test_what_stays_in_the_folder_is_not_named() -> None:
+    inside = {"kind": "tokens", "folder": "run/books", "split": "train"}
+    assert _named(
+        data={"train": inside},
+        launch={"environment": {"OMP_NUM_THREADS": "2"}, "nodes": "2:4", "job_id": "7"},
+        monitor={"prometheus": {"port": 0}},
+        checkpoint={"folder": "run/saved"},
+        evaluation={"prompt": "/etc/passwd"},
+    ) == ()  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("architecture", "named"),
     [
-        ({"auto_map": {"AutoModel": "evil.py--Net"}}, "model.architecture.auto_map"),
+        ({"auto_map": {"AutoModel": "evil.py--Net"}}, "model.architecture.auto_map.AutoModel"),
         ({"attn_implementation": "evil/kernels"}, "model.architecture.attn_implementation"),
         (
             {"text_config": {"_attn_implementation": "evil/kernels"}},
             "model.architecture.text_config._attn_implementation",
         ),
-        ({"attn_implementation": "sdpa"}, None),
+        ({"use_kernels": True}, "model.architecture.use_kernels"),
+        ({"backbone": "resnet50"}, "model.architecture.backbone"),
+        ({"attn_implementation": "sdpa", "transformers_version": "5.0.0", "use_cache": True}, None),
     ],
 )
-def test_keys_by_which_transformers_loads_code(architecture: dict[str, Any], named: str | None) -> None:
+def test_keys_by_which_transformers_loads(architecture: dict[str, Any], named: str | None) -> None:
     model = {"kind": "huggingface", "task": "causal-lm", "architecture": {"model_type": "llama", **architecture}}
-    assert [name.split(": ")[0] for name in _named(model=model)] == ([named] if named else [])
+    assert _named(model=model) == ((named,) if named else ())
 
 
-def test_names_with_control_characters_are_escaped() -> None:
-    [named] = _named(model={"kind": "custom", "target": "a:B\x1b[2J"})
-    assert named == r"model.target: a:B\x1b[2J"
+def test_names_with_control_characters_are_escaped(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(json.dumps(RELATIVE | {"model": {"kind": "custom", "target": "a:B\x1b[2J"}}))
+    loaded = load([tmp_path / "config.yaml"], of_runs=[tmp_path / "config.yaml"])
+    with pytest.raises(ConfigError, match=r"model\.target: a:B\\x1b\[2J\n"):
+        approved(loaded, trusted=False)
+
+
+def test_an_override_of_a_list_is_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "run.lock").touch()
+    (tmp_path / "config.yaml").write_text(json.dumps(_PLAIN))
+    override = 'monitor.trackers=[{"target": "mlflow"}]'
+    loaded = load([tmp_path / "config.yaml"], [override])
+    assert approved(loaded, trusted=False).monitor.trackers[0].target == "mlflow"
+
+
+def test_a_home_that_cannot_be_written_is_said_at_the_start_and_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    config = validate(RELATIVE).config
+    [note] = trust.unremembered(config, tmp_path)
+    assert note.startswith("/dev/null can't be written: ")
+    assert trust.unremembered(validate(_PLAIN).config, tmp_path) == [], "nothing will be asked"
+    file = tmp_path / "config.yaml"
+    file.write_text(trust.recorded(config, "a" * 32))
+    (tmp_path / "environment.json").write_text(json.dumps({"run": "a" * 32}))
+    with pytest.raises(ConfigError, match=r"isn't known as yours \(/dev/null can't be written") as caught:
+        approved(load([file], of_runs=[file]), trusted=False)
+    assert "not started" not in str(caught.value)
 
 
 def test_the_flag_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,7 +217,7 @@ def test_keys_of_configs_are_mostly_no_secrets() -> None:
 
 
 def test_a_copied_config_with_a_hidden_value_is_refused(tmp_path: Path) -> None:
-    from lockstep.config.approval import approved
+    from lockstep.config.trust import approved
     from lockstep.core.errors import ConfigError
 
     (tmp_path / "copy.yaml").write_text(

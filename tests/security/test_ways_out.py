@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.config import known_runs
+from lockstep.config import trust
 from lockstep.config.loading import validate
 
 CONFIG = {  # which names no code
@@ -122,12 +122,39 @@ def test_a_config_file_of_a_run_cannot_choose_where_to_train(
     assert f"run.folder: {victim} (it is outside of the run's folder)" in capsys.readouterr().err
 
 
+def test_trackers_notices_and_ports_are_asked_for_before_anything_is_reached(
+    tmp_path: Path, stranger: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = {
+        "monitor": {
+            "trackers": [{"target": "mlflow", "arguments": {"uri": f"file:{tmp_path}/elsewhere"}}],
+            "prometheus": {"address": "0.0.0.0", "port": 0},
+        },
+        "recovery": {"notice": str(tmp_path / "notice")},
+        "parallel": {"deepspeed": {"nvme_path": str(tmp_path / "nvme")}},
+    }
+    (tmp_path / "notice").touch()  # would stop the run
+    (stranger / "config.yaml").write_text(json.dumps({**CONFIG, **sections}))
+    (tmp_path / "state" / "lockstep" / "runs").mkdir(parents=True, mode=0o700)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["train", str(stranger)]) == 2
+    listed = [line.partition(": ")[0].strip() for line in capsys.readouterr().err.splitlines()[1:-1]]
+    assert listed == [
+        "parallel.deepspeed.nvme_path",
+        "recovery.notice",
+        "monitor.trackers[0].target",
+        "monitor.trackers[0].arguments.uri",
+        "monitor.prometheus.address",
+    ]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_users_own_runs_may_keep_checkpoints_elsewhere(
     tmp_path: Path, victim: Path, stranger: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run was started here, so its config is the user's own."""
     config = validate({**CONFIG, "checkpoint": {"folder": str(victim), "keep_last": 1}}).config
-    (stranger / "config.yaml").write_text(known_runs.recorded(config, "a" * 32))
+    (stranger / "config.yaml").write_text(trust.recorded(config, "a" * 32))
     (tmp_path / "link").symlink_to(stranger)
     for run in (stranger, tmp_path / "link"):
         assert main(["ckpt", "ls", str(run)]) == 0

@@ -18,7 +18,7 @@ import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.cli.main import main
-from lockstep.config.known_runs import id_of_run
+from lockstep.config.trust import id_of_run
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.extensions import instance
 from lockstep.training.session import Session, components_of

@@ -191,7 +191,7 @@ def approved_config(
     """
     loaded, name = read_config(names, overrides)
 
-    from lockstep.config.approval import approved
+    from lockstep.config.trust import approved
 
     return replace(loaded, config=approved(loaded, trusted=trusted, writes=writes)), name
 
@@ -269,7 +269,8 @@ def add_json(parser: argparse.ArgumentParser, value: str = "object") -> None:
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Add the flags that allow code to run."""
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a downloaded model")
-    parser.add_argument("--trust-run", action="store_true", help="run code that another user's run names in its config")
+    text = "allow the code and the outside places that another user's run names"
+    parser.add_argument("--trust-run", action="store_true", help=text)
 
 
 def add_run(parser: argparse.ArgumentParser, ranks_text: str, json_value: str = "object") -> None:

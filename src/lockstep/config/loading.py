@@ -19,13 +19,13 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from lockstep.config import shape
-from lockstep.config.known_runs import RunConfig, run_of
 from lockstep.config.merging import merge
 from lockstep.config.override import Override
 from lockstep.config.overrides import from_environment, from_flags
 from lockstep.config.reading import Items, Leaf, Node, Table, from_python, read_file, to_python
 from lockstep.config.schema import Config
 from lockstep.config.shape import ValueShape
+from lockstep.config.trust import RunConfig, run_of
 from lockstep.config.validation_errors import problems
 from lockstep.core.errors import ConfigError, Problem
 
@@ -58,7 +58,7 @@ def load(
 ) -> LoadedConfig:
     """Return the config of these files, merged left to right, under the environment and the overrides.
 
-    Call `approval.approved` before acting on it.
+    Call `trust.approved` before acting on it.
 
     Args:
         environ: None: the environment of this process.

@@ -39,6 +39,17 @@ def remember(kind: str, name: str, record: Mapping[str, Any]) -> bool:
     return True
 
 
+def problem() -> str | None:
+    """Return why nothing can be remembered here; None if it can."""
+    try:
+        folder = _folder("runs")
+    except OSError as error:
+        return f"{error.filename} can't be written: {error.strerror}"
+    if folder is None:
+        return f"{_root() or 'HOME'} isn't a folder of this user's alone"
+    return None if os.access(folder, os.W_OK) else f"{folder} can't be written"
+
+
 def recall(kind: str, name: str) -> dict[str, Any] | None:
     """Return the record of this name; None if there is none, or if other users could have written it."""
     try:

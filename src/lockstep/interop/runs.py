@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config, Parallel
+from lockstep.config.trust import recorded
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.records import TrainingState

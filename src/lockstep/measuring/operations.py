@@ -12,8 +12,8 @@ def operations_of_run(run: Path) -> float:
         ConfigError: The config can't be used here: objects were handed over in Python, or another user's code is named.
         Exception: Whatever the model's forward raises.
     """
-    from lockstep.config.approval import approved
     from lockstep.config.loading import load
+    from lockstep.config.trust import approved
     from lockstep.core.errors import ConfigError
     from lockstep.core.terminal import muted_stderr
     from lockstep.models.build import sketch_model

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.config.known_runs import ENVIRONMENT
+from lockstep.config.trust import ENVIRONMENT
 from lockstep.core.errors import RunFailed
 from lockstep.monitor.profile_spans import PROFILE
 from lockstep.simulation.memory import CATEGORIES, Category, Peak, module_of

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.config.foreign_code import code_in
+from lockstep.config.trust import code_in
 from lockstep.config.writing import plain_yaml, to_public
 from lockstep.core import standby
 from lockstep.core.errors import Failure
@@ -138,7 +138,7 @@ def session_with(
 def _may_be_ready(config: Config, given: UserObjects) -> bool:
     sections = (config.data.train, *config.data.evaluation.values())
     is_own = config.model.kind in _OWN_MODELS and all(section.kind in INERT_DATA for section in sections)
-    used = [key for key, _ in code_in(config) if not key.startswith(_NOT_COMPONENTS)]
+    used = [key for key in code_in(config) if not key.startswith(_NOT_COMPONENTS)]
     if not is_own or used or replace(given, monitors=(), trackers=(), storage=None) != UserObjects():
         return False
     parallel = config.parallel

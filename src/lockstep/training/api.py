@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
 from torch import nn
 
-from lockstep.config.approval import approved
-from lockstep.config.foreign_code import GIVEN
-from lockstep.config.known_runs import run_of
 from lockstep.config.loading import load, validate
 from lockstep.config.optim_sections import OPTIONS_OF_NAMED
 from lockstep.config.reading import read_file, to_python
 from lockstep.config.recipes import resolve_recipe
 from lockstep.config.schema import Config, ObjectiveConfig, Schedule
+from lockstep.config.trust import GIVEN, approved, run_of
 from lockstep.core.deferred_signals import DEFERRAL
 from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.ranks import names_a_rank
@@ -64,8 +62,8 @@ def train(
         config: a recipe's name, a file, a mapping, or a Config. It need not contain what is passed as an object.
         ranks: number of processes to start; None: train in this one (or as the rank that a launcher made of it).
         name: what the run is called; part of its folder's name.
-        trust_run: whether code that the config of another user's run names may run (`config` is its folder, or a file
-            in it).
+        trust_run: whether the config of another user's run may name code, and reach out of the run's folder (`config`
+            is that folder, or a file in it).
         accept_changes: resume although data, model or seed differ from those of the checkpoint.
         fresh: start from the beginning; checkpoints in the run's folder are renamed.
         **objects: `model`, `train_dataset`, `eval_datasets`, `objective`, ...: see `lockstep.Objects`. A module is
@@ -120,7 +118,7 @@ def resolved(config: ConfigLike, given: UserObjects, *, trusted: bool = False, w
     """Return the config, with `given` where objects were passed. Raises ConfigError with all its problems.
 
     Args:
-        trusted, writes: as of `approval.approved`.
+        trusted, writes: as of `trust.approved`.
     """
     checked = approved(_loaded(config, _given_sections(given)), trusted=trusted, writes=writes)
     refuse_missing(checked, given)

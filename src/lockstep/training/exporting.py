@@ -20,9 +20,8 @@ from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.storage import MANIFEST, names_by_step
-from lockstep.config.foreign_code import GIVEN
-from lockstep.config.known_runs import RunConfig, known_as
 from lockstep.config.loading import validate
+from lockstep.config.trust import GIVEN, RunConfig, known_as
 from lockstep.core.errors import ConfigError, Failure, RunFailed
 from lockstep.models.model_tensors import model_tensors
 from lockstep.models.transformers_models import is_transformers_model

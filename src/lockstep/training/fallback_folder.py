@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.ownership import Owner
-from lockstep.config.known_runs import recorded
+from lockstep.config.trust import recorded
 from lockstep.core.errors import RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.monitor.folder import CHECKPOINTS, ENVIRONMENT, RunFolder

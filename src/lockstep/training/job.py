@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import torch
 
-from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config
+from lockstep.config.trust import recorded, unremembered
 from lockstep.core import heartbeat, standby
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import Failure, OutOfMemory, RunFailed
@@ -243,6 +243,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
             notes += resumed_history.rewind(run_folder, checkpoints.resumed_from, checkpoints, job.memory, every)
         report_buffer.clear(job.memory)
         run_folder.write_config(recorded(in_bucket(components.config, job.stored), checkpoints.run))
+        notes += unremembered(components.config, folder)
         run_folder.write_environment({**environment, "run": checkpoints.run})
         if job.stored is not None:
             job.stored.publish(lambda name: True)  # what an earlier attempt has left was moved to earlier/N

@@ -21,8 +21,7 @@ from lockstep.checkpoint.inspection import is_checkpoint
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.checkpoint.storage import names_by_step
-from lockstep.config.foreign_code import GIVEN
-from lockstep.config.known_runs import id_of_run
+from lockstep.config.trust import GIVEN, id_of_run
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.extensions import instance
 from lockstep.core.near_runs import did_you_mean_run
@@ -189,8 +188,8 @@ def choose(location: CheckpointLocation, step: int | None) -> str:
 
 
 def _of_run(run: Path, *, trusted: bool = False) -> CheckpointLocation:
-    from lockstep.config.approval import approved, outside
     from lockstep.config.loading import load
+    from lockstep.config.trust import approved, outside
 
     refuse_escaping_links(run)
     file = run / CONFIG

@@ -22,7 +22,7 @@ from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
-from lockstep.config.known_runs import CONFIG, id_of_run
+from lockstep.config.trust import CONFIG, id_of_run
 from lockstep.config.writing import to_public
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Failure, Problem

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import nn
 
-from lockstep.config.foreign_code import GIVEN, extensions_in
+from lockstep.config.trust import GIVEN
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.extensions import instance, unimplemented
@@ -217,10 +217,23 @@ def given_keys(config: Config) -> Iterator[GivenKey]:
         yield GivenKey("optim.name", "optimizer", expected, "adamw")
     if config.schedule.kind == "given":
         yield GivenKey("schedule.kind", "schedule", "a function (step, steps) -> share of optim.lr", "cosine")
-    for key, section in extensions_in(config):
+    for key, section in _extensions_in(config):
         argument = key.partition("[")[0].removeprefix("checkpoint.").removeprefix("monitor.")
         if section.target == GIVEN:
             yield GivenKey(f"{key}.target", argument, _EXTENSIONS[argument], "module:Name")
+
+
+def _extensions_in(config: Config) -> Iterator[tuple[str, Extension]]:
+    """Yield each key whose section names a monitor, a transform, a tracker or a storage."""
+    lists = {
+        "monitors": config.monitors,
+        "transforms": config.transforms,
+        "monitor.trackers": config.monitor.trackers,
+    }
+    for name, sections in lists.items():
+        yield from ((f"{name}[{index}]", section) for index, section in enumerate(sections))
+    if config.checkpoint.storage is not None:
+        yield "checkpoint.storage", config.checkpoint.storage
 
 
 _CHECKED_HERE = ("optimizer", "schedule", "collate", "monitors", "trackers", "transforms", "storage")
@@ -307,6 +320,6 @@ def user_transforms(config: Config, given: UserObjects) -> list[Transform]:
 def _instances(config: Config, kind: str, protocol: type) -> list[Any]:
     return [
         instance(kind, section.target, section.arguments, protocol, key=f"{key}.target")
-        for key, section in extensions_in(config)
+        for key, section in _extensions_in(config)
         if key.startswith(f"{kind}[") and section.target != GIVEN
     ]

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lockstep.config.approval import approved
+from lockstep.config.trust import approved
 from lockstep.core import checksums
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, RunFailed
