@@ -33,7 +33,9 @@ class Net(nn.Linear):
         super().__init__(64, 10)
         assert api_key == "value-of-argument", api_key
         assert url == "https://me:value-of-url-password@example.org/weights", url
-        assert os.environ["MY_SETTING"] == "value-of-setting"
+        assert os.environ["HF_SETTING"] == "value-of-setting"
+        for part in ("in parts: value-of-", "api-key", "\\n"):
+            print(part, end="", flush=True)
         print("the key is", os.environ["WANDB_API_KEY"], "and", url)
 
     def forward(self, images):
@@ -48,13 +50,14 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "net.py").write_text(CODE)
     arguments = {"api_key": "value-of-argument", "url": "https://me:value-of-url-password@example.org/weights"}
     values = {
+        "description": "for a, api_key=value-of-description of b",
         "model": {"kind": "custom", "target": "net.py:Net", "arguments": arguments},
         "objective": {"kind": "classification"},
         "data": {"train": {"kind": "digits"}},
         "launch": {
             "device": "cpu",
             "ranks": 2,
-            "environment": {"MY_SETTING": "value-of-setting", "NCCL_DEBUG": "WARN"},
+            "environment": {"HF_SETTING": "value-of-setting", "NCCL_DEBUG": "WARN"},
         },
         "monitor": {"tensorboard": False, "progress": "none"},
         "run": {"steps": 2, "folder": "run"},
@@ -81,9 +84,12 @@ def test_no_secret_is_left_behind_and_the_run_resumes(config: Path, monkeypatch:
     run = config / "run"
     assert _left(run) == {}
     text = (run / "config.yaml").read_text()
-    assert "MY_SETTING: (hidden)" in text
+    assert "HF_SETTING: (hidden)" in text
+    assert "description: for a, api_key=(hidden) of b" in text
+    assert json.loads((run / "environment.json").read_text())["variables"]["HF_SETTING"] == "(hidden)"
     assert "NCCL_DEBUG: WARN" in text
     assert "url: https://(hidden)@example.org/weights" in text
+    assert "in parts: (hidden)\n" in (run / "logs" / "rank-1.log").read_text()
     assert "the key is (hidden) and https://(hidden)@example.org" in (run / "logs" / "rank-1.log").read_text()
 
     again = run_lockstep("train", "run", "run.steps=3", cwd=config)
@@ -96,12 +102,13 @@ def test_no_secret_is_left_behind_and_the_run_resumes(config: Path, monkeypatch:
     monkeypatch.setenv("XDG_STATE_HOME", str(config / "another machine"))
     unknown = run_lockstep("train", "run", "run.steps=4", "--trust-run", cwd=config)
     assert unknown.returncode == 2
-    assert "4 problems in the config" in unknown.stderr
-    for key in ("model.arguments.api_key", "model.arguments.url", "launch.environment.MY_SETTING"):
+    assert "5 problems in the config" in unknown.stderr
+    for key in ("model.arguments.api_key", "model.arguments.url", "launch.environment.HF_SETTING"):
         assert f"  {key}: is a secret, whose value isn't kept in a run's folder" in unknown.stderr
-    monkeypatch.setenv("MY_SETTING", "value-of-setting")
     monkeypatch.setenv("MORE", "value-of-more")
     given = [
+        "--description=x",
+        "--launch.environment.HF_SETTING=value-of-setting",
         "--model.arguments.api_key=value-of-argument",
         "--model.arguments.url=https://me:value-of-url-password@example.org/weights",
     ]
@@ -185,6 +192,9 @@ def test_names_of_none(name: str) -> None:
         ("hf_" + "aB3" * 12, "(hidden)"),
         ("key=AKIAIOSFODNN7EXAMPLE,", "key=(hidden),"),
         ("sk-proj-" + "a1" * 20, "(hidden)"),
+        ("for me, api_key=Xy12345678, of you", "for me, api_key=(hidden), of you"),
+        ('{"client-secret": "a1b2c3d4e5"}', '{"client-secret": "(hidden)"}'),
+        ("a password: forgotten", "a password: forgotten"),
         ("Authorization: Bearer abcdef0123456789", "Authorization: Bearer (hidden)"),
         (VARIABLES["SLURM_JWT"], "(hidden)"),
         *((text, text) for text in ("http://localhost:8080/a@b", "hf_hub", "sk-learn", "task-force-1-of-all-things-x")),

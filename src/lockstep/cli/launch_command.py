@@ -19,6 +19,8 @@ from lockstep.cli.arguments import HOST_FLAGS, Prepared
 from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.jobs import JOB_FILES, JobCommand
+from lockstep.core.secrets import HIDDEN
+from lockstep.monitor.environment import hide_arguments
 from lockstep.stores.addresses import is_address
 
 VERBS = {"train": "train", "eval": "evaluate", "verify": "verify", "memory": "memory", "doctor": "doctor"}
@@ -52,6 +54,7 @@ def job_command(
     where: str, sweep: Sequence[str], typed: Sequence[str], words: Sequence[str], world_size: WorldSize
 ) -> JobCommand:
     """Check the command line and return it with what a launcher needs to know of it. Raises ConfigError."""
+    _refuse_secrets([*words, *sweep])
     checked = _checked(words, world_size)
     prepared, verb = checked.prepared, checked.verb
     runs = _sweep(sweep, checked, world_size)
@@ -161,6 +164,19 @@ def _checked(words: Sequence[str], world_size: WorldSize) -> _Checked:
     folder = _free_folder(prepared.name)
     naming = (f"run.folder={folder}",) if prepared.starts_run else ()
     return _Checked(verb, tuple(arguments), prepared, folder, naming)
+
+
+def _refuse_secrets(words: Sequence[str]) -> None:
+    """Raise ConfigError for a value that a run's folder would hide: a job's files show its command line."""
+    shown = hide_arguments(words)
+    for before, word, public in zip(("", *words), words, shown, strict=False):
+        if word != public:
+            flag = public.partition("=")[0] if public.partition("=")[2] == HIDDEN else before
+            message = (
+                "its value would stand in the files of the job, which others may read; give it to the launcher instead "
+                "(--env NAME, --env-secret, or a line of --setup that reads it), or write it into a config file"
+            )
+            raise ConfigError(Problem(flag, "", message))
 
 
 def _refuse_host_flags(arguments: Sequence[str]) -> None:

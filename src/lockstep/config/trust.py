@@ -155,7 +155,11 @@ def reaching(config: Config, run: Path | None = None) -> Iterator[Reach]:
 def code_in(config: Config) -> dict[str, str]:
     """Return the target of each key that names code to import."""
     code = [each for each in reaching(config) if REACHES.get(each.key) in (_code, _strategy)]
-    return {one.place: one.value for one in code if one.key != "monitor.trackers.target" or one.value not in TRACKERS}
+    return {
+        demand.place: demand.value
+        for demand in code
+        if demand.key != "monitor.trackers.target" or demand.value not in TRACKERS
+    }
 
 
 def outside(place: str, run: Path) -> bool:
@@ -198,9 +202,11 @@ def approved(loaded: LoadedConfig, *, trusted: bool, writes: bool = False) -> Co
         shown = "".join(f"\n  {place}: {_printable(demand)}" for place, demand in reasons)
         runs = ", ".join(dict.fromkeys(_printable(run.name) for run in loaded.runs))
         problem = user_state.problem()
-        yours = f"isn't known as yours ({problem})" if problem else "you have not started here"
+        run = (
+            f"of a run that isn't known as yours ({problem})" if problem else "of a run that you have not started here"
+        )
         raise ConfigError(
-            f"{runs} is the config of a run that {yours}, and it runs code or reaches out of the run's folder:{shown}\n"
+            f"{runs} is the config {run}, and it runs code or reaches out of the run's folder:{shown}\n"
             "Pass --trust-run if you trust the author of the run (in Python: trust_run=True)"
         )
     return _with_hidden_values(loaded)
@@ -214,13 +220,13 @@ def _unapproved(loaded: LoadedConfig, writes: bool) -> Iterator[tuple[str, str]]
     """Yield the places that may not be acted on, with what they have and why."""
     for run in loaded.runs:
         code = code_in(loaded.config)
-        for one in reaching(loaded.config, run.run):
-            if not run.holds(_origin(loaded, one.path)) or (one.key in _WRITTEN_TO and not writes):
+        for demand in reaching(loaded.config, run.run):
+            if not run.holds(_origin(loaded, demand.path)) or (demand.key in _WRITTEN_TO and not writes):
                 continue
             if run.known is None:
-                yield one.place, f"{one.value} ({one.remark})" if one.remark else str(one.value)
-            elif one.place in code and (moved := _moved(one.value, run.known)):
-                yield one.place, moved
+                yield demand.place, f"{demand.value} ({demand.remark})" if demand.remark else str(demand.value)
+            elif demand.place in code and (moved := _moved(demand.value, run.known)):
+                yield demand.place, moved
 
 
 def _origin(loaded: LoadedConfig, path: Keys) -> str | None:

@@ -3,12 +3,14 @@
     WANDB_API_KEY=...                    hidden completely, because of its name
     https://me:hunter2@example.org/a     https://(hidden)@example.org/a
     hf_..., ghp_..., AKIA..., eyJ...     hidden anywhere in a text
+    api_key=..., "password": "a1b2c3d4"  likewise
 
 All that a run writes (config, environment, manifests, report, logs) passes through here.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +22,8 @@ _ANYWHERE = re.compile(
 )
 _WORDS = frozenset({"pass", "pw", "pwd", "pat", "key", "keys", "auth", "authorization", "signature", "netrc", "dsn"})
 _STRONG = re.compile(
-    r"secret|passw|passphrase|credential|bearer|jwt|cookie|(api|access|private)[_-]?key|(api|auth|access|hub|hf)[_-]?token",
+    r"secret|passw|passphrase|credential|bearer|jwt|cookie|(?:api|access|private)[_-]?key|"
+    r"(?:api|auth|access|hub|hf)[_-]?token",
     re.I,
 )
 _STRONG_WORDS = frozenset({"pass", "pw", "pwd", "pat"})
@@ -34,6 +37,7 @@ _TUNES = re.compile(
     r"NCCL_(IB|P2P|SHM|SOCKET|ALGO|PROTO|BUFFSIZE|NTHREADS|MIN|MAX|CROSS|ASYNC|BLOCKING|TIMEOUT)\w*$"
 )
 
+_NAMED, _VALUE = rf"((?:{_STRONG.pattern})[\w-]{{0,30}}[\"']?\s?", r"[^\s\"'&,;<>(){}]"
 _SHAPES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]{0,30}://)[^\s/@?#\"'<>]{1,500}@"), rf"\1{HIDDEN}@"),
     (
@@ -44,6 +48,9 @@ _SHAPES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...
         ),
         rf"\1{HIDDEN}",
     ),
+    (re.compile(rf"{_NAMED}=\s?[\"']?){_VALUE}{{6,5000}}", re.I), rf"\1{HIDDEN}"),
+    # prose has a word after a colon; a secret has a digit
+    (re.compile(rf"{_NAMED}:\s?[\"']?)(?={_VALUE}{{0,100}}\d){_VALUE}{{8,5000}}", re.I), rf"\1{HIDDEN}"),
     (re.compile(r"\b(bearer)([ =:]+)[A-Za-z0-9._~+/=-]{12,5000}", re.I), rf"\1\2{HIDDEN}"),
     (re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?:[\s\S]{0,20000}?-----END [A-Z ]{0,40}-----)?"), HIDDEN),
     (re.compile(r"\beyJ[A-Za-z0-9_-]{8,5000}\.[A-Za-z0-9_-]{4,5000}\.[A-Za-z0-9_-]{0,5000}"), HIDDEN),
@@ -58,7 +65,8 @@ _SHAPES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...
     ),
 )
 _MAY_HOLD_SECRET = re.compile(
-    r"://|[?&;]\w|bearer|-----BEGIN|eyJ|hf_|api_org_|gh[pousr]_|github_pat_|glpat-|AKIA|ASIA|sk-|xox|AIza|ya29|"
+    _STRONG.pattern
+    + r"|://|[?&;]\w|-----BEGIN|eyJ|hf_|api_org_|gh[pousr]_|github_pat_|glpat-|AKIA|ASIA|sk-|xox|AIza|ya29|"
     r"pypi-|npm_|dckr_|nvapi-|wandb_",
     re.I,
 )
@@ -116,6 +124,11 @@ def masked(text: str, secrets: tuple[str, ...]) -> str:
         if secret in text:
             text = text.replace(secret, HIDDEN)
     return without_secrets(text)
+
+
+def shareable(text: str) -> str:
+    """Return a text as it may be written to a run's folder: without the secrets that this process knows."""
+    return masked(text, secrets_in(os.environ))
 
 
 def secrets_in(variables: Mapping[str, str]) -> tuple[str, ...]:

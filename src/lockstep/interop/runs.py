@@ -107,7 +107,7 @@ def _load(session: Session, checkpoint: ZeroCheckpoint) -> None:
 
 
 def _save(session: Session, folder: Path, config: Config, recipe: str) -> None:
-    environment = {"recipe": recipe, **describe()}
+    environment = {"recipe": recipe, **describe(config.launch.environment)}
     run_folder = RunFolder.create(folder, recipe)
     try:
         storage = storage_of(config.checkpoint, folder)

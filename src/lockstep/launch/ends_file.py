@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ from typing import Any
 
 from lockstep.core.errors import ConfigError, Paused, Stopped
 from lockstep.core.files import MAX_JSON_BYTES, append_line, read_bounded
-from lockstep.core.secrets import masked, secrets_in
+from lockstep.core.secrets import shareable
 from lockstep.launch import streams
 from lockstep.launch.ends import End, first_cause
 from lockstep.launch.outcome import LaunchResult
@@ -114,11 +113,10 @@ def append_ends(
         began: Sizes of the logs of this host's ranks, before they started.
     """
     now, moment = time.time(), time.monotonic()
-    hidden = secrets_in(os.environ)
 
     def record(rank: int, end: End) -> dict[str, Any]:
         fields = {"rank": rank, "host": hosts[rank], "end": end.kind.name.lower(), "code": end.code}
-        return {**fields, "text": masked(gist(end.text), hidden), "time": round(now - moment + end.time, 3)}
+        return {**fields, "text": shareable(gist(end.text)), "time": round(now - moment + end.time, 3)}
 
     with suppress(OSError):
         ended = streams.sizes(logs, [*began])
@@ -126,7 +124,7 @@ def append_ends(
             "attempt": _attempt(logs),
             "time": round(now, 3),
             "code": result.code,
-            "text": masked(gist(result.text), hidden),
+            "text": shareable(gist(result.text)),
             "step": step_reached(logs.parent) or None,
             "cause": first_cause(ends),
             "ranks": [record(rank, end) for rank, end in enumerate(ends)],

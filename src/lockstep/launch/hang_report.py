@@ -6,7 +6,6 @@ rank 1 hangs in its forward at model.py:33 in forward (update 12, samples 311, 8
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from lockstep.core.files import append_line
 from lockstep.core.heartbeat import Heartbeat, Reading, Stage, Worker, of_set
 from lockstep.core.pending_collective import PendingCollective
 from lockstep.core.phase_clock import Phase
-from lockstep.core.secrets import masked, secrets_in
+from lockstep.core.secrets import shareable
 from lockstep.launch.flight_records import FlightRecord, save_records
 from lockstep.launch.rank_stacks import line_of, main_first, main_frames, waits_for_accelerator
 
@@ -261,12 +260,12 @@ def append_report(logs: Path | None, hang: Hang, sights: Sequence[Sight]) -> str
             doing += f"; not complete: {'; '.join(map(str, record.pending))}"
         lines += [f"--- rank {sight.rank}, process {sight.process}, state {sight.state or '?'}: {doing}"]
         threads = [main_first(hang.stacks.get(sight.process, "")) or _NO_STACK, record.threads if record else ""]
-        lines += [masked("\n\n".join(filter(None, threads)), secrets_in(os.environ)), ""]
+        lines += [shareable("\n\n".join(filter(None, threads))), ""]
         for worker in sight.work.workers:
             lines += [
                 f"--- data worker {worker.number} of rank {sight.rank}, process {worker.process}: {_sample_of(worker)}"
             ]
-            lines += [masked(main_first(hang.stacks.get(worker.process, "")), secrets_in(os.environ)), ""]
+            lines += [shareable(main_first(hang.stacks.get(worker.process, ""))), ""]
     with suppress(OSError):
         append_line(logs / REPORT, "\n".join(lines))
         return f"; stacks: {logs / REPORT}"

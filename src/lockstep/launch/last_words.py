@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.core.files import opened_regular
-from lockstep.core.secrets import masked, secrets_in
+from lockstep.core.secrets import shareable
 from lockstep.launch.ends import End
 from lockstep.launch.rank_stacks import line_of, main_frames
 from lockstep.launch.streams import log_path
@@ -58,7 +58,7 @@ def _words(log: str) -> str:
         printed = log
     matches = [*_REASON.finditer(printed)]
     whats = [match["what"] for match in matches if match["what"]]
-    reason = masked(next(reversed(whats or [match[0] for match in matches]), "").strip(), secrets_in(os.environ))
+    reason = shareable(next(reversed(whats or [match[0] for match in matches]), "").strip())
     line = line_of(main_frames(stacks.partition("\n")[2])) if fatal else None
     parts = [f"at {line}" if line is not None else "", reason[:_MOST_CHARACTERS]]
     if _MISMATCH.search(reason):

@@ -38,7 +38,7 @@ from lockstep.core.heartbeat import READY, Heartbeat
 from lockstep.core.open_files import raise_open_file_limit
 from lockstep.core.ranks import STORE_FD
 from lockstep.core.safe_path import let_children_search
-from lockstep.core.secrets import masked, secrets_in
+from lockstep.core.secrets import shareable
 from lockstep.core.stopping import (
     SAVE_SIGNAL,
     STOP_SIGNALS,
@@ -134,9 +134,7 @@ def leave(code: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]  # ends pools of threads, then joins all: as at any exit
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # data workers and other children
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or without a reader
-            stream.flush()
+    streams.flush()
     os._exit(code)
 
 
@@ -188,9 +186,7 @@ def _handle_launcher_signals(channel: Connection) -> None:
     def stop(number: int) -> None:
         if channel.poll():  # the launcher has announced the signal: others have failed
             raise _Signalled("stopped by SIGTERM")
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # print() may be what was interrupted
-                stream.flush()
+        streams.flush()
         die_of(number)
 
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -218,4 +214,4 @@ def append_end(log: Path, end: End) -> None:
 def append(log: Path, text: str) -> None:
     """Append to a rank's log, not to its terminal; ignore a log that can't be written."""
     with contextlib.suppress(OSError), open(log, "a", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(f"{masked(text, secrets_in(os.environ))}\n")
+        file.write(f"{shareable(text)}\n")

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import get_ident
 from typing import TextIO, cast
 
 from lockstep.core.files import append_to, copy_rest, is_missing, reopened
@@ -24,6 +25,7 @@ from lockstep.monitor.run_lock import lock_holder
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)")
 _REMARK = re.compile(r"\b\w*(Warning|Error|WARNING|ERROR|CRITICAL)\b")
 _REMARKS_SHOWN = 10
+_LONGEST_LINE = 65_536  # characters that wait for the end of their line
 
 _open_logs: list[_OpenLog] = []
 
@@ -35,7 +37,8 @@ def log_path(logs: Path, rank: int) -> Path:
 class _LogStream:
     """A text stream to a log, without colors, cursor movements and secrets.
 
-    Output that can't be written is lost; the run continues.
+    Each thread's output is written line by line: what is printed in parts is searched for secrets as a whole. Output
+    that can't be written is lost; the run continues.
 
     Args:
         report: Called once with the reason, when the first line is lost.
@@ -49,10 +52,26 @@ class _LogStream:
         self._secrets = secrets_in(os.environ)
         self._report = report
         self._has_lost_output = False
+        self._begun: dict[int, str] = {}  # lines that have no end yet, by thread
 
     def write(self, text: str) -> int:
-        self._attempt(lambda: self._log.write(masked(_ESCAPES.sub("", text), self._secrets)))
+        whole = self._begun.pop(get_ident(), "") + text
+        end = max(whole.rfind("\n"), whole.rfind("\r")) + 1
+        if len(whole) - end > _LONGEST_LINE:
+            end = len(whole)
+        if end < len(whole):
+            self._begun[get_ident()] = whole[end:]
+        if end > 0:
+            self._write(whole[:end])
         return len(text)
+
+    def write_rest(self) -> None:
+        """Write lines that have no end: this process ends."""
+        for thread in list(self._begun):
+            self._write(self._begun.pop(thread, ""))
+
+    def _write(self, text: str) -> None:
+        self._attempt(lambda: self._log.write(masked(_ESCAPES.sub("", text), self._secrets)))
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -62,6 +81,7 @@ class _LogStream:
         self._attempt(self._log.flush)
 
     def close(self) -> None:
+        self.write_rest()
         self._attempt(self._log.close)
 
     def fileno(self) -> int:
@@ -189,6 +209,15 @@ def redirect(path: Path) -> None:
     _open_logs[:] = [_OpenLog(path, 1, 2)]
     # the old streams may be buffered, or not on 1 and 2 at all
     sys.stdout, sys.stderr = (cast(TextIO, _LogStream(descriptor, report)) for descriptor in (1, 2))
+
+
+def flush() -> None:
+    """Write all that was printed, before this process ends."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # closed, without a reader, or print() was interrupted
+            if isinstance(stream, _LogStream):
+                stream.write_rest()
+            stream.flush()
 
 
 def _cannot_write(path: Path | None, error: OSError) -> str:

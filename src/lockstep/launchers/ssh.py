@@ -23,6 +23,7 @@ from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.processes import started
+from lockstep.core.secrets import names_a_secret
 from lockstep.launch.meeting import TOKEN
 from lockstep.launchers.host_checks import Wanted, check_hosts, shared_folders
 from lockstep.launchers.host_connection import HostConnection
@@ -157,12 +158,16 @@ def _words(words: Sequence[str], host: SshHost, node: int, nodes: int, job: str)
 
 
 def _environment(names: Sequence[str]) -> dict[str, str]:
-    """Return variables by name. Raises ConfigError: one of them isn't set here."""
+    """Return variables by name. Raises ConfigError: one of them isn't set here, or would be written down."""
     variables = {}
     for text in names:
         name, equals, value = text.partition("=")
         if not equals and name not in os.environ:
             raise ConfigError(f"--env: {name} isn't set here; set it, or write {name}=VALUE")
+        if equals and names_a_secret(name):
+            raise ConfigError(
+                f"--env: {name} looks like a secret, which a file would show; set it, and give --env {name}"
+            )
         variables[name] = value if equals else os.environ[name]
     return variables
 

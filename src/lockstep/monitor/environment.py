@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep import __version__
 from lockstep.core.distribution import DISTRIBUTION
-from lockstep.core.secrets import HIDDEN, hidden_setting, hidden_variable, without_secrets
+from lockstep.core.secrets import HIDDEN, hidden_setting, hidden_variable, is_harmless_variable, without_secrets
 
 _PACKAGES = ("torch", "numpy", "pydantic", "transformers", "datasets", "tokenizers", "deepspeed")
 _VARIABLES = re.compile(
@@ -28,10 +28,13 @@ _VARIABLES = re.compile(
 _GIT_SECONDS = 5.0
 
 
-def describe() -> dict[str, Any]:
+def describe(of_config: Collection[str] = ()) -> dict[str, Any]:
     """Return versions, platform, CPU, GPUs, git state of the working directory, command line and relevant variables.
 
     GPUs are listed only if torch has been imported already: importing it takes seconds.
+
+    Args:
+        of_config: Names of the variables that `launch.environment` has set, as in `relevant_variables`.
     """
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -47,7 +50,7 @@ def describe() -> dict[str, Any]:
         "working_directory": str(Path.cwd()),
         "git": _git_ahead[Path.cwd()] if Path.cwd() in _git_ahead else _git(Path.cwd()),
         "command_line": hide_arguments(sys.argv),
-        "variables": relevant_variables(os.environ),
+        "variables": relevant_variables(os.environ, of_config),
     }
 
 
@@ -76,10 +79,11 @@ def short_description() -> dict[str, Any]:
     }
 
 
-def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that change how training runs, without secrets."""
+def relevant_variables(variables: Mapping[str, str], of_config: Collection[str] = ()) -> dict[str, str]:
+    """Return the variables that change how training runs, without secrets and without what the run's config hides."""
+    hidden = [name for name in of_config if not is_harmless_variable(name)]
     return {
-        name: HIDDEN if _sets_variables(name) else hidden_variable(name, value)
+        name: HIDDEN if name in hidden or _sets_variables(name) else hidden_variable(name, value)
         for name, value in sorted(variables.items())
         if _VARIABLES.fullmatch(name)
     }
@@ -95,7 +99,7 @@ def hide_arguments(arguments: Sequence[str]) -> list[str]:
     flag = ""
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if flag and not argument.startswith("--"):
+        if flag and not argument.startswith("--") and not (equals and _sets_variables(name)):
             shown.append(_hidden_value(flag, argument))
         elif equals and not _SCHEME.match(argument):
             shown.append(f"{without_secrets(name)}={_hidden_value(name, value)}")

@@ -219,7 +219,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     """Start or resume from a checkpoint; in either case the folder then has the history of one run, up to here."""
     components = components_of(session)
     is_first = components.world.rank == 0
-    environment: dict[str, Any] = {"recipe": job.recipe, **describe()} if is_first else {}
+    environment: dict[str, Any] = {"recipe": job.recipe, **describe(job.config.launch.environment)} if is_first else {}
     transforms = transform_names(job.config.transforms, job.given)
     if is_first and transforms:
         environment[TRANSFORMS] = transforms
