@@ -174,7 +174,7 @@ RECORDED = {
         "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to "
         "(10.0.0.7, 29500).",
         "OSError: [Errno 113] No route to host",
-        "lockstep: rank 3 could not join the other 7 ranks at 10.0.0.7:29500 within 600 s: timed out",
+        "lockstep: rank 3 could not join the other 7 ranks at 10.0.0.7:29500 in 600 of 600 s: timed out",
     ],
     "illegal memory access": [
         "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
@@ -189,7 +189,7 @@ RECORDED = {
     "wrong network interface": [
         "RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error",
         "node2:77:77 [0] NCCL WARN Bootstrap : no socket interface found",
-        "rank 1 could not join the other 1 ranks at 10.0.0.1:29500 within 60 s: Network is unreachable; a uses "
+        "rank 1 could not join the other 1 ranks at 10.0.0.1:29500 in 0.02 of 60 s: Network is unreachable; a uses "
         "eth1, 10.5.0.5 (GLOO_SOCKET_IFNAME), and reaches the others by eth0, 10.0.0.1",
         "RuntimeError: Connection closed by peer [127.0.1.1]:4410",
         "RuntimeError: [enforce fail at device.cc:65] rp != nullptr. Unable to find address for: eth9",

@@ -50,11 +50,22 @@ class WorkerDied(RunFailed):
     Attributes:
         samples: The one that it read, or those of its request; empty if it isn't known.
         evaluation_set: The evaluation set that they are of; None: the training data.
+        was_killed: Whether SIGKILL ended it.
+        has_exited: Whether the program's own exit ended it.
     """
 
-    def __init__(self, message: str, samples: tuple[int, ...] = (), evaluation_set: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        samples: tuple[int, ...] = (),
+        evaluation_set: str | None = None,
+        *,
+        was_killed: bool = False,
+        has_exited: bool = False,
+    ) -> None:
         super().__init__(message)
         self.samples, self.evaluation_set = samples, evaluation_set
+        self.was_killed, self.has_exited = was_killed, has_exited
 
 
 class OutOfMemory(RunFailed):

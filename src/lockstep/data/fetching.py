@@ -319,19 +319,22 @@ def _death(error: Exception, worker_sets: Sequence[_WorkerSet]) -> RunFailed:
     name = heartbeat.own().evaluation_set()
     read = read or [Reading((*request.indices.tolist(),), name if request.evaluates else None) for request in requests]
     samples = f" while it read {' or '.join(map(str, read))}" if read else ""
-    if message.endswith("signal: Killed"):
+    was_killed = message.endswith("signal: Killed")
+    if was_killed:
         reason = f". Reason: {why_killed(worker_sets[0].kills_before, kernel_kills(), _FEWER)}"
     elif "killed by signal" in message or "with exit code" in message:  # another one, such as a segmentation fault
         reason = ""
     else:
         reason = f". If it was killed: {why_killed(worker_sets[0].kills_before, kernel_kills(), _FEWER)}"
     # what to do about samples is stated by the launcher; workers that the kernel kills end silently in the rank, too
-    unknown = not read and not message.endswith("signal: Killed")
+    unknown = not read and not was_killed
     evaluation_set = read[0].evaluation_set if read else None
     return WorkerDied(
         f"a data worker died{samples}: {message}{reason}{_IN_THE_RANK if unknown else ''}",
         tuple(sample for reading in read if reading.evaluation_set == evaluation_set for sample in reading.samples),
         evaluation_set,
+        was_killed=was_killed,
+        has_exited="exited unexpectedly with exit code" in message,
     )
 
 

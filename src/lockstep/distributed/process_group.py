@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed has them untyped
 
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import PeerFailed, RunFailed, blames_a_peer
 from lockstep.core.heap import keep_freed_memory
 from lockstep.core.phase_clock import PhaseClock
 from lockstep.core.ranks import RankEnvironment
@@ -212,7 +213,7 @@ def _clock(device: torch.device) -> PhaseClock:
 
 
 def _make_group(environment: RankEnvironment, backend: str, device: torch.device, timeout: float) -> None:
-    limit = timedelta(seconds=timeout)
+    limit, began = timedelta(seconds=timeout), time.monotonic()
     store: Store | None = None
     try:
         store = _store(environment, limit)
@@ -231,11 +232,12 @@ def _make_group(environment: RankEnvironment, backend: str, device: torch.device
             )
     except (RuntimeError, ValueError, OSError) as error:
         place = f"{environment.master_addr}:{environment.master_port}"
-        reasons = [str(error).splitlines()[0], *(other_interfaces(environment, store) if store is not None else ())]
-        raise RunFailed(
-            f"rank {environment.rank} could not join the other {environment.world_size - 1} ranks at {place} "
-            f"within {timeout:g} s: {'; '.join(reasons)}"
-        ) from error
+        who = f"rank {environment.rank} could not join the other {environment.world_size - 1} ranks"
+        reason, seconds = str(error).splitlines()[0], time.monotonic() - began
+        if blames_a_peer(error) and seconds < timeout:  # which has ended, and reports why
+            raise PeerFailed(f"{who} at {place}: one of them has ended ({reason})") from error
+        reasons = [reason, *(other_interfaces(environment, store) if store is not None else ())]
+        raise RunFailed(f"{who} at {place} in {seconds:.3g} of {timeout:g} s: {'; '.join(reasons)}") from error
 
 
 _stores: dict[tuple[str, int], Store] = {}  # process-wide: a port can't be bound again for the next session

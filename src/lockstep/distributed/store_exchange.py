@@ -69,7 +69,7 @@ class StoreExchange:
         try:
             return self._store.check(["call"])
         except RuntimeError as error:
-            raise RunFailed("rank 0, which keeps the ranks' store, has ended") from error
+            raise PeerFailed("rank 0, which keeps the ranks' store, has ended") from error
 
     def call(self) -> None:
         """Call the other ranks, and make the collectives fail in which they wait for this one."""
@@ -212,7 +212,7 @@ class StoreExchange:
             try:
                 missing = [int(key.rpartition("/")[2]) for key in keys if not self._store.check([key])]
             except RuntimeError:
-                missing = [0]
+                raise PeerFailed("rank 0, which keeps the ranks' store, has ended") from error
             raise RunFailed(f"{named_ranks(missing)} did not answer within {seconds:g} s") from error
 
 

@@ -97,6 +97,7 @@ class End:
         differing: The ranks whose copies of the training state differ from most ranks'.
         status: The exit code of the rank's process, if it has exited by itself without a report.
         evaluates: Whether it has ended in an evaluation, without a report.
+        worker_was_killed, worker_has_exited: How a data worker has died, which ended the rank.
     """
 
     kind: EndKind
@@ -113,6 +114,8 @@ class End:
     differing: tuple[int, ...] = ()
     status: int | None = None
     evaluates: bool = False
+    worker_was_killed: bool = False
+    worker_has_exited: bool = False
 
 
 def end_fields(end: End) -> dict[str, Any]:
@@ -166,7 +169,8 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
                 return End(EndKind.MESSAGE, error.exit_code, text, time, detail, (), error.advice, error.too_large)
             end = End(EndKind.MESSAGE, error.exit_code, text, time, detail, problems)
             if isinstance(error, WorkerDied):
-                return replace(end, samples=error.samples, evaluation_set=error.evaluation_set)
+                end = replace(end, samples=error.samples, evaluation_set=error.evaluation_set)
+                return replace(end, worker_was_killed=error.was_killed, worker_has_exited=error.has_exited)
             return end
         case SystemExit(code=int() | None):
             saved = message_of(error).removeprefix(str(error))

@@ -53,8 +53,6 @@ _BY_END = {
     EndKind.MESSAGE: FailureKind.MESSAGE,
 }
 _CONFIG_CODE = 2
-_KILLED_WORKER = re.compile("^a data worker died.*killed by signal: Killed")
-_EXITED_WORKER = re.compile("^a data worker died.*exited unexpectedly with exit code")
 # Exceptions of connections, disks and drivers. A wrong path or a missing permission is the program's.
 _TRANSIENT = re.compile(
     r"^(OSError|IOError|ConnectionError|Connection\w+Error|TimeoutError|BrokenPipeError|InterruptedError|socket\.\w+"
@@ -75,7 +73,7 @@ def kind_of(end: End, text: str = "") -> FailureKind:
         return FailureKind.MEMORY
     if was_killed(end) or (end.samples and end.kind is not EndKind.HUNG):
         return FailureKind.TRANSIENT
-    if end.kind is EndKind.MESSAGE and _EXITED_WORKER.search(end.text):
+    if end.worker_has_exited:
         return FailureKind.PROGRAM
     kind = _BY_END.get(end.kind, FailureKind.REQUEST)
     if kind is FailureKind.PROGRAM and end.kind is EndKind.TRACEBACK and _TRANSIENT.search(gist(end.text)):
@@ -85,7 +83,7 @@ def kind_of(end: End, text: str = "") -> FailureKind:
 
 def was_killed(end: End) -> bool:
     """Return whether a signal killed the rank, or SIGKILL one of its data workers."""
-    return end.kind is EndKind.KILLED or (end.kind is EndKind.MESSAGE and _KILLED_WORKER.search(end.text) is not None)
+    return end.kind is EndKind.KILLED or end.worker_was_killed
 
 
 def advice_after(kind: FailureKind) -> str:
