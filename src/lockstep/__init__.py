@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from lockstep.core.tracking import Bins as Bins
     from lockstep.core.tracking import TrackedRun as TrackedRun
     from lockstep.core.tracking import Tracker as Tracker
+    from lockstep.data.weighted import WeightedDataset as WeightedDataset
     from lockstep.distributed.forward_mode import positions as positions
     from lockstep.distributed.generators import register_generator as register_generator
     from lockstep.distributed.metric_reduction import reduce as reduce
@@ -89,6 +90,7 @@ _HOMES = {
         "lockstep.core.protocols": "Launcher Monitor ObjectStore Objective ProjectLauncher Source Transform",
         "lockstep.core.records": "Batch DataFacts EvaluationReport Request RestartReport RunInfo SaveReport StepReport",
         "lockstep.core.tracking": "Bins TrackedRun Tracker",
+        "lockstep.data.weighted": "WeightedDataset",
         "lockstep.distributed.forward_mode": "positions",
         "lockstep.distributed.generators": "register_generator",
         "lockstep.distributed.metric_reduction": "reduce",

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+import lockstep
 from lockstep.core.records import Batch
 
 WIDTH, CLASSES, TOKENS = 8, 3, 32
@@ -635,6 +636,7 @@ CUSTOM: dict[str, Custom] = {
     "several tags": Custom(Residual, tagged, nn.BCEWithLogitsLoss(reduction="sum")),
     "a mean as objective": Custom(mlp, points, nn.CrossEntropyLoss()),
     "a function as objective": Custom(Residual, points, focal),
+    "a dataset by weights": Custom(Residual, lambda: lockstep.WeightedDataset(points(), points()[:][1] + 0.2)),
     "a collate function that filters": Custom(Residual, points, focal, collate=without_first_class),
     "custom token counts": Custom(Decoder, texts, Tokens()),
     "items by name": Custom(Sides, Named),

@@ -19,7 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from lockstep.config.data_sections import FATAL, BadSamples, CustomData
 from lockstep.core import heartbeat
@@ -100,9 +110,8 @@ def _check_map_style(dataset: Any) -> None:
         )
     if isinstance(dataset, DataLoader):
         raise ConfigError(
-            "a DataLoader isn't a dataset; pass the one that it loads: train_dataset=loader.dataset, and "
-            "collate=loader.collate_fn if it has a custom one. Its batch_size is batch.micro_size, its num_workers "
-            "data.loader.workers"
+            f"a DataLoader isn't a dataset; {_without_loader(dataset)}, and collate=loader.collate_fn if it has a "
+            "custom one. Its batch_size is batch.micro_size, its num_workers data.loader.workers"
         )
     if isinstance(dataset, Mapping) and any(isinstance(key, str) for key in dataset):
         splits = ", ".join(map(str, dataset)) or "none"
@@ -124,6 +133,27 @@ def _check_map_style(dataset: Any) -> None:
         )
     if missing:
         raise ConfigError(f"{kind.__name__} isn't a map-style Dataset: it has no {' and no '.join(missing)}")
+
+
+def _without_loader(loader: DataLoader[Any]) -> str:
+    """Return what to pass instead of a DataLoader, so that its order isn't lost."""
+    sampler: Any = loader.sampler
+    plain = "pass the one that it loads: train_dataset=loader.dataset"
+    if type(loader.batch_sampler) is not BatchSampler and loader.batch_sampler is not None:
+        sampler = loader.batch_sampler
+    elif isinstance(sampler, WeightedRandomSampler) and sampler.replacement:
+        draws = "" if sampler.num_samples == len(sampler.weights) else f", samples={sampler.num_samples}"
+        return f"pass train_dataset=lockstep.WeightedDataset(loader.dataset, loader.sampler.weights{draws})"
+    elif isinstance(sampler, SequentialSampler):
+        return f"{plain}, with data.shuffle: false, since it doesn't shuffle"
+    elif isinstance(sampler, RandomSampler | DistributedSampler):
+        return plain
+    return (
+        f"{plain}. The order of its {type(sampler).__name__} would be lost: a run's follows from seed, epoch and "
+        "position, so that it resumes at the exact sample on any number of ranks. Pass "
+        "torch.utils.data.Subset(dataset, ORDER) with data.shuffle: false for one that is the same in each epoch, or "
+        "lockstep.WeightedDataset for weights"
+    )
 
 
 class TensorSource:

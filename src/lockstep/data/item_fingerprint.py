@@ -19,6 +19,7 @@ from lockstep.core.extensions import source_file
 from lockstep.data import noise
 from lockstep.data.order import Indices
 from lockstep.data.unreadable import note_sample, read_or_explain
+from lockstep.data.weighted import WeightedDataset
 from lockstep.data.windows import fingerprint
 
 _ITEMS = 16
@@ -52,7 +53,10 @@ def fingerprint_of_items(dataset: Any, collate: Any, read: Callable[[int], Any])
     """
     module = type(dataset).__module__.replace("__mp_main__", "__main__")  # as ranks that aren't forked import a script
     kind = f"{module}.{type(dataset).__qualname__}"
-    code = [_source_hash(part) for part in (dataset, collate) if part is not None]
+    inner = dataset.dataset if isinstance(dataset, WeightedDataset) else dataset
+    code = [_source_hash(part) for part in (inner, collate) if part is not None]
+    code += [fingerprint(dataset.weights)] if inner is not dataset else []
+    noise.use_epoch(0)
     with noise.keyed_generators(0):  # random items are the same each time
         items = read_or_explain(lambda indices: [*_items(indices, read)], spread(len(dataset)))
     whole = fingerprint(kind, len(dataset), code, [contents for contents, _ in items])

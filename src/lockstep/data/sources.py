@@ -130,10 +130,17 @@ def skipping(
         ConfigError: There are no such samples, or too many.
     """
     from lockstep.data.custom import ItemSource
+    from lockstep.data.weighted import WeightedDataset
 
     skips = bad_samples.skips
     if not (skips or ranges or later):
         return source
+    if (skips or ranges) and isinstance(source, ItemSource) and isinstance(source.dataset, WeightedDataset):
+        why = (
+            "a WeightedDataset's indices are draws, which are other samples in each epoch, so none can be left out by "
+            "its index; give bad samples the weight 0"
+        )
+        raise ConfigError(Problem("", "data.bad_samples.policy" if skips else "data.leave_out", why))
     left_out = _indices_of(ranges, source.facts.samples)
     uniform = skips and isinstance(source, ItemSource) and source.is_uniform
     known = {**deadly.reasons, **dict.fromkeys(left_out, CONFIGURED)}

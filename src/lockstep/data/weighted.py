@@ -1,0 +1,60 @@
+"""A dataset whose samples are drawn by weights, such as rare classes more often.
+
+    weights       0.1  0.6   0.1  0.2       on a line of the length of their sum
+    draws          |----|----|----|---      evenly spaced, from a start that is keyed by the epoch
+    samples            0    1    1    3     in the order of the run, which shuffles the draws
+
+So a sample is drawn as often as torch's WeightedRandomSampler (with replacement) draws it on average, in each epoch but
+for one draw (systematic sampling: Madow and Madow, Ann. Math. Statist. 15, 1944). Its draws are a function of
+seed, epoch and position: they are the same on any number of ranks, and after any resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.core.errors import ConfigError
+from lockstep.data import noise
+
+_START = np.zeros(1, np.int64)
+
+
+class WeightedDataset(torch.utils.data.Dataset[Any]):
+    """A map-style dataset that returns the samples of another one as often as their weights say.
+
+    Args:
+        dataset: Its items are returned as they are.
+        weights: One for each sample, of any sum; 0: it is never drawn.
+        samples: Number of draws in an epoch; None: as many as the dataset has samples.
+
+    Raises:
+        ConfigError: There are more or fewer weights than samples, or some are negative, or none is positive.
+    """
+
+    def __init__(self, dataset: Any, weights: Sequence[float] | torch.Tensor, samples: int | None = None) -> None:
+        self.dataset = dataset
+        self.weights = np.asarray(weights, np.float64)
+        self._samples = len(dataset) if samples is None else samples
+        if self.weights.shape != (len(dataset),):
+            raise ConfigError(
+                f"weights of the shape {list(self.weights.shape)} for {len(dataset)} samples; give one each"
+            )
+        if not (np.isfinite(self.weights).all() and (self.weights >= 0).all() and self.weights.any()):
+            raise ConfigError("weights must be finite and not negative, and one at least above 0")
+        self._ends = np.cumsum(self.weights)
+        self._last = int(np.flatnonzero(self.weights)[-1])
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, draw: int) -> Any:
+        return self.dataset[self.sample_of(draw)]
+
+    def sample_of(self, draw: int) -> int:
+        """Return the sample of a draw in the current epoch."""
+        place = (draw + noise.uniform(_START, 1)[0, 0]) / self._samples * self._ends[-1]
+        return min(int(np.searchsorted(self._ends, place, side="right")), self._last)
