@@ -36,6 +36,7 @@ from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped, Verif
 from lockstep.launch.devices import threads_per_rank
 from lockstep.launch.local import import_ahead
 from lockstep.monitor.folder import METRICS
+from lockstep.plan.schedule import LENGTHS
 from lockstep.resilience.disk_faults import FLIP, SAMPLE
 from lockstep.resilience.faults import FAULTS, OOM, Fault, events_of, write_plan
 from lockstep.resilience.number_faults import BAD_SAMPLE
@@ -44,7 +45,6 @@ from lockstep.training.audit import audit
 from lockstep.training.data_identity import continued
 from lockstep.training.job import Job
 from lockstep.training.locations import choose, find
-from lockstep.training.ownership import LENGTHS
 from lockstep.training.start_run import launch_job
 
 if TYPE_CHECKING:

@@ -110,6 +110,9 @@ def _epochs(number: float, epoch_samples: int) -> tuple[int, int]:
 
 # --- length of a run ----------------------------------------------------------------------------------------------
 
+LENGTHS = ("steps", "samples", "tokens", "epochs")
+"""The keys of `run`, of which one sets its length."""
+
 
 def epoch_length(facts: DataFacts, global_size: int, drop_last: bool) -> tuple[int, int]:
     """Return the updates in an epoch, and their samples: those of incomplete batches only without `drop_last`.

@@ -29,6 +29,7 @@ from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.progress import Progress
 from lockstep.monitor.folder import is_finished, is_run
 from lockstep.monitor.jsonl import finite
+from lockstep.plan.schedule import LENGTHS
 from lockstep.plan.schedule import is_finished as is_at_its_end
 from lockstep.stores.addresses import is_address, parts_of
 from lockstep.training.launch_folder import folder_of_launch
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
     from lockstep.config.schema import Checkpoint, Config
 
-LENGTHS = ("steps", "samples", "tokens", "epochs")
 _NOT_OF_THE_RUN = ("description", "launch", "monitor")  # sections that may differ between two starts of one command
 _MICRO_SIZES = ("batch", "evaluation")  # sections whose `micro_size` becomes smaller when memory runs out
 _OF_OPTIMIZER = ("optim.lr", "optim.weight_decay")  # settings that a custom optimizer may have by itself

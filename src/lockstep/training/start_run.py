@@ -43,7 +43,7 @@ from lockstep.monitor.folder import (
     recipe_of,
 )
 from lockstep.monitor.run_lock import lock_holder
-from lockstep.plan.schedule import used_of_budget
+from lockstep.plan.schedule import LENGTHS, used_of_budget
 from lockstep.training.ahead import imports_ahead, prepared_ahead
 from lockstep.training.decisions import decision_of
 from lockstep.training.ended_early import continues_after_early_end, finished_message
@@ -54,7 +54,7 @@ from lockstep.training.launch_folder import is_first_start
 from lockstep.training.locations import CheckpointLocation, choose, storage_of
 from lockstep.training.memory_snapshots import snapshots_in
 from lockstep.training.out_of_memory import advice, memory_factors, with_prediction
-from lockstep.training.ownership import LENGTHS, other_settings, run_folder_for
+from lockstep.training.ownership import other_settings, run_folder_for
 from lockstep.training.resuming import Resume
 from lockstep.training.saved_state import epoch_samples_in
 from lockstep.training.smaller_batches import SmallerBatches
