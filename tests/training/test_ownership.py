@@ -3,7 +3,9 @@ copied in is not used. The run itself can be moved, copied, forked and started a
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,12 @@ import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.cli.main import main
+from lockstep.config.loading import validate
 from lockstep.config.trust import id_of_run
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.extensions import instance
+from lockstep.training.ownership import run_folder_for
+from lockstep.training.resuming import Resume
 from lockstep.training.session import Session, components_of
 
 
@@ -128,6 +133,25 @@ def test_a_run_cut_short_is_not_resumed_with_other_settings(monkeypatch: pytest.
             lockstep.train(_config(**_SHARED))
     with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
         lockstep.train(_config(lr=0.02, **_SHARED))
+
+
+@pytest.mark.parametrize("name", ["stat", "listdir"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_file_system_that_is_gone_once_while_the_folder_is_checked_is_asked_again(
+    name: str, number: int, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "saved").mkdir()
+    function, left = getattr(os, name), [1]
+
+    def fails_once(place: Any, *arguments: Any, **more: Any) -> Any:
+        if left[0] and str(place).endswith("saved"):
+            left[0] -= 1
+            raise OSError(number, os.strerror(number))
+        return function(place, *arguments, **more)
+
+    monkeypatch.setattr(os, name, fails_once)
+    assert run_folder_for(validate(_config(checkpoint={"folder": "saved"})).config, "digits", Resume()) is None
+    assert left == [0]
 
 
 def test_a_folder_without_checkpoints_is_free() -> None:

@@ -76,6 +76,9 @@ class LocalStorage:
         return str(self._folder)
 
     def names(self) -> list[str]:
+        return repeated(self._names, self._retry_seconds, self._folder)
+
+    def _names(self) -> list[str]:
         if not self._folder.is_dir():
             return []
         return sorted(entry.name for entry in self._folder.iterdir() if entry.name.startswith(_PUBLISHED))
@@ -162,7 +165,7 @@ class LocalStorage:
         return str(target)
 
     def claim(self) -> bool:
-        self._make()
+        repeated(self._make, self._retry_seconds, self._folder)
         if _claimed_elsewhere(self._folder / _LOCK, self):
             return False
         handle = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -190,7 +193,7 @@ class LocalStorage:
             is_same_file(self._folder / _LOCK, self._claimed) and not is_missing(self._folder / OWNER)
         )
         try:
-            return held and (name is None or name in self.names())
+            return held and (name is None or name in self._names())
         except OSError:  # the disk can't be read
             return True
 

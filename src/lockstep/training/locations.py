@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from lockstep.checkpoint.inspection import is_checkpoint
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.objects import ObjectStorage
+from lockstep.checkpoint.patience import repeated
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.trust import GIVEN, id_of_run
 from lockstep.core.errors import ConfigError, Problem, RunFailed
@@ -76,15 +77,15 @@ class CheckpointLocation:
         return f"{self.place}/{name}"
 
 
-def checkpoint_folder(folder: str | None, run: Path) -> Path:
+def checkpoint_folder(checkpoint: Checkpoint, run: Path) -> Path:
     """Return the absolute folder of a run's checkpoints. Raises ConfigError if that is a file.
 
     Args:
-        folder: the config's checkpoint.folder.
+        checkpoint: the config's section.
         run: the run's folder.
     """
-    place = Path(folder or run / CHECKPOINTS).absolute()
-    if place.exists() and not place.is_dir():
+    place = Path(checkpoint.folder or run / CHECKPOINTS).absolute()
+    if repeated(lambda: place.exists() and not place.is_dir(), checkpoint.retry_seconds, place):
         raise ConfigError(Problem("", "checkpoint.folder", f"{place} is a file; name a folder"))
     return place
 
@@ -106,7 +107,7 @@ def storage_of(checkpoint: Checkpoint, run: Path, given: ObjectStore | None = No
     if section is None and folder is not None and is_address(folder):
         return ObjectStorage(open_store(folder, checkpoint.retry_seconds), id_of_run(run))
     if section is None:
-        folder_path = checkpoint_folder(checkpoint.folder, run)
+        folder_path = checkpoint_folder(checkpoint, run)
         return LocalStorage(folder_path, id_of_run(run), retry_seconds=checkpoint.retry_seconds)
     key = "checkpoint.storage.target"
     if section.target != GIVEN:

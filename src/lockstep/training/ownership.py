@@ -86,7 +86,8 @@ def run_folder_for(config: Config, recipe: str, resume: Resume) -> Path | None:
     if is_address(config.checkpoint.folder):
         _probe(config.checkpoint)
         return folder
-    storage = LocalStorage(checkpoint_folder(config.checkpoint.folder, Path()))
+    place = checkpoint_folder(config.checkpoint, Path())
+    storage = LocalStorage(place, retry_seconds=config.checkpoint.retry_seconds)
     occupant = _occupant(storage)
     if occupant is None or (folder is not None and _belongs_to(folder, occupant.owner)):
         return folder
