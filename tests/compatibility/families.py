@@ -219,6 +219,143 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "vision_config": {**_VISION, "projection_dim": 8},
         "projection_dim": 8,
     }),
+    "qwen3_next": ("causal", {
+        **_GROUPED, "num_hidden_layers": 4, "head_dim": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    }),
+    "nemotron_h": ("causal", {
+        **_GROUPED, "num_hidden_layers": 4, "head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1,
+        "ssm_state_size": 4, "chunk_size": 4, "layers_block_type": ["mamba", "attention", "mamba", "moe"],
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+        "moe_shared_expert_intermediate_size": 12,
+    }),
+    "lfm2": ("causal", {
+        **_GROUPED, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2,
+        "block_auto_adjust_ff_dim": False,
+    }),
+    "granitemoehybrid": ("causal", {
+        **_GROUPED, "num_hidden_layers": 4, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1,
+        "mamba_d_state": 4, "mamba_chunk_size": 4, "layer_types": ["mamba", "attention"] * 2,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 12,
+    }),
+    "bamba": ("causal", {
+        **_GROUPED, "num_hidden_layers": 4, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1,
+        "mamba_d_state": 4, "mamba_chunk_size": 4, "attn_layer_indices": [1, 3],
+    }),
+    "mamba2": ("causal", {
+        "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8, "n_groups": 1,
+        "state_size": 4, "chunk_size": 4,
+    }),
+    "falcon_mamba": ("causal", {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}),
+    "falcon_h1": ("causal", {
+        **_GROUPED, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4,
+        "mamba_chunk_size": 4,
+    }),
+    "jamba": ("causal", {
+        **_GROUPED, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 4,
+        "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False,
+        "pad_token_id": PADDING,
+    }),
+    "zamba2": ("causal", {
+        **_GROUPED, "num_hidden_layers": 4, "mamba_d_state": 4, "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 4,
+        "mamba_headdim": 8, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1,
+        "use_mamba_kernels": False, "pad_token_id": PADDING,
+    }),
+    "recurrent_gemma": ("causal", {
+        **_GROUPED, "num_hidden_layers": 3, "lru_width": 16, "attention_window_size": 8, "pad_token_id": PADDING,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    }),
+    "olmo3": ("causal", {**_GROUPED, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    "olmo_hybrid": ("causal", {
+        **_GROUPED, "layer_types": ["linear_attention", "full_attention"], "pad_token_id": PADDING,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    }),
+    "cohere2": ("causal", {**_GROUPED, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    "glm4": ("causal", {**_GROUPED, "head_dim": 8, "pad_token_id": PADDING}),
+    "glm4_moe": ("causal", {**_GROUPED, "moe_intermediate_size": 12, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}),
+    "exaone4": ("causal", {**_GROUPED, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    "ernie4_5": ("causal", {**_GROUPED, "head_dim": 8}),
+    "ernie4_5_moe": ("causal", {
+        **_GROUPED, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12, "moe_layer_start_index": 1,
+    }),
+    "hunyuan_v1_dense": ("causal", {**_GROUPED, "head_dim": 8}),
+    "seed_oss": ("causal", {**_GROUPED, "head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "gpt_oss": ("causal", {
+        **_GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+    }),
+    "minimax": ("causal", {**_GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8,
+        "layer_types": ["linear_attention", "full_attention"]}),
+    "dots1": ("causal", {**_GROUPED, "moe_intermediate_size": 12, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}),
+    "arcee": ("causal", _GROUPED),
+    "apertus": ("causal", _GROUPED),
+    "granitemoe": ("causal", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "phimoe": ("causal", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("causal", {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 12}),
+    "ministral": ("causal", {
+        **_GROUPED, "head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+    }),
+    "diffllama": ("causal", {**_GROUPED, "pad_token_id": PADDING}),
+    "nanochat": ("causal", _GROUPED),
+    "vaultgemma": ("causal", {**_GROUPED, "head_dim": 8, "sliding_window": 8}),
+    "ctrl": ("causal", {
+        "vocab_size": 64, "n_positions": 40, "n_embd": 16, "dff": 20, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    }),
+    "big_bird": ("masked", {**_ENCODER, "attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1}),
+    "nystromformer": ("masked", {**_ENCODER, "num_landmarks": 40, "segment_means_seq_len": 40, "conv_kernel_size": 3}),
+    "rembert": ("masked", {**_ENCODER, "input_embedding_size": 8, "output_embedding_size": 8}),
+    "convbert": ("masked", {**_ENCODER, "embedding_size": 8, "head_ratio": 1, "conv_kernel_size": 3}),
+    "squeezebert": ("sequence", {
+        **_ENCODER, "embedding_size": 16, "q_groups": 1, "k_groups": 1, "v_groups": 1, "post_attention_groups": 1,
+        "intermediate_groups": 1, "output_groups": 1,
+    }),
+    "roformer": ("masked", {**_ENCODER, "embedding_size": 8}),
+    "longformer": ("sequence", {**_ENCODER, "attention_window": 4}),
+    "mobilebert": ("masked", {**_ENCODER, "embedding_size": 8, "intra_bottleneck_size": 8, "true_hidden_size": 8}),
+    "deberta": ("masked", {**_ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
+    "eurobert": ("masked", {**_GROUPED, "max_position_embeddings": 40, "pad_token_id": PADDING}),
+    "umt5": ("seq2seq", _T5),
+    "longt5": ("seq2seq", {**_T5, "local_radius": 4}),
+    "m2m_100": ("seq2seq", {**_BART, "activation_dropout": 0.0}),
+    "blenderbot": ("seq2seq", {**_BART, "activation_dropout": 0.0}),
+    "led": ("seq2seq", {
+        **{k: v for k, v in _BART.items() if k not in ("max_position_embeddings", "scale_embedding")},
+        "max_encoder_position_embeddings": 40, "max_decoder_position_embeddings": 40, "attention_window": 4,
+        "activation_dropout": 0.0,
+    }),
+    "switch_transformers": ("seq2seq", {
+        **_T5, "num_experts": 2, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1, "expert_capacity": 64,
+    }),
+    "convnextv2": ("image", {
+        "num_channels": 3, "patch_size": 2, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2,
+    }),
+    "regnet": ("image", {
+        "num_channels": 3, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4,
+    }),
+    "dinov2_with_registers": ("image", {**_VISION, "num_register_tokens": 2}),
+    "swinv2": ("image", {
+        "image_size": 16, "patch_size": 2, "num_channels": 3, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2],
+        "window_size": 4, "drop_path_rate": 0.0,
+    }),
+    "vit_msn": ("image", _VISION),
+    "pvt": ("image", {
+        "image_size": 16, "num_encoder_blocks": 2, "depths": [1, 1], "sequence_reduction_ratios": [2, 1],
+        "hidden_sizes": [8, 16], "patch_sizes": [4, 2], "strides": [4, 2], "num_attention_heads": [1, 2],
+        "mlp_ratios": [2, 2], "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0,
+    }),
+    "focalnet": ("image", {
+        "image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "hidden_sizes": [8, 16],
+        "focal_levels": [1, 1], "focal_windows": [3, 3], "hidden_dropout_prob": 0.0, "drop_path_rate": 0.0,
+    }),
+    "wavlm": ("sound", {**_SOUND, "num_buckets": 8, "max_bucket_distance": 16, "classifier_proj_size": 8}),
+    "unispeech": ("ctc", {**_SOUND, "num_ctc_classes": 12}),
+    "data2vec-audio": ("ctc", {**_SOUND, "num_conv_pos_embeddings": 2}),
 }  # fmt: skip
 """Head and keys of the config, by the name in the table."""
 
@@ -237,6 +374,12 @@ _UNUSED = {
     "dinov2": ["dinov2.embeddings.mask_token"],
     "wav2vec2": ["wav2vec2.masked_spec_embed"],
     "hubert": ["hubert.masked_spec_embed"],
+    "wavlm": ["wavlm.masked_spec_embed"],
+    "unispeech": ["unispeech.masked_spec_embed"],
+    "data2vec-audio": ["data2vec_audio.masked_spec_embed"],
+    "dinov2_with_registers": ["dinov2_with_registers.embeddings.mask_token"],
+    "big_bird": ["bert.pooler.*"],
+    "led": ["*_global.*"],
 }
 """Parameters that these heads never use; they are frozen, as the refusal recommends."""
 

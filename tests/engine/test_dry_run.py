@@ -137,3 +137,20 @@ def test_a_dry_run_that_fails_has_no_effect() -> None:
         model(torch.randn(1, 4))
     assert float(model.seen) == 0
     assert F.dropout(torch.ones(1000), 0.5).eq(0).any()
+
+
+def test_a_module_that_a_forward_replaces_is_there_again_after_a_dry_run() -> None:
+    class Switching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner: nn.Module = nn.Linear(4, 2)
+
+        def forward(self, points: Tensor) -> Any:
+            self.inner = nn.Identity()
+            return self.inner(points)
+
+    model = Switching()
+    before = model.inner
+    with dry_run(model, CPU):
+        model(torch.ones(1, 4))
+    assert model.inner is before

@@ -18,9 +18,11 @@ from lockstep.engine.partitioning import PartitionSpec, check_partition, first_b
 from lockstep.engine.placeholders import outer_modules
 from lockstep.engine.stages import PartitionedModel
 from lockstep.engine.usage import sides_of_use
+from lockstep.models.blocks import blocks_in_line, repeated_blocks
 from lockstep.resilience.number_faults import make_nan
 
 CPU = torch.device("cpu")
+GIVEN = (torch.randint(16, (2, 6)),)
 INPUTS = {"tokens": torch.randint(16, (2, 6))}
 
 
@@ -169,6 +171,96 @@ def test_blocks_that_form_no_chain_are_refused_on_every_rank(kind: type[Chain], 
         stages = PartitionedModel(model, names(model), spec(rank), CPU, INPUTS, nullcontext, ForwardMode())
         with pytest.raises(ConfigError, match=message):
             stages.activation_specs(INPUTS)
+
+
+class Mixer(nn.Module):
+    """Takes a mask [B, T] and returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor]:
+        return (hidden * mask[:, :, None] * self.scale,)
+
+
+class Attention(nn.Module):
+    """Takes a mask [B, T, T] and returns a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        return hidden + mask @ self.values(hidden)
+
+
+class Hybrid(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Mixer(), Mixer(), Attention(), Attention()])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden, mask = self.table(tokens), tokens.gt(3).float()
+        for block in self.blocks:
+            if isinstance(block, Attention):
+                hidden = block(hidden, mask[:, :, None] * mask[:, None])
+            else:
+                hidden = block(hidden, mask)[0]
+        return self.head(self.norm(hidden))
+
+
+class Nested(nn.Module):
+    """Has layers of several shapes in a Sequential, which isn't all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.pipe = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 5))
+        self.head = nn.Linear(5, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.pipe(self.table(tokens)).tanh())
+
+
+class Derived(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(16, 8), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4))
+
+
+@pytest.mark.parametrize("kind", [Hybrid, Nested, Derived])
+def test_blocks_of_several_kinds_and_layers_of_a_sequential_are_stages(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    whole = kind()
+    ranks = []
+    for rank in range(2):
+        torch.manual_seed(0)
+        model = kind()
+        chain = blocks_in_line(model, repeated_blocks(model))
+        ranks.append(PartitionedModel(model, chain, spec(rank), CPU, GIVEN, nullcontext, ForwardMode()))
+    activation: Any = None
+    for stage, rank in enumerate(ranks):
+        received = rank.activation_specs(GIVEN)[stage]
+        assert stage == 0 or received.shape == activation.shape
+        activation = rank.run(stage, activation, GIVEN)
+    torch.testing.assert_close(activation, whole(*GIVEN), rtol=0, atol=0)
+
+
+def test_a_layer_that_a_sequential_calls_twice_is_refused() -> None:
+    tanh = nn.Tanh()
+    model = nn.Sequential(nn.Embedding(16, 8), tanh, nn.Linear(8, 8), tanh, nn.Linear(8, 4))
+    with pytest.raises(ConfigError, match="one of its modules twice"):
+        check_partition(model, blocks_in_line(model, repeated_blocks(model)), spec(0))
+
+
+def test_a_stage_boundary_of_another_shape_is_refused_on_every_rank() -> None:
+    for rank in range(2):
+        model = Chain()
+        model.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 6), nn.Linear(6, 8), nn.Linear(8, 8)])
+        with pytest.raises(ConfigError, match="stages pass on one shape"):
+            PartitionedModel(
+                model, names(model), spec(rank, split=["blocks.2"]), CPU, INPUTS, nullcontext, ForwardMode()
+            )
 
 
 class Raising(Chain):

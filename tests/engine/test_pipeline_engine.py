@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -91,6 +92,15 @@ def test_an_evaluation_runs_own_stages_one_after_the_other() -> None:
     engine, _ = engine_and_runner(Recorder(SumOfPoints()), [], 1)
     evaluated = engine.evaluate([batch(1.0, 2.0), PADDING, batch(4.0)])
     assert {name: value.item() for name, value in evaluated.items()} == {"loss_sum": 7.0, "count": 3.0, "half": 3.5}
+
+
+@pytest.mark.parametrize("other", [(False, "RuntimeError: out of order"), (True, "[None]")])
+def test_a_check_that_fails_on_another_rank_or_finds_something_else_there_fails_here(other: tuple[bool, str]) -> None:
+    engine, _ = engine_and_runner(Recorder(SumOfPoints()), [], 1)
+    engine.check((torch.zeros(1),))
+    engine._axis = cast("Any", SimpleNamespace(gather=lambda own: [own, other]))
+    with pytest.raises(ConfigError, match=re.escape(other[1])):
+        engine.check((torch.zeros(1),))
 
 
 @pytest.mark.parametrize("raised", [ConfigError("no chain"), ValueError("the user's")])

@@ -36,22 +36,32 @@ def something_between(before: str, block: str) -> ConfigError:
     )
 
 
+def not_called(block: str) -> ConfigError:
+    """Return the error for a block that a forward leaves out."""
+    return no_chain(f"{block} is not called in a forward: stages call each block once, in order")
+
+
 class ChainCheck:
     """Checks in a dry run that blocks form a chain.
 
     Args:
         names: All blocks.
         firsts: The first block of each stage, from the second stage on.
-        returns: The form of what blocks return; see `in_form`.
-        zeros: An activation at a stage boundary.
+        forms: The form of what each block returns; see `in_form`.
+        zeros: What each block returns, as an activation at a stage boundary.
     """
 
     def __init__(
-        self, names: Sequence[str], firsts: frozenset[int], returns: str | int, zeros: Tensor, mode: ForwardMode
+        self,
+        names: Sequence[str],
+        firsts: frozenset[int],
+        forms: Sequence[str | int],
+        zeros: Sequence[Tensor],
+        mode: ForwardMode,
     ) -> None:
         self._names = names
         self._firsts = firsts
-        self._returns = returns
+        self._forms = forms
         self._zeros = zeros
         self._mode = mode
         self._last_called = -1
@@ -75,14 +85,13 @@ class ChainCheck:
         if is_last:
             self._mode.refused_sides = frozenset(("before",))
         ends_stage = is_last or index + 1 in self._firsts
-        self._passed = PassedThrough.of(self._zeros.clone() if ends_stage else given)
-        return in_form(self._returns, self._passed.value)
+        self._passed = PassedThrough.of(self._zeros[index].clone() if ends_stage else given)
+        return in_form(self._forms[index], self._passed.value)
 
     def end(self) -> None:
         """Raise ConfigError if a block was not called."""
         if self._last_called != len(self._names) - 1:
-            missing = self._names[self._last_called + 1]
-            raise no_chain(f"{missing} is not called in a forward: stages call each block once, in order")
+            raise not_called(self._names[self._last_called + 1])
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """Dry runs: forwards that check a model before it is trained, and have no effect.
 
-modes, buffers, attributes, generators     restored, whatever the forward does to them
-dropout                                    left out: random differences mean nothing
+modes, buffers, attributes, submodules, generators     restored, whatever the forward does to them
+dropout                                                left out: random differences mean nothing
 """
 
 from __future__ import annotations
@@ -40,19 +40,22 @@ def dry_run(model: nn.Module, device: torch.device) -> Iterator[Callable[[], boo
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore the modes, buffers and attributes of the model's modules, and the contents of plain containers."""
-    before = [(module, dict(_attributes(module)), dict(module._buffers)) for module in model.modules()]
-    values = [value for _, *kept in before for of_module in kept for value in of_module.values()]
+    """Restore the modes, buffers, attributes and children of the model's modules, and the contents of containers."""
+    before = [
+        (module, dict(_attributes(module)), dict(module._buffers), dict(module._modules)) for module in model.modules()
+    ]
+    values = [value for _, *kept, _ in before for of_module in kept for value in of_module.values()]
     copies = [(value, _copied(value)) for value in {id(value): value for value in values}.values()]
     try:
         yield
     finally:
         with torch.no_grad():
-            for module, attributes, buffers in before:
+            for module, attributes, buffers, children in before:
                 for name in _attributes(module).keys() - attributes.keys():
                     del module.__dict__[name]
                 module.__dict__.update(attributes)
                 module._buffers.update(buffers)
+                module._modules.update(children)
             for value, content in copies:
                 if content is not None:
                     _put_back(value, content)

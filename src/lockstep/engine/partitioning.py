@@ -63,6 +63,11 @@ def refuse_no_chain(model: nn.Module, blocks: Sequence[str]) -> None:
         raise no_chain(f"{kind} has several lists of blocks ({', '.join(parents)}), and stages need one chain")
     if not blocks:
         raise no_chain(f"{kind} has no repeated blocks: no ModuleList or Sequential of two layers of one class or more")
+    parent = model.get_submodule(next(iter(parents)))
+    if isinstance(parent, nn.Sequential) and len(parent) > len(blocks):  # their names leave repetitions out
+        raise no_chain(
+            "a Sequential calls one of its modules twice: stages call each block once; make one for each place"
+        )
 
 
 def first_blocks(

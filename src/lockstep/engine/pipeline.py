@@ -18,7 +18,9 @@ from lockstep.core.errors import Failure
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase, PhaseClock
 from lockstep.distributed.collectives import receive, send
+from lockstep.engine.dry_run import first_line
 from lockstep.engine.eager import muted_padding, sum_over, sums_of_outputs
+from lockstep.engine.placeholders import no_chain
 from lockstep.engine.schedule_runner import ScheduleRunner, StageOfSchedule
 
 if TYPE_CHECKING:
@@ -148,6 +150,25 @@ class PipelineEngine:
             micro = f"micro-batch {number + 1} of {len(batch.micro_batches)}, update {batch.step + 1}"
             note_location(error, "forward", f"in stage {stage + 1}'s forward pass of {micro}")
             raise
+
+    def check(self, inputs: Inputs) -> None:
+        """Determine what stages pass on, before the first update. All ranks of the pipeline together.
+
+        Raises:
+            ConfigError: The model's blocks form no chain, or return different precisions.
+        """
+        failure: Exception | None = None
+        try:
+            with self._autocast():
+                passed_on = str(self._stages.activation_specs(inputs))
+        except Exception as error:
+            failure, passed_on = error, first_line(error)
+        of_ranks = self._axis.gather((failure is None, passed_on))
+        if failure is not None:
+            raise failure
+        other = next((item for item in cast("Any", of_ranks) if item != (True, passed_on)), None)
+        if other is not None:
+            raise no_chain(f"a stage passes on {passed_on}, and for another stage it is {other[1]}")
 
     def run_alone(self, stage: int, batch: Batch) -> object:
         """Return a stage's output for noise, without the other stages."""

@@ -8,15 +8,12 @@ For a model whose layers return different shapes; each rank keeps all layers wit
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
-
-from lockstep.core.records import Inputs
 
 
 class LayerShapes:
@@ -34,13 +31,18 @@ class LayerShapes:
         return nn.Parameter(empty) if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else empty
 
     @torch.no_grad()
-    def outputs(self, inputs: Inputs) -> list[Tensor]:
-        """Return each layer's output, a tensor without values; in the caller's autocast."""
-        given = next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs[0]
+    def outputs(self, given: Any) -> list[Tensor]:
+        """Return each layer's output for what the first is given, a tensor without values; in the caller's autocast."""
         outputs = []
         with self._mode:
-            hidden = tree_map(lambda tensor: torch.empty_like(tensor) if isinstance(tensor, Tensor) else tensor, given)
+            hidden = tree_map(_empty_like, given)
             for layer in self._layers:
                 hidden = layer(hidden)
                 outputs.append(hidden)
         return outputs
+
+
+def _empty_like(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device=value.device)

@@ -25,7 +25,14 @@ from lockstep.core.errors import Failure
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.records import Inputs
 from lockstep.distributed.forward_mode import ALL_SIDES, ForwardMode, Side
-from lockstep.engine.chain_check import ChainCheck, PassedThrough, first_argument, in_form, something_between
+from lockstep.engine.chain_check import (
+    ChainCheck,
+    PassedThrough,
+    first_argument,
+    in_form,
+    not_called,
+    something_between,
+)
 from lockstep.engine.dry_run import entered_modules, failed, first_line, raises_itself, unchanged
 from lockstep.engine.eager import Context, call
 from lockstep.engine.partitioning import PartitionSpec, empty_block, first_blocks, refuse_no_chain
@@ -39,7 +46,7 @@ from lockstep.engine.placeholders import (
     tied_over_sides,
 )
 from lockstep.engine.shapes import LayerShapes
-from lockstep.engine.usage import sides_of_use
+from lockstep.engine.usage import Use, sides_of_use
 from lockstep.plan.stages import owner
 
 Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
@@ -91,7 +98,10 @@ class PartitionedModel:
         self._muted = muted
         self._mode = mode
         self._firsts = first_blocks(model, blocks, spec, outer)
-        self._layer_shapes = LayerShapes(model, device) if type(model) is nn.Sequential else None
+        self._forms = [
+            _form(use.outputs[at], name) if at in use.outputs else "tensor" for at, name in enumerate(blocks)
+        ]
+        self._layer_shapes = self._shapes_of_layers(model, blocks, use, device)
         self.model = model
         self.count = spec.stages
         self.owners = [owner(stage, spec.ranks, spec.schedule) for stage in range(spec.stages)]
@@ -102,7 +112,6 @@ class PartitionedModel:
         self._names = list(blocks)
         self._modules = [model.get_submodule(name) for name in blocks]
         self._handler: Handler | None = None
-        self._returns: str | int = "tensor"
         self._dtype: torch.dtype | None = None
         self._specs: dict[Any, list[ActivationSpec]] = {}
         kept = {index for span in self._spans.values() for index in span}
@@ -163,7 +172,7 @@ class PartitionedModel:
             nonlocal passed
             if index not in span:
                 passed = PassedThrough.of(first_argument(args, kwargs))
-                return in_form(self._returns, passed.value)
+                return in_form(self._forms[index], passed.value)
             if index == span[0] and index > 0:
                 if passed is None or not passed.is_unchanged(first_argument(args, kwargs)):  # training may do more
                     raise something_between(self._names[index - 1], self._names[index])
@@ -192,55 +201,67 @@ class PartitionedModel:
         return self._specs[key]
 
     def _new_specs(self, inputs: Inputs) -> list[ActivationSpec]:
-        if self._layer_shapes is not None:
-            outputs = self._layer_shapes.outputs(inputs)
-            specs = [_spec(output, name) for output, name in zip(outputs, self._names, strict=True)]
-            return [specs[max(0, first - 1)] for first in self._firsts]
         example = self._first_input(inputs)
-        if self._dtype is None:
-            self._run_one_block(inputs, example)
-            self._check_chain(inputs, example)
-        assert self._dtype is not None, "a block has run"
-        return [ActivationSpec(tuple(example.shape), self._dtype)] * self.count
+        if self._layer_shapes is not None:
+            outputs = self._layer_shapes.outputs(example)
+            specs = [_spec(output, name) for output, name in zip(outputs, self._names, strict=True)]
+        else:
+            self._dtype = self._dtype or self._own_dtype(inputs, example)
+            specs = [ActivationSpec(tuple(example.shape), self._dtype)] * len(self._names)
+        if not self._specs:
+            self._check_chain(inputs, specs)
+        return [specs[max(0, first - 1)] for first in self._firsts]
 
     # --- the check ------------------------------------------------------------------------------------------------
 
+    def _shapes_of_layers(
+        self, model: nn.Module, blocks: Sequence[str], use: Use, device: torch.device
+    ) -> LayerShapes | None:
+        """Return what computes the shapes between the layers of a Sequential; None: all blocks pass on one shape."""
+        outputs = [_first_tensor(use.outputs[at]).shape for at in sorted(use.outputs)]
+        is_one_kind = len(outputs) == len(blocks) and len({id(item) for item in use.outputs.values()}) == 1
+        parent = model.get_submodule(blocks[0].rpartition(".")[0])
+        if type(parent).forward is nn.Sequential.forward and not (is_one_kind and outputs[0] == use.given.shape):
+            return LayerShapes(cast("nn.Sequential", parent), device)
+        for first in self._firsts[1:]:
+            if first <= len(outputs) and outputs[first - 1] != use.given.shape:
+                shapes = f"{list(outputs[first - 1])}, and {blocks[0]} takes {list(use.given.shape)}"
+                raise no_chain(f"{blocks[first - 1]} makes {shapes}: stages pass on one shape")
+        return None
+
     @torch.no_grad()
-    def _run_one_block(self, inputs: Inputs, example: Tensor) -> None:
-        """Determine the form of what blocks return, by running one of this rank's on zeros."""
-        name, first = self.blocks[0], self._spans[self.own[0]][0]
-        returned: list[Any] = []
+    def _own_dtype(self, inputs: Inputs, example: Tensor) -> torch.dtype:
+        """Return the precision of what this rank's first block makes of zeros."""
+        own = self._spans[self.own[0]][0]
 
         def handle(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if index != own:
+                return in_form(self._forms[index], first_argument(args, kwargs))
             zeros = torch.zeros(example.shape, dtype=example.dtype, device=self._device)
             args, kwargs = _with_first(zeros, args, kwargs)
-            try:
-                returned.append(self._calls[first](*args, **kwargs))  # instead of the model's first
-            except Failure:
-                raise
-            except Exception as error:
-                self._refuse_own_error(error)
-                why = f"{name} fails on the input of {self._names[0]} ({first_line(error)}): stages pass on one shape"
-                raise no_chain(why) from error
-            raise _Abandoned(None)
+            raise _Abandoned(_first_tensor(self._calls[own](*args, **kwargs)).dtype)
 
-        with self._without_effects(), self._handling(handle):
-            call(self.model, inputs)
-        self._returns = _form(returned[0], name)
-        output = _first_tensor(returned[0])
-        if output.shape != example.shape:
-            raise no_chain(f"{name} makes {list(output.shape)} of {list(example.shape)}: stages pass on one shape")
-        self._dtype = output.dtype
+        try:
+            with self._without_effects(), self._handling(handle):
+                dtype = call(self.model, inputs)
+        except Failure:
+            raise
+        except Exception as error:
+            note_location(error, "forward", _IN_THE_FORWARD if self._failed_whole else _IN_THE_CHECK)
+            raise
+        if not isinstance(dtype, torch.dtype):
+            raise not_called(self._names[own])
+        return dtype
 
     @torch.no_grad()
-    def _check_chain(self, inputs: Inputs, example: Tensor) -> None:
+    def _check_chain(self, inputs: Inputs, specs: Sequence[ActivationSpec]) -> None:
         """Run the whole forward with placeholders for all weights, the same on every rank.
 
         Raises:
             ConfigError: The blocks are no chain where stages begin.
         """
-        zeros = torch.zeros(example.shape, dtype=self._dtype, device=self._device)
-        check = ChainCheck(self._names, frozenset(self._firsts[1:]), self._returns, zeros, self._mode)
+        zeros = [torch.zeros((), dtype=spec.dtype, device=self._device).expand(spec.shape) for spec in specs]
+        check = ChainCheck(self._names, frozenset(self._firsts[1:]), self._forms, zeros, self._mode)
         with self._without_effects(), self._without_weights(), self._handling(check.handle, frozenset(("after",))):
             self._dry_forward(inputs)
         check.end()

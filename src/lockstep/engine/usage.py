@@ -3,13 +3,13 @@
     defined    embedding, norm, blocks.0, blocks.1, head
     used       embedding | blocks.0, blocks.1 | norm, head
 
-Found in a forward with stand-ins for all weights, which computes as little as it can: the first block, on zeros,
-replaces each block.
+Found in a forward with stand-ins for all weights, which computes as little as it can: one block of each kind, with its
+own arguments, replaces the blocks of its kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lockstep.engine.chain_check import first_argument
 from lockstep.engine.dry_run import Failed, failed, is_by_position, unchanged
 from lockstep.engine.eager import call
 from lockstep.engine.placeholders import reads_metadata, shadowed
@@ -33,11 +34,14 @@ class Use(NamedTuple):
 
     Attributes:
         sides: The side on which each parameter is used; empty if the forward failed.
-        failed: Where it failed by itself; None: it didn't, or perhaps because a block makes another shape of its input
-            than the first one does.
+        given: The first block's first argument.
+        outputs: What each block returns, by its index; some are missing if the forward failed.
+        failed: Where it failed by itself; None: it didn't.
     """
 
     sides: dict[str, Side]
+    given: Any
+    outputs: dict[int, Any]
     failed: Failed | None = None
 
 
@@ -51,8 +55,8 @@ def sides_of_use(model: nn.Module, blocks: Sequence[str], inputs: Inputs) -> Use
         model: On the CPU, perhaps without values; whole.
         inputs: Inputs of a few samples, on the CPU.
     """
-    tracker = _UseTracker(len(blocks))
     modules: list[Any] = [model.get_submodule(name) for name in blocks]
+    tracker = _UseTracker([_kind(module) for module in modules])
     for index, module in enumerate(modules):
         module._call_impl = partial(tracker.block, index, module._call_impl)
     try:
@@ -60,12 +64,19 @@ def sides_of_use(model: nn.Module, blocks: Sequence[str], inputs: Inputs) -> Use
             model.eval()
             call(model, _few_tokens(inputs))
     except Exception as error:
-        return Use({}, None if tracker.has_run and isinstance(error, RuntimeError) else failed(error))
+        return Use({}, tracker.given, tracker.outputs, failed(error))
     finally:
         for module in modules:
             del module._call_impl
     items = tracker.used.items()
-    return Use({name: side for name, sides in items for side in sides if len(sides) == 1 and side is not None})
+    used = {name: side for name, sides in items for side in sides if len(sides) == 1 and side is not None}
+    return Use(used, tracker.given, tracker.outputs)
+
+
+def _kind(module: nn.Module) -> Hashable:
+    """Return what is equal for blocks that compute alike: class, and names and shapes of tensors."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return type(module), tuple((name, tensor.shape) for name, tensor in tensors)
 
 
 def _few_tokens(inputs: Inputs) -> Inputs:
@@ -82,17 +93,21 @@ def _few_tokens(inputs: Inputs) -> Inputs:
 class _UseTracker:
     """Tracks where a forward is, and which parameters it uses there.
 
+    Args:
+        kinds: Each block's kind.
+
     Attributes:
         used: The sides on which each parameter was used; None: between blocks.
-        has_run: Whether the first block has.
+        given, outputs: See `Use`.
     """
 
-    def __init__(self, blocks: int) -> None:
-        self._blocks = blocks
+    def __init__(self, kinds: Sequence[Hashable]) -> None:
+        self._kinds = kinds
         self._side: Side | None = "before"
-        self._first: Any = None
-        self.has_run = False
+        self._computed: dict[Hashable, Any] = {}
         self.used: dict[str, set[Side | None]] = {}
+        self.given: Any = None
+        self.outputs: dict[int, Any] = {}
 
     def use(self, name: str) -> None:
         self.used.setdefault(name, set()).add(self._side)
@@ -101,11 +116,15 @@ class _UseTracker:
         """Replace a block's call."""
         self._side = None
         if index == 0:
-            self._first = compute(*args, **kwargs)
-            self.has_run = True
-        if index == self._blocks - 1:
+            self.given = first_argument(args, kwargs)
+        forms = (item.shape if isinstance(item, Tensor) else type(item) for item in tree_leaves((args, kwargs)))
+        kind = (self._kinds[index], *forms)
+        if kind not in self._computed:
+            self._computed[kind] = compute(*args, **kwargs)
+        if index == len(self._kinds) - 1:
             self._side = "after"
-        return self._first
+        self.outputs[index] = self._computed[kind]
+        return self.outputs[index]
 
 
 class _TrackedZeros(Tensor):

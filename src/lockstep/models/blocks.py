@@ -30,10 +30,9 @@ def repeated_blocks(module: nn.Module) -> list[str]:
 def blocks_in_line(module: nn.Module, blocks: Sequence[str]) -> Sequence[str]:
     """Return the names of the modules between which a forward can be partitioned.
 
-    These are all children of a Sequential, the layers in the pipeline plan of a transformers model, or `blocks`.
+    These are the layers in the pipeline plan of a transformers model; or all children of a Sequential that the module
+    is, or of the longest that has all `blocks` inside; or `blocks`.
     """
-    if type(module) is nn.Sequential:
-        return [name for name, _ in module.named_children()]
     plan = getattr(getattr(module, "config", None), "base_model_pp_plan", None) or {}
     inner = getattr(module, "base_model", module)
     prefix = next((f"{name}." for name, child in module.named_modules() if child is inner and name), "")
@@ -41,7 +40,14 @@ def blocks_in_line(module: nn.Module, blocks: Sequence[str]) -> Sequence[str]:
         layers = getattr(inner, name, None)
         if isinstance(layers, nn.ModuleList):
             return [f"{prefix}{name}.{child}" for child, _ in layers.named_children()]
-    return blocks
+    chains = [
+        [f"{name}.{key}".lstrip(".") for key, _ in child.named_children()]
+        for name, child in module.named_modules()
+        if type(child).forward is nn.Sequential.forward and all(block.startswith(f"{name}.") for block in blocks)
+    ]
+    if type(module).forward is nn.Sequential.forward:
+        return [name for name, _ in module.named_children()]
+    return max(chains, key=len, default=blocks)
 
 
 def _outermost_lists(name: str, module: nn.Module) -> Iterator[dict[str, nn.Module]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -95,8 +95,8 @@ def build_engine(
     sharding, position, model = made.sharding, made.position, made.sharding.state.model
     autocast = _both(_autocast(config, plan, world), masks)
     draws = keyed_draws(config, plan, made, world)
-    checked = evaluation_batches(source, 2, 0, 1, Loader(), world.device)
-    check_tensor_plan = partial(_check_tensor_plan, made, config.parallel.tensor_parallel, world, checked, objective)
+    few = cache(lambda: next(evaluation_batches(source, 2, 0, 1, Loader(), world.device)))
+    check_tensor_plan = partial(_check_tensor_plan, made, config.parallel.tensor_parallel, world, few, objective)
     if made.stages is not None:
         from lockstep.engine.pipeline import PipelineEngine
 
@@ -115,6 +115,7 @@ def build_engine(
             device=world.device,
         )
         forwards = [partial(pipelined.run_alone, stage) for stage in made.stages.own]
+        pipelined.check(few().inputs)
         check_tensor_plan(forwards)
         return pipelined
     prepare = computed.show if isinstance(computed, ChunkedHeadLoss) else None
@@ -127,7 +128,7 @@ def build_engine(
         eager = EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, divide, world.clock)
         engine = ContextEngine(eager, divider)
         with muted_logging():
-            engine.check(next(checked), world.axis)
+            engine.check(few(), world.axis)
         return engine
     check_tensor_plan([lambda batch: call(model, batch.inputs)])
     return EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, prepare, world.clock)
@@ -184,14 +185,14 @@ def _check_tensor_plan(
     made: Parallelized,
     options: TensorParallelOptions,
     world: World,
-    checked: Iterator[Batch],
+    few: Callable[[], Batch],
     objective: EvaluatedObjective,
     forwards: Sequence[Callable[[Batch], object]],
 ) -> None:
     """Raise ConfigError if the model computes something else under its tensor plan. All ranks together.
 
     Args:
-        checked: Yields the samples to check with.
+        few: Returns the samples to check with.
         forwards: The forward of the whole model, or of each of this rank's stages.
     """
     model = made.sharding.state.model
@@ -201,7 +202,7 @@ def _check_tensor_plan(
     from lockstep.engine.dry_run import first_positions
     from lockstep.engine.tensor_check import TensorCheck
 
-    batch = next(checked)
+    batch = few()
     batches = [batch]
     if isinstance(objective, TargetLoss) and objective.language:
         # long sequences may not fit into memory where matrices are whole
