@@ -14,6 +14,12 @@ from lockstep.models.build import build_model
 from lockstep.models.generation import generate
 from lockstep.training.job import Job, run_job
 
+GPT2 = HuggingFaceModel(
+    kind="huggingface",
+    task="causal-lm",
+    architecture={"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 8},
+)
+
 
 class _NextIsOneMore(nn.Module):
     """A model that predicts t + 1 after t, and refuses windows of more than 4 tokens."""
@@ -31,7 +37,7 @@ class _NextIsOneMore(nn.Module):
 @pytest.mark.parametrize("choice", [{"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 1, "temperature": 5.0}])
 def test_the_most_likely_token_is_generated(choice):
     model = _NextIsOneMore()
-    assert list(generate(model, [3], 9, context=4, **choice)) == [4, 5, 6, 7, 8, 9, 0, 1, 2]
+    assert generate(model, [3], 9, context=4, **choice) == [4, 5, 6, 7, 8, 9, 0, 1, 2]
     assert model.training
 
 
@@ -39,27 +45,40 @@ def test_the_most_likely_token_is_generated(choice):
     "section",
     [
         TransformerModel(kind="transformer", layers=1, width=16, heads=2),
-        HuggingFaceModel(
-            kind="huggingface",
-            task="causal-lm",
-            architecture={"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 8},
-        ),
+        GPT2,
     ],
     ids=["transformer", "gpt2"],
 )
-def test_draws_depend_only_on_the_generator(section):
+def test_draws_depend_only_on_the_seed(section):
     model = build_model(section, DataFacts(10, 8, vocabulary=40), 1)
 
     def drawn(seed):
-        return list(generate(model, [1, 2, 3], 12, generator=torch.Generator().manual_seed(seed)))
+        return generate(model, [1, 2, 3], 12, seed=seed)
 
     assert drawn(1) == drawn(1) != drawn(2)
     assert all(0 <= token < 40 for token in drawn(3))
 
 
+def test_generation_stops_at_the_end_token():
+    assert generate(_NextIsOneMore(), [3], 9, temperature=0, context=4, end=7) == [4, 5, 6]
+    model = build_model(GPT2, DataFacts(10, 8, vocabulary=40), 1)
+    first, second, *_ = made = generate(model, [1, 2, 3], 5, temperature=0)
+    assert generate(model, [1, 2, 3], 5, temperature=0, end=first) == []
+    assert generate(model, [1, 2, 3], 5, temperature=0, end=second) == made[: made.index(second)]
+
+
+def test_the_library_generates_what_forwards_on_whole_texts_do():
+    model = build_model(GPT2, DataFacts(10, 8, vocabulary=40), 1)
+    made = generate(model, [1, 2, 3], 5, temperature=0)
+    assert made == generate(model, [1, 2, 3], 5, temperature=0, is_whole=False)
+    model.lm_head.weight.data.fill_(torch.nan)
+    with pytest.raises(RunFailed, match="aren't finite"):
+        generate(model, [1, 2, 3], 5, temperature=0)
+
+
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="prompt is empty"):
-        next(generate(_NextIsOneMore(), [], 1))
+        generate(_NextIsOneMore(), [], 1)
 
 
 class _Diverged(nn.Module):
@@ -75,11 +94,11 @@ class _Diverged(nn.Module):
 @pytest.mark.parametrize("logits", [[0.0, float("nan")], [0.0, float("inf")], [-float("inf")] * 2])
 def test_logits_that_are_not_finite_are_refused(logits, temperature):
     with pytest.raises(RunFailed, match="the model's logits aren't finite"):
-        next(generate(_Diverged(logits), [0], 1, temperature=temperature))
+        generate(_Diverged(logits), [0], 1, temperature=temperature)
 
 
 def test_a_token_with_a_logit_of_minus_infinity_is_never_drawn():
-    assert list(generate(_Diverged([0.0, -float("inf")]), [0], 3)) == [0, 0, 0]
+    assert generate(_Diverged([0.0, -float("inf")]), [0], 3) == [0, 0, 0]
 
 
 def test_a_failed_sample_text_does_not_fail_the_run(tmp_path):

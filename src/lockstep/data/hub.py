@@ -131,6 +131,14 @@ def load_tokenizer(name: str) -> Any:
     return tokenizer
 
 
+def begin_tokens(tokenizer: Any) -> list[int]:
+    """Return the special tokens that the tokenizer begins a text with."""
+    text: list[int] = tokenizer("a")["input_ids"]
+    plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+    ends = bool(text) and text[-1] == end_token(tokenizer)
+    return text[: len(text) - len(plain) - ends]
+
+
 def end_token(tokenizer: Any) -> int | None:
     """Return the id of the eos token, otherwise of the sep token, otherwise None."""
     token: int | None = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id

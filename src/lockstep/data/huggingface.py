@@ -31,6 +31,7 @@ from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data import noise, windows
 from lockstep.data.hub import (
+    begin_tokens,
     check_columns,
     check_texts,
     end_token,
@@ -269,8 +270,7 @@ class Completions:
         self._own = own
         end = end_token(texts.tokenizer)
         self._end = [] if end is None else [end]
-        special = texts.tokenizer("")["input_ids"]  # such as a begin and an end token
-        self._begin = special[:-1] if special and special[-1] == end else special
+        self._begin = begin_tokens(texts.tokenizer)
 
     def batch(self, indices: Indices) -> Batch:
         columns = self._texts.at(indices)

@@ -1,20 +1,22 @@
-"""Generate text with a language model, one token after the other.
+"""Generate text with a language model, until its end token.
 
-    prompt -> model -> logits of the last position -> temperature -> top k -> draw -> append -> model -> ...
-
-The last `context` tokens are computed again for each token: there is no cache that could differ from training.
+a transformers model     by the library, with its cache of keys and values
+any other, or a part     prompt -> model -> logits of the last position -> temperature, top k -> draw -> append -> ...
+                         the last `context` tokens are computed again for each token
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from inspect import signature
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import RunFailed
 from lockstep.models.outputs import logits_of
+from lockstep.models.transformers_models import is_transformers_model, quiet
 from lockstep.models.vocab_parallel_loss import full_logits
 
 
@@ -25,47 +27,106 @@ def generate(
     tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
-    generator: torch.Generator | None = None,
+    seed: int = 0,
     context: int = 256,
-) -> Iterator[int]:
-    """Yield the ids of `tokens` tokens that continue the prompt.
+    end: int | None = None,
+    *,
+    is_whole: bool = True,
+) -> list[int]:
+    """Return the ids of at most `tokens` tokens that continue the prompt, without the end token.
 
     Args:
         model: Maps tokens (or input_ids) [1, T] to logits [1, T, V]. It runs in evaluation mode.
         prompt_ids: One id or more.
         temperature: 0 always selects the most likely token.
         top_k: Draw only from the k most likely tokens; None: from all.
-        generator: A generator on the CPU.
-        context: The most tokens that the model gets, such as the length it was trained on.
+        seed: Of the draws.
+        context: The most tokens that the model gets, such as the length it was trained on. The library's generation
+            has the model's own limit.
+        end: The token that ends a text; None: there is none.
+        is_whole: Whether this rank has the whole model and its weights.
 
     Raises:
         RunFailed: The logits aren't finite.
     """
     if not prompt_ids:
         raise ValueError("the prompt is empty; give at least one token to continue from")
-    device = next(model.parameters()).device
-    name = "input_ids" if "input_ids" in signature(model.forward).parameters else "tokens"
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)  # of the transformers library
-    context = min(context, int(limit or context))
-    ids = list(prompt_ids)
-    for _ in range(tokens):
-        window = torch.tensor([ids[-context:]], device=device)
-        was_training = model.training
-        model.eval()
-        try:
-            logits = full_logits(logits_of(model(**{name: window})))[0, -1].float().cpu()
-        finally:  # before the caller can see the model
-            model.train(was_training)
-        ids.append(_draw(logits, temperature, top_k, generator))
-        yield ids[-1]
+    was_training = model.training
+    model.eval()
+    try:
+        if is_whole and is_transformers_model(model) and cast("Any", model).can_generate():
+            kept = prompt_ids if limit is None else prompt_ids[-max(1, limit - tokens) :]
+            tokens = tokens if limit is None else min(tokens, limit - len(kept))
+            return _by_the_library(model, kept, tokens, temperature, top_k, seed, end)
+        context = min(context, int(limit or context))
+        return _by_forwards(model, prompt_ids, tokens, temperature, top_k, seed, context, end)
+    finally:
+        model.train(was_training)
 
 
-def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> int:
+def _by_the_library(
+    model: Any,
+    prompt_ids: Sequence[int],
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    end: int | None,
+) -> list[int]:
+    ids = torch.tensor([list(prompt_ids)], device=model.device)
+    sampling = {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0} if temperature else {}
+    end = model.config.eos_token_id if end is None else end
+    devices = [] if ids.device.type == "cpu" else [ids.device]
+    with quiet(), torch.random.fork_rng(devices, device_type=ids.device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            do_sample=temperature > 0,
+            eos_token_id=end,
+            pad_token_id=model.config.pad_token_id or 0,  # of one text, nothing is padded
+            use_cache=True,
+            logits_processor=[_refuse_damaged],
+            **sampling,
+        )
+    ends = end if isinstance(end, list) else [end]
+    return [token for token in made[0, len(prompt_ids) :].tolist() if token not in ends]
+
+
+def _refuse_damaged(ids: Tensor, logits: Tensor) -> Tensor:
     if not torch.isfinite(logits.max()):  # NaN if any logit is; single logits may be -inf, to forbid a token
         raise RunFailed("the model's logits aren't finite: its weights are damaged, or it has diverged")
+    return logits
+
+
+def _by_forwards(
+    model: nn.Module,
+    prompt_ids: Sequence[int],
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    context: int,
+    end: int | None,
+) -> list[int]:
+    device, draws = next(model.parameters()).device, torch.Generator().manual_seed(seed)
+    name = "input_ids" if "input_ids" in signature(model.forward).parameters else "tokens"
+    ids = list(prompt_ids)
+    while len(ids) < len(prompt_ids) + tokens:
+        window = torch.tensor([ids[-context:]], device=device)
+        logits = full_logits(logits_of(model(**{name: window})))[0, -1].float().cpu()
+        token = _draw(_refuse_damaged(window, logits), temperature, top_k, draws)
+        if token == end:
+            break
+        ids.append(token)
+    return ids[len(prompt_ids) :]
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int | None, draws: torch.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
-    probabilities = torch.softmax(logits / temperature, dim=0)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+    return int(torch.multinomial(torch.softmax(logits / temperature, dim=0), 1, generator=draws))

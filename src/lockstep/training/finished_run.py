@@ -141,13 +141,14 @@ def generate_text(
         meta.allocate(torch.device("cpu"))
     model = (make_model(config, facts, given) if meta is None else meta.model).eval()
     load_weights(model, run)
-    continuation = generate(
+    made = generate(
         model,
         codec.encode(prompt),
         tokens,
         temperature=temperature,
         top_k=top_k,
-        generator=torch.Generator().manual_seed(seed),
+        seed=seed,
         context=context_of(facts),
+        end=codec.end,
     )
-    return codec.decode(list(continuation))
+    return codec.decode(made)

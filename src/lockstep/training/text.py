@@ -8,6 +8,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.strategies.registry import find_strategy
 from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
@@ -22,26 +23,38 @@ _SAMPLE_TOKENS = 200
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """A codec of text and token ids."""
+    """A codec of text and token ids, as in training.
+
+    Attributes:
+        end: The token that ends a text; None: there is none.
+    """
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
+    end: int | None
 
 
 _BYTES = Codec(
     encode=lambda text: list(text.encode()),
-    decode=lambda tokens: bytes(token for token in tokens if token < 256).decode(errors="replace"),  # 256: end of text
+    decode=lambda tokens: bytes(tokens).decode(errors="replace"),
+    end=256,
 )
 
 
-def _tokenizer(name: str) -> Codec:
-    """Return the codec of a transformers tokenizer, from a folder or the local cache."""
-    from lockstep.data.hub import load_tokenizer
+def _tokenizer(name: str, *, begins: bool = False) -> Codec:
+    """Return the codec of a transformers tokenizer, from a folder or the local cache.
+
+    Args:
+        begins: Whether a text has the tokenizer's begin token, if there is one.
+    """
+    from lockstep.data.hub import begin_tokens, end_token, load_tokenizer
 
     tokenizer = load_tokenizer(name)
+    begin = begin_tokens(tokenizer) if begins else []
     return Codec(
-        encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
+        encode=lambda text: begin + list(tokenizer.encode(text, add_special_tokens=False)),
         decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
+        end=end_token(tokenizer),
     )
 
 
@@ -63,34 +76,31 @@ def codec_of(model: Model, data: DataSource) -> Codec:
     if data.kind == "huggingface" and model.kind == "huggingface":
         tokenizer = data.tokenizer or model.pretrained
         if tokenizer is not None:
-            return _tokenizer(tokenizer)
+            return _tokenizer(tokenizer, begins=not data.packed)
     raise ConfigError(f"data of kind {data.kind} has no known tokenizer, so no prompt can be continued")
 
 
 def sample(session: Session, prompt: str) -> str:
     """Return the prompt with the model's continuation, or with why there is none; all ranks together, same result."""
-    import torch
-
     from lockstep.models.generation import generate
 
-    components, model = components_of(session), whole_model(session)
-    config = components.config
-    codec, was_training = codec_of(config.model, config.data.train), model.training
-    model.eval()
-    tokens = generate(
-        model,
-        codec.encode(prompt),
-        _SAMPLE_TOKENS,
-        temperature=0.8,
-        generator=torch.Generator().manual_seed(config.run.seed),
-        context=context_of(components.source.facts),
-    )
+    components, config = components_of(session), components_of(session).config
+    codec, plan = codec_of(config.model, config.data.train), components.plan
+    shards = find_strategy(plan.strategy).variant(config.parallel).state.parameters
     try:
-        return prompt + codec.decode(list(tokens))
+        tokens = generate(
+            whole_model(session),
+            codec.encode(prompt),
+            _SAMPLE_TOKENS,
+            temperature=0.8,
+            seed=config.run.seed,
+            context=context_of(components.source.facts),
+            end=codec.end,
+            is_whole=not shards and plan.mesh.tensor * plan.mesh.context == 1,
+        )
     except RunFailed as failure:  # must not fail a run that is finished
         return f"{prompt}: {failure}"
-    finally:
-        model.train(was_training)
+    return prompt + codec.decode(tokens)
 
 
 def whole_model(session: Session) -> nn.Module:
