@@ -36,11 +36,6 @@ def something_between(before: str, block: str) -> ConfigError:
     )
 
 
-def not_called(block: str) -> ConfigError:
-    """Return the error for a block that a forward leaves out."""
-    return no_chain(f"{block} is not called in a forward: stages call each block once, in order")
-
-
 class ChainCheck:
     """Checks in a dry run that blocks form a chain.
 
@@ -91,7 +86,8 @@ class ChainCheck:
     def end(self) -> None:
         """Raise ConfigError if a block was not called."""
         if self._last_called != len(self._names) - 1:
-            raise not_called(self._names[self._last_called + 1])
+            missing = self._names[self._last_called + 1]
+            raise no_chain(f"{missing} is not called in a forward: stages call each block once, in order")
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
