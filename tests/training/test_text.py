@@ -27,14 +27,8 @@ def test_a_prompt_begins_as_texts_do_in_training_and_has_no_end(
     for packed in (False, True):
         data = {"kind": "huggingface", "name": "x", "text": "t", "tokenizer": tokenizer(tmp_path, template)}
         model = {"kind": "huggingface", "task": "causal-lm", "architecture": {"model_type": "gpt2"}}
-        config = validate(
-            {
-                "run": {"steps": 1},
-                "batch": {"global_size": 8},
-                "model": model,
-                "data": {"train": {**data, "packed": packed}},
-            }
-        ).config
+        sections = {"model": model, "data": {"train": {**data, "packed": packed}}}
+        config = validate({"run": {"steps": 1}, "batch": {"global_size": 8}, **sections}).config
         codec = codec_of(config.model, config.data.train)
         assert codec.encode("a b") == [*([] if packed else begin), 2, 3]
         assert codec.end == 1
