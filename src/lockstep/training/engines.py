@@ -114,9 +114,8 @@ def build_engine(
             group=position.device_mesh.get_group("pipeline"),
             device=world.device,
         )
-        forwards = [partial(pipelined.run_alone, stage) for stage in made.stages.own]
         pipelined.check(few().inputs)
-        check_tensor_plan(forwards)
+        check_tensor_plan([partial(pipelined.run_alone, stage) for stage in made.stages.own])
         return pipelined
     prepare = computed.show if isinstance(computed, ChunkedHeadLoss) else None
     if made.context is not None:
