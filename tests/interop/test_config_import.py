@@ -20,6 +20,7 @@ from lockstep.config.deepspeed_keys import deepspeed_keys, keys_of
 from lockstep.config.loading import load
 from lockstep.config.override import Override
 from lockstep.config.reading import leaves, read_file
+from lockstep.config.wording import OPEN
 from lockstep.core.errors import ConfigError
 from lockstep.interop.answers import RULES
 from lockstep.interop.foreign import ForeignKind, read_foreign
@@ -43,6 +44,64 @@ def error_message(tmp_path: Path, values: Any, ranks: int | None = 8) -> str:
     with pytest.raises(ConfigError) as error:
         imported(tmp_path, values, ranks=ranks)
     return str(error.value)
+
+
+# --- what a file doesn't say ------------------------------------------------------------------------------------------
+
+SCRIPT = {"training": {"batch_size": 8, "learning_rate": 2e-5, "num_epochs": 3, "warmup_ratio": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("values", "open_keys"),
+    [
+        (SCRIPT, {"schedule.kind"}),
+        ({"training": {"batch_size": 8, "lr_scheduler": "linear"}}, {"optim.lr"}),
+        ({"training": {"learning_rate": 1e-3, "lr_scheduler": "linear", "gradient_accumulation_steps": 4}},
+         {"batch.global_size"}),
+        ({"training": {**SCRIPT["training"], "lr_scheduler": "cosine", "min_lr": 1e-6}}, set()),
+        ({"training": {"epochs": 1}}, set()),  # an excerpt, to be merged over a config
+        ({"optim": {"lr": 0.1}, "batch": {"global_size": 8}}, set()),  # Lockstep's own keys, and so its defaults
+        ({"train_batch_size": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+          "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}},
+         {"batch.global_size", "optim.lr", "schedule.warmup_steps"}),
+        ({"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+          "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.25}}}, set()),
+        ({"train_batch_size": 8, "zero_optimization": {"stage": 2}}, {"optim.lr", "schedule.kind"}),
+        ({"train_batch_size": 8, "bf16": {"enabled": True}, "fp16": {"enabled": "auto"},
+          "optimizer": {"type": "AdamW"}}, set()),
+    ],
+)  # fmt: skip
+def test_what_changes_the_run_and_is_not_in_the_file_is_asked_for(
+    values: dict[str, Any], open_keys: set[str], tmp_path: Path
+) -> None:
+    result = imported(tmp_path, values)
+    assert {key for key, value in result.settings.items() if value == OPEN} == open_keys
+    assert not result.unanswered
+    written = tmp_path / "written.yaml"
+    written.write_text(yaml.safe_dump(nested({**result.settings, **WHOLE, "run.epochs": 1})))
+    if open_keys:
+        with pytest.raises(ConfigError) as error:
+            load([written], environ={})
+        assert {problem.key for problem in error.value.problems} == open_keys
+    else:
+        load([written], environ={})
+
+
+def test_a_script_has_pytorch_s_defaults(tmp_path: Path) -> None:
+    settings_ = imported(tmp_path, SCRIPT).settings
+    assert (settings_["precision.compute"], settings_["optim.clip_norm"]) == ("fp32", None)
+    assert settings_["optim.decay"] == "all"
+
+
+def test_an_override_answers_a_question(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    params = {"warmup_num_steps": "auto", "warmup_max_lr": 0.1}
+    optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
+    scheduler = {"type": "WarmupLR", "params": params}
+    file.write_text(json.dumps({"train_batch_size": 8, "optimizer": optimizer, "scheduler": scheduler}))
+    result = import_file(file, also=[Override("schedule.warmup_ratio", "0.1")])
+    assert OPEN not in result.settings.values()
+    assert "to do" not in statuses(result).values()
 
 
 # --- HF TrainingArguments --------------------------------------------------------------------------------------------
@@ -369,15 +428,19 @@ def test_auto_values_set_no_defaults(tmp_path: Path) -> None:
     result = imported(
         tmp_path, {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "optimizer": optimizer} | open_
     )
-    assert [key for key in statuses(result) if key.startswith("(")] == ["(scheduler)"]
-    assert not result.settings.keys() & {"optim.clip_norm", "precision.compute", "optim.weight_decay"}
+    assert [key for key in statuses(result) if key.startswith("(")] == [
+        "(scheduler)",
+        "(optimizer.params.weight_decay)",
+    ]
+    open_keys = {key for key, value in result.settings.items() if value == OPEN}
+    assert open_keys == {"optim.clip_norm", "precision.compute", "optim.weight_decay"}
 
 
 @pytest.mark.parametrize(
     ("kind", "params", "expected"),
     [
         ("WarmupLR", {"warmup_num_steps": 10}, {"warmup_steps": 10, "warmup_type": "log"}),
-        ("WarmupLR", {"warmup_num_steps": "auto"}, {"warmup_type": "log"}),
+        ("WarmupLR", {"warmup_num_steps": "auto"}, {"warmup_steps": OPEN, "warmup_type": "log"}),
         ("WarmupLR", {}, {"warmup_steps": 1000, "warmup_type": "log"}),
         ("WarmupLR", "auto", {}),
         ("WarmupDecayLR", {"warmup_num_steps": 10, "warmup_type": "linear"},
@@ -435,7 +498,9 @@ def test_a_scheduler_value_without_a_counterpart_is_listed(params: dict[str, Any
 def test_deepspeed_s_activation_checkpointing_becomes_lockstep_s(
     section: dict[str, Any], expected: dict[str, Any] | None, lost: list[str], tmp_path: Path
 ) -> None:
-    result = imported(tmp_path, {"train_batch_size": 8, "activation_checkpointing": section})
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    values = {"train_batch_size": 8, "optimizer": optimizer, "activation_checkpointing": section}
+    result = imported(tmp_path, values)
     memory: Any = nested(result.settings).get("memory", {})
     assert memory.get("activation_checkpointing") == expected
     assert [finding.key.rpartition(".")[2] for finding in result.unanswered] == lost
@@ -501,8 +566,9 @@ distributed: {backend: gloo, world_size: 4}
 def test_a_guide_s_yaml_becomes_a_config(tmp_path: Path) -> None:
     file, expected = tmp_path / "guide.yaml", tmp_path / "lockstep.yaml"
     file.write_text(GUIDE)
-    result = import_file(file)
+    result = import_file(file, also=[Override("schedule.kind", "linear")])
     assert (result.file.kind, result.missing, result.unanswered) == ("yaml", {}, ())
+    assert "to do" not in statuses(result).values()
     expected.write_text(yaml.safe_dump(nested(result.settings)))
     config = load([expected], environ={}).config
     assert (config.batch.global_size, config.batch.micro_size) == (32, 4)
@@ -576,7 +642,7 @@ def test_the_scope_of_a_script_s_batch_size_is_reported(
     words: dict[str, Any], why: dict[str, str], tmp_path: Path
 ) -> None:
     result = imported(tmp_path, words, "yaml", ranks=4)
-    assert {finding.key: finding.answer.why for finding in result.findings} == why
+    assert {finding.key: finding.answer.why for finding in result.findings if finding.where} == why
 
 
 def test_keys_of_nanogpt_are_imported_by_their_meaning(tmp_path: Path) -> None:
@@ -755,7 +821,9 @@ def test_the_command_lists_every_key_and_does_not_overwrite(tmp_path: Path, caps
     assert "lerning_rate would be lost" in output.err
     assert not expected.exists()
     assert main(["config", "import", str(file), "--to", str(expected), "--lenient"]) == 0
-    assert main(["config", "check", str(expected)]) == 0
+    assert main(["config", "check", str(expected)]) == 2
+    assert "schedule.kind: is left to decide" in capsys.readouterr().err
+    assert main(["config", "check", str(expected), "schedule.kind=linear"]) == 0
     assert main(["config", "import", str(file), "--to", str(expected), "--lenient"]) == 2
     assert "--force overwrites" in capsys.readouterr().err
     assert main(["config", "import", str(file), "--to", str(expected), "--lenient", "--force"]) == 0

@@ -20,7 +20,7 @@ from lockstep.config.overrides import PREFIX
 from lockstep.config.reading import Items, Leaf, Node, Table, leaves, resolve
 from lockstep.config.shape import ValueShape
 from lockstep.config.suggestions import other_tools
-from lockstep.config.wording import expectation, nearest, shown
+from lockstep.config.wording import OPEN, expectation, nearest, shown
 from lockstep.core.errors import Problem
 
 Path = tuple[str, ...]
@@ -102,6 +102,8 @@ def _unknown(path: Path, tree: Table) -> list[Problem]:
 
 def _refused(path: Path, node: Node, at: ValueShape, tree: Table) -> str:
     """Return why the value is invalid, and which one is valid."""
+    if isinstance(node, Leaf) and node.value == OPEN:
+        return f"is left to decide; write {expectation(at)}"
     if at.kinds and path[-1] == "kind" and isinstance(node, Leaf):
         near = suggestions.for_value(str(node.text or node.value), tuple(at.kinds))
         return f"{shown(node)} is not a kind of {'.'.join(path[:-1])}{near or '; one of ' + ', '.join(at.kinds)}"

@@ -11,6 +11,9 @@ import math
 from lockstep.config.reading import Items, Leaf, Node, Table, to_python
 from lockstep.config.shape import Range, ValueShape
 
+OPEN = "???"
+"""A value that is left to decide, as `config import` writes it."""
+
 _LONGEST = 60
 
 

@@ -42,7 +42,7 @@ def answered(key: ForeignKey, file: ForeignFile) -> Answer:
         return deepspeed.answer(inside, key, file) or _unknown(
             key, keys_of("zero_optimization" if inside[0] == "zero_optimization" else "")
         )
-    if file.kind == "yaml" and _is_lockstep_key(key.path) and key.path != ("model", "task"):  # tasks differ in spelling
+    if file.kind == "yaml" and is_lockstep_key(key.path) and key.path != ("model", "task"):  # tasks differ in spelling
         return taken(key.key, key.value)
     row = _row(path)
     if row is not None:
@@ -110,7 +110,7 @@ def _flat_deepspeed(key: ForeignKey, file: ForeignFile) -> Answer | None:
     return deepspeed.answer((key.word,), key, file) if key.word in keys_of("", ["pass", "only"]) else None
 
 
-def _is_lockstep_key(path: Sequence[str]) -> bool:
+def is_lockstep_key(path: Sequence[str]) -> bool:
     """Return whether it is a Lockstep key of any kind, or inside a mapping with free names."""
     shapes: list[shape.ValueShape] = [shape.root()]
     for part in path:

@@ -16,7 +16,7 @@ from lockstep.config.deepspeed_keys import DeepSpeedKey, deepspeed_keys
 from lockstep.config.wording import yaml_like
 from lockstep.interop import rules
 from lockstep.interop.foreign import ForeignFile, ForeignKey, is_off, plain
-from lockstep.interop.keys import NOTHING, Answer, derived, key_rows, not_needed, not_there, taken, to_do
+from lockstep.interop.keys import NOTHING, Answer, asked, derived, key_rows, not_needed, not_there, taken, to_do
 
 _CONFIG = "parallel.deepspeed.config"
 _SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
@@ -68,7 +68,8 @@ def _automatic(path: Sequence[str], row: DeepSpeedKey | None, file: ForeignFile)
     follows = path[-1] == "train_batch_size" and file.number("train_micro_batch_size_per_gpu") is not None
     if row is not None and path[-1] in _SET_BY_ARGUMENTS and file.kind == "deepspeed" and row.ours and not follows:
         target = _ALTERNATIVES.get(row.ours, row.ours)
-        return to_do(f"HF Trainer sets it from its arguments; write {target}")
+        why = f"HF Trainer sets it from its arguments; write {target}"
+        return to_do(why) if row.ours == "run.steps" else asked(row.ours, why)
     return not_needed("HF Trainer sets it; in Lockstep it follows from the rest of the config")
 
 

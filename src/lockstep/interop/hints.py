@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 
 from lockstep.config.reading import Leaf, Node, Table, leaves, to_python
-from lockstep.config.wording import yaml_like
+from lockstep.config.wording import OPEN, yaml_like
 from lockstep.interop.answers import apply
 from lockstep.interop.foreign import ForeignFile, ForeignKey, as_yaml_1_1, plain
 from lockstep.interop.keys import NOTHING, KeyRow, key_rows, keys_for
@@ -55,7 +55,7 @@ def key_hint(path: tuple[str, ...], node: Node, tree: Table) -> str | None:
         settings = {row.target: _OFF[row.target]} if row.target in _OFF else {}
         if not settings:
             return f"Lockstep's key is {row.target}; leave it out for {yaml_like(node.value)}"
-    if not settings:
+    if not settings or OPEN in settings.values():
         return answer.why
     written = " and ".join(f"`{target}: {typed or _yaml(value)}`" for target, value in settings.items())
     return f"Lockstep's key is {next(iter(settings))}: write {written}"

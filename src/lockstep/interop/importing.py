@@ -26,12 +26,13 @@ from lockstep.config.merging import ALTERNATIVES
 from lockstep.config.override import Override
 from lockstep.config.overrides import from_flags
 from lockstep.config.reading import Table, leaves, to_python
+from lockstep.config.wording import OPEN
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.terminal import echo
 from lockstep.interop import deepspeed
-from lockstep.interop.answers import answered
+from lockstep.interop.answers import answered, is_lockstep_key
 from lockstep.interop.foreign import NAMES, ForeignFile, ForeignKey, ForeignKind, plain, read_foreign
-from lockstep.interop.keys import Answer, NeedsRanks, derived, key_rows, not_there, to_do
+from lockstep.interop.keys import Answer, NeedsRanks, asked, derived, key_rows, not_needed, not_there
 from lockstep.interop.rules import batch
 
 _FLAG, _ARGUMENT = "--ranks N", "ranks=N"
@@ -94,7 +95,8 @@ def import_config(path: str | os.PathLike[str], *, ranks: int | None = None) -> 
     """Return another tool's config, or one of Lockstep's, as a mapping of sections that `lockstep.train` takes.
 
     It may be a script's YAML, a DeepSpeed JSON, HF TrainingArguments as JSON, or Accelerate's config; `lockstep config
-    import` lists what becomes of each key. The first rank prints on stderr what is left for you to decide.
+    import` lists what becomes of each key. The first rank prints on stderr what is left for you to decide; a value that
+    the file leaves open is `???`, and is refused until you assign one.
 
     Args:
         ranks: Number of ranks that it was meant for, if a number depends on it. None: that of the file, else
@@ -127,17 +129,17 @@ def _imported(
     stated, word = _ranks_of(file), asks.rstrip("= N")
     if None not in (ranks, stated) and stated != ranks:
         raise ConfigError(f"{file.path} is for {stated} ranks, but {word} is {ranks}; leave {word} out, or correct it")
-    findings = listed(file, ranks, asks)
     tree, problems = from_flags(also, Table())
     if problems:
         raise ConfigError(problems)
     over = {".".join(path): to_python(node) for path, node in leaves(tree) if path}
-    values = {key: value for finding in findings for key, value in finding.answer.settings.items()}
+    findings = tuple(_answered_by(over, finding) for finding in listed(file, ranks, asks))
+    values = _settings_of(findings)
     settings = {key: value for key, value in values.items() if not _is_replaced(key, over)} | over
     missing = {key: how for key, (how, _) in _NECESSARY.items() if not _has(settings, key)}
     imported = ImportedConfig(file, findings, settings, missing)
     by_key = {key: finding for finding in findings for key in finding.answer.settings if key not in over}
-    whole = dict(settings)
+    whole = {key: value for key, value in settings.items() if value != OPEN}
     for key in missing:
         whole |= _NECESSARY[key][1]
     try:
@@ -166,7 +168,8 @@ def listed(file: ForeignFile, ranks: int | None = None, asks: str = _FLAG) -> tu
             problems.append(Problem(key.where, key.key, f"{needs}; specify the number of ranks: {asks}"))
     if problems:
         raise ConfigError(problems)
-    settled = _settled(findings)
+    decided = {key: value for finding in findings for key, value in finding.answer.settings.items() if value != OPEN}
+    settled = _settled([_answered_by(decided, finding) for finding in findings])
     return (*settled, *_defaults(file, settled, asks))
 
 
@@ -190,6 +193,18 @@ def nested(settings: Mapping[str, object]) -> dict[str, object]:
     assert root is not None
     order = [*shape.fields(root), *tree]  # an unknown section comes last, to be refused by name
     return {name: tree[name] for name in dict.fromkeys(order) if name in tree}
+
+
+def _settings_of(findings: Sequence[ImportedKey]) -> dict[str, object]:
+    return {key: value for finding in findings for key, value in finding.answer.settings.items()}
+
+
+def _answered_by(over: Mapping[str, object], finding: ImportedKey) -> ImportedKey:
+    """Return the finding, where other settings may have answered its question."""
+    keys = [key for key, value in finding.answer.settings.items() if value == OPEN]
+    if not keys or not all(key in over or _is_replaced(key, over) for key in keys):
+        return finding
+    return replace(finding, answer=not_needed(f"{keys[0]} is given"))
 
 
 def _is_replaced(key: str, over: Mapping[str, object]) -> bool:
@@ -235,6 +250,13 @@ _DEFAULTS: Mapping[ForeignKind, Mapping[str, Mapping[str, object]]] = {
         "bf16, fp16": {"precision.compute": "fp32"},
         "num_train_epochs": {"run.epochs": 3.0},
     },
+    "yaml": {
+        "learning rate": {"optim.lr": OPEN},
+        "schedule": {"schedule.kind": OPEN},
+        "mixed precision": {"precision.compute": "fp32"},
+        "clipping": {"optim.clip_norm": None},
+        "parameters that decay": {"optim.decay": "all"},
+    },
     "deepspeed": {
         "gradient_clipping": {"optim.clip_norm": None},
         "scheduler": {"schedule.kind": "constant"},
@@ -248,13 +270,14 @@ _DEFAULTS: Mapping[ForeignKind, Mapping[str, Mapping[str, object]]] = {
 
 def _defaults(file: ForeignFile, findings: Sequence[ImportedKey], asks: str) -> Iterator[ImportedKey]:
     """Yield the tool's defaults that the file relies on and Lockstep doesn't share."""
-    settings = {key: value for finding in findings for key, value in finding.answer.settings.items()}
-    for word, default in _DEFAULTS.get(file.kind, {}).items():
+    settings = _settings_of(findings)
+    for word, default in _defaults_of(file, settings).items():
         target = next(iter(default))
         has_length = target == "run.epochs" and _has(dict.fromkeys(settings, 1), target)
         if target not in settings and not has_length and not _left_open(word, file):
-            why = f"not in the file; the default of {NAMES[file.kind]}"
-            yield ImportedKey(f"({word})", "", derived(why, default))
+            why = f"not in the file; the default of {'PyTorch' if file.kind == 'yaml' else NAMES[file.kind]}"
+            question = asked(target, f"not in the file; write {target}, as the script has it")
+            yield ImportedKey(f"({word})", "", question if default[target] == OPEN else derived(why, default))
     if file.kind == "trainer" and not settings.keys() & {"batch.global_size", "batch.micro_size"}:
         key = ForeignKey(("per_device_train_batch_size",), 8)
         try:
@@ -266,6 +289,18 @@ def _defaults(file: ForeignFile, findings: Sequence[ImportedKey], asks: str) -> 
         yield from _deepspeed_defaults(file, settings)
     if file.kind == "yaml" and "parallel.strategy" not in settings:
         yield from _strategy_of_options(file, settings)
+
+
+def _defaults_of(file: ForeignFile, settings: Mapping[str, object]) -> Mapping[str, Mapping[str, object]]:
+    """Return the defaults that count for the file, or what its script decides: none for an excerpt of a config."""
+    defaults = _DEFAULTS[file.kind]
+    if file.kind == "deepspeed" and not file.has_section("optimizer"):
+        script = _DEFAULTS["yaml"]
+        return {**defaults, "learning rate": script["learning rate"], "scheduler": script["schedule"]}
+    about_training = settings.keys() & {"optim.lr", "batch.global_size", "batch.micro_size"}
+    if file.kind == "yaml" and (not about_training or all(is_lockstep_key(key.path) for key in file.keys)):
+        return {}
+    return defaults
 
 
 def _left_open(words: str, file: ForeignFile) -> bool:
@@ -297,7 +332,7 @@ def _strategy_of_options(file: ForeignFile, settings: Collection[str]) -> Iterat
         yield ImportedKey("(strategy)", "", derived(why, {"parallel.strategy": there[0]}))
     elif there:
         why = f"write parallel.strategy: the file has options of {', '.join(there[:-1])} and {there[-1]}"
-        yield ImportedKey("(strategy)", "", to_do(why))
+        yield ImportedKey("(strategy)", "", asked("parallel.strategy", why))
 
 
 _NECESSARY: Mapping[str, tuple[str, Mapping[str, object]]] = {

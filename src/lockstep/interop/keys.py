@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from lockstep.config.reading import resolve
+from lockstep.config.wording import OPEN
 
 Status = Literal["taken", "derived", "not needed", "to do", "not there", "not known"]
 Settings: TypeAlias = Mapping[str, object]
@@ -109,6 +110,11 @@ def not_needed(why: str) -> Answer:
 
 def to_do(why: str) -> Answer:
     return Answer("to do", {}, why)
+
+
+def asked(key: str, why: str) -> Answer:
+    """Return a question: a run is refused until the key has a value."""
+    return Answer("to do", {key: OPEN}, why)
 
 
 def not_there(why: str) -> Answer:

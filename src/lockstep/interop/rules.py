@@ -21,6 +21,7 @@ from lockstep.interop.keys import (
     Answer,
     KeyRow,
     NeedsRanks,
+    asked,
     derived,
     keys_for,
     not_needed,
@@ -118,7 +119,8 @@ def accumulation(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         return not_there("it must be a whole number above 0")
     if size is None:
-        return to_do(f"accumulation is derived: write batch.global_size: {steps} x samples of a micro-batch x ranks")
+        why = f"accumulation is derived: write batch.global_size: {steps} x samples of a micro-batch x ranks"
+        return asked(row.target, why)
     if file.ranks is None:
         raise NeedsRanks(f"{size} samples / ({steps} micro-batches x ranks) is a micro-batch")
     quotient = f"{size} / ({steps} micro-batches x {file.ranks} ranks)"
@@ -184,7 +186,7 @@ def warmup_epochs(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     if key.value == 0:
         return NOTHING
     if not isinstance(epochs, int | float) or not isinstance(key.value, int | float) or not epochs:
-        return to_do("write schedule.warmup_steps, or schedule.warmup_ratio: a share of the run")
+        return asked(row.target, "write schedule.warmup_steps, or schedule.warmup_ratio: a share of the run")
     return derived(f"{key.value} of {epochs} epochs", {row.target: key.value / epochs})
 
 
@@ -202,7 +204,7 @@ def decay_steps(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     steps = steps_of(file)
     if isinstance(steps, int) and isinstance(key.value, int) and steps > 0:
         return derived(f"{key.value} of {steps} steps", {row.target: key.value / steps})
-    return to_do("write schedule.decay_ratio: the share of the run that decays")
+    return asked(row.target, "write schedule.decay_ratio: the share of the run that decays")
 
 
 def final_rate(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
@@ -210,7 +212,7 @@ def final_rate(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     if key.value == 0:
         return NOTHING
     if not isinstance(peak, int | float) or not isinstance(key.value, int | float) or not peak:
-        return to_do("write schedule.final_ratio: the last rate as a share of the peak optim.lr")
+        return asked(row.target, "write schedule.final_ratio: the last rate as a share of the peak optim.lr")
     return derived(f"{key.value} / {peak}", {row.target: float(f"{key.value / peak:.6g}")})
 
 
