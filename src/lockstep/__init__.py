@@ -125,6 +125,10 @@ _RENAMED = {
 __all__ = ["__version__", "log", *sorted(_HOMES)]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> "Any":
     import importlib
 

@@ -63,6 +63,19 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
 
 
+def test_train_alone_trains_nothing_and_names_the_first_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train"]) == 2
+    message = capsys.readouterr().err
+    for first in ("usage: lockstep train", "lockstep init", "lockstep train run.yaml", "lockstep train stdlib-lm"):
+        assert first in message
+
+
+def test_dir_lists_what_is_imported_when_it_is_used() -> None:
+    import lockstep
+
+    assert {"train", "session", "import_config", "__version__"} <= set(dir(lockstep))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -16,7 +16,7 @@ MESSAGES: dict[str, tuple[str, str]] = {
         "plan stdlib-lm --memory 80",
         "--memory: '80' would be 80 bytes; write 80GiB, or 80B for bytes",
     ),
-    "a rehearsal": ("train --dry-run", "--dry-run: `lockstep plan` shows what a run will be, and starts none"),
+    "a rehearsal": ("train --dry-run", "--dry-run: `lockstep plan` shows what a run will be, and starts none;"),
     "a file behind a flag": (
         "train --config x.yaml",
         "--config: a config is named without a flag: lockstep train x.yaml",

@@ -76,10 +76,10 @@ def test_train_passes_the_config_and_how_to_resume(command: Calls) -> None:
     assert loaded.origins["launch.ranks"] == "--ranks"
 
 
-def test_train_without_a_name_takes_the_default(command: Calls) -> None:
-    assert main(["train", "--trust-remote-code"]) == 7
+def test_train_passes_that_code_of_a_model_is_trusted(command: Calls) -> None:
+    assert main(["train", "digits", "--trust-remote-code"]) == 7
     [(_, loaded, recipe, resume, options)] = command
-    assert (recipe, resume, options) == ("stdlib-lm", Resume(), {"trust_remote_code": True})
+    assert (recipe, resume, options) == ("digits", Resume(), {"trust_remote_code": True})
     assert loaded.config.launch.ranks == "auto"
 
 

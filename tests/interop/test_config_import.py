@@ -104,6 +104,93 @@ def test_an_override_answers_a_question(tmp_path: Path) -> None:
     assert "to do" not in statuses(result).values()
 
 
+# --- other trainers' files --------------------------------------------------------------------------------------------
+
+AXOLOTL = """\
+base_model: gpt2
+datasets: [{path: wikitext, type: completion}]
+adapter:
+load_in_4bit: false
+sequence_len: 512
+sample_packing: true
+train_on_inputs: false
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 1
+optimizer: adamw_torch
+lr_scheduler: cosine
+learning_rate: 2e-4
+bf16: true
+output_dir: out
+"""
+TORCHTITAN = """\
+[model]
+name = "llama3"
+flavor = "8B"
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+[training]
+local_batch_size = 2
+seq_len = 2048
+max_norm = 0.5
+steps = 100
+[parallelism]
+tensor_parallel_degree = 1
+"""
+
+
+def test_axolotl_s_yaml_is_imported(tmp_path: Path) -> None:
+    file = tmp_path / "axolotl.yaml"
+    file.write_text(AXOLOTL)
+    result = import_file(file, ranks=2)
+    assert [finding.key for finding in result.unanswered] == ["train_on_inputs"]
+    assert result.settings["batch.global_size"] == 16
+    assert (result.settings["optim.lr"], result.settings["schedule.kind"]) == (2e-4, "cosine")
+    assert result.settings["model.pretrained"] == "gpt2"
+    assert statuses(result)["sample_packing"] == "to do"
+
+
+def test_torchtitan_s_toml_is_imported(tmp_path: Path) -> None:
+    file = tmp_path / "titan.toml"
+    file.write_text(TORCHTITAN)
+    result = import_file(file, ranks=4)
+    assert not result.unanswered
+    expected = {
+        "batch.global_size": 8,
+        "optim.lr": 3e-4,
+        "optim.clip_norm": 0.5,
+        "run.steps": 100,
+        "schedule.kind": OPEN,
+    }
+    assert {key: result.settings[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "text", [AXOLOTL, json.dumps({"train_batch_size": 8, "optimizer": {}, "bf16": {}}), TORCHTITAN]
+)
+def test_another_tool_s_file_is_told_to_be_imported(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suffix = "toml" if text == TORCHTITAN else "yaml"
+    file = tmp_path / f"theirs.{suffix}"
+    file.write_text(text)
+    assert main(["train", "digits", str(file)]) == 2
+    message = capsys.readouterr().err
+    assert f"lockstep config import {file}" in message
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [("sample_packing", "data.train.packed"), ("adapter", "adapters"), ("class_weights", "CrossEntropyLoss"),
+     ("compute_metrics", "metric_sums"), ("assistant_only_loss", "-100"), ("load_in_4bit", "4 bits")],
+)  # fmt: skip
+def test_flags_of_other_trainers_have_an_answer(word: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", "digits", f"--{word}=true"]) == 2
+    assert answer in capsys.readouterr().err
+
+
 # --- HF TrainingArguments --------------------------------------------------------------------------------------------
 
 

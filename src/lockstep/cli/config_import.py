@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from lockstep.interop.importing import ImportedConfig, ImportedKey
 
 _SUMMARY = (
-    "Converts a script's YAML, a DeepSpeed JSON, HF TrainingArguments or Accelerate's config to a Lockstep config.\n"
-    "Each key is listed: taken, derived, to do, or not needed, with the reason. Overrides are added."
+    "Converts a script's YAML or TOML, a DeepSpeed JSON, HF TrainingArguments or Accelerate's config to a\n"
+    "Lockstep config. Each key is listed: taken, derived, to do, or not needed, with the reason. Overrides are added."
 )
 _EPILOG = """\
 If a key is not there or not known, the exit code is 2 and nothing is written; --lenient leaves these keys out.
@@ -33,7 +33,7 @@ What no file contains, such as your model and data, is listed at the end; add it
 def run(arguments: Sequence[str]) -> int:
     """Convert a file, list its keys, and write the config."""
     parser = Parser("config import", _SUMMARY, _EPILOG, "FILE [flags] [overrides]")
-    parser.add_argument("file", type=path, metavar="FILE", help="YAML or JSON; a pickle is refused")
+    parser.add_argument("file", type=path, metavar="FILE", help="YAML, JSON or TOML; a pickle is refused")
     kinds = ("yaml", "deepspeed", "trainer", "accelerate")
     parser.add_argument(
         "--from", dest="kind", choices=kinds, help="the kind of file; by default inferred from its keys"

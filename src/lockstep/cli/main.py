@@ -50,6 +50,14 @@ VERBS = {
     "version": ("version", "print versions"),
 }
 
+_GROUPS = {
+    "init": "start here\n",
+    "eval": "\nuse a model\n",
+    "ls": "\nlook at runs\n",
+    "verify": "\ncheck before and after\n",
+    "config": "\nconfigs, data, checkpoints\n",
+}
+"""Headings of groups of verbs, by the first verb of each."""
 
 _HEAVY_PACKAGES = ("torch", "numpy", "safetensors")
 """Packages that --help and checks of configs don't need."""
@@ -123,12 +131,12 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _help() -> str:
     width = max(map(len, VERBS))
-    lines = "\n".join(f"  {verb:<{width}}  {summary}" for verb, (_, summary) in VERBS.items())
+    lines = "\n".join(f"{_GROUPS.get(verb, '')}  {verb:<{width}}  {summary}" for verb, (_, summary) in VERBS.items())
     return (
         "usage: lockstep VERB ...\n\n"
         "Distributed PyTorch training where the run stays the same run, whatever the strategy.\n\n"
         f"{lines}\n\n"
-        "Run lockstep VERB --help for its arguments. To begin: lockstep train"
+        "Run lockstep VERB --help for its arguments. Start here: lockstep init"
     )
 
 

@@ -19,6 +19,7 @@ from lockstep.cli.arguments import (
     path_or_address,
     refuse_hosts_without_number,
 )
+from lockstep.config.init_templates import CONFIG
 from lockstep.config.override import Override
 from lockstep.core.errors import ConfigError
 from lockstep.core.heap import keep_freed_memory
@@ -34,6 +35,12 @@ RUN is the folder or the address of a run: it resumes from its newest checkpoint
 run.folder is that of a run. Exit codes: 0 done, 1 failed, 2 fix your config, 75 stopped and saved (start it again),
 130 stopped.
 SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGUSR1 save and stop, SIGUSR2 saves and continues."""
+
+_NOTHING_TO_TRAIN = f"""train needs a recipe, a config file or the folder of a run
+usage: lockstep train [RECIPE ...|RUN] [options] [overrides]
+  lockstep init                 writes {CONFIG}, a first config with comments, for your data
+  lockstep train {CONFIG:<14} trains it
+  lockstep train stdlib-lm      trains a recipe that needs no data; lockstep recipes lists all"""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -66,6 +73,8 @@ def prepare(arguments: Sequence[str]) -> Prepared:
         overrides = [*_run_folder(checked_address(named) if is_address(named) else named, args.fork), *overrides]
         args.config[0] = str(origin)
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run, writes=True)
+    if not named:  # after the words of other tools, which have better answers
+        raise ConfigError(_NOTHING_TO_TRAIN)
     refuse_hosts_without_number(args, loaded.config.launch.nodes)
     return Prepared(
         partial(_train, args, loaded, name, origin),

@@ -75,12 +75,24 @@ def load(
         errors += wrong
         if tree is None:
             continue
+        if foreign := _of_another_tool(file, tree):
+            raise ConfigError(foreign)
         layers.append(tree)
         run = run_of(file, tree, named=file in of_runs)
         runs += [run] if run is not None else []
     if len(layers) < len(files):  # the keys of an unreadable file would be reported as missing
         raise ConfigError(errors)
     return _combine(layers, overrides, os.environ if environ is None else environ, errors, tuple(runs))
+
+
+def _of_another_tool(file: Path, tree: Table) -> Problem | None:
+    """Return what to do with a file that has several keys, and none of Lockstep's sections."""
+    root = shape.root().section
+    assert root is not None
+    if len(tree.entries) < 3 or tree.entries.keys() & shape.fields(root).keys():
+        return None
+    why = "has none of Lockstep's sections; if it is another tool's config, convert it: lockstep config import"
+    return Problem(str(file), "", f"{why} {file}")
 
 
 def validate(*layers: Config | Mapping[str, Any]) -> LoadedConfig:

@@ -84,6 +84,8 @@ def read_file(path: Path) -> tuple[Table | None, list[Problem]]:
     name = str(path)
     if path.suffix.lower() in _NOT_READ:
         why = f"is {_NOT_READ[path.suffix.lower()]}, and a config is YAML or JSON: sections, with lines `key: value`"
+        if path.suffix.lower() == ".toml":
+            why += f"; `lockstep config import {name}` converts another tool's config"
         return None, [Problem(name, "", why)]
     try:
         text = read_bounded(path, MOST_BYTES).decode("utf-8-sig")

@@ -64,7 +64,11 @@ _FLAGS = {
     **dict.fromkeys(
         ("config", "config_file", "config_path", "cfg", "yaml"), "a config is named without a flag: lockstep train {}"
     ),
-    **dict.fromkeys(("dry_run", "dryrun", "simulate"), "`lockstep plan` shows what a run will be, and starts none"),
+    **dict.fromkeys(
+        ("dry_run", "dryrun", "simulate"),
+        "`lockstep plan` shows what a run will be, and starts none; a launcher's flags stand before the verb: "
+        "lockstep launch slurm --dry-run train",
+    ),
 }
 
 

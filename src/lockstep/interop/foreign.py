@@ -10,19 +10,21 @@ The kind follows from the keys, not from the file's name. Nothing that is read i
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from lockstep.config.deepspeed_keys import keys_of
-from lockstep.config.reading import Leaf, Node, Table, leaves, read_file, to_python
+from lockstep.config.reading import MOST_BYTES, Leaf, Node, Table, from_python, leaves, read_file, to_python
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.files import read_bounded
 
 ForeignKind = Literal["yaml", "deepspeed", "trainer", "accelerate"]
 KINDS: tuple[ForeignKind, ...] = get_args(ForeignKind)
 NAMES: Mapping[ForeignKind, str] = {
-    "yaml": "a script's YAML",
+    "yaml": "a script's config",
     "deepspeed": "a DeepSpeed config",
     "trainer": "HF TrainingArguments",
     "accelerate": "Accelerate's config",
@@ -120,7 +122,7 @@ def read_foreign(path: Path, kind: ForeignKind | None) -> ForeignFile:
         ConfigError: The file can't be read, is no mapping, or is a pickle.
     """
     _refuse_pickle(path)
-    tree, problems = read_file(path)
+    tree, problems = _read_toml(path) if path.suffix.lower() == ".toml" else read_file(path)
     if tree is None or problems:
         raise ConfigError(problems)
     if not tree.entries:
@@ -130,6 +132,14 @@ def read_foreign(path: Path, kind: ForeignKind | None) -> ForeignFile:
         why = f"has {len(keys):,} keys, but a config of another tool has at most {_MOST_KEYS:,}; leave out data"
         raise ConfigError(Problem(str(path), "", why))
     return ForeignFile(path, kind or _kind(tree), keys)
+
+
+def _read_toml(path: Path) -> tuple[Table | None, list[Problem]]:
+    try:
+        values = tomllib.loads(read_bounded(path, MOST_BYTES).decode())
+    except (OSError, ValueError) as error:
+        return None, [Problem(str(path), "", f"is no TOML that can be read: {error}")]
+    return cast("Table", from_python(values, str(path))), []
 
 
 def as_yaml_1_1(node: Node) -> object:

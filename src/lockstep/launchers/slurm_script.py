@@ -174,8 +174,9 @@ def script(command: JobCommand, options: SlurmOptions, directory: Path) -> str:
         + as_comment(shlex.quote(f"{command.folder}/job.sh")),
         *_directives(command, options, directory),
         "",
-        "set -euo pipefail",
+        "set -eo pipefail",
         *_setup(options),
+        "set -u",  # not for the lines of the user: scripts that activate an environment read variables without a value
         *_command(command, options),
         *_meeting(options),
         *_srun(command, options, directory),
