@@ -500,6 +500,93 @@ class Graph(nn.Module):
         return self.head(nodes.mean(dim=1))
 
 
+class Normalized(nn.Module):
+    """A flow's first layer, whose parameters a first batch sets (ActNorm)."""
+
+    def __init__(self, by_data: bool) -> None:
+        super().__init__()
+        self.shift, self.is_set = nn.Parameter(torch.zeros(WIDTH)), False
+        self.by_data = by_data
+
+    def forward(self, points: Tensor) -> Tensor:
+        if not self.is_set and self.by_data:
+            self.shift.data = -points.mean(dim=0)
+        elif not self.is_set:
+            with torch.no_grad():
+                self.shift.copy_(-points.mean(dim=0))
+        self.is_set = True
+        return points + self.shift
+
+
+class Clipped(nn.Module):
+    """Parameters of another module that a forward keeps in bounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Residual()
+
+    def forward(self, points: Tensor) -> Tensor:
+        for parameter in self.inner.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+        return self.inner(points)
+
+
+def masked(when: str) -> nn.Module:
+    """A weight of which half isn't trained, by a hook on its gradient."""
+    model = Residual()
+    mask = (torch.arange(16) % 2).float()
+    weight = model.blocks[1].inner.weight
+    if when == "before":
+        weight.register_hook(lambda gradient: gradient * mask)
+    else:
+        weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", parameter.grad * mask))
+    return model
+
+
+class Thawing(nn.Module):
+    """A backbone that is trained from the second update on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Linear(WIDTH, 16).requires_grad_(False), nn.Linear(16, CLASSES)
+        self.forwards = 0
+
+    def forward(self, points: Tensor) -> Tensor:
+        self.forwards += self.training
+        if self.forwards > 2:
+            self.backbone.requires_grad_(True)
+        return self.head(self.backbone(points))
+
+
+class SharedInBlocks(nn.Module):
+    """Blocks that have one module in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, 16)
+        self.blocks = nn.ModuleList(_ResidualBlock() for _ in range(3))
+        shared = nn.Linear(16, 16)
+        for block in self.blocks:
+            block.shared = shared
+        self.leave = nn.Linear(16, CLASSES)
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden = self.enter(points)
+        for block in self.blocks:
+            hidden = block(block.shared(hidden))
+        return self.leave(hidden)
+
+
+class ByForward(Residual):
+    """Calls `block.forward`, which runs no hooks."""
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden = self.enter(points)
+        for block in self.blocks:
+            hidden = block.forward(hidden)
+        return self.leave(hidden)
+
+
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -598,6 +685,15 @@ CUSTOM: dict[str, Custom] = {
     "a Sequential of float64": Custom(
         lambda: mlp().double(), lambda: TensorDataset(points()[:][0].double(), points()[:][1])
     ),
+    "a Sequential of bfloat16": Custom(lambda: mlp().bfloat16(), points),
+    "a first batch sets parameters": Custom(lambda: nn.Sequential(Normalized(by_data=False), mlp()), points),
+    "a first batch replaces data": Custom(lambda: nn.Sequential(Normalized(by_data=True), mlp()), points),
+    "a forward clips weights": Custom(Clipped, points),
+    "a weight masked by a hook": Custom(lambda: masked("before"), points),
+    "a weight masked after accumulation": Custom(lambda: masked("after"), points),
+    "a backbone that thaws": Custom(Thawing, points),
+    "blocks that share a module": Custom(SharedInBlocks, points),
+    "block.forward": Custom(ByForward, points),
     "a tied head": Custom(Decoder, texts, _next_token()),
     "a tied head by F.linear": Custom(lambda: Decoder(functional=True), texts, _next_token()),
     "a layer used twice": Custom(Twice, points),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,37 +71,6 @@ def engine(step: Recorder, draws: list[Any], **options: Any) -> EagerEngine:
         lambda: muted(step.events),
         **options,
     )
-
-
-class Following(nn.Module):
-    """A model with a frozen copy that follows its weight in the forward."""
-
-    def __init__(self, follow: str) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.teacher = nn.Parameter(torch.zeros(1), requires_grad=False)
-        self.register_buffer("mean", torch.zeros(1))
-        self.follow = follow
-
-    def forward(self, points: Tensor) -> Tensor:
-        with torch.no_grad():
-            if self.follow == "in place":
-                self.teacher.lerp_(self.weight, 0.1)
-            elif self.follow == "replaced":
-                self.teacher.data = self.teacher + 1
-            self.mean.add_(1)
-        return (points * (self.weight + self.teacher)).sum()
-
-
-@pytest.mark.parametrize("follow", ["in place", "replaced", "not"])
-def test_a_forward_that_writes_to_parameters_is_refused_in_the_first_update(follow: str) -> None:
-    first = replace(global_batch(batch(1.0, 2.0)), step=0)
-    run = engine(Recorder(Following(follow)), [])
-    if follow == "not":
-        run.accumulate(first, 1.0, lambda total: None)
-        return
-    with pytest.raises(ConfigError, match="the forward changes teacher: parameters change in the optimizer's step"):
-        run.accumulate(first, 1.0, lambda total: None)
 
 
 def global_batch(*micro_batches: Batch) -> GlobalBatch:

@@ -183,6 +183,15 @@ def test_units_that_share_a_parameter_with_other_modules_are_merged_into_the_uni
         units(model, FSDP(wrap=("Liner",)), ())
 
 
+def test_blocks_that_have_a_module_in_common_are_no_units() -> None:
+    from lockstep.config.schema import FSDP
+
+    shared = nn.Linear(3, 3)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), inner) for inner in (shared, shared, nn.Linear(3, 3))))
+    assert units(model, FSDP(wrap="blocks"), ["0", "1", "2"]) == ["2"]
+    assert units(nn.Sequential(shared, shared), FSDP(wrap="blocks"), ["0", "1"]) == ["0"]
+
+
 def test_a_snapshot_restores_buffers_that_forwards_have_changed() -> None:
     model = nn.BatchNorm1d(2)
     snapshot = BufferSnapshot(model)

@@ -22,7 +22,7 @@ from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase as ClockPhase
 from lockstep.core.phase_clock import PhaseClock
 from lockstep.engine.input_names import inputs_misfit
-from lockstep.engine.written_parameters import marks, refuse_written
+from lockstep.engine.module_calls import not_gathered
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -92,11 +92,8 @@ class EagerEngine:
                 with step.sync_context(index == last), muted_padding(micro_batch, self._muted):
                     if self._prepare is not None:
                         micro_batch = self._prepare(micro_batch)
-                    before = marks(self._model) if batch.step == index == 0 else None
                     with self._autocast():
                         outputs = call(module, micro_batch.inputs)
-                    if before is not None:
-                        refuse_written(self._model, before)
                     loss = objective.loss_sum(outputs, micro_batch)
                     del outputs  # of a vocabulary, they are the largest tensor, and the backward may not need it
                     if not isinstance(loss, torch.Tensor):
@@ -146,7 +143,7 @@ def call(module: nn.Module, inputs: Inputs, *, hooks: bool = True) -> object:
     try:
         return forward(*inputs) if isinstance(inputs, tuple) else forward(**inputs)
     except Exception as error:  # a model with **kwargs fails in its own way
-        misfit = inputs_misfit(module, inputs)
+        misfit = inputs_misfit(module, inputs) or not_gathered(module, error)
         if misfit is None:
             raise
         raise misfit from error

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from torch import nn
 
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.engine.module_calls import forward_called
 from lockstep.engine.placeholders import OuterModule, no_chain, outer_modules, refuse_tied_blocks
 from lockstep.plan.stages import Schedule, balanced
 
@@ -118,13 +120,13 @@ def _cost(module: nn.Module) -> float:
     return float(sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in tables))
 
 
-def empty_block(module: nn.Module) -> None:
+def empty_block(name: str, module: nn.Module) -> None:
     """Remove what a block of another stage holds; it keeps its class and plain attributes, which a model may read."""
     module._modules.clear()
     module._parameters.clear()
     module._buffers.clear()
-    cast("Any", module).forward = _refuse_call
+    cast("Any", module).forward = partial(_refuse_call, name)
 
 
-def _refuse_call(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a block of another stage computes nothing")
+def _refuse_call(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise forward_called(name, "parallel.pipeline")

@@ -127,7 +127,7 @@ class PartitionedModel:
         self._calls: list[Callable[..., Any]] = []  # with their hooks, which a block of another stage doesn't run
         for index, module in enumerate(self._modules):
             if index not in kept:
-                empty_block(module)
+                empty_block(blocks[index], module)
             self._calls.append(cast("Any", module)._call_impl)
             cast("Any", module)._call_impl = partial(self._in_block, index)
         cast("Any", model).forward = _until_abandoned(model.forward)

@@ -6,10 +6,15 @@ import difflib
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.formatting import listed
+
+_FP32 = torch.float32.itemsize
+_NAMED = 3
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
@@ -49,13 +54,20 @@ def _no_match(pattern: str, names: list[str]) -> Problem:
 
 
 def refuse_parameters(model: nn.Module) -> None:
-    """Raise ConfigError if a parameter has no shape yet, is complex, or has sparse gradients."""
+    """Raise ConfigError if a parameter has no shape yet, or can't be trained as it is."""
     problems = [
         Problem("", "model", message)
         for path, module in model.named_modules()
         for name, parameter in module._parameters.items()
         if parameter is not None and (message := _problem(f"{path}.{name}".lstrip("."), module, parameter))
     ]
+    if low := [name for name, each in model.named_parameters() if each.requires_grad and each.dtype.itemsize < _FP32]:
+        dtype = str(model.get_parameter(low[0]).dtype).removeprefix("torch.")
+        why = (
+            f"{listed(low, _NAMED)}: trained in {dtype}, in which small updates round to nothing; convert what is "
+            "trained with .float(), and compute in bf16 with precision.compute: bf16"
+        )
+        problems.append(Problem("", "model", why))
     if problems:
         raise ConfigError(problems)
 

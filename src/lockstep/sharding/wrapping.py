@@ -10,7 +10,8 @@ Transformer                    blocks               [Attention]                 
 └── head                       what is left goes with the root
 
 A parameter that several modules share must be in one unit with all of them: FSDP2 would shard it twice, and the two
-copies would diverge. A unit that shares a parameter with modules outside is merged into the unit around it.
+copies would diverge. So must a module that two blocks have in common. A unit that shares a parameter with modules
+outside is merged into the unit around it.
 """
 
 from __future__ import annotations
@@ -80,13 +81,8 @@ def _large(model: nn.Module, least: int) -> Iterator[str]:
 
 
 def _shares(model: nn.Module, module: nn.Module) -> bool:
-    """Return whether a module outside of `module` has one of its parameters."""
-    inside = {id(inner) for inner in module.modules()}
-    own = {id(parameter) for parameter in module.parameters()}
-    return any(
-        id(parameter) in own
-        for other in model.modules()
-        if id(other) not in inside
-        for parameter in other._parameters.values()
-        if parameter is not None
-    )
+    """Return whether a module outside of `module` has one of its parameters, perhaps by a module that both have."""
+    own = set(module.parameters())
+    places = tuple(f"{name}." for name, each in model.named_modules(remove_duplicate=False) if each is module)
+    named = model.named_parameters(remove_duplicate=False)
+    return any(parameter in own and not name.startswith(places) for name, parameter in named)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from lockstep.core.errors import ConfigError, Problem
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.distributed.forward_mode import ForwardMode
 from lockstep.distributed.mesh_position import MeshPosition, mesh_position, stage_pair
@@ -135,6 +136,7 @@ def parallelize(
         ConfigError: The model doesn't support it.
     """
     model, blocks, device = whole.module, repeated_blocks(whole.module), world.device
+    hooked = {name: each for name, each in model.named_parameters() if each._backward_hooks or _hooks_after(each)}
     builder = load_builder(plan.strategy, config.run.determinism)
     compute = resolve_compute(config.precision.compute, device)
     gathers = builder.shard is not None or find_strategy(plan.strategy).variant(config.parallel).state.parameters
@@ -176,7 +178,25 @@ def parallelize(
     if builder.shard is not None:
         builder.shard(sharding_context)
     sharding = _materialized(builder, sharding_context, whole)
+    _refuse_lost_hooks(hooked, sharding.state.model)
     return Parallelized(position(), stages, tensor, context, recomputed, sharding)
+
+
+def _hooks_after(parameter: nn.Parameter) -> object:
+    """Return the hooks that run once a parameter's gradient is accumulated, as one of `register_hook` runs before."""
+    return parameter._post_accumulate_grad_hooks
+
+
+def _refuse_lost_hooks(hooked: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+    """Raise ConfigError if parameters with hooks of the user's have been replaced by shards."""
+    shards = dict(model.named_parameters())
+    lost = [name for name, parameter in hooked.items() if shards.get(name, parameter) is not parameter]
+    if lost:
+        why = (
+            f"{', '.join(lost)}: a hook on the gradient is lost where the parameter is sharded; change the weight in "
+            "the forward instead (torch.nn.utils.parametrize masks it), or take ddp"
+        )
+        raise ConfigError(Problem("", "parallel.strategy", why))
 
 
 def check_model(model: nn.Module, config: Config, plan: Plan) -> None:

@@ -57,7 +57,7 @@ def difference(state: TrainingState, axis: Axis, tensor_rank: int) -> Difference
     if all(number == 1 for number in holders.values()):
         return None
     shared = {name: part for name, part in zip(own_ids, parts, strict=True) if holders[name] > 1}
-    sums = {name: _sums(part.values()) for name, part in shared.items()}
+    sums = {name: bit_sums(part.values()) for name, part in shared.items()}
     hashes = {name: hash_bytes(numbers.numpy().tobytes()) for name, numbers in sums.items()}
     everywhere = cast("list[dict[str, str]]", axis.gather(hashes))
     by_part: dict[str, dict[int, str]] = defaultdict(dict)
@@ -97,14 +97,15 @@ def _chunks(tensor: Any) -> list[Any]:
     return list(tensor.__create_chunk_list__()) if is_sharded(tensor) else []
 
 
-def _sums(tensors: Iterable[Tensor]) -> Tensor:
+def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
     """Return the sum of each tensor's bits as integers, on the host, which waits once: int64 [tensors]."""
     sums = []
     for tensor in tensors:
         local = local_tensor(tensor).contiguous().view(-1)
         if local.is_complex():
             local = torch.view_as_real(local).view(-1)
-        sums.append(local.view(_INTEGERS[local.element_size()]).sum(dtype=torch.int64))
+        bits = local.view(_INTEGERS[local.element_size()])
+        sums.append(bits.sum(dtype=bits.dtype if bits.element_size() > 2 else torch.int64).long())  # without a copy
     device = next((number.device for number in sums if number.device.type != "cpu"), torch.device("cpu"))
     return torch.stack([number.to(device) for number in sums]).cpu()
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lockstep.core.deferred_signals import DEFERRAL
@@ -40,6 +41,7 @@ from lockstep.training.replicas import difference
 from lockstep.training.reporting import Books
 from lockstep.training.unused_parameters import refuse_unused
 from lockstep.training.valid_targets import no_valid_target, nonzero_count, reported_counts
+from lockstep.training.written_parameters import REQUIRES_GRAD, ParameterWatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,6 +76,7 @@ class Session:
         self._books = Books(
             size, self._verdicts, self._ledger, lambda: self._saves, lambda: self._began, self._difference
         )
+        self._parameters = ParameterWatch(components)
         self._failure: Exception | None = None
         self._batches: Iterator[GlobalBatch] | None = None
         self._batch: GlobalBatch | None = None
@@ -164,7 +167,13 @@ class Session:
             self._saves.before_update()
         components.sharding.step.begin_update(batch.samples, self._rate)
         self._divisor = nonzero_count(self._count)
-        components.engine.accumulate(batch, components.scaler.scale / self._divisor, self._open_vote)
+        seed_scale = components.scaler.scale / self._divisor
+        if batch.step & (batch.step - 1):  # not one of those that are watched
+            components.engine.accumulate(batch, seed_scale, self._open_vote)
+        else:
+            self._parameters.accumulate(partial(components.engine.accumulate, batch, seed_scale, self._open_vote))
+        if list(map(REQUIRES_GRAD, self._parameters.held)) != self._parameters.trained:
+            raise self._parameters.thawed()
         if batch.step == 0:
             refuse_unused(components)
 
@@ -204,6 +213,8 @@ class Session:
         pending = components.readback.push(numbers, reporter)
         self._batch, self._count, self._upcoming = upcoming, attempt.outcome.next_count, None
         self._failure_state.updated(decision.keep)
+        if not batch.step & (batch.step + 1):
+            self._parameters.updated()
         if components.watch is not None:
             self.request(components.watch.requests(self.progress.steps))
         self._reports.receive()
@@ -212,6 +223,7 @@ class Session:
 
     def evaluate(self) -> list[EvaluationReport]:
         """Evaluate on each of the evaluation sets, exactly over all ranks; the reports are the same on every rank."""
+        self._parameters.forget()  # an optimizer may have other weights for it
         with self._components.world.clock.phase(Phase.EVALUATION):
             return self._components.evaluator.evaluate(self.progress.steps)
 
@@ -297,6 +309,7 @@ class Session:
         self._left_out.restore(values.get("left_out", ()), self.progress.samples)
         self._began = time.perf_counter() - values["seconds"]
         self._failure_state.restored()
+        self._parameters.forget()
         self._batch = self._upcoming = None
 
     def close(self) -> None:

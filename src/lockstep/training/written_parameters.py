@@ -1,0 +1,164 @@
+"""Refuses what changes parameters outside of the optimizer's step: a forward, a hook, code between two updates.
+
+    update k          sums of bits | forwards, backwards | sums of bits | optimizer's step | sums of bits
+    update k + 1      sums of bits | ...                                                      compared with these
+    where parameters are gathered      and around a forward of each module, while they are whole
+
+Parameters are saved in the background until the next step, and only buffers are restored after an update that failed or
+is discarded; what is written to a gathered parameter is lost when it is freed. Updates 1, 2, 3, 5, 9, 17, ... are
+watched, so that a steady update costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from operator import attrgetter
+from typing import TYPE_CHECKING, cast
+
+from torch import Tensor
+
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.formatting import listed
+from lockstep.distributed.shard_boxes import local_tensor
+from lockstep.strategies.registry import find_strategy
+from lockstep.training.replicas import bit_sums
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lockstep.training.components import Components
+
+_NAMED = 3
+REQUIRES_GRAD = attrgetter("requires_grad")
+_Mark = tuple[Tensor, object, int]
+"""A parameter, the shape of what this rank holds of it, and the sum of its bits."""
+
+
+class ParameterWatch:
+    """Watches the parameters of a run on this rank.
+
+    Attributes:
+        held: The parameters, and those that they are gathered into.
+        trained: Whether each was trained when the run began.
+    """
+
+    def __init__(self, components: Components) -> None:
+        config, sharding = components.config, components.sharding
+        gathers = find_strategy(components.plan.strategy).variant(config.parallel).state.parameters
+        self._model = sharding.state.model
+        self._stages = components.position.pipeline  # of which one may hold what is written
+        self._in_backward = sharding.updates_in_backward
+        self._looks_inside = (gathers or self._in_backward) and not config.model.compile  # hooks would be compiled
+        self._names = [name for name, _ in self._model.named_parameters()]
+        self.held: list[Tensor] = list(self._model.parameters())
+        self.trained = list(map(REQUIRES_GRAD, self.held))
+        self._after_step: dict[str, _Mark] = {}
+
+    def accumulate(self, accumulate: Callable[[], None]) -> None:
+        """Run forwards and backwards of an update.
+
+        Raises:
+            ConfigError: They, or something since the update before, have changed parameters.
+        """
+        before = _marks(self._model)
+        written = _changed(self._after_step, before)
+        self._after_step = {}
+        whole: dict[str, Tensor] = {}
+        with _around_forwards(self._model, written, whole) if self._looks_inside else nullcontext():
+            accumulate()
+        self._hold(whole)
+        if not self._in_backward:
+            written |= _changed(before, _marks(self._model))
+        everywhere = cast("list[set[str]]", self._stages.gather(written))
+        if any(everywhere):
+            raise _written(sorted(set().union(*everywhere)))
+
+    def updated(self) -> None:
+        """Remember the parameters after the step before a watched update."""
+        self._after_step = _marks(self._model)
+
+    def forget(self) -> None:
+        """Forget them: others may take their place."""
+        self._after_step = {}
+
+    def thawed(self) -> ConfigError:
+        """Return the error if `requires_grad` of a parameter has changed since the start."""
+        flags = zip(self._names, self.held, self.trained, strict=True)
+        changed = list(dict.fromkeys(name for name, held, trained in flags if held.requires_grad is not trained))
+        why = (
+            f"requires_grad of {listed(changed, _NAMED)} has changed since the start, and the optimizer has the "
+            "parameters that were trained then; end this run, and start another from its weights (model.init_from), "
+            "with other frozen parameters"
+        )
+        return ConfigError(Problem("", "model", why))
+
+    def _hold(self, whole: Mapping[str, Tensor]) -> None:
+        known, trained = set(map(id, self.held)), dict(zip(self._names, self.trained, strict=True))
+        for name, parameter in whole.items():
+            if name in trained and id(parameter) not in known:  # a tied one has one name
+                self._names.append(name)
+                self.held.append(parameter)
+                self.trained.append(trained[name])
+
+
+@contextmanager
+def _around_forwards(model: nn.Module, written: set[str], whole: dict[str, Tensor]) -> Iterator[None]:
+    """Look at parameters around the first forward of each module, when they are whole.
+
+    Args:
+        written: Gets the names of those that it changes.
+        whole: Gets the parameters by name.
+    """
+    handles = []
+    names = {module: name for name, module in model.named_modules() if next(module.parameters(), None) is not None}
+    before: dict[nn.Module, dict[str, _Mark]] = {}
+    done: set[nn.Module] = set()
+
+    def begin(module: nn.Module, *unused: object) -> None:
+        if module not in done:
+            before[module] = _marks(module)
+
+    def end(module: nn.Module, *unused: object) -> None:
+        if module not in done:
+            done.add(module)
+            prefix = f"{names[module]}." if names[module] else ""
+            now = _marks(module)
+            written.update(prefix + name for name in _changed(before.pop(module), now))
+            whole.update({prefix + name: now[name][0] for name, _ in module.named_parameters(recurse=False)})
+
+    for module in names:  # a strategy's hooks gather before, and free after
+        handles.append(module.register_forward_pre_hook(begin))
+        handles.append(module.register_forward_hook(end, prepend=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _marks(module: nn.Module) -> dict[str, _Mark]:
+    named = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.is_inference()]
+    held = [local_tensor(parameter) for _, parameter in named]
+    sums = bit_sums(held).tolist() if held else []
+    marks = zip(named, held, sums, strict=True)
+    return {name: (parameter, part.shape, bits) for (name, parameter), part, bits in marks}
+
+
+def _changed(before: dict[str, _Mark], now: dict[str, _Mark]) -> set[str]:
+    """Return the names of parameters of which this rank holds other values; a strategy may have gathered one."""
+    return {
+        name
+        for name, (parameter, shape, bits) in now.items()
+        if name in before and before[name][0] is parameter and before[name][1] == shape and before[name][2] != bits
+    }
+
+
+def _written(names: list[str]) -> ConfigError:
+    why = (
+        f"{listed(names, _NAMED)} changed outside of the optimizer's step, in a forward or by code of your own: such a "
+        "change is lost with sharded parameters, and in a run that resumes. If a first batch sets them, run one batch "
+        "through the model before you hand it over; make what follows the weights buffers (register_buffer); normalize "
+        "or clip weights where they are used (an embedding without max_norm)"
+    )
+    return ConfigError(Problem("", "model", why))

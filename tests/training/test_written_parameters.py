@@ -1,0 +1,87 @@
+"""Parameters change in the optimizer's step alone, and those that are trained stay those of the start."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+from kit import small
+from torch import Tensor
+
+import lockstep
+
+
+class Following(small.Net):
+    """A net whose bias follows something else in its forward, from an update on."""
+
+    def __init__(self, how: str, first: int = 1) -> None:
+        super().__init__()
+        self.how, self.first, self.forwards = how, first, 0
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, points: Tensor) -> Tensor:
+        self.forwards += self.training
+        bias, mean = self.head.bias, points.detach().mean(dim=0)[:3]
+        if self.training and self.forwards >= self.first:
+            if self.how == "in place":
+                with torch.no_grad():
+                    bias.copy_(mean)
+            elif self.how == "by its data":
+                bias.data.copy_(mean)
+            elif self.how == "other data":
+                bias.data = mean
+            self.mean.copy_(mean)
+        return super().forward(points)
+
+
+def _session(model: torch.nn.Module) -> lockstep.Session:
+    asked = small.config(batch={"global_size": 8, "micro_size": 8})
+    asked.pop("model", None)
+    return lockstep.session(asked, model=model)
+
+
+@pytest.mark.parametrize("how", ["in place", "by its data", "other data"])
+@pytest.mark.parametrize("first", [1, 4])
+def test_a_parameter_that_a_forward_writes_to_is_refused_at_once_or_soon(how: str, first: int) -> None:
+    with _session(Following(how, first)) as session:
+        reports = []
+        with pytest.raises(lockstep.ConfigError, match=r"head.bias changed outside of the optimizer's step"):
+            reports.extend(islice(session, 6))
+        assert session.progress.steps == (0 if first == 1 else 4)
+
+
+def test_a_forward_that_writes_to_a_buffer_trains() -> None:
+    with _session(Following("not")) as session:
+        assert len(list(islice(session, 6))) == 6
+
+
+def test_a_parameter_that_code_changes_between_two_updates_is_refused() -> None:
+    with _session(small.Net()) as session:
+        updates = iter(session)
+        next(updates)
+        model = session._components.sharding.state.model
+        model.head.weight.data.clamp_(-0.01, 0.01)
+        with pytest.raises(lockstep.ConfigError, match=r"head.weight changed outside of the optimizer's step"):
+            next(updates)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_parameters_that_are_frozen_or_not_in_mid_run_are_refused(trained: bool) -> None:
+    model = small.Net()
+    model.inner.requires_grad_(not trained)
+    with _session(model) as session:
+        updates = iter(session)
+        for _ in range(3):
+            next(updates)
+        session._components.sharding.state.model.inner.requires_grad_(trained)
+        with pytest.raises(lockstep.ConfigError, match=r"requires_grad of inner.weight, inner.bias has changed"):
+            next(updates)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_of_half_precision_are_refused_if_they_are_trained(dtype: torch.dtype) -> None:
+    model = small.Net()
+    model.inner.to(dtype)
+    with pytest.raises(lockstep.ConfigError, match=r"inner.weight, inner.bias: trained in (bfloat|float)16"):
+        _session(model).__enter__()
