@@ -177,8 +177,7 @@ def parallelize(
     )
     if builder.shard is not None:
         builder.shard(sharding_context)
-    sharding = _materialized(builder, sharding_context, whole)
-    _refuse_lost_hooks(hooked, sharding.state.model)
+    sharding = _with_hooks(hooked, _materialized(builder, sharding_context, whole))
     return Parallelized(position(), stages, tensor, context, recomputed, sharding)
 
 
@@ -187,9 +186,9 @@ def _hooks_after(parameter: nn.Parameter) -> object:
     return parameter._post_accumulate_grad_hooks
 
 
-def _refuse_lost_hooks(hooked: Mapping[str, nn.Parameter], model: nn.Module) -> None:
-    """Raise ConfigError if parameters with hooks of the user's have been replaced by shards."""
-    shards = dict(model.named_parameters())
+def _with_hooks(hooked: Mapping[str, nn.Parameter], sharding: Sharding) -> Sharding:
+    """Return the sharding. Raises ConfigError if it has replaced parameters that have hooks of the user's."""
+    shards = dict(sharding.state.model.named_parameters())
     lost = [name for name, parameter in hooked.items() if shards.get(name, parameter) is not parameter]
     if lost:
         why = (
@@ -197,6 +196,7 @@ def _refuse_lost_hooks(hooked: Mapping[str, nn.Parameter], model: nn.Module) -> 
             "the forward instead (torch.nn.utils.parametrize masks it), or take ddp"
         )
         raise ConfigError(Problem("", "parallel.strategy", why))
+    return sharding
 
 
 def check_model(model: nn.Module, config: Config, plan: Plan) -> None:
