@@ -105,10 +105,43 @@ def test_an_error_that_does_not_come_again_leaves_nothing_out() -> None:
     assert fetched(SkippingSource(source, uniform=False), 3, 4) == ([3, 4], [], 2)
 
 
-@pytest.mark.parametrize("error", [MemoryError(), Stopped("stopped by SIGTERM")])
-def test_errors_that_are_not_about_a_sample(error: Exception) -> None:
-    with pytest.raises(type(error)):
-        SkippingSource(Bad(error=error), uniform=False).fetch(np.array([4, 5]))
+def test_a_stop_is_not_about_a_sample() -> None:
+    with pytest.raises(Stopped):
+        SkippingSource(Bad(error=Stopped("stopped by SIGTERM")), uniform=False).fetch(np.array([4, 5]))
+
+
+@pytest.mark.parametrize("indices", [(4, 5), (5,)])
+def test_a_sample_that_alone_runs_out_of_memory_is_left_out(indices: tuple[int, ...]) -> None:
+    batch = SkippingSource(Bad(error=MemoryError("Unable to allocate 9 TiB")), uniform=False).fetch(np.array(indices))
+    assert [(sample.index, "9 TiB" in sample.reason) for sample in batch.left_out] == [(5, True)]
+    assert batch.samples == len(indices) - 1
+
+
+@pytest.mark.parametrize("most", [0, 1], ids=["of each", "of two"])
+def test_memory_that_runs_out_of_others_too_is_not_about_a_sample(most: int) -> None:
+    class Full(IndexSource):
+        def fetch(self, indices: np.ndarray) -> Batch:
+            if len(indices) > most and self.is_full:
+                raise MemoryError
+            return super().fetch(indices)
+
+    source = Full(12)
+    source.is_full = False
+    left = SkippingSource(source, uniform=True)  # which has read a sample that is fine
+    source.is_full = True
+    with pytest.raises(MemoryError):
+        left.fetch(np.array([4, 7]))
+
+
+@pytest.mark.parametrize("odd", [lambda good: good.double(), lambda good: good.requires_grad_()], ids=["dtype", "grad"])
+def test_an_item_that_workers_would_change_is_named_or_left_out(odd: Any) -> None:
+    items = [(odd(torch.ones(3)) if index == 5 else torch.ones(3), 0) for index in range(12)]
+    for workers in (0, 1):
+        with pytest.raises(RunFailed, match=r"sample 5 .*(float64|requires a gradient)"):
+            next(make_loader(adapt_dataset(items), 12, workers=workers).updates(Progress()))
+    source = skipping(adapt_dataset(items), BadSamples(policy="skip"))
+    for indices in ((4, 5), (5, 4), (5,)):
+        assert [sample.index for sample in source.fetch(np.array(indices)).left_out] == [5]
 
 
 def test_nothing_can_be_read() -> None:

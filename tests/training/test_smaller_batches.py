@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from lockstep.config.loading import validate
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError, OutOfMemory
 from lockstep.launch.ends import End, EndKind
+from lockstep.launch.outcome import LaunchResult
 from lockstep.monitor.attempts import read_attempts
 from lockstep.resilience.faults import FAULTS, Fault, write_plan
+from lockstep.training import start_run
 from lockstep.training.decisions import decided, decision_of
 from lockstep.training.job import Job
 from lockstep.training.micro_sizes import factors_of
@@ -238,6 +240,28 @@ def config_of(micro_size: object = 8, **sections: Any) -> Config:
 def sizes(folder: Path, config: Config) -> SmallerBatches:
     (folder / "logs").mkdir(exist_ok=True)
     return SmallerBatches(Job(config, "small"), folder, ranks=2)
+
+
+def test_the_advice_after_a_kill_has_the_size_of_the_last_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[SmallerBatches] = []
+    advised: list[str] = []
+
+    def kept(*arguments: Any) -> SmallerBatches:
+        made.append(SmallerBatches(*arguments))
+        return made[0]
+
+    def launched(*_: Any, remedy: Callable[[], str], **__: Any) -> LaunchResult:
+        advised.append(remedy())
+        made[0].after(ran_out(batch=8))
+        advised.append(remedy())
+        return LaunchResult(0)
+
+    monkeypatch.setattr(start_run, "SmallerBatches", kept)
+    monkeypatch.setattr(start_run, "launch", launched)
+    start_run.launch_job(Job(config_of(run={"steps": 1, "folder": str(tmp_path / "run")}), "small"), 2)
+    assert ["(it is 8)" in advised[0], "(it is 4)" in advised[1]] == [True, True], advised
 
 
 def ran_out(**too_large: int) -> End:

@@ -23,6 +23,7 @@ import torch
 from lockstep.core import heartbeat
 from lockstep.core.errors import Failure, OutOfMemory, RunFailed
 from lockstep.core.heartbeat import mark_of
+from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.records import Batch, LeftOutSample
 from lockstep.data import noise
 from lockstep.data.order import Indices, digest
@@ -190,9 +191,11 @@ class SkippingSource:
 
     def _faults(self, indices: Indices, error: Exception) -> dict[int, str]:
         """Return why samples can't be used, by index; empty if all can, when they are read again."""
-        _reraise_fatal(error, indices)
+        _reraise_failure(error)
         errors = {int(index): _error_of(self._read, indices[indices == index]) for index in indices}
         faults = {index: _reason(fault) for index, fault in errors.items() if fault is not None}
+        if out_of_memory_cause(error) and (not faults or _error_of(self._fetch, self._good_sample()) is not None):
+            reraise_out_of_memory(error, indices)  # it isn't one sample that is too large
         if faults or _error_of(self._read, indices) is None:
             sample = noted_sample(error)
             if sample not in faults if sample is not None else not faults:
@@ -240,7 +243,7 @@ class SkippingSource:
                     if not _is_finite(batch.inputs):
                         not_finite.add(int(index))
                 except Exception as error:
-                    _reraise_fatal(error, np.array([index]))
+                    _reraise_failure(error)
         if not shapes:
             return
         common, number = Counter(shapes.values()).most_common(1)[0]
@@ -258,7 +261,7 @@ def _error_of(read: Callable[[Indices], Batch], indices: Indices) -> Exception |
     try:
         read(indices)
     except Exception as error:
-        _reraise_fatal(error, indices)
+        _reraise_failure(error)
         return error
     return None
 
@@ -267,11 +270,10 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, _OtherShapes) else describe(error)
 
 
-def _reraise_fatal(error: Exception, indices: Indices) -> None:
-    """Raise what is not about a sample: memory ran out, or the run is stopped."""
+def _reraise_failure(error: Exception) -> None:
+    """Raise what is not about a sample: the run is stopped, for example."""
     if isinstance(error, Failure) and (not isinstance(error, RunFailed) or isinstance(error, OutOfMemory)):
         raise error
-    reraise_out_of_memory(error, indices)
 
 
 def _listed(indices: Indices, left_out: Mapping[int, str]) -> tuple[LeftOutSample, ...]:

@@ -12,6 +12,7 @@ Batch, which is used as it is. A TensorDataset isn't collated: each of its tenso
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,8 @@ from torch.utils.data import (
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
-    default_collate,
 )
+from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
 from lockstep.config.data_sections import FATAL, BadSamples, CustomData
 from lockstep.core import heartbeat
@@ -41,7 +42,7 @@ from lockstep.core.records import Batch, DataFacts
 from lockstep.data.item_fingerprint import NotRead, covered, fingerprint_of_items, spread
 from lockstep.data.order import Indices
 from lockstep.data.time_limit import time_limit
-from lockstep.data.unreadable import UnfitItem, note_sample, reraise_out_of_memory
+from lockstep.data.unreadable import UnfitItem, note_sample
 from lockstep.data.windows import fingerprint
 
 Collate = Callable[[list[Any]], Any]
@@ -230,7 +231,6 @@ class ItemSource:
         except Exception as error:
             if not skips:
                 raise
-            reraise_out_of_memory(error, np.array([index]))
             raise NotRead from error
 
 
@@ -246,12 +246,30 @@ def collate_values(items: list[Any]) -> Any:
         return tuple(map(_as_tensor, item)) if type(item) is tuple else item
 
     try:
-        return default_collate([with_tensors(item) for item in items])
-    except TypeError as error:
+        return collate([with_tensors(item) for item in items], collate_fn_map=_COLLATED)
+    except (TypeError, AttributeError) as error:
         for place, item in enumerate(items):
             if part := _unfit_part(item):
                 raise UnfitItem(part, place) from error
         raise
+
+
+def _stacked(tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Any:
+    """Stack tensors as torch does, if they have one dtype: in a worker it would cast them, elsewhere promote them."""
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        (usual, _), *_ = Counter(tensor.dtype for tensor in tensors).most_common()
+        place = next(at for at, tensor in enumerate(tensors) if tensor.dtype != usual)
+        raise UnfitItem(
+            f"the dataset returned {tensors[place].dtype} for it, and {usual} for others: {_ONE_DTYPE}", place
+        )
+    if any(tensor.requires_grad for tensor in tensors):
+        place = next(at for at, tensor in enumerate(tensors) if tensor.requires_grad)
+        raise UnfitItem("the dataset returned a tensor that requires a gradient for it: return tensor.detach()", place)
+    return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
+
+
+_ONE_DTYPE = "return one dtype, or set collate"
+_COLLATED = {**default_collate_fn_map, Tensor: _stacked}
 
 
 def _unfit_part(item: Any, place: str = "") -> str:

@@ -149,6 +149,8 @@ def _error_of(read: Callable[[Indices], object], indices: Indices) -> Exception 
 def reraise_out_of_memory(error: Exception, indices: Indices) -> None:
     """Raise the error, marked with the samples that were read, if memory ran out."""
     if out_of_memory_cause(error):
-        samples = f"samples {named(indices)} were" if len(indices) > 1 else f"sample {named(indices)} was"
+        sample = noted_sample(error)
+        alone = indices if sample is None else np.array([sample])
+        samples = f"samples {named(alone)} were" if len(alone) > 1 else f"sample {named(alone)} was"
         note_location(error, "data", f"while {samples} read")
         raise error

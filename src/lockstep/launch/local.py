@@ -84,7 +84,7 @@ def launch(
     *,
     own_process: bool = False,
     preload: Sequence[str] = (),
-    remedy: str = "",
+    remedy: Callable[[], str] = str,
     hosts: Hosts | None = None,
     supervisor: Rounds | None = None,
     watchdog: Watchdog | None = None,
@@ -102,7 +102,7 @@ def launch(
             warnings are shown at the end. None: all ranks print to the terminal.
         own_process: Whether a single rank also gets a process, so that this one can still fork others.
         preload: Modules that every rank imports; importing them must start no threads and use no GPU.
-        remedy: Sentences that state what to change if a rank is killed because memory ran out.
+        remedy: Returns sentences that state what to change if a rank is killed because memory ran out.
         hosts: The other hosts of the run, which have met; each starts its own ranks, and all return the same result.
         supervisor: Decides after a failure whether the ranks start again. A single rank that can't be forked runs in
             this process, and isn't started again.
@@ -132,7 +132,7 @@ def launch(
         return _run_rounds(job, remedy, requests, supervisor)
 
 
-def _run_rounds(job: Ranks, remedy: str, requests: SignalRequests, rounds: Rounds | None) -> LaunchResult:
+def _run_rounds(job: Ranks, remedy: Callable[[], str], requests: SignalRequests, rounds: Rounds | None) -> LaunchResult:
     """Run rounds of ranks until there is no further one."""
     with contextlib.ExitStack() as stack:
         ahead = NextRound(job, rounds.resumed) if isinstance(rounds, Supervisor) else None
@@ -220,7 +220,7 @@ def _patience(grace: float | None) -> float:
 class _Common:
     """The arguments and helpers that all rounds of a launch share."""
 
-    remedy: str
+    remedy: Callable[[], str]
     requests: SignalRequests
     rounds: Rounds | None
     ahead: NextRound | None
@@ -240,7 +240,7 @@ def _run_ranks(job: Ranks, common: _Common, begin: Callable[[], Round]) -> tuple
     kills_before, stderr = kernel_kills(), size_of_stderr()
 
     def why_sigkill() -> str:
-        return why_killed(kills_before, kernel_kills(), common.remedy)
+        return why_killed(kills_before, kernel_kills(), common.remedy())
 
     if hosts is not None:
         hosts.why_killed, hosts.requests = why_sigkill, requests

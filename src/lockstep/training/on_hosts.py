@@ -120,7 +120,7 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
         raise RunFailed(f"host {hosts.name} can't create {logs} for its ranks' logs: {reason}") from None
     where = f"logs are in {logs}, and rank 0 prints on host {hosts.world[0].name}"
     print_on_stderr(f"{len(hosts.world)} hosts: this one, {hosts.here}, is node {hosts.node}; {where}")
-    remedy = advice(memory_factors(job.config, hosts.size), "forward")
+    remedy = partial(advice, memory_factors(job.config, hosts.size), "forward")
     ahead = imports_ahead(job.config)
     recovery = job.config.recovery
     with _memory_shared(job, path, hosts) as memory:

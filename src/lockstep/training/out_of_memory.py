@@ -195,8 +195,9 @@ def _for_activations(factors: MemoryFactors) -> list[str]:
 
 def _for_data(factors: MemoryFactors) -> list[str]:
     workers = factors.workers
+    left_out = ["leave a sample out that is too large alone: data.leave_out"] if factors.micro_size == 1 else []
     fewer = [f"set data.loader.workers below {workers}, or data.loader.prefetch to 1"] if workers else []
-    return [*fewer, "make the dataset hold less of itself in memory, for example by np.memmap"]
+    return [*left_out, *fewer, "make the dataset hold less of itself in memory, for example by np.memmap"]
 
 
 def _for_checkpoint(factors: MemoryFactors) -> list[str]:

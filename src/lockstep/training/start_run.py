@@ -287,11 +287,11 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
             sizes = SmallerBatches(job, folder.path, size)
             if job.resume.fresh:
                 DeadlySamples.of(job.config, folder.logs).forget()
+            remedy = lambda: advice(memory_factors(sizes.job.config, size), "forward")  # noqa: E731
             entry, ahead = partial(train_as_rank, sizes.job, folder.path), imports_ahead(job.config)
             if hosts is not None:
                 hosts.share_memory(memory)
                 hosts.open_folder(folder.path, decision_of(job, entry))
-            remedy = advice(memory_factors(sizes.job.config, size), "forward")
             with prepared_ahead(job.config, size):
                 ended = launch(
                     entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy, hosts=hosts,
