@@ -70,7 +70,6 @@ drill: .venv/.installed-dev  ## kills runs and saves by the hundred, for an hour
 	$(BIN)/python drills/elastic_drill.py
 	$(BIN)/python drills/hosts_drill.py
 	$(BIN)/python drills/s3_drill.py --attempts 40
-	$(BIN)/python drills/s3_drill.py --run-in-bucket --attempts 40
 	$(BIN)/python drills/versions_drill.py
 	$(BIN)/python drills/doctor_drill.py
 	$(BIN)/python drills/aws_drill.py

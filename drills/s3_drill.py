@@ -6,11 +6,7 @@
     fault    that request, and its repeats, are answered by 500, 503, a cut or a lost answer; then SIGKILL
     started again: does the newest checkpoint verify, byte by byte?  is none lost?  does the run resume from it?
 
-With --run-in-bucket the whole run is there. A kill then leaves its publisher alive, which is drawn to have the time it
-needs, to meet the next start, or to be killed with the working copy, as if the machine were lost. The bucket's history
-must have each step up to the newest checkpoint, once.
-
-Prints a table, writes results/s3_drill.json (s3_drill_runs.json), and fails (exit code 1) if anything was lost.
+Prints a table, writes results/s3_drill.json, and fails (exit code 1) if anything was lost.
 Everything is drawn from --seed, but the timing is the machine's.
 """
 
@@ -20,7 +16,6 @@ import argparse
 import json
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -49,10 +44,9 @@ WORDS = (
     "train", "digits", "--model.width=176", "--run.epochs=null", "--run.steps=1000000", "--batch.global_size=8",
     "--evaluation.every=null", "--monitor.progress=plain", "--monitor.every=1", "--monitor.tensorboard=false",
     "--launch.device=cpu", "--checkpoint.every=1 steps", "--checkpoint.keep_last=2", "--checkpoint.retry_seconds=0.5",
+    f"--checkpoint.folder={ADDRESS}", "--run.folder=run",
     "--recovery.snapshot_every=null",  # else the run may resume from memory, later than from the newest checkpoint
 )  # fmt: skip
-WORDS_OF_SAVES = (f"--checkpoint.folder={ADDRESS}", "--run.folder=run")
-WORDS_OF_RUNS = (f"--run.folder={ADDRESS}",)
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2}
 REQUESTS = {  # and the strategies that make them: under fsdp, no rank's file is large enough for an upload in parts
     "begin of an upload": ("POST .*step-.*uploads", ("single", "ddp")),
@@ -62,11 +56,6 @@ REQUESTS = {  # and the strategies that make them: under fsdp, no rank's file is
     "manifest": ("PUT .*step-[0-9]*/manifest.json", tuple(LAYOUTS)),
     "deletion": ("(DELETE|POST .*[?]delete).*", tuple(LAYOUTS)),
 }
-REQUESTS_OF_RUNS = {
-    "history": ("PUT .*/drill/metrics.jsonl", tuple(LAYOUTS)),
-    "lock": ("PUT .*/drill/run.lock", tuple(LAYOUTS)),
-}
-ENDS = ("its publisher ends", "its publisher meets the next start", "its machine is lost")
 KILLS = {"hang": "before the server has it", "cut": "in the middle of it", "lost": "after the server has it"}
 FAULTS = ("500", "503", "cut", "lost")
 
@@ -76,22 +65,20 @@ def main() -> None:
     parser.add_argument("--attempts", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=36_000, help="stop after this time")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--run-in-bucket", action="store_true", help="the whole run, and not its checkpoints alone")
     parser.add_argument("--results", type=Path)
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="s3-drill-") as folder, s3.serving() as server, s3.proxied(server) as proxy:
         os.environ.update(s3.environment(proxy.endpoint))
-        drill = Drill(Path(folder), server, proxy, random.Random(arguments.seed), in_bucket=arguments.run_in_bucket)
+        drill = Drill(Path(folder), server, proxy, random.Random(arguments.seed))
         while drill.made < arguments.attempts and time.perf_counter() - began < arguments.seconds:
             drill.attempt()
         measured = drill.results()  # asks the server, too
-    flag = " --run-in-bucket" * arguments.run_in_bucket
-    command = f"python drills/s3_drill.py{flag} --attempts {arguments.attempts} --seed {arguments.seed}"
+    command = f"python drills/s3_drill.py --attempts {arguments.attempts} --seed {arguments.seed}"
     results = {"command": command, "machine": machine(), **measured}
     results["seconds"] = round(time.perf_counter() - began, 1)
-    path = arguments.results or RESULTS / f"s3_drill{'_runs' * arguments.run_in_bucket}.json"
+    path = arguments.results or RESULTS / "s3_drill.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=2) + "\n")
     print(json.dumps(results, indent=2))
@@ -101,25 +88,19 @@ def main() -> None:
 class Drill:
     """One run that is started, disturbed in a save and killed, again and again."""
 
-    def __init__(self, folder: Path, server: str, proxy: s3.Proxy, rng: random.Random, *, in_bucket: bool) -> None:
+    def __init__(self, folder: Path, server: str, proxy: s3.Proxy, rng: random.Random) -> None:
         self._folder = folder
-        self._in_bucket = in_bucket
-        self._words = [*WORDS, *(WORDS_OF_RUNS if in_bucket else WORDS_OF_SAVES)]
-        self._kinds = {**REQUESTS, **REQUESTS_OF_RUNS} if in_bucket else REQUESTS
         self._server = server
         self._proxy = proxy
-        self._run = S3Store(ADDRESS)
-        self._storage = ObjectStorage(S3Store(f"{ADDRESS}/checkpoints") if in_bucket else self._run)
+        self._storage = ObjectStorage(S3Store(ADDRESS))
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         os.environ["AWS_ENDPOINT_URL"] = server
         self._storage.names()  # its client goes past the proxy
-        self._run.sizes("run.lock")
         os.environ["AWS_ENDPOINT_URL"] = proxy.endpoint
         self._rng = rng
         self._cases: Counter[str] = Counter()
         self._requests: Counter[str] = Counter()
         self._layouts: Counter[str] = Counter()
-        self._ends: Counter[str] = Counter()
         self._resumed = 0
         self._leftover_uploads = 0
         self.made = 0
@@ -127,19 +108,18 @@ class Drill:
 
     def attempt(self) -> None:
         """Start the run, disturb it, kill it, and compare what is there with what was there."""
-        request = min(self._kinds, key=lambda name: (self._requests[name], self._rng.random()))
-        pattern, strategies = self._kinds[request]
+        request = min(REQUESTS, key=lambda name: (self._requests[name], self._rng.random()))
+        pattern, strategies = REQUESTS[request]
         strategy = self._rng.choice(strategies)
         ranks = LAYOUTS[strategy]
         is_kill = self._rng.random() < 0.6
         kind = self._rng.choice([*KILLS] if is_kill else FAULTS)
         before = self._newest()
         self._proxy.plan()
-        words = (*self._words, f"--ranks={ranks}", f"--parallel.strategy={strategy}")
-        run, publisher = start_lockstep(*words, cwd=self._folder), 0
+        words = (*WORDS, f"--ranks={ranks}", f"--parallel.strategy={strategy}")
+        run = start_lockstep(*words, cwd=self._folder)
         try:
             run.wait_for(lambda: self._newest() > before)
-            publisher = next(filter(_publishes, run.ranks), 0)
             resumes = before == 0 or f"resumes from step {before:,} " in self._output()
             left = len(s3.client(self._server).list_multipart_uploads(Bucket=s3.BUCKET).get("Uploads", ()))
             self._leftover_uploads = max(self._leftover_uploads, left)
@@ -147,7 +127,6 @@ class Drill:
         finally:
             if run.lives:
                 run.send(signal.SIGKILL, group=True)
-            end = self._end_publisher(publisher) if publisher else ""
             run.end()
             self._proxy.plan()
         case = f"kill, {KILLS[kind]}" if is_kill else f"fault, {kind}"
@@ -157,11 +136,8 @@ class Drill:
             self._cases[case] += 1
             self._requests[request] += 1
             self._layouts[f"{strategy} on {ranks}"] += 1
-            self._ends[end] += bool(end)
-        if self._in_bucket:
-            self._judge_history(f"{case}, {request}, {end}")
-        self._judge(f"{case}, {request}, {end}", before, self._output(), resumes=resumes)
-        done = f"{self.made}: {case}, {request}, {strategy}, {end}, step {self._newest()}"
+        self._judge(f"{case}, {request}", before, self._output(), resumes=resumes)
+        done = f"{self.made}: {case}, {request}, {strategy}, step {self._newest()}"
         print(done if hit else f"missed: {case}, {request}", file=sys.stderr, flush=True)
 
     def results(self) -> dict[str, Any]:
@@ -171,7 +147,6 @@ class Drill:
             "cases": dict(self._cases),
             "requests": dict(self._requests),
             "layouts": dict(self._layouts),
-            "ends": {end: number for end, number in self._ends.items() if end},
             "newest_step": self._newest(),
             "most_open_uploads_during_a_run": self._leftover_uploads,
             "lost": self.lost,
@@ -192,28 +167,6 @@ class Drill:
             time.sleep(self._rng.uniform(0, 0.05))
         return True
 
-    def _end_publisher(self, process: int) -> str:
-        """Draw what becomes of the run's publisher, which outlives it; return that."""
-        end = self._rng.choice(ENDS)
-        if end == "its machine is lost":
-            os.kill(process, signal.SIGKILL)
-            _wait_for_end(process)
-            shutil.rmtree(self._folder / "cache")
-        elif end == "its publisher ends":
-            self._proxy.plan()
-            _wait_for_end(process)
-            if "run.lock" in self._run.sizes("run.lock"):
-                self.lost.append(f"the publisher has left the run locked:\n{self._output()[-2000:]}")
-        return end
-
-    def _judge_history(self, case: str) -> None:
-        """Compare the bucket's history with its newest checkpoint, which is read first."""
-        newest = self._newest()
-        data = self._run.read_tagged("metrics.jsonl")[0]
-        steps = [line["step"] for line in map(json.loads, data.splitlines()) if "loss" in line]
-        if steps[:newest] != [*range(1, newest + 1)]:
-            self.lost.append(f"{case}: the history has {len(steps)} steps, and the newest checkpoint is step {newest}")
-
     def _judge(self, case: str, before: int, output: str, *, resumes: bool) -> None:
         storage = self._storage
         names = names_by_step(storage.names())
@@ -231,22 +184,6 @@ class Drill:
         return max(names_by_step(self._storage.names()), default=0)
 
 
-def _publishes(process: int) -> bool:
-    return b"lockstep.training.stored_run" in Path(f"/proc/{process}/cmdline").read_bytes()
-
-
-def _wait_for_end(process: int) -> None:
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        try:
-            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
-                return
-        except OSError:
-            return
-        time.sleep(0.02)
-    raise SystemExit(f"the publisher, process {process}, hangs")
-
-
 def table(results: Mapping[str, Any]) -> str:
     """Return the table in Markdown, from what results/s3_drill.json holds."""
     resumed = f"**{results['resumed_from_the_newest']} of {results['attempts']}**"
@@ -256,7 +193,7 @@ def table(results: Mapping[str, Any]) -> str:
         f"| resumed from the newest complete checkpoint | {resumed} |",
         f"| checkpoints lost or damaged | {len(results['lost'])} |",
     ]
-    for what, shown in (("cases", ""), ("requests", "hit: "), ("layouts", ""), ("ends", "afterwards: ")):
+    for what, shown in (("cases", ""), ("requests", "hit: "), ("layouts", "")):
         lines += [f"| {shown}{name} | {number} |" for name, number in sorted(results.get(what, {}).items())]
     return "\n".join(lines)
 

@@ -33,7 +33,6 @@ TABLES = {
     "versions": versions_drill.table,
     "peers_drill": peers_drill.table,
     "s3_drill": s3_drill.table,
-    "s3_drill_runs": s3_drill.table,
     "doctor_drill": doctor_drill.table,
     "aws_drill": aws_drill.table,
     "attack_drill": attack_drill.table,

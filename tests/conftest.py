@@ -38,7 +38,7 @@ _YOUNG_OBJECTS = 50_000  # between two collections; servers of tests (moto) have
 LONGEST_FIRST = (
     "test_cells.py", "test_table.py", "test_slurm.py", "test_hosts.py", "test_ssh.py", "test_ray.py",
     "test_hosts_with_bucket.py", "test_aws_follow.py", "test_hostile.py", "test_checkpoint_pairs.py",
-    "test_network_recipes.py", "test_object_stores.py", "test_host_ends.py", "test_stored_runs.py", "test_proof.py",
+    "test_network_recipes.py", "test_object_stores.py", "test_host_ends.py", "test_proof.py",
     "test_end_to_end.py", "test_storage_faults.py", "test_guide.py", "test_features.py", "test_deepspeed.py",
     "test_tensor.py", "test_zero_import.py", "test_families.py", "test_pipeline.py", "test_same_run.py",
     "test_corruption.py", "test_killed.py", "test_local.py", "test_peak_memory.py", "test_transactions.py",

@@ -27,7 +27,6 @@ ROWS: dict[str, int | tuple[str, ...]] = {
     "interop/test_zero_import.py::test_weights_are_bitwise_identical_to_the_engine_s": 4,
     "launch/test_elastic_restarts.py::test_nodes_that_count_restarts_differently_meet": 0,
     "launch/test_host_ends.py::test_all_hosts_end_with_the_first_cause": 3,
-    "launch/test_hosts_with_bucket.py::test_a_killed_run_in_a_bucket_resumes_with_the_hosts_swapped_and_then_on_one_of_them": 0,  # noqa: E501
     "launch/test_local.py::test_a_rank_that_hangs_is_named_by_those_that_waited": 3,
     "launchers/test_aws.py::test_a_fault_at_each_call_leaves_nothing": 4,
     "launchers/test_aws_follow.py::test_what_fails_for_a_while_is_borne": 2,
@@ -100,7 +99,6 @@ ROWS: dict[str, int | tuple[str, ...]] = {
     "training/test_same_run.py::test_divided_state_is_the_single_process": 2,
     "training/test_signals.py::test_data_workers_leave_signals_to_the_group_to_their_rank": 2,
     "training/test_signals.py::test_sigusr2_saves_and_continues_and_sigusr1_saves_and_stops": 2,
-    "training/test_stored_runs.py::test_a_killed_run_resumes_on_another_machine_with_the_undisturbed_runs_losses": 0,
     "training/test_tensor.py::test_plans_of_the_transformers_library": 0,
     "training/test_tensor.py::test_products_on_four_ranks": 0,
     "training/test_tracker_faults.py::test_a_tracker_that_raises": 5,

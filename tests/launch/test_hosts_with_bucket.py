@@ -24,7 +24,6 @@ TRAIN = (
     "evaluation.every=null", "evaluation.at_end=false", "checkpoint.every=2", "parallel.strategy=fsdp",
     "checkpoint.retry_seconds=3",
 )  # fmt: skip
-IN_BUCKET = (f"run.folder={ADDRESS}",)
 CHECKPOINTS_IN_BUCKET = ("run.folder=run", f"checkpoint.folder={ADDRESS}/checkpoints")
 ENDLESS = "run.steps=100000"
 TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--nnodes", 2, "--nproc-per-node", 1)
@@ -47,17 +46,11 @@ class Hosts:
         common = (*TRAIN, *words, "--ranks", 1, "--nodes", 2, "--rendezvous", place)
         return [self.start(host, *common) for host in (leader, 1 - leader)]
 
-    def torchrun(self, kind: str, *words: object, leader: int = 0) -> list[Running]:
+    def torchrun(self, *words: object) -> list[Running]:
         """Start torchrun on both; the first in the list has rank 0."""
-        place = self.net.address(leader)
-        launched = []
-        for node, host in enumerate((leader, 1 - leader)):
-            meeting: tuple[object, ...] = ("--master-addr", place, "--master-port", 29500, "--node-rank", node)
-            if kind == "c10d":
-                meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{place}:29500", "--rdzv-id", "job",
-                           "--rdzv-conf", f"is_host={1 - node}")  # fmt: skip
-            launched.append(self.start(host, *TORCHRUN, *meeting, "-m", "lockstep", *TRAIN, *words))
-        return launched
+        meeting = ("--master-addr", self.net.address(0), "--master-port", 29500)
+        train = ("-m", "lockstep", *TRAIN, *words)
+        return [self.start(host, *TORCHRUN, *meeting, "--node-rank", host, *train) for host in (0, 1)]
 
     def newest(self) -> int:
         names = S3Store(f"{ADDRESS}/checkpoints").sizes("")
@@ -86,23 +79,6 @@ def _steps(metrics: bytes) -> list[int]:
     return [line["step"] for line in map(json.loads, metrics.splitlines()) if "loss" in line]
 
 
-def _stored(name: str) -> bytes:
-    return S3Store(ADDRESS).read_tagged(name)[0]
-
-
-def test_a_killed_run_in_a_bucket_resumes_with_the_hosts_swapped_and_then_on_one_of_them(hosts: Hosts) -> None:
-    before = hosts.kill(hosts.train(ENDLESS, *IN_BUCKET))
-    swapped = hosts.train(f"run.steps={before + 4}", *IN_BUCKET, leader=1)
-    assert [each.end() for each in swapped] == [0, 0], swapped[0].output + swapped[1].output
-    assert f"resumes from step {before:,} " in _stored("logs/rank-0.log").decode()
-    assert _steps(_stored("metrics.jsonl")) == [*range(1, before + 5)]
-    assert {"logs/rank-0.log", "logs/rank-1.log", "logs/ends.jsonl"} <= S3Store(ADDRESS).sizes("").keys()
-    single = hosts.start(0, *TRAIN, *IN_BUCKET, f"run.steps={before + 6}", "--ranks", 1, "parallel.strategy=single")
-    assert single.end() == 0, single.output
-    assert _steps(_stored("metrics.jsonl")) == [*range(1, before + 7)]
-
-
-@pytest.mark.drill
 def test_hosts_with_only_their_checkpoints_in_a_bucket_resume_on_either(hosts: Hosts) -> None:
     before = hosts.kill(hosts.train(ENDLESS, *CHECKPOINTS_IN_BUCKET))
     again = hosts.train(f"run.steps={before + 4}", *CHECKPOINTS_IN_BUCKET)
@@ -112,21 +88,9 @@ def test_hosts_with_only_their_checkpoints_in_a_bucket_resume_on_either(hosts: H
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [("static", IN_BUCKET), ("c10d", IN_BUCKET), ("static", CHECKPOINTS_IN_BUCKET)],  # c10d may move rank 0 elsewhere
-    ids=["static run", "c10d run", "static checkpoints"],
-)
-def test_torchrun_on_hosts_that_share_a_bucket_resumes_a_killed_run(
-    hosts: Hosts, kind: str, words: tuple[str, ...]
-) -> None:
-    before = hosts.kill(hosts.torchrun(kind, ENDLESS, *words))
-    leader = 1 if words is IN_BUCKET else 0
-    again = hosts.torchrun(kind, f"run.steps={before + 4}", *words, leader=leader)
+def test_torchrun_on_hosts_that_share_a_bucket_resumes_a_killed_run(hosts: Hosts) -> None:
+    before = hosts.kill(hosts.torchrun(ENDLESS, *CHECKPOINTS_IN_BUCKET))
+    again = hosts.torchrun(f"run.steps={before + 4}", *CHECKPOINTS_IN_BUCKET)
     assert [each.end() for each in again] == [0, 0], again[0].output + again[1].output
     run = folder_of(0, hosts.folder / "run")
-    metrics = _stored("metrics.jsonl") if words is IN_BUCKET else (run / "metrics.jsonl").read_bytes()
-    assert _steps(metrics) == [*range(1, before + 5)]
-    if words is IN_BUCKET:
-        single = hosts.start(0, *TRAIN, *words, f"run.steps={before + 6}", "--ranks", 1, "parallel.strategy=single")
-        assert single.end() == 0, single.output
+    assert _steps((run / "metrics.jsonl").read_bytes()) == [*range(1, before + 5)]

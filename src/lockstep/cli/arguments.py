@@ -324,14 +324,12 @@ def path_or_address(text: str) -> Path | str:
 
 
 def run_path(text: str) -> Path:
-    """Return the folder of a run; of one in a bucket, its working copy, as the bucket has it now."""
-    place = path_or_address(text)
-    if isinstance(place, Path):
-        return place
-
-    from lockstep.training.working_copy import fetched
-
-    return fetched(place)
+    """Return the folder of a run."""
+    if is_address(text):
+        raise argparse.ArgumentTypeError(
+            f"a run's folder is on a disk; `lockstep ckpt ls {text}` reads checkpoints there"
+        )
+    return Path(text)
 
 
 def size(text: str) -> int:

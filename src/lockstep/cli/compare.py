@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli.arguments import Parser, add_json, path, path_or_address
+from lockstep.cli.arguments import Parser, add_json, path, run_path
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.near_runs import did_you_mean_run
@@ -28,9 +28,9 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "runs",
         nargs="*",
-        type=path_or_address,
+        type=run_path,
         metavar="RUN",
-        help="folders of runs, or their addresses; a folder of runs, such as a sweep's, stands for all of them",
+        help="folders of runs; a folder of runs, such as a sweep's, stands for all of them",
     )
     parser.add_argument("--output", type=path, metavar="FILE", help="where to write the page; by default compare.html")
     add_json(parser)
@@ -42,21 +42,14 @@ def run(arguments: Sequence[str]) -> int:
     from lockstep.report.rank_history import damage
 
     folders: list[Path] = []
-    addresses: dict[Path, str] = {}
     for place in args.runs:
-        if isinstance(place, str):
-            from lockstep.training.working_copy import fetched
-
-            folders.append(fetched(place))
-            addresses[folders[-1]] = place
-            continue
         if not place.exists():
             raise ConfigError(f"there is no folder {place}{did_you_mean_run(place)}")
         inside = list(runs_in(place))
         if not inside:
             raise ConfigError(f"{place} is neither the folder of a run nor one with runs in it")
         folders += inside
-    comparison = compare(folders, {folder: status_of(folder).state.value for folder in folders}, addresses)
+    comparison = compare(folders, {folder: status_of(folder).state.value for folder in folders})
     echo(text(comparison, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     for run in comparison.runs:
         for note in damage(run.data, run.ranks):

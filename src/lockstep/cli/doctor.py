@@ -35,7 +35,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     """Read the arguments."""
     parser = Parser("doctor", "Finds what makes training fail; exit code 3 if something is wrong.")
     parser.add_argument(
-        "run", nargs="?", type=run_path, metavar="RUN", help="a run's folder or address: state what happened in it"
+        "run", nargs="?", type=run_path, metavar="RUN", help="a run's folder: state what happened in it"
     )
     parser.add_argument("--known", action="store_true", help="print the catalog of known failures")
     parser.add_argument(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def run(arguments: Sequence[str]) -> int:
     """Explain how fast a run is, what limits it, what happened, and what to do next."""
     parser = Parser("explain", "Explains a run in ten sentences: its speed, what limits it, what to do next.")
-    parser.add_argument("run", type=run_path, metavar="RUN", help="the run's folder, or its address")
+    parser.add_argument("run", type=run_path, metavar="RUN", help="the run's folder")
     parser.add_argument(
         "--measure",
         action="store_true",

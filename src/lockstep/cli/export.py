@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 
 from lockstep.cli.arguments import Parser, add_json, add_trust, count, path, run_path
-from lockstep.core.errors import ConfigError
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 
@@ -20,7 +19,7 @@ def run(arguments: Sequence[str]) -> int:
     summary = "Writes the model of a run for other tools, from a checkpoint in which every byte of the model verifies."
     parser = Parser("export", summary, _EPILOG)
     parser.add_argument(
-        "run", type=run_path, metavar="RUN", help="a run's folder or address, a folder of checkpoints, or one of them"
+        "run", type=run_path, metavar="RUN", help="a run's folder, a folder of checkpoints, or one of them"
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
@@ -40,10 +39,6 @@ def run(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
 
     from lockstep.training.exporting import ExportArguments, export
-    from lockstep.training.working_copy import stored_at
-
-    if args.to is None and stored_at(args.run) is not None:
-        raise ConfigError(f"--to is needed: {stored_at(args.run)} is in a bucket, and a model is exported to a folder")
 
     names = ("step", "best", "to", "format", "force", "trust_remote_code", "trust_run")
     made = export(args.run, ExportArguments(**{name: getattr(args, name) for name in names}))

@@ -12,7 +12,7 @@ from lockstep.core.terminal import echo
 def run(arguments: Sequence[str]) -> int:
     """Print the prompt and how the model continues it."""
     parser = Parser("generate", "Continues a text with the language model of a run.")
-    parser.add_argument("run", type=run_path, metavar="RUN", help="the run's folder, or its address")
+    parser.add_argument("run", type=run_path, metavar="RUN", help="the run's folder")
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
     parser.add_argument("--tokens", type=whole, default=256, metavar="N", help="most new tokens; default %(default)s")
     parser.add_argument(

@@ -21,7 +21,6 @@ from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.jobs import JOB_FILES, JobCommand
 from lockstep.core.secrets import HIDDEN
 from lockstep.monitor.environment import hide_arguments
-from lockstep.stores.addresses import is_address
 
 VERBS = {"train": "train", "eval": "evaluate", "verify": "verify", "memory": "memory", "doctor": "doctor"}
 """Verbs that a launcher can run -> their modules, each with a function `prepare`."""
@@ -74,7 +73,7 @@ def job_command(
         sweep=runs,
         state_bytes=_state_bytes(prepared),
         run_folder=checked.folder,
-        checkpoint_folder=config.checkpoint.folder or _bucket(prepared) if config is not None else None,
+        checkpoint_folder=config.checkpoint.folder if config is not None else None,
         paths=_paths_here(checked),
         in_folder=config is None or config.checkpoint.storage is None,
     )
@@ -108,12 +107,6 @@ def _exists(text: str) -> bool:
         return Path(text).expanduser().exists()
     except (OSError, ValueError, RuntimeError):  # too long for a path, a null byte, an unknown home
         return False
-
-
-def _bucket(prepared: Prepared) -> str | None:
-    """Return the address of the run; None: its folder isn't in a bucket."""
-    folder = prepared.config.run.folder if prepared.config is not None else None
-    return folder if folder is not None and is_address(folder) else None
 
 
 def runs_of(command: JobCommand) -> list[JobCommand]:
@@ -225,7 +218,7 @@ def _sweep(sweep: Sequence[str], checked: _Checked, world_size: WorldSize) -> tu
             raise ConfigError(Problem("--sweep", "", f"{key} has a value, or is named, twice; name each once"))
         keys.append(key)
         values.append([f"{key}={value}" for value in listed.split(",")])
-    parent = _bucket(checked.prepared) or checked.folder
+    parent = checked.folder
     runs = [
         (*combination, f"run.folder={parent}/{number}")
         for number, combination in enumerate(itertools.islice(itertools.product(*values), _MOST_RUNS + 1))

@@ -60,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
 def plain(arguments: Sequence[str]) -> int:
     """Trace a run that trains, and explain where its time goes."""
     parser = Parser("profile", "Records where the time of a running run goes, and explains it.", _EPILOG)
-    parser.add_argument("run", type=run_path, metavar="RUN", help="the run's folder, or its address")
+    parser.add_argument("run", type=run_path, metavar="RUN", help="the run's folder")
     parser.add_argument("--steps", type=whole, default=3, metavar="N", help="updates to record; default %(default)s")
     parser.add_argument("--ranks", type=_ranks, default=(0,), metavar="all|0,3", help="ranks that record; default 0")
     parser.add_argument("--stacks", action="store_true", help="record Python lines, too: larger, slower")

@@ -12,7 +12,7 @@ from lockstep.core.terminal import echo
 def run(arguments: Sequence[str]) -> int:
     """Write one page that shows a run: finished, stopped or failed."""
     parser = Parser("report", "Writes a run as one self-contained HTML page: curves, figures, config.")
-    parser.add_argument("run", type=run_path, metavar="RUN", help="the run's folder, or its address")
+    parser.add_argument("run", type=run_path, metavar="RUN", help="the run's folder")
     parser.add_argument("--output", type=path, metavar="FILE", help="where to write; by default RUN/report.html")
     add_json(parser)
     args = parser.parse_args(arguments)

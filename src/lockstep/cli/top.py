@@ -23,7 +23,7 @@ def run(arguments: Sequence[str]) -> int:
         nargs="?",
         type=run_path,
         metavar="RUN",
-        help="the run's folder, or its address; default: the newest that is running here or in runs",
+        help="the run's folder; default: the newest that is running here or in runs",
     )
     parser.add_argument("--once", action="store_true", help="print the state once, as without a terminal")
     add_json(parser)

@@ -16,22 +16,22 @@ from lockstep.cli.arguments import (
     add_run,
     approved_config,
     count,
-    path_or_address,
     refuse_hosts_without_number,
+    run_path,
 )
 from lockstep.config.init_templates import CONFIG
 from lockstep.config.override import Override
 from lockstep.core.errors import ConfigError
 from lockstep.core.heap import keep_freed_memory
 from lockstep.core.json_output import emit
-from lockstep.stores.addresses import checked_address, is_address
+from lockstep.stores.addresses import is_address
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
 
 _EPILOG = f"""{CONFIG_EPILOG}
-RUN is the folder or the address of a run: it resumes from its newest checkpoint that verifies. So does a RECIPE whose
+RUN is the folder of a run: it resumes from its newest checkpoint that verifies. So does a RECIPE whose
 run.folder is that of a run. Exit codes: 0 done, 1 failed, 2 fix your config, 75 stopped and saved (start it again),
 130 stopped.
 SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGUSR1 save and stop, SIGUSR2 saves and continues."""
@@ -56,21 +56,24 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     parser.add_argument("--fresh", action="store_true", help="start over, whatever was saved before")
     parser.add_argument("--from", type=count, metavar="STEP", dest="step", help="resume from this step's checkpoint")
     parser.add_argument(
-        "--fork", type=path_or_address, metavar="FOLDER", help="start a new run in FOLDER from RUN's checkpoint"
+        "--fork", type=run_path, metavar="FOLDER", help="start a new run in FOLDER from RUN's checkpoint"
     )
     parser.add_argument(
         "--accept-changes", action="store_true", help="resume although data, model or seed have changed"
     )
     args, overrides = parser.parse(arguments)
     named = args.config[0] if args.config else ""
-    first = _working_copy(named) if is_address(named) else Path(named)
+    if is_address(named):
+        why = f"{named} is no recipe and no run's folder, which are on a disk; checkpoint.folder may be an address"
+        raise ConfigError(why)
+    first = Path(named)
     origin = first if named and (first / "config.yaml").is_file() else None
     if args.fork is not None and origin is None:
         raise ConfigError("--fork starts from another run: lockstep train RUN --fork FOLDER")
     if args.fresh and (args.step is not None or args.fork is not None):
         raise ConfigError("--fresh starts over, but --from and --fork start from a checkpoint; use one of them")
     if origin is not None:
-        overrides = [*_run_folder(checked_address(named) if is_address(named) else named, args.fork), *overrides]
+        overrides = [*_run_folder(named, args.fork), *overrides]
         args.config[0] = str(origin)
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run, writes=True)
     if not named:  # after the words of other tools, which have better answers
@@ -104,21 +107,8 @@ def _train(args: argparse.Namespace, loaded: LoadedConfig, name: str, origin: Pa
     return code
 
 
-def _working_copy(address: str) -> Path:
-    from lockstep.training.working_copy import fetched
-
-    return fetched(address)
-
-
 def _folder(config: Config) -> Path | None:
-    """Return the folder of the run, or one for what a launcher writes about a run in a bucket."""
-    folder = config.run.folder
-    if folder is None or not is_address(folder):
-        return Path(folder) if folder is not None else None
-
-    from lockstep.training.working_copy import working_folder
-
-    return Path("runs") / working_folder(folder).name
+    return Path(config.run.folder) if config.run.folder is not None else None
 
 
 def _restart(arguments: Sequence[str], run: str, fork: Path | str | None) -> tuple[str, ...]:

@@ -282,7 +282,7 @@ class Run(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
     """Seed of initial weights, order of samples, dropout and augmentation. The same seed gives the same run."""
     folder: RunPlaceText | None = None
-    """Folder that the run writes to, or an address such as `s3://bucket/digits`; null: runs/RECIPE-DATE-TIME."""
+    """Folder that the run writes to, on a disk; null: runs/RECIPE-DATE-TIME."""
     end_with: Literal["last", "best"] = "last"
     """Weights of the finished run; best: those of `checkpoint.best`."""
     allow_untested: bool = False

@@ -10,7 +10,6 @@ from pathlib import Path
 from lockstep.doctor.findings import Finding, MachineView, not_here, ok, warning, wrong
 from lockstep.monitor.folder import is_run
 from lockstep.monitor.run_lock import HOLDER, LOCK, held_by
-from lockstep.training.working_copy import WorkingCopy, stored_at
 
 _MOST_RUNS = 500
 
@@ -29,15 +28,6 @@ def run_locks(machine: MachineView) -> Iterator[Finding]:
     yield from stale
     if not stale:
         yield ok(f"{len(runs)} run{'s' * (len(runs) != 1)} in {folder}, {len(held)} of them running")
-
-
-def lock_in_bucket(run: Path) -> tuple[str, bool | None] | None:
-    """Return who holds the lock of the run in a bucket of which a folder is the working copy, and whether it lives.
-
-    None: it is free, or the run isn't in a bucket. Raises OSError.
-    """
-    address = stored_at(run)
-    return WorkingCopy(address).lock.holder() if address is not None else None
 
 
 def _stale(machine: MachineView, run: Path, holder: str) -> Iterator[Finding]:

@@ -34,7 +34,6 @@ from lockstep.doctor.evidence import (
 from lockstep.doctor.failures_of_hosts import DISK_FULL, OUT_OF_MEMORY
 from lockstep.doctor.failures_of_samples import LIMIT, TOO_MANY, with_higher_limit
 from lockstep.doctor.known_failures import NO_PROGRESS, OTHER_DATA, SAVE_FAILED, failure_in, failure_named
-from lockstep.doctor.locks import lock_in_bucket
 from lockstep.doctor.losses import finding_of_losses
 from lockstep.doctor.saved import saved_state
 from lockstep.doctor.starts import changes_since_saved, differences_of_hosts
@@ -51,7 +50,6 @@ from lockstep.launch.last_launch import (
 from lockstep.monitor.folder import ENVIRONMENT, LOGS, is_finished, is_run, refuse_escaping_links
 from lockstep.monitor.run_lock import held_by
 from lockstep.report.run_data import RunData, read_run
-from lockstep.training.store_lock import GONE_S
 
 _SHORTEST_HANG_S = 10.0
 _MOST_SURVIVED = 5  # failures in a note
@@ -97,12 +95,8 @@ def diagnose_run(run: Path) -> Diagnosis:
         early = (data.summary or {}).get("stopped_early")
         why = f"; it ended early: {early}" if isinstance(early, str) else ""
         return _continuing(run, data, seen, f"finished ({_progress(data)}){why}")
-    holder, lives = lock_in_bucket(run) or ("", False)
-    if held_by(run) is not None or lives:
+    if held_by(run) is not None:
         return _continuing(run, data, seen, f"running ({_progress(data)} so far)")
-    if lives is None:
-        waits = f"if that has ended, the next start waits {GONE_S:g} s, and resumes"
-        return _continuing(run, data, seen, f"locked by {holder} ({_progress(data)} so far); {waits}")
     if (step := rescued_step(run)) is not None:
         state = f"the state of a run after step {step:,}, rescued from a folder that took no save"
         return _ended(run, data, state, (), failed=False)

@@ -23,7 +23,6 @@ from lockstep.doctor.known_failures import KNOWN
 from lockstep.doctor.output import wrapped
 from lockstep.doctor.run import Diagnosis
 from lockstep.launch.ends_file import RankEnd
-from lockstep.training.working_copy import place_of
 
 _SHOWN_IN_TERMINAL = 400  # characters of a line of evidence
 _MOST_EVIDENCE = 3  # lines of one failure
@@ -70,8 +69,7 @@ def describe_run(diagnosis: Diagnosis, width: int | None) -> str:
 
 def remedy_for(seen: SeenFailure, run: Path) -> str:
     """Return what to do, with this run in the commands, and the sample that the evidence names."""
-    place = place_of(run)
-    named = command_line(Path(place) if place == str(run) else place)
+    named = command_line(run)
     samples = {sample for line in seen.evidence if (sample := seen.failure.sample_in(line.text))}
     remedy = with_higher_limit(seen.failure.remedy, [line.text for line in seen.evidence])
     if len(samples) == 1:

@@ -22,7 +22,6 @@ from lockstep.training.fallback_folder import saved_elsewhere
 from lockstep.training.finished_run import run_config
 from lockstep.training.locations import storage_of
 from lockstep.training.memory_snapshots import snapshots_in
-from lockstep.training.working_copy import place_of
 
 _OF_HOSTS = ("--nodes", "--rendezvous", "--job-id", "--ranks")
 """Flags that a resumed run needs again: its config has what the others set."""
@@ -66,8 +65,7 @@ def saved_state(run: Path, data: RunData) -> SavedState:
 
 
 def _resume(run: Path, data: RunData) -> str:
-    place = place_of(run)
-    return command_line("lockstep", "train", Path(place) if place == str(run) else place, *_flags_of_hosts(data))
+    return command_line("lockstep", "train", run, *_flags_of_hosts(data))
 
 
 def _flags_of_hosts(data: RunData) -> list[str]:

@@ -100,7 +100,6 @@ class HistoryFiles:
     Args:
         run: The run's folder.
         monitors: Those that write files there.
-        publish: Uploads what the folder of a run in a bucket has; raises Failure.
         drains: Wait, a number of seconds at most, until threads have written what the monitors were shown.
     """
 
@@ -108,18 +107,16 @@ class HistoryFiles:
         self,
         run: Path,
         monitors: Sequence[EventLog | MeterFiles | TensorBoard] = (),
-        publish: Callable[[], None] = lambda: None,
         drains: Sequence[Callable[[float], object]] = (),
     ) -> None:
         self._run = run
         self._monitors = monitors
-        self._publish = publish
         self._drains = drains
         self._earlier = _event_files(run)  # of TensorBoard, of earlier attempts
         self._warned = False
 
     def flush(self) -> None:
-        """Flush all files to the disk, and publish them, in any thread. A disk that fails is reported once."""
+        """Flush all files to the disk, in any thread. A disk that fails is reported once."""
         self._drain(_FLUSH_S)
         for file in self._files():
             try:
@@ -128,7 +125,6 @@ class HistoryFiles:
                 if not self._warned:
                     self._warned = True
                     _log.warning("can't flush %s: %s; a power failure may take its last lines", file.path, error)
-        self._publish()
 
     def reopen(self) -> None:
         """Continue each file that was deleted or moved under its name, in any thread. Raises OSError."""

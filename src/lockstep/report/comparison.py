@@ -127,14 +127,11 @@ class SideBySide:
         ]
 
 
-def compare(
-    folders: Sequence[Path], states: Mapping[Path, str] | None = None, addresses: Mapping[Path, str] | None = None
-) -> SideBySide:
+def compare(folders: Sequence[Path], states: Mapping[Path, str] | None = None) -> SideBySide:
     """Read runs and compare them.
 
     Args:
         states: What each run does, by its folder; otherwise whether it is finished.
-        addresses: Of those folders that are copies of a run elsewhere.
 
     Raises:
         ConfigError: There are fewer than two runs, too many, or runs that have nothing in common.
@@ -142,7 +139,7 @@ def compare(
     """
     distinct = list({os.path.realpath(folder): folder for folder in folders}.values())
     _check_number(folders, distinct)
-    places = [(addresses or {}).get(folder) or os.path.abspath(folder) for folder in distinct]
+    places = [os.path.abspath(folder) for folder in distinct]
     runs = tuple(
         _read(folder, label, place, (states or {}).get(folder))
         for folder, label, place in zip(distinct, _labels(places), places, strict=True)

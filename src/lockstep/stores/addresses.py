@@ -26,15 +26,11 @@ def checked_place_text(text: str) -> str:
 
 
 def checked_run_place_text(text: str) -> str:
-    """Return `text`, for the place of a run: a path, or an address in S3. Raises ValueError."""
-    checked = checked_place_text(text)
-    if is_address(text) and not checked.startswith("s3://"):
-        scheme = parts_of(checked)[0]
-        raise ValueError(
-            f"the folder of a run can be in s3:// alone, where one process at a time can lock it, and not in "
-            f"{scheme}://; give a path here, and checkpoint.folder: {checked}"
-        )
-    return checked
+    """Return `text`, for the folder of a run, which is on a disk. Raises ValueError."""
+    if is_address(text):
+        place = checked_address(text)
+        raise ValueError(f"a run's folder is on a disk, and {place} isn't; give a path, and checkpoint.folder: {place}")
+    return text
 
 
 def checked_address(text: str) -> str:

@@ -67,10 +67,6 @@ class S3Store:
     def sizes(self, prefix: str) -> dict[str, int]:
         return {name: entry["Size"] for name, entry in self._listed(prefix).items()}
 
-    def tags(self, prefix: str) -> dict[str, str]:
-        """Return the tags of all objects whose names begin with `prefix`: what is replaced gets another one."""
-        return {name: entry["ETag"] for name, entry in self._listed(prefix).items()}
-
     def size(self, name: str) -> int:
         return int(self._call("head_object", name, "ContentLength")["ContentLength"])
 
@@ -88,16 +84,6 @@ class S3Store:
         if len(data) != len(into):
             raise ended_early(offset, len(data), len(into))
         into[:] = data
-
-    def read_tagged(self, name: str) -> tuple[bytes, str]:
-        """Return a small object and its tag."""
-
-        def call(client: Any) -> tuple[bytes, str]:
-            reply = client.get_object(Bucket=self._bucket, Key=self._prefix + name)
-            with reply["Body"] as body:
-                return bytes(body.read()), str(reply["ETag"])
-
-        return self._repeated("get_object", name, call)
 
     def _listed(self, prefix: str) -> dict[str, Any]:
         listed: dict[str, Any] = {}
@@ -136,16 +122,6 @@ class S3Store:
             if name in self.sizes(name):
                 raise s3_faults.exists(f"{self.place}/{name}") from None
             self._call("put_object", name, Body=body)
-
-    def replace(self, name: str, data: bytes, tag: str) -> None:
-        """Replace a small object that has this tag. Raises FileExistsError if it has another, or was deleted."""
-        try:
-            self._call("put_object", name, Body=data, IfMatch=tag)
-        except (FileExistsError, FileNotFoundError):
-            if not self._holds(name, data):  # an answer that was lost, and a repeated call
-                raise s3_faults.exists(f"{self.place}/{name}") from None
-        except NotImplementedError:  # a server that knows no conditions
-            self._call("put_object", name, Body=data)
 
     def copy(self, source: str, target: str) -> None:
         origin = {"Bucket": self._bucket, "Key": self._prefix + source}

@@ -14,7 +14,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Literal["auto"]
 PathText = Annotated[str, AfterValidator(checked_path_text)]
 PlaceText = Annotated[str, AfterValidator(checked_place_text)]  # a path, or the address of an object store
-RunPlaceText = Annotated[str, AfterValidator(checked_run_place_text)]  # a path, or an address in S3
+RunPlaceText = Annotated[str, AfterValidator(checked_run_place_text)]  # a path, never an address
 
 
 class Section(BaseModel):

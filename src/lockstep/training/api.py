@@ -35,7 +35,6 @@ from lockstep.training.job import Finished, Job, opened, run_job
 from lockstep.training.rescue import rescuing
 from lockstep.training.resuming import Resume
 from lockstep.training.session import Session
-from lockstep.training.stored_run import opened_run
 from lockstep.training.user_objects import Objects, UserObjects, refuse_missing, user_objects
 from lockstep.training.weights import load_weights
 
@@ -82,13 +81,12 @@ def train(
         refuse_rank_count(ranks, "ranks")
     if job.config.launch.nodes != 1 and not names_a_rank(os.environ):  # the leader looks whether anything is left
         return run_job(job) if ranks is None else _train_in_ranks(job, ranks)
-    with opened_run(job, is_first=os.environ.get("RANK", "0") == "0") as job:
-        finished = None if fresh else _finished(job)
-        if finished is not None:
-            return finished
-        if ranks is None or names_a_rank(os.environ):
-            return run_job(job)
-        return _train_in_ranks(job, ranks)
+    finished = None if fresh else _finished(job)
+    if finished is not None:
+        return finished
+    if ranks is None or names_a_rank(os.environ):
+        return run_job(job)
+    return _train_in_ranks(job, ranks)
 
 
 @contextmanager

@@ -37,7 +37,6 @@ from lockstep.training.requests import Trigger
 from lockstep.training.rescue import Rescue
 from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, restore, set_back
 from lockstep.training.session import Session, attach, components_of, seconds_of
-from lockstep.training.working_copy import place_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
@@ -198,7 +197,7 @@ class Checkpoints(VoteParticipant):
         owner = self.storage.owner()
         if self.home is None and owner is not None and owner.run == self.run:
             return
-        self._owner = Owner(self.run, place_of(self.home) if self.home is not None else None, self._recipe)
+        self._owner = Owner(self.run, str(self.home) if self.home is not None else None, self._recipe)
         self.storage.set_owner(self._owner)
 
     def _published(self, manifest: Manifest) -> None:

@@ -66,11 +66,9 @@ from lockstep.training.run import Results, SaveFailed, run
 from lockstep.training.run_info import run_info
 from lockstep.training.session import Session, components_of, ledger_of, left_out_of
 from lockstep.training.smaller_batches import forget_sizes, recovery_notes, remember, with_known
-from lockstep.training.stored_run import StoredRun, in_bucket
 from lockstep.training.text import codec_of, sample
 from lockstep.training.user_logs import UserLogs
 from lockstep.training.user_objects import UserObjects, transform_names
-from lockstep.training.working_copy import WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,6 @@ class Job:
     Attributes:
         recipe: what the run is called.
         folder: of the run; None: the first rank makes one.
-        stored: the run in a bucket of which the folder is a working copy; None: the folder is the run's.
         given: objects that were passed in Python.
         memory: the launcher's folder in memory; None: there is none.
         grow_after: updates with smaller micro-batches after which larger ones are to be tried; None: never.
@@ -89,7 +86,6 @@ class Job:
     config: Config
     recipe: str
     folder: Path | None = None
-    stored: StoredRun | None = None
     given: UserObjects = field(default_factory=UserObjects)
     resume: Resume = field(default_factory=Resume)
     memory: Path | None = None
@@ -152,7 +148,7 @@ def run_job(job: Job) -> Finished:
                 meters.stop()  # and all ranks have, when their logs have been gathered
                 user_logs.finish(results.progress.steps)
             with run_signals(shown=is_first, ends=True):  # the run is finished: there is nothing to stop
-                summary = _publish_results(session, checkpoints, facts, results, checked_folder, job.stored)
+                summary = _publish_results(session, checkpoints, facts, results, checked_folder)
     return Finished(summary, folder)
 
 
@@ -242,11 +238,9 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
             every = job.config.monitor.every
             notes += resumed_history.rewind(run_folder, checkpoints.resumed_from, checkpoints, job.memory, every)
         report_buffer.clear(job.memory)
-        run_folder.write_config(recorded(in_bucket(components.config, job.stored), checkpoints.run))
+        run_folder.write_config(recorded(components.config, checkpoints.run))
         notes += unremembered(components.config, folder)
         run_folder.write_environment({**environment, "run": checkpoints.run})
-        if job.stored is not None:
-            job.stored.publish(lambda name: True)  # what an earlier attempt has left was moved to earlier/N
     components.world.axis.barrier()
     if resume.origin is not None:
         checkpoints.save()
@@ -268,8 +262,6 @@ def _run_folder(job: Job, world: World) -> Iterator[Path]:
     kept = kept_folder(job.config, job, world)
     if world.rank == 0:
         try:
-            if job.stored is not None:  # a working copy is this host's, and rank 0 moves
-                kept = None
             path = kept or run_folder_for(job.config, job.recipe, job.resume)
             folder = RunFolder.create(path, job.recipe, again=True)
         except Failure as error:
@@ -339,7 +331,6 @@ def _publish_results(
     facts: RunInfo,
     results: Results,
     checked_folder: Callable[[], Path],
-    stored: StoredRun | None,
 ) -> dict[str, Any]:
     """Write weights and summary to the run's folder; the summary, written last, marks the run as finished."""
     components = components_of(session)
@@ -361,8 +352,6 @@ def _publish_results(
         try:
             RunFolder.open(checked_folder()).write_summary(summary)
             write_report(checked_folder())
-            if stored is not None:
-                stored.publish(lambda name: name.startswith(WEIGHTS))  # of an earlier end of the run
         except RunFailed as error:
             unwritten = RunFailed(f"{error}; {saved}")
     world.axis.barrier()

@@ -3,7 +3,6 @@
 runs/digits                              a run            all its checkpoints, wherever its config has put them
 runs/digits/checkpoints                  a folder of checkpoints
 runs/digits/checkpoints/step-00000480    one checkpoint
-s3://bucket/digits                       a run whose folder is in a bucket: its working copy
 s3://bucket/saves, .../step-00000480     checkpoints, or one, in an object store
 """
 
@@ -12,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,20 +26,11 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.extensions import instance
 from lockstep.core.near_runs import did_you_mean_run
 from lockstep.core.protocols import ObjectStore
-from lockstep.launch.outcome import print_on_stderr
 from lockstep.monitor.folder import CHECKPOINTS, CONFIG, is_run, refuse_escaping_links
 from lockstep.monitor.run_lock import LOCK
 from lockstep.stores.addresses import is_address
 from lockstep.stores.blobs import UserStore
 from lockstep.stores.opening import open_store
-from lockstep.training.working_copy import (
-    WorkingCopy,
-    checkpoints_address,
-    config_error_of,
-    fetched,
-    is_stored_run,
-    stored_at,
-)
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
@@ -102,8 +92,6 @@ def storage_of(checkpoint: Checkpoint, run: Path, given: ObjectStore | None = No
         ConfigError: checkpoint.folder is a file, or checkpoint.storage can't be built.
     """
     section, folder = checkpoint.storage, checkpoint.folder
-    if section is None and folder is None and (address := stored_at(run)) is not None:
-        folder = checkpoints_address(address)
     if section is None and folder is not None and is_address(folder):
         return ObjectStorage(open_store(folder, checkpoint.retry_seconds), id_of_run(run))
     if section is None:
@@ -129,9 +117,8 @@ def find(path: Path | str, *, trusted: bool = False) -> CheckpointLocation:
         ConfigError: the path is no run, folder of checkpoints or checkpoint; or it is another user's run, whose config
             or links point outside its folder.
     """
-    if isinstance(path, str) and not is_stored_run(path):
+    if isinstance(path, str):
         return _at_address(path)
-    path = fetched(path) if isinstance(path, str) else path
     where = path.absolute()
     if is_run(where):
         return _of_run(where, trusted=trusted)
@@ -226,26 +213,6 @@ def lock_run(run: Path) -> Iterator[None]:
     Raises:
         RunFailed: it is being trained.
     """
-    with ExitStack() as stack:
-        if (address := stored_at(run)) is not None:
-            stack.enter_context(_lock_in_bucket(WorkingCopy(address)))
-        stack.enter_context(_lock_folder(run))
-        yield
-
-
-@contextmanager
-def _lock_in_bucket(copy: WorkingCopy) -> Iterator[None]:
-    with config_error_of(copy.address):
-        copy.lock.take(print_on_stderr)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            copy.lock.release()
-
-
-@contextmanager
-def _lock_folder(run: Path) -> Iterator[None]:
     try:
         handle = os.open(run / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:  # the command never started it here

@@ -104,9 +104,8 @@ def make_monitors(job: Job, folder: Path, checkpoints: Checkpoints, meters: Mete
     buffer = ReportBuffer(job.memory) if job.memory is not None else None
     background = BackgroundMonitors(threads, options.every, buffer)
     console = Console(options.every, options.progress)
-    publish = job.stored.publish if job.stored is not None else lambda: None
     files = [meters.files] if meters.files is not None else []
-    checkpoints.history = history.HistoryFiles(folder, [*writers, *files], publish, [background.drain])
+    checkpoints.history = history.HistoryFiles(folder, [*writers, *files], [background.drain])
     reports = meters.files.reports if meters.files is not None else None
     trackers = _tracker_monitors(job, folder, checkpoints)
     last = [BackgroundMonitors(trackers, options.every)] if trackers else []  # the end of a run waits for their network

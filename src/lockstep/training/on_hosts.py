@@ -37,8 +37,6 @@ from lockstep.training.last_snapshot import newest_step
 from lockstep.training.locations import storage_of
 from lockstep.training.out_of_memory import advice, memory_factors
 from lockstep.training.start_run import is_done, launch_job, train_as_rank
-from lockstep.training.stored_run import in_working_copy, is_stored, opened_run, publish_logs
-from lockstep.training.working_copy import log_marks
 
 _OF_HOST = ("launch", "monitor", "description")  # sections that may differ between hosts
 
@@ -89,15 +87,14 @@ def _plural(number: int, word: str) -> str:
 
 
 def _lead(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResult]:
-    with opened_run(job) as job:
-        if is_done(job, is_first=True):
-            path, result = Path(job.config.run.folder or ""), LaunchResult(0)
-        else:
-            others = ", ".join(str(host) for host in hosts.world[1:])
-            there = f"this one, {hosts.here}, is node 0" + (f"; the others: {others}" if others else "")
-            print_on_stderr(f"{_plural(len(hosts.world), 'host')}: {there}")
-            path, result = launch_job(job, ranks, hosts)
-        hosts.finish(result)
+    if is_done(job, is_first=True):
+        path, result = Path(job.config.run.folder or ""), LaunchResult(0)
+    else:
+        others = ", ".join(str(host) for host in hosts.world[1:])
+        there = f"this one, {hosts.here}, is node 0" + (f"; the others: {others}" if others else "")
+        print_on_stderr(f"{_plural(len(hosts.world), 'host')}: {there}")
+        path, result = launch_job(job, ranks, hosts)
+    hosts.finish(result)
     return path, result
 
 
@@ -107,11 +104,6 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
     if path is None:
         print_on_stderr("nothing is left to train, as node 0 reports")
         return None, LaunchResult(0)
-    config = job.config
-    if is_stored(config):  # this host has a folder of its own for its logs
-        job = replace(job, config=in_working_copy(config))
-        path = Path(job.config.run.folder or "")
-    before = log_marks(path) if is_stored(config) else {}
     logs = path / LOGS
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -132,11 +124,8 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
         )  # fmt: skip
     if hosts.next is not None:
         hosts.fail(result.code, f"stopped on host {hosts.name}")
-    if is_stored(config):
-        publish_logs(config, before)
     if result.code == 0:
-        place = config.run.folder if is_stored(config) else f"{path} on host {hosts.world[0].name}"
-        print_on_stderr(f"done: {hosts.here}; the run is in {place}")
+        print_on_stderr(f"done: {hosts.here}; the run is in {path} on host {hosts.world[0].name}")
     return path, result
 
 

@@ -37,7 +37,6 @@ from lockstep.training.locations import checkpoint_folder, reachable, storage_of
 from lockstep.training.resuming import Resume
 from lockstep.training.saved_state import epoch_samples_in
 from lockstep.training.session import Session, components_of
-from lockstep.training.working_copy import owns
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
@@ -285,7 +284,7 @@ def refuse_other_run(session: Session, storage: Storage, home: Path | None, resu
         home: the run's folder; None: a session without one.
     """
     config, axis = components_of(session).config, components_of(session).world.axis
-    if home is not None and (isinstance(storage, LocalStorage) or owns(home, storage.place)):
+    if home is not None and isinstance(storage, LocalStorage):
         return
     refusal: str | None = None
     if axis.rank == 0:

@@ -58,7 +58,6 @@ from lockstep.training.ownership import other_settings, run_folder_for
 from lockstep.training.resuming import Resume
 from lockstep.training.saved_state import epoch_samples_in
 from lockstep.training.smaller_batches import SmallerBatches
-from lockstep.training.stored_run import opened_run
 from lockstep.training.user_objects import UserObjects, refuse_given
 from lockstep.training.writable import why_unwritable
 
@@ -98,13 +97,12 @@ def train(loaded: LoadedConfig, recipe: str, resume: Resume, *, trust_remote_cod
         path, result = train_on_hosts(job, loaded.config.launch.ranks)
         result.show()
         return result.code, path if result.code == 0 and path is not None and path.exists() else None
-    with opened_run(job, is_first=is_first) as job:
-        if is_done(job, is_first=is_first):
-            return 0, Path(job.config.run.folder or "")
-        if is_rank:
-            finished = run_job(job)
-            return 0, finished.folder if is_first else None
-        path, result = launch_job(job, job.config.launch.ranks)
+    if is_done(job, is_first=is_first):
+        return 0, Path(job.config.run.folder or "")
+    if is_rank:
+        finished = run_job(job)
+        return 0, finished.folder if is_first else None
+    path, result = launch_job(job, job.config.launch.ranks)
     result.show()
     return result.code, path if result.code == 0 else None
 
