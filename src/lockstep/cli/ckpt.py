@@ -215,23 +215,27 @@ def _prune(arguments: Sequence[str]) -> int:
 
 def _import(arguments: Sequence[str]) -> int:
     summary = (
-        "Converts weights of other programs to a file for `model.init_from`. Nothing in the source is executed; other\n"
-        "contents are skipped and listed. From a DeepSpeed checkpoint (ZeRO 0, 1, 2, 3), the fp32 values of all ranks\n"
-        "are assembled; name the folder that `save_checkpoint` was given, or that of a tag in it.\n"
-        "With --config, Adam's moments and steps are imported, too: FOLDER becomes a run for `lockstep train FOLDER`,\n"
-        "which starts with its first sample and at the beginning of its schedule."
+        "Converts a checkpoint of another program: a file of torch, safetensors, Lightning; a folder of HF Trainer,\n"
+        "Accelerate, torch.distributed.checkpoint (torchtitan, FSDP) or DeepSpeed (ZeRO 0, 1, 2, 3). Nothing in it is\n"
+        "executed. Without --config, FOLDER gets the weights, for `model.init_from`; other contents are listed.\n"
+        "With --config, FOLDER becomes a run with weights and optimizer state, at the checkpoint's step:\n"
+        "`lockstep train FOLDER` continues it."
     )
-    usage = "FILE FOLDER [--force] [--json] | FILE FOLDER --config RECIPE [overrides] [--json]"
+    usage = (
+        "FILE FOLDER [--key KEY] [--prefix PREFIX] [--force] [--json] | FILE FOLDER --config RECIPE [overrides] "
+        "[--step N] [--sample N]"
+    )
     parser = Parser("ckpt import", summary, usage=usage)
-    parser.add_argument(
-        "file",
-        type=path,
-        metavar="FILE",
-        help="of torch, Lightning or safetensors, or a folder of them or of DeepSpeed",
-    )
+    parser.add_argument("file", type=path, metavar="FILE", help="the file or folder to read")
     parser.add_argument("folder", type=path, metavar="FOLDER", help="to write to")
+    parser.add_argument("--key", metavar="KEY", help="where a torch file has the model: net, states.net")
+    parser.add_argument(
+        "--prefix", metavar="PREFIX", default="", help="take only tensors with this prefix, and remove it"
+    )
     parser.add_argument("--force", action="store_true", help="replace what is there")
     parser.add_argument("--config", metavar="RECIPE", help="config of the run to make: a recipe or a file")
+    parser.add_argument("--step", type=count, metavar="N", help="the run begins at this step, not the checkpoint's")
+    parser.add_argument("--sample", type=count, metavar="N", help="and at this sample of the run's order")
     add_json(parser)
     add_trust(parser)
     args, overrides = parser.parse(arguments)
@@ -239,10 +243,12 @@ def _import(arguments: Sequence[str]) -> int:
         return _import_run(args, overrides)
     if overrides:
         raise ConfigError(f"{overrides[0].place} overrides a config; add --config RECIPE")
+    if args.step is not None or args.sample is not None:
+        raise ConfigError("--step and --sample are where a run begins; add --config RECIPE")
 
     from lockstep.interop.weights import import_weights
 
-    imported = import_weights(args.file, args.folder, force=args.force)
+    imported = import_weights(args.file, args.folder, args.force, args.key, args.prefix)
     echo(imported)
     if args.json:
         emit({"file": str(imported.file), "tensors": imported.tensors, "skipped": list(imported.skipped)})
@@ -254,14 +260,24 @@ def _import_run(args: argparse.Namespace, overrides: Sequence[Override]) -> int:
         raise ConfigError("--force is for files of weights; a run needs a new folder")
     loaded, name = approved_config([args.config], overrides, trusted=args.trust_run)
 
-    from lockstep.interop.runs import import_run
+    from lockstep.interop.runs import Beginning, import_run
     from lockstep.training.user_objects import refuse_given
 
     refuse_given(loaded)
-    imported = import_run(args.file, args.folder, loaded.config, name, trust_remote_code=args.trust_remote_code)
+    imported = import_run(
+        args.file,
+        args.folder,
+        loaded.config,
+        name,
+        Beginning(args.step, args.sample),
+        args.key,
+        args.prefix,
+        trust_remote_code=args.trust_remote_code,
+    )
     echo(imported)
     if args.json:
-        emit({"run": str(imported.run), "of": str(imported.source), "steps": imported.steps})
+        values = {"run": str(imported.run), "of": str(imported.source), "steps": imported.steps}
+        emit({**values, **asdict(imported.progress), "notes": list(imported.notes)})
     return 0
 
 
@@ -277,9 +293,9 @@ COMMANDS = {
     ),
     "audit": Command("check that the run was trained on every sample once", _audit, "RUN [--step N] [--json]"),
     "import": Command(
-        "convert weights of other programs to a file for model.init_from",
+        "convert a checkpoint of another program to weights, or to a run",
         _import,
-        "FILE FOLDER [--force | --config RECIPE [overrides]] [--json]",
+        "FILE FOLDER [--key KEY] [--prefix PREFIX] [--force | --config RECIPE [overrides]] [--json]",
     ),
 }
 

@@ -170,6 +170,7 @@ def audited(step: int, audit: Audit) -> Lines:
     rows = [("attempt", "ranks", "from", "to", "used")]
     for segment, expected in zip(audit.segments, audit.expected, strict=True):
         used = "the expected samples" if segment.digest == expected else "OTHER SAMPLES"
+        used = used if segment.attempt else "not known: used by another program before the import"
         rows.append((f"{segment.attempt}", f"{segment.ranks}", f"{segment.first:,}", f"{segment.last:,}", used))
     return [
         *_table(rows, ">>>><"),

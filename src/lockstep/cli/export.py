@@ -10,8 +10,9 @@ from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 
 _EPILOG = """\
-Optimizer state is not read, so damage to it is not detected: `lockstep ckpt verify RUN` reads the whole checkpoint."""
-_FORMATS = ("auto", "safetensors", "torch", "hf")
+Optimizer state is not read, so damage to it is not detected: `lockstep ckpt verify RUN` reads the whole checkpoint.
+`--with optimizer` reads it."""
+_FORMATS = ("auto", "safetensors", "torch", "hf", "dcp")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -33,6 +34,12 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--format", choices=_FORMATS, default="auto", help="hf: a folder for from_pretrained; torch: a state dict"
     )
+    parser.add_argument(
+        "--with",
+        dest="also",
+        choices=("optimizer",),
+        help="optimizer state and step, too: hf for Trainer, dcp for torchtitan, torch for any loop",
+    )
     parser.add_argument("--force", action="store_true", help="replace what is there")
     add_json(parser)
     add_trust(parser)
@@ -41,7 +48,8 @@ def run(arguments: Sequence[str]) -> int:
     from lockstep.training.exporting import ExportArguments, export
 
     names = ("step", "best", "to", "format", "force", "trust_remote_code", "trust_run")
-    made = export(args.run, ExportArguments(**{name: getattr(args, name) for name in names}))
+    chosen = {name: getattr(args, name) for name in names}
+    made = export(args.run, ExportArguments(**chosen, optimizer=args.also is not None))
     for name, why in made.broken.items():
         echo(f"lockstep: {name} could not be used: {why}", file=sys.stderr)
     echo(f"{made.target}: step {made.step:,}, {made.tensors:,} tensors, {made.elements:,} elements ({made.form})")

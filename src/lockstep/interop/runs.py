@@ -1,31 +1,38 @@
-"""Start a run from what DeepSpeed saved: weights, Adam's moments, and the number of optimizer steps.
+"""Start a run from what another program saved: weights, optimizer state, and how far it was.
 
-DeepSpeed's FOLDER + config  -->  RUN/config.yaml, RUN/checkpoints/step-00000000  -->  lockstep train RUN
+checkpoint + config  -->  RUN/config.yaml, RUN/checkpoints/step-N  -->  lockstep train RUN
 
-DeepSpeed doesn't record which samples were used, nor the position in a schedule: the run starts with the first sample
-and at the beginning of its schedule, and the output states it.
+The program's order of samples isn't known: the run continues at a place of its own order, and the ledger states
+that another program used what is before it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor, nn
 
 from lockstep.config.schema import Config, Parallel
 from lockstep.config.trust import recorded
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.core.formatting import counted, listed
+from lockstep.core.progress import Progress
 from lockstep.core.records import TrainingState
-from lockstep.interop.zero_checkpoint import ZeroCheckpoint, read_zero
-from lockstep.models.weight_files import Weights
-from lockstep.models.weight_matching import match_weights
+from lockstep.interop.peer_optimizer import ENTRIES, NamedOptimizer, moments, named_optimizer
+from lockstep.interop.peers import PeerCheckpoint, read_peer
+from lockstep.models.weight_matching import WeightMatch, match_weights
 from lockstep.monitor.environment import describe
 from lockstep.monitor.folder import RunFolder, is_run
+from lockstep.optim.groups import parameter_groups
+from lockstep.plan.schedule import fraction_done, is_finished
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.job import opened
+from lockstep.training.ledger import imported_ledger, order_of
 from lockstep.training.locations import storage_of
 from lockstep.training.resuming import Resume
 from lockstep.training.session import components_of
@@ -34,7 +41,13 @@ from lockstep.training.user_objects import UserObjects
 if TYPE_CHECKING:
     from lockstep.training.session import Session
 
-_OPTIMIZERS = ("adamw", "adam")
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The step and sample at which a run begins; None: those of the checkpoint."""
+
+    step: int | None = None
+    sample: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +56,46 @@ class ImportedRun:
 
     Attributes:
         run: The run's folder.
-        source: The folder that was read.
-        steps: Steps of the optimizer so far.
+        source: What was read.
+        steps: Steps of the optimizer so far; None: the source has no optimizer state.
+        progress: Where the run begins.
+        notes: What differs between the source and the config, and what isn't imported.
     """
 
     run: Path
     source: Path
-    steps: int
+    steps: int | None
+    progress: Progress
+    notes: tuple[str, ...]
 
     def __str__(self) -> str:
         train = command_line("lockstep", "train", self.run)
-        return (
-            f"{self.run}: weights and moments of {self.source}, after {self.steps:,} steps of its optimizer\n"
-            f"`{train}` continues from them, at the first sample and the beginning of the schedule"
-        )
+        what = "weights (it has no optimizer state)"
+        if self.steps is not None:
+            what = f"weights and optimizer state, after {counted(self.steps, 'step')} of its optimizer"
+        begins = f"step {self.progress.steps:,} and sample {self.progress.samples:,}"
+        lines = [f"{self.run}: {what}, of {self.source}", *(f"  note: {note}" for note in self.notes)]
+        return "\n".join([*lines, f"`{train}` continues from them, at {begins} of its own order and schedule"])
 
 
 def import_run(
-    source: Path, folder: Path, config: Config, recipe: str, *, trust_remote_code: bool = False
+    source: Path,
+    folder: Path,
+    config: Config,
+    recipe: str,
+    beginning: Beginning = Beginning(),
+    key: str | None = None,
+    prefix: str = "",
+    *,
+    trust_remote_code: bool = False,
 ) -> ImportedRun:
-    """Make a run's folder with a checkpoint of step 0 that holds the weights and moments.
+    """Make a run's folder with a checkpoint that holds weights, optimizer state and progress.
+
+    Args:
+        key, prefix: As for `read_peer`.
 
     Raises:
-        ConfigError: The source can't be read, isn't Adam's or doesn't fit the config's model; or the folder isn't
+        ConfigError: The source can't be read, or doesn't fit the config's model or optimizer; or the folder isn't
             empty.
         RunFailed: The folder can't be written.
     """
@@ -74,36 +104,115 @@ def import_run(
     storage = storage_of(config.checkpoint, folder)
     if storage.names():
         raise ConfigError(Problem("", "checkpoint.folder", f"{storage.place} holds checkpoints; give another folder"))
-    if config.optim.name not in _OPTIMIZERS:
-        raise ConfigError(f"optim.name is {config.optim.name}; moments can be imported for {' and '.join(_OPTIMIZERS)}")
-    checkpoint = read_zero(source.expanduser(), moments=True)
+    if config.optim.target is not None or config.optim.name not in ENTRIES:
+        name = config.optim.target or config.optim.name
+        raise ConfigError(
+            f"optim.name is {name}; optimizer state can be imported for {', '.join(ENTRIES)}. Import the weights only: "
+            f"leave out --config"
+        )
+    peer = read_peer(source, key, prefix, optimizer=True)
     single = config.model_copy(update={"parallel": Parallel(strategy="single")})
     with opened(single, UserObjects(trust_remote_code=trust_remote_code)) as session:
-        _load(session, checkpoint)
+        notes = _load(session, peer, beginning)
         _save(session, folder, config, recipe)
-    return ImportedRun(folder, checkpoint.place, checkpoint.steps)
+        steps = peer.optimizer.steps if peer.optimizer is not None else None
+        return ImportedRun(folder, peer.weights.place, steps, session.progress, notes)
 
 
-def _load(session: Session, checkpoint: ZeroCheckpoint) -> None:
-    model = components_of(session).sharding.state.model
-    match = match_weights(model, Weights(checkpoint.place, checkpoint.tensors), translate=False)
+def _load(session: Session, peer: PeerCheckpoint, beginning: Beginning) -> tuple[str, ...]:
+    """Restore the session from the checkpoint; return notes for the user."""
+    components = components_of(session)
+    model, place = components.sharding.state.model, peer.weights.place
+    match = match_weights(model, peer.weights, translate=False)
     if not match.whole:
         raise ConfigError(match.mismatches().rstrip())
     match.put(model)
+    progress = _progress(session, peer, beginning)
     state = session.state()
-    slots = {id(tensor): slot.name for slot, tensor in match.pairs}
-    names = {name: slots[id(tensor)] for name, tensor in checkpoint.tensors.items() if id(tensor) in slots}
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     tensors = dict(state.tensors)
-    for entry, moments in checkpoint.moments.items():
-        renamed = {names.get(name, name): tensor for name, tensor in moments.items()}
-        for name in sorted(renamed.keys() ^ trained):
-            trains = "trains" if name in trained else "doesn't train"
-            has = "has" if name in renamed else "has no"
-            raise ConfigError(f"the config's model {trains} {name}, but {checkpoint.place} {has} {entry} of it")
-        tensors |= {f"optimizer.{entry}.{name}": tensor for name, tensor in renamed.items()}
-    tensors |= {f"optimizer.step.{name}": torch.tensor(float(checkpoint.steps)) for name in trained}
-    session.restore(TrainingState(tensors, state.values))
+    differences: tuple[str, ...] = ()
+    if peer.optimizer is not None:
+        named = named_optimizer(peer.optimizer, model, *_names(peer, match, model), of_trainer=peer.of_trainer)
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        tensors |= moments(named, components.config.optim, trained, place)
+        differences = _differences(session, named, progress)
+    ledger = imported_ledger(order_of(components), progress.samples)
+    session.restore(TrainingState(tensors, {**state.values, "progress": asdict(progress), "ledger": ledger}))
+    skipped = [f"not imported: {listed(peer.weights.skipped, 12)}"] if peer.weights.skipped else []
+    return (*_beginning_notes(session, peer), *differences, *skipped)
+
+
+def _names(peer: PeerCheckpoint, match: WeightMatch, model: nn.Module) -> tuple[Sequence[str], Mapping[str, str]]:
+    """Return the model's parameters in the order of the program, and the model's names by the file's."""
+    slots = {id(tensor): slot.name for slot, tensor in match.pairs}
+    renamed = {name: slots[id(tensor)] for name, tensor in peer.weights.tensors.items() if id(tensor) in slots}
+    own = [name for name, _ in model.named_parameters()]
+    if not peer.in_order:
+        return own, renamed
+    parameters = set(own)
+    return [name for name in dict.fromkeys(renamed.values()) if name in parameters], renamed
+
+
+def _progress(session: Session, peer: PeerCheckpoint, beginning: Beginning) -> Progress:
+    """Return where the run begins."""
+    components = components_of(session)
+    run, plan = components.config.run, components.plan
+    steps = beginning.step
+    if steps is None:
+        steps = peer.step if peer.step is not None else peer.optimizer.steps if peer.optimizer is not None else 0
+    samples = beginning.sample
+    if samples is None and beginning.step is None and peer.samples is not None:
+        samples = peer.samples
+    if samples is None:
+        epochs, rest = divmod(steps, plan.epoch_steps)
+        samples = epochs * plan.epoch_samples + rest * components.config.batch.global_size
+    progress = Progress(steps, samples)
+    if run.tokens is not None and steps:
+        raise ConfigError("run.tokens: the checkpoint doesn't record tokens; set run.steps, run.samples or run.epochs")
+    if is_finished(run, progress, plan.epoch_samples):
+        raise ConfigError(
+            f"{peer.weights.place} is at step {steps:,} and sample {samples:,}, where the run of this config is over "
+            f"(run has {plan.steps:,} steps); set a longer run, or --step 0 to start over"
+        )
+    return progress
+
+
+def _beginning_notes(session: Session, peer: PeerCheckpoint) -> Iterator[str]:
+    plan, progress = components_of(session).plan, session.progress
+    optimizer = peer.optimizer.steps if peer.optimizer is not None else 0
+    if optimizer and optimizer != progress.steps:
+        yield (
+            f"the optimizer has made {counted(optimizer, 'step')}, but the run begins at step {progress.steps:,}; "
+            f"--step {optimizer} begins at the optimizer's"
+        )
+    epoch = progress.samples / plan.epoch_samples
+    if peer.epoch is not None and not epoch - 1 <= peer.epoch <= epoch + 1:
+        yield f"the checkpoint is of epoch {peer.epoch:g}, but this sample is at epoch {epoch:.3g}; --sample N sets it"
+
+
+def _differences(session: Session, named: NamedOptimizer, progress: Progress) -> tuple[str, ...]:
+    """Return how the settings of the checkpoint's parameter groups differ from the config's."""
+    components = components_of(session)
+    optim, plan, model = components.config.optim, components.plan, components.sharding.state.model
+    done = fraction_done(components.config.run, progress, plan.epoch_samples)
+    rate = components.rate(done, progress.steps, plan.steps)
+    differing: dict[str, list[str]] = {}
+    for group in parameter_groups(model.named_parameters(), optim):
+        own = {"lr": rate * group["lr_scale"], "weight_decay": group["weight_decay"]}
+        own |= {"betas": optim.betas, "eps": optim.eps} if optim.name != "sgd" else {"momentum": optim.momentum}
+        for name in group["names"]:
+            saved = named.settings.get(name, {})
+            for key, value in own.items():
+                other = saved.get(key, value)
+                other = other.item() if isinstance(other, Tensor) and other.numel() == 1 else other
+                if not _is_close(other, value):
+                    differing.setdefault(f"{key} is {other} in the checkpoint, {value} in the config", []).append(name)
+    return tuple(f"{what}, for {counted(len(names), 'parameter')}" for what, names in differing.items())
+
+
+def _is_close(value: Any, other: Any) -> bool:
+    pairs = zip(value, other, strict=False) if isinstance(value, tuple | list) else [(value, other)]
+    return all(math.isclose(float(a), float(b), rel_tol=1e-6, abs_tol=1e-12) for a, b in pairs)
 
 
 def _save(session: Session, folder: Path, config: Config, recipe: str) -> None:

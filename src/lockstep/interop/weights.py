@@ -2,7 +2,7 @@
 
 model.pt | trainer.ckpt | folder of pytorch_model-*.bin  -->  FOLDER/model.safetensors; optimizer state and other data
                                                               are skipped, and listed
-FOLDER that DeepSpeed saved to (ZeRO 0, 1, 2, 3)          -->  the same, with the fp32 values of all ranks
+FOLDER of DeepSpeed (ZeRO 0, 1, 2, 3) or DCP              -->  the same, with the parts of all ranks
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.interop.zero_checkpoint import read_zero
-from lockstep.interop.zero_files import is_zero_checkpoint
-from lockstep.models.weight_files import Weights, read_weights, readable
+from lockstep.interop.peers import read_peer
+from lockstep.models.weight_files import readable
 from lockstep.training.weights import FILE, save_tensors
 
 _RESERVED = "__metadata__"  # safetensors' key beside the tensors
@@ -41,12 +40,14 @@ class ImportedWeights:
         return f"{self.file}: {self.tensors:,} tensors{source}{skipped}"
 
 
-def import_weights(source: Path, folder: Path, force: bool = False) -> ImportedWeights:
+def import_weights(
+    source: Path, folder: Path, force: bool = False, key: str | None = None, prefix: str = ""
+) -> ImportedWeights:
     """Write the weights as one file, whole or not at all; replace an existing file only with `force`.
 
     Args:
-        source: A file of torch, also a Lightning .ckpt; a folder of transformers; safetensors; or what DeepSpeed's
-            `save_checkpoint` wrote.
+        source: Anything that `read_peer` reads.
+        key, prefix: As there.
 
     Raises:
         ConfigError: The source doesn't exist, has no named tensors or needs unpickling; or the target exists.
@@ -55,13 +56,8 @@ def import_weights(source: Path, folder: Path, force: bool = False) -> ImportedW
     target = folder / FILE
     if target.exists() and not force:
         raise ConfigError(f"{target} exists; --force replaces it")
-    description = ""
-    if is_zero_checkpoint(source.expanduser()):
-        zero = read_zero(source.expanduser())
-        ranks = f" ZeRO stage {zero.stage} on {zero.ranks} rank{'s' * (zero.ranks != 1)}" if zero.stage else ""
-        weights, description = Weights(zero.place, zero.tensors, zero.skipped), f"{zero.place}: DeepSpeed{ranks}"
-    else:
-        weights = read_weights(source)
+    peer = read_peer(source, key, prefix)
+    weights = peer.weights
     for name in weights.tensors:
         if name != readable(name) or name == _RESERVED:
             raise ConfigError(f"{weights.place}: {readable(name)} can't be the name of a tensor")
@@ -69,4 +65,4 @@ def import_weights(source: Path, folder: Path, force: bool = False) -> ImportedW
         save_tensors(weights.tensors, target)
     except Exception as error:  # safetensors has its own exception for a full disk
         raise RunFailed(f"{target} could not be written: {error}") from error
-    return ImportedWeights(target, len(weights.tensors), weights.skipped, description)
+    return ImportedWeights(target, len(weights.tensors), weights.skipped, peer.description)

@@ -39,6 +39,7 @@ class ZeroCheckpoint:
         skipped: Other contents of the files, by key.
         moments: Adam's moments, if requested: by entry and the parameter's name.
         steps: Steps of the optimizer.
+        global_steps, global_samples: How far the engine was; None: not recorded.
     """
 
     place: Path
@@ -48,6 +49,8 @@ class ZeroCheckpoint:
     skipped: tuple[str, ...]
     moments: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     steps: int = 0
+    global_steps: int | None = None
+    global_samples: int | None = None
 
 
 def read_zero(place: Path, *, moments: bool = False) -> ZeroCheckpoint:
@@ -113,7 +116,15 @@ def _with_model(folder: Path, stage: int, ranks: int, model: ModelFile, values: 
     others = [
         readable(str(key)) for key, value in model.contents.items() if key not in _KNOWN_KEYS and value is not None
     ]
-    return ZeroCheckpoint(folder, stage, ranks, unwrapped(tensors), (*skipped, "the optimizer's state", *others))
+    return ZeroCheckpoint(
+        folder,
+        stage,
+        ranks,
+        unwrapped(tensors),
+        (*skipped, "the optimizer's state", *others),
+        global_steps=model.count("global_steps"),
+        global_samples=model.count("global_samples"),
+    )
 
 
 def _by_group(

@@ -87,9 +87,6 @@ STAND_INS: Mapping[str, type] = {
 """Everything that a file may name in addition to tensors."""
 
 
-# --- checked values -----------------------------------------------------------------------------------------------
-
-
 def _of_type(file: Path, key: str, value: object, kind: type[_Kind]) -> _Kind:
     if not isinstance(value, kind):
         raise ConfigError(f"{file} isn't in DeepSpeed's format: {key} is a {type(value).__name__}")
@@ -271,6 +268,9 @@ class ModelFile:
             return {}, {}
         shapes = _shapes(self.file, key, self.contents[key])
         return shapes, _tensors(self.file, shards, self.contents[shards])
+
+    def count(self, key: str) -> int | None:
+        return _integer(self.file, key, self.contents[key]) if isinstance(self.contents.get(key), int) else None
 
     def tied(self) -> Mapping[str, str]:
         """Return the first name of each parameter by its other names."""

@@ -119,3 +119,11 @@ def quiet() -> Iterator[None]:
 
 def _is_an_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
+
+
+def trainer_decays(model: nn.Module) -> frozenset[str]:
+    """Return the parameters that transformers' Trainer puts in its first group, with weight decay."""
+    from transformers import Trainer
+
+    decays: Any = Trainer.get_decay_parameter_names  # it doesn't use its instance
+    return frozenset(decays(None, model))

@@ -19,7 +19,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -41,7 +41,7 @@ _IN_FOLDERS = (
     "pytorch_model.bin.index.json",
 )
 _INDEX = ".index.json"
-_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _NESTS = ("model_state_dict", "MODEL_STATE", "state_dict", "model")
 """Keys of a model's tensors in files that also contain an optimizer's."""
 _DEEPEST = 4
@@ -135,7 +135,7 @@ def _no_weights_in(folder: Path) -> str:
     to_import = command_line("lockstep", "ckpt", "import", folder)
     if (folder / "latest").is_file() or any(folder.glob("*_model_states.pt")):
         return f"{folder} is a DeepSpeed checkpoint; convert it with `{to_import} WEIGHTS`"
-    files = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".safetensors", *_OF_TORCH))
+    files = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".safetensors", *TORCH_SUFFIXES))
     names = f"; give one of its files by name: {', '.join(files[:4])}" if files else ""
     return f"{folder} has none of {', '.join(_IN_FOLDERS)}{names}"
 
@@ -150,11 +150,11 @@ def _read(file: Path) -> TensorsAndOthers:
     _refuse_damaged(file)
     if file.suffix == ".safetensors":
         return _read_safetensors(file), ()
-    if file.suffix in _OF_TORCH:
-        return _state_dict(file, read_torch(file))
+    if file.suffix in TORCH_SUFFIXES:
+        return model_in(file, read_torch(file))
     raise ConfigError(
         f"{file} doesn't have the suffix of a file of weights; give a folder, .safetensors, or a file of torch.save "
-        f"({' '.join(_OF_TORCH)})"
+        f"({' '.join(TORCH_SUFFIXES)})"
     )
 
 
@@ -291,28 +291,60 @@ def _unreadable(file: Path, error: Exception) -> str:
 # --- contents -----------------------------------------------------------------------------------------------------
 
 
-def _state_dict(file: Path, content: object) -> TensorsAndOthers:
-    """Return the tensors of a model in the file's content, and the keys of all other values."""
+def model_in(file: Path, content: object, key: str | None = None) -> TensorsAndOthers:
+    """Return the tensors of a model in the file's content, and the keys of all other values.
+
+    Args:
+        key: Where they are, with dots between nested keys; None: at the top, under one of the usual keys, or under
+            the only key that has tensors by name.
+
+    Raises:
+        ConfigError: It has no tensors by name, or several models.
+    """
     skipped: list[str] = []
-    for _ in range(_DEEPEST):
+    keys: list[str | None] = [None] * _DEEPEST if key is None else [*key.split(".")]
+    for wanted in keys:
         if not isinstance(content, Mapping):
             break
-        nest = next((key for key in _NESTS if isinstance(content.get(key), Mapping) and content[key]), None)
+        nest = wanted if wanted is not None else _nest(file, content)
         if nest is None:
             break
-        skipped += [readable(str(key)) for key in content if key != nest]
+        if nest not in content:
+            raise ConfigError(f"{file} has no {readable(nest)}; its keys: {_shown(content)}")
+        skipped += [readable(str(other)) for other in content if other != nest]
         content = content[nest]
     if not isinstance(content, Mapping):
         raise ConfigError(f"{file} contains a {type(content).__name__}, not tensors by name")
     tensors = {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)}
     if not tensors:
-        keys = ", ".join(readable(str(key)) for key in list(content)[:8]) or "none"
         nests = f"{', '.join(_NESTS[:-1])} or {_NESTS[-1]}"
-        raise ConfigError(f"{file} has no tensors by name, at its top level or under {nests}; its keys: {keys}")
+        raise ConfigError(
+            f"{file} has no tensors by name, at its top level or under {nests}; its keys: {_shown(content)}"
+        )
     for name, tensor in tensors.items():
         check_plain(file, name, tensor)
     skipped += [readable(str(key)) for key in content if key not in tensors]
     return {name: tensor.detach() for name, tensor in tensors.items()}, tuple(skipped)
+
+
+def _nest(file: Path, content: Mapping[Any, Any]) -> str | None:
+    """Return the key of the model among the values; None if they are its tensors."""
+    usual = next((key for key in _NESTS if isinstance(content.get(key), Mapping) and content[key]), None)
+    if usual is not None or any(isinstance(value, Tensor) and value.dim() for value in content.values()):
+        return usual
+    models = [
+        key
+        for key, value in content.items()
+        if isinstance(value, Mapping) and value and all(isinstance(tensor, Tensor) for tensor in value.values())
+    ]
+    if len(models) > 1:
+        convert = command_line("lockstep", "ckpt", "import", file, "WEIGHTS", "--key", readable(str(models[0])))
+        raise ConfigError(f"{file} has tensors under {_shown(models)}; choose one: `{convert}`")
+    return models[0] if models and isinstance(models[0], str) else None
+
+
+def _shown(keys: Iterable[object]) -> str:
+    return ", ".join(readable(str(key)) for key in list(keys)[:8]) or "none"
 
 
 def check_plain(file: Path, name: str, tensor: Tensor) -> None:

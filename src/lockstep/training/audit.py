@@ -78,7 +78,7 @@ def audit(state: Mapping[str, Any], samples: int) -> Audit:
         mismatches=tuple(
             (segment.first, segment.last)
             for segment, right in zip(segments, expected, strict=True)
-            if segment.digest != right
+            if segment.digest != right and segment.attempt
         ),
         segments=tuple(segments),
         expected=expected,

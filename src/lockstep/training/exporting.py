@@ -4,12 +4,15 @@ RUN --> checkpoint: newest whose model verifies | --step N | --best --> its mode
     --> safetensors    a file, with the model's own names
     --> torch          a state dict that torch.load(weights_only=True) reads
     --> hf             a folder that from_pretrained reads; for this alone the model is built
+    --> dcp            a folder of torch.distributed.checkpoint
+                       torch, hf and dcp may have the optimizer's state, too (`exported_state`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -28,6 +31,7 @@ from lockstep.models.transformers_models import is_transformers_model
 from lockstep.models.weight_files import Weights
 from lockstep.models.weight_matching import match_weights
 from lockstep.training.checkpoints import TRANSFORMS
+from lockstep.training.exported_state import OPTIMIZER, ExportedState, refuse_other_optimizers
 from lockstep.training.locations import CheckpointLocation, find
 from lockstep.training.sources import facts_of_data, make_model
 from lockstep.training.user_objects import UserObjects
@@ -39,6 +43,7 @@ from lockstep.training.weights import (
     to_rebuild,
     tokenizer_of,
     whole_file,
+    whole_folder,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +51,7 @@ if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config, Model
 
-Form = Literal["safetensors", "torch", "hf"]
+Form = Literal["safetensors", "torch", "hf", "dcp"]
 _MODEL = "model."
 _EXPORTS = "export"
 _FORMS: Mapping[str, Form] = {
@@ -63,6 +68,7 @@ class ExportArguments:
         best: Whether to export the checkpoint with the best metric.
         to: A folder, or a file whose suffix names the format; None: in the run's folder.
         format: `auto` is hf for a Hugging Face model, otherwise safetensors.
+        optimizer: Whether to export optimizer state and progress, too.
         force: Whether to replace the target.
         trust_remote_code: For hf: whether code that comes with a downloaded model may run.
         trust_run: For hf: whether code that the config of another user's run names may run.
@@ -71,7 +77,8 @@ class ExportArguments:
     step: int | None = None
     best: bool = False
     to: Path | None = None
-    format: Literal["auto", "safetensors", "torch", "hf"] = "auto"
+    format: Literal["auto", "safetensors", "torch", "hf", "dcp"] = "auto"
+    optimizer: bool = False
     force: bool = False
     trust_remote_code: bool = False
     trust_run: bool = False
@@ -114,11 +121,15 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
     loaded = _config_of(location)
     config = loaded.config
     form = _form(config.model, arguments)
+    if arguments.optimizer or form == "dcp":
+        if form == "safetensors":
+            raise ConfigError("--with optimizer needs --format torch, hf or dcp; safetensors has no place for it")
+        refuse_other_optimizers(config)
     if form == "hf":  # refused before anything large is read
         config = to_rebuild(loaded, trusted=arguments.trust_run)
     if arguments.to is not None:
         _refuse_to_overwrite(_target(None, form, "", arguments.to), form, force=arguments.force)
-    model = _read_model(location.storage, step)
+    model = _read_model(location.storage, step, optimizer=arguments.optimizer or form == "dcp")
     target = _target(run if location.run == run.absolute() else location.run, form, model.name, arguments.to)
     _refuse_to_overwrite(target, form, force=arguments.force)
     try:
@@ -194,6 +205,7 @@ class _SavedModel:
     Attributes:
         tensors: by the model's own names, tied ones once.
         tied: other names of tied tensors, and the names that are saved.
+        optimizer: its optimizer's, if requested.
         broken: as in `Exported`.
     """
 
@@ -201,10 +213,11 @@ class _SavedModel:
     manifest: Manifest
     tensors: dict[str, Tensor]
     tied: Mapping[str, str]
+    optimizer: Mapping[str, Tensor]
     broken: Mapping[str, str]
 
 
-def _read_model(storage: Storage, step: int | None) -> _SavedModel:
+def _read_model(storage: Storage, step: int | None, *, optimizer: bool) -> _SavedModel:
     names = names_by_step(storage.names())
     broken: dict[str, str] = {}
     for name in [names[known] for known in sorted(names, reverse=True) if step in (None, known)]:
@@ -212,7 +225,10 @@ def _read_model(storage: Storage, step: int | None) -> _SavedModel:
             with storage.read_lock(name):
                 manifest = read_manifest(storage, name)
                 tied = dict(manifest.state.get("sharding", {}).get("tied", {}))
-                return _SavedModel(name, manifest, _read_tensors(storage, name, manifest), tied, broken)
+                model = _read_tensors(storage, name, manifest, _MODEL)
+                others = _read_tensors(storage, name, manifest, OPTIMIZER) if optimizer else {}
+                tensors = {key.removeprefix(_MODEL): tensor for key, tensor in model.items()}
+                return _SavedModel(name, manifest, tensors, tied, others, broken)
         except CorruptCheckpoint as fault:
             broken[name] = str(fault)
     raise _no_usable_checkpoint(storage, broken)
@@ -223,13 +239,13 @@ def _no_usable_checkpoint(storage: Storage, broken: Mapping[str, str]) -> RunFai
     return RunFailed(f"{storage.place} has no checkpoint that can be used:{listed}")
 
 
-def _read_tensors(storage: Storage, name: str, manifest: Manifest) -> dict[str, Tensor]:
-    """Return the model's tensors. Raises CorruptCheckpoint."""
-    entries = {key: entry for key, entry in manifest.tensors.items() if key.startswith(_MODEL)}
+def _read_tensors(storage: Storage, name: str, manifest: Manifest, prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin so. Raises CorruptCheckpoint."""
+    entries = {key: entry for key, entry in manifest.tensors.items() if key.startswith(prefix)}
     memory = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries.items()}
     items = (ReadItem(key, entry.info.whole, memory[key]) for key, entry in entries.items())
     Reader(storage, name, manifest).read(items)
-    return {key.removeprefix(_MODEL): tensor for key, tensor in memory.items()}
+    return memory
 
 
 def _transforms(manifest: Manifest) -> list[str]:
@@ -273,7 +289,7 @@ def _target(run: Path | None, form: Form, name: str, to: Path | None) -> Path:
     if to is None and run is None:
         raise ConfigError(f"{name} is in no run's folder; give the target with --to")
     folder = to or cast("Path", run) / _EXPORTS / name
-    if form == "hf":
+    if form in ("hf", "dcp"):
         return folder
     return folder / (FILE if form == "safetensors" else "model.pt")
 
@@ -282,27 +298,38 @@ def _refuse_to_overwrite(target: Path, form: Form, *, force: bool) -> None:
     entries = list(target.iterdir()) if target.is_dir() else []
     if not target.exists() or (target.is_dir() and not entries):
         return
-    if form == "hf" and not target.is_dir():
-        raise ConfigError(f"{target} is a file, and --format hf writes a folder")
+    if form in ("hf", "dcp") and not target.is_dir():
+        raise ConfigError(f"{target} is a file, and --format {form} writes a folder")
     if not force:
         raise ConfigError(f"{target} exists; --force replaces it")
-    is_model = (target / "config.json").is_file() and all(entry.is_file() for entry in entries)
+    is_model = any((target / name).is_file() for name in ("config.json", ".metadata")) and all(
+        entry.is_file() for entry in entries
+    )
     if target.is_dir() and not is_model:
         raise ConfigError(f"{target} holds more than a model: --force doesn't delete it; give another folder")
 
 
 def _write(saved: _SavedModel, config: Config, form: Form, target: Path, *, trust_remote_code: bool) -> None:
+    others = {other: saved.tensors[name] for other, name in saved.tied.items()}
+    state = ExportedState(config, saved.manifest, {**saved.tensors, **saved.optimizer}) if saved.optimizer else None
     match form:
         case "safetensors":
             save_tensors(saved.tensors, target)
         case "torch":
-            others = {other: saved.tensors[name] for other, name in saved.tied.items()}
-            with whole_file(target) as partial, partial.open("wb") as file:
-                torch.save({**saved.tensors, **others}, file)
+            with whole_file(target) as new, new.open("wb") as file:
+                if state is None:
+                    torch.save({**saved.tensors, **others}, file)
+                else:
+                    state.save_torch({**saved.tensors, **others}, file)
         case "hf":
             model = _build_model(saved, config, trust_remote_code)
             tokenizer = tokenizer_of(config.model, config.data.train)
-            save_for_transformers(model, model_tensors(model), tensors_of(model), target, tokenizer)
+            also = None if state is None else partial(state.save_for_trainer, model=model)
+            save_for_transformers(model, model_tensors(model), tensors_of(model), target, tokenizer, also)
+        case "dcp":
+            assert state is not None
+            with whole_folder(target) as folder:
+                state.save_dcp({**saved.tensors, **others}, folder)
 
 
 def _disk_error(error: BaseException) -> str:

@@ -42,7 +42,7 @@ class Segment:
     """Consecutive updates of one attempt.
 
     Attributes:
-        attempt: from 1.
+        attempt: from 1; 0: another program used them (`imported_ledger`).
         first, last: positions; `last` is exclusive.
         digest: of these samples (`data.order`), summed over the ranks.
     """
@@ -96,6 +96,11 @@ class Ledger:
     def continue_with(self, fingerprint: str) -> None:
         """Record the fingerprint of the run's data so, whichever samples this attempt leaves out."""
         self._order = replace(self._order, fingerprint=fingerprint)
+
+
+def imported_ledger(order: OrderFacts, samples: int) -> list[dict[str, Any]]:
+    """Return the ledger of a run that another program began: it used as many samples, in an order of its own."""
+    return [asdict(Segment(0, 0, 0, samples, 0, order))] if samples else []
 
 
 def left_out_in(state: Iterable[Mapping[str, Any]]) -> list[LeftOutSample]:

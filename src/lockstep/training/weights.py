@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -102,7 +102,12 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 def save_for_transformers(
-    model: Any, expected: ModelTensors, tensors: Mapping[str, Tensor], target: Path, tokenizer: str | None
+    model: Any,
+    expected: ModelTensors,
+    tensors: Mapping[str, Tensor],
+    target: Path,
+    tokenizer: str | None,
+    also: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a folder for `from_pretrained`.
 
@@ -110,6 +115,7 @@ def save_for_transformers(
         expected: The tensors of the whole model.
         tensors: Parameters and saved buffers by name, whole, tied ones once.
         tokenizer: Folder or hub name of the model's tokenizer.
+        also: Writes further files.
 
     Raises RunFailed if transformers hasn't written all of the model, and what the disk and the libraries raise.
     """
@@ -124,6 +130,8 @@ def save_for_transformers(
             shapes |= shapes_in(path)
         expected.refuse_incomplete_file(shapes, never_written(model), written)
         remove_training_keys(partial)
+        if also is not None:
+            also(partial)
         if tokenizer is not None:
             with suppress(ConfigError):  # it isn't on this machine
                 load_tokenizer(tokenizer).save_pretrained(partial)

@@ -1,0 +1,201 @@
+"""Read a checkpoint of another program: weights, optimizer state, and how far it was. Nothing is executed.
+
+FILE.pt .ckpt                 {"model_state_dict", "optimizer_state_dict", "epoch"}, Lightning's, any other names
+FOLDER/.metadata              torch.distributed.checkpoint: torchtitan, Lightning (with meta.pt)
+FOLDER/pytorch_model_fsdp_0/  Accelerate and Trainer under FSDP, with optimizer_0/
+FOLDER/model.safetensors      Trainer and Accelerate, with optimizer.pt or .bin, trainer_state.json
+FOLDER/latest, TAG/           DeepSpeed
+    -->  PeerCheckpoint
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.core.errors import ConfigError
+from lockstep.interop.dcp import is_dcp, read_dcp
+from lockstep.interop.peer_optimizer import PeerOptimizer, is_optimizer, peer_optimizer
+from lockstep.interop.zero_checkpoint import read_zero
+from lockstep.interop.zero_files import is_zero_checkpoint
+from lockstep.models.weight_files import (
+    TORCH_SUFFIXES,
+    Weights,
+    model_in,
+    read_torch,
+    read_weights,
+    readable,
+    unwrapped,
+)
+
+_TRAINER_STATE = "trainer_state.json"
+_PARTS = ("", "pytorch_model_fsdp_0", "optimizer_0")
+"""Folders of torch.distributed.checkpoint that form a checkpoint."""
+_FILES = (
+    "meta.pt", "pytorch_model_fsdp.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin",
+    _TRAINER_STATE,
+)  # fmt: skip
+"""Files beside a folder's weights. A folder may have any of them."""
+_STEPS = ("global_step", "global_steps", "step", "steps", "iteration", "iter", "iter_num")
+_EPOCHS, _SAMPLES, _NESTED = ("epoch",), ("global_samples", "samples"), "train_state"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCheckpoint:
+    """A checkpoint of another program.
+
+    Attributes:
+        weights: Its tensors, and the keys of what isn't imported.
+        description: What was read, if that isn't plain from its name.
+        optimizer: None: it has none, or wasn't read.
+        in_order: Whether the weights are in the order of the model that wrote them.
+        step, samples, epoch: How far it was; None: not recorded.
+    """
+
+    weights: Weights
+    description: str = ""
+    optimizer: PeerOptimizer | None = None
+    in_order: bool = False
+    of_trainer: bool = False
+    step: int | None = None
+    samples: int | None = None
+    epoch: float | None = None
+
+
+def read_peer(source: Path, key: str | None = None, prefix: str = "", *, optimizer: bool = False) -> PeerCheckpoint:
+    """Read a checkpoint.
+
+    Args:
+        key: Where in a file of torch the model is, such as `net` or `states.net`; None: under one of the usual keys.
+        prefix: Take only tensors with this prefix, and remove it.
+        optimizer: Read the optimizer's state, too.
+
+    Raises:
+        ConfigError: It can't be read, is damaged, or needs more than tensors and plain values to be unpickled.
+    """
+    place = source.expanduser()
+    peer = _of_zero(place, optimizer) if is_zero_checkpoint(place) else _of_torch(place, key, optimizer)
+    if not prefix:
+        return peer
+    weights, length = peer.weights, len(prefix)
+    tensors = {name[length:]: tensor for name, tensor in weights.tensors.items() if name.startswith(prefix)}
+    if not tensors:
+        names = ", ".join(map(readable, list(weights.tensors)[:4]))
+        raise ConfigError(f"{weights.place} has no tensor with the prefix {prefix}; it has {names}")
+    others = tuple(name for name in weights.tensors if not name.startswith(prefix))
+    chosen = Weights(weights.place, tensors, (*weights.skipped, *others))
+    return PeerCheckpoint(chosen, peer.description, None, step=peer.step, samples=peer.samples, epoch=peer.epoch)
+
+
+def _of_zero(place: Path, optimizer: bool) -> PeerCheckpoint:
+    zero = read_zero(place, moments=optimizer)
+    ranks = f" ZeRO stage {zero.stage} on {zero.ranks} rank{'s' * (zero.ranks != 1)}" if zero.stage else ""
+    states: dict[str, dict[str, Any]] = {}
+    for entry, tensors in zero.moments.items():
+        for name, tensor in tensors.items():
+            states.setdefault(name, {"step": zero.steps})[entry] = tensor
+    state = PeerOptimizer(zero.place, states, [[*states]]) if optimizer else None
+    skipped = zero.skipped if state is None else tuple(key for key in zero.skipped if key != "the optimizer's state")
+    weights = Weights(zero.place, zero.tensors, skipped)
+    description = f"{zero.place}: DeepSpeed{ranks}"
+    return PeerCheckpoint(weights, description, state, step=zero.global_steps, samples=zero.global_samples)
+
+
+def _of_torch(place: Path, key: str | None, optimizer: bool) -> PeerCheckpoint:
+    is_model_file, description = place.is_file() and place.suffix in TORCH_SUFFIXES, ""
+    content: Any = {}
+    if place.is_dir():
+        content, description = _in_folder(place, optimizer)
+    elif is_model_file:
+        content = read_torch(place)
+    records: Mapping[Any, Any] = content if isinstance(content, Mapping) else {}
+    saved, taken = _only_optimizer(place, records) if optimizer else (None, None)
+    others = {name: value for name, value in records.items() if name != taken}
+    if is_model_file or description or "model" in records:
+        tensors, skipped = model_in(place, others if records else content, key)
+        weights = Weights(place, unwrapped(tensors), skipped)
+    else:
+        weights = read_weights(place)
+        names = tuple(readable(str(name)) for name in others)
+        weights = Weights(weights.place, weights.tensors, (*weights.skipped, *names))
+    return PeerCheckpoint(
+        weights,
+        description,
+        saved,
+        in_order=is_model_file,
+        of_trainer="trainer_state" in records,
+        step=_number(records, _STEPS),
+        samples=_number(records, _SAMPLES),
+        epoch=_float(records, _EPOCHS),
+    )
+
+
+def _in_folder(folder: Path, optimizer: bool) -> tuple[dict[Any, Any], str]:
+    """Return the values of all files of a folder but those of transformers' weights."""
+    content: dict[Any, Any] = {}
+    parts = [folder / part for part in _PARTS if is_dcp(folder / part)]
+    for part in parts:
+        if optimizer or part.name != _PARTS[-1]:
+            content |= read_dcp(part)
+    for name in _FILES:
+        file = folder / name
+        if not file.is_file():
+            continue
+        if name == _TRAINER_STATE:
+            content["trainer_state"] = _json(file)
+        elif name == "meta.pt":
+            content |= _mapping(file, read_torch(file))
+        elif name.endswith("fsdp.bin"):
+            content["model"] = read_torch(file)
+        elif optimizer or not name.startswith("optimizer"):
+            content[file.stem] = read_torch(file)
+        else:
+            content[file.stem] = None
+    return content, f"{folder}: torch.distributed.checkpoint" if parts else ""
+
+
+def _json(file: Path) -> Mapping[Any, Any]:
+    try:
+        return _mapping(file, json.loads(file.read_bytes()))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} isn't JSON: {error}") from error
+
+
+def _mapping(file: Path, value: object) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{file} holds a {type(value).__name__}, not values by name")
+    return value
+
+
+def _only_optimizer(place: Path, content: Mapping[Any, Any]) -> tuple[PeerOptimizer | None, object]:
+    """Return the only optimizer among the values, whatever its key, and that key."""
+    several = ((key, value if isinstance(value, list) else [value]) for key, value in content.items())
+    saved = [(key, value) for key, values in several for value in values if is_optimizer(value)]
+    if len(saved) > 1:
+        keys = ", ".join(readable(str(key)) for key, _ in saved)
+        raise ConfigError(
+            f"{place} has {len(saved)} optimizers ({keys}), but a run has one; import only weights: leave out --config"
+        )
+    return (peer_optimizer(place, saved[0][1]), saved[0][0]) if saved else (None, None)
+
+
+def _float(content: Mapping[Any, Any], names: tuple[str, ...]) -> float | None:
+    """Return the first of these values at the top, or in the state of the trainer."""
+    for at in (content, content.get("trainer_state"), content.get(_NESTED)):
+        values: Mapping[Any, Any] = at if isinstance(at, Mapping) else {}
+        for name in names:
+            value = values.get(name)
+            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**48:
+                return value
+    return None
+
+
+def _number(content: Mapping[Any, Any], names: tuple[str, ...]) -> int | None:
+    value = _float(content, names)
+    return int(value) if value is not None else None

@@ -1,0 +1,254 @@
+"""Checkpoints that other programs write of a small training, and the losses of their next updates.
+
+Each update has all samples, so that losses don't depend on the order of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import small
+from kit.worlds import in_world
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+SAMPLES, DONE, NEXT = 8, 2, 3
+RATE, DECAY = 0.05, 0.1
+
+
+class Texts(small.Texts):
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+def groups(net: nn.Module) -> list[dict[str, Any]]:
+    """Matrices with weight decay, the others without."""
+    parameters = list(net.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def loss_of(net: nn.Module) -> Tensor:
+    points, classes = small.points(SAMPLES).tensors
+    return F.cross_entropy(net(points), classes)
+
+
+def update(net: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any = None) -> float:
+    loss = loss_of(net)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if schedule is not None:
+        schedule.step()
+    return loss.item()
+
+
+def made(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(seed)
+    net = small.Net()
+    optimizer = torch.optim.AdamW(groups(net), lr=RATE)
+    return net, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, DONE + NEXT)
+
+
+Saved = tuple[dict[str, Tensor], list[float]]
+"""The weights in a checkpoint, and the losses of the next updates."""
+
+
+def _after(net: nn.Module, save: Callable[[], object], optimizer: Any, schedule: Any) -> Saved:
+    for _ in range(DONE):
+        update(net, optimizer, schedule)
+    save()
+    weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    return weights, [update(net, optimizer, schedule) for _ in range(NEXT)]
+
+
+def plain(place: Path) -> Saved:
+    net, optimizer, schedule = made()
+
+    def save() -> None:
+        content = {"model_state_dict": net.state_dict(), "optimizer_state_dict": optimizer.state_dict(), "epoch": 2}
+        torch.save({**content, "scheduler": schedule.state_dict(), "loss": torch.tensor(0.5)}, place)
+
+    return _after(net, save, optimizer, schedule)
+
+
+def under_net(place: Path) -> Saved:
+    net, optimizer, schedule = made()
+    content = lambda: {"net": net.state_dict(), "opt": optimizer.state_dict(), "iter_num": DONE}  # noqa: E731
+    return _after(net, lambda: torch.save(content(), place), optimizer, schedule)
+
+
+def accelerate(place: Path) -> Saved:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    net, optimizer, schedule = accelerator.prepare(*made())
+    return _after(net, lambda: accelerator.save_state(str(place)), optimizer, schedule)
+
+
+def dcp(place: Path, *, flat: bool, top: bool = False) -> Saved:
+    """As torch's tutorial does, or torchtitan: flat, in later versions with the weights at the top."""
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    net, optimizer, schedule = made()
+
+    def save() -> None:
+        weights, state = get_state_dict(net, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+        content = {"optimizer": state, "train_state": {"step": torch.tensor(DONE, dtype=torch.int32)}}
+        checkpoint.save({**content, **(weights if top else {"model": weights})}, checkpoint_id=str(place), no_dist=True)
+
+    return _after(net, save, optimizer, schedule)
+
+
+def dcp_of_rank(place: Path) -> None:
+    """FSDP's shards, as Accelerate saves them; in each of two processes."""
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    net, _, _ = made()
+    fully_shard(net)
+    optimizer = torch.optim.AdamW(groups(net), lr=RATE)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, DONE + NEXT)
+    held = {}
+
+    def save() -> None:
+        for key, state in (
+            ("model", get_model_state_dict(net)),
+            ("optimizer", get_optimizer_state_dict(net, optimizer)),
+        ):
+            folder = place / {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}[key]
+            checkpoint.save({key: state}, checkpoint_id=str(folder))
+        held.update({name: value.full_tensor() for name, value in net.state_dict().items()})
+
+    _, losses = _after(net, save, optimizer, schedule)
+    torch.save((held, losses), place / f"{torch.distributed.get_rank()}.held")
+
+
+def dcp_of_two_ranks(place: Path) -> Saved:
+    in_world(2, dcp_of_rank, place)
+    saved: Saved = torch.load(place / "0.held")
+    return saved
+
+
+def lightning(place: Path) -> Saved:
+    from lightning.pytorch import LightningModule, Trainer
+
+    net, optimizer, schedule = made()
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+            self.save_hyperparameters({"width": 8})
+
+        def training_step(self, batch: Any) -> Tensor:
+            return loss_of(self.net)
+
+        def configure_optimizers(self) -> Any:
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    module = Module()
+    data = torch.utils.data.DataLoader(small.points(SAMPLES), batch_size=SAMPLES)
+    words = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    trainer = Trainer(max_epochs=DONE, enable_checkpointing=False, **words)
+    trainer.fit(module, data)
+    trainer.save_checkpoint(place)
+    optimizer.zero_grad()  # Lightning does before an update
+    weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    return weights, [update(net, optimizer, schedule) for _ in range(NEXT)]
+
+
+# --- continuing with a run's export -----------------------------------------------------------------------------------
+
+
+def from_plain(file: Path) -> list[float]:
+    net, _, _ = made(1)
+    content = torch.load(file, weights_only=True)
+    net.load_state_dict(content["model_state_dict"])
+    named, saved = dict(net.named_parameters()), content["optimizer_state_dict"]
+    optimizer = torch.optim.AdamW(
+        [{"params": [named[name] for name in g["param_names"]]} for g in saved["param_groups"]]
+    )
+    optimizer.load_state_dict(saved)
+    assert (content["step"], content["samples"], content["epoch"]) == (DONE, DONE * SAMPLES, DONE)
+    return _next_losses(net, optimizer)
+
+
+def _next_losses(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for step in range(DONE, DONE + NEXT):
+        for group in optimizer.param_groups:
+            assert group["lr"] == pytest.approx(RATE * (1 - step / (DONE + NEXT))) or step > DONE
+            group["lr"] = RATE * (1 - step / (DONE + NEXT))
+        losses.append(update(net, optimizer))
+    return losses
+
+
+def from_accelerate(file: Path) -> list[float]:
+    from accelerate import Accelerator
+
+    net, _, _ = made(1)
+    content = torch.load(file, weights_only=True)
+    named, saved = dict(net.named_parameters()), content["optimizer_state_dict"]
+    optimizer = torch.optim.AdamW(
+        [{"params": [named[name] for name in g["param_names"]]} for g in saved["param_groups"]]
+    )
+    accelerator = Accelerator(cpu=True)
+    net, optimizer = accelerator.prepare(net, optimizer)
+    accelerator.unwrap_model(net).load_state_dict(content["model_state_dict"])
+    optimizer.load_state_dict(saved)
+    return _next_losses(net, optimizer)
+
+
+def from_dcp(folder: Path, *, top: bool) -> list[float]:
+    """As torchtitan loads it; in later versions with the weights at the top."""
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    net, optimizer, _ = made(1)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = RATE  # of a schedule
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, state = get_state_dict(net, optimizer, options=options)
+    content = {"optimizer": state, "train_state": {"step": torch.tensor(0)}}
+    content |= weights if top else {"model": weights}
+    checkpoint.load(content, checkpoint_id=str(folder), no_dist=True)
+    weights = {name: content[name] for name in weights} if top else content["model"]
+    set_state_dict(net, optimizer, model_state_dict=weights, optim_state_dict=content["optimizer"], options=options)
+    assert content["train_state"]["step"] == DONE
+    return _next_losses(net, optimizer)
+
+
+# --- transformers' Trainer --------------------------------------------------------------------------------------------
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 24, "max_position_embeddings": 32, "num_key_value_heads": 1, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def trainer(folder: Path, resume: Path | None = None) -> list[float]:
+    """Train to the end, with a checkpoint after two updates; return the losses of all updates."""
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+    torch.manual_seed(1 if resume else 0)
+    words = dict(LLAMA)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(words.pop("model_type"), **words))
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=DONE + NEXT, save_steps=DONE, logging_steps=1, learning_rate=RATE,
+        weight_decay=DECAY, per_device_train_batch_size=SAMPLES, max_grad_norm=0.0, report_to=[], disable_tqdm=True,
+        lr_scheduler_type="linear", use_cpu=True,
+    )  # fmt: skip
+    worker = Trainer(model=model, args=arguments, train_dataset=Texts())
+    worker.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return [row["loss"] for row in worker.state.log_history if "loss" in row]

@@ -1,0 +1,187 @@
+"""Checkpoints that other programs write continue here, and those of a run continue there: the next losses are equal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interop import peer_saves
+from interop.peer_saves import DECAY, DONE, NEXT, RATE, SAMPLES, Saved
+from kit import small
+
+import lockstep
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.config.loading import validate
+from lockstep.core.errors import ConfigError
+from lockstep.interop.runs import Beginning, import_run
+from lockstep.interop.weights import import_weights
+from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.exporting import ExportArguments, export
+from lockstep.training.resuming import Resume
+from lockstep.training.session import components_of
+
+
+def config(**sections: Any) -> dict[str, Any]:
+    train = {"kind": "custom", "target": "kit.small:points", "arguments": {"samples": SAMPLES}}
+    own = {
+        "data": {"train": train},
+        "batch": {"global_size": SAMPLES},
+        "optim": {"name": "adamw", "lr": RATE, "weight_decay": DECAY, "decay": "matrices", "betas": [0.9, 0.999],
+                  "clip_norm": None},
+        "schedule": {"kind": "linear", "final_ratio": 0.0},
+        "run": {"steps": DONE + NEXT},
+    }  # fmt: skip
+    return {**small.config(), **own, **sections}
+
+
+def continued(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Return the weights with which a run resumes, and the losses of its next updates."""
+    with lockstep.session(validate(settings).config) as session:
+        checkpoints = Checkpoints(session, LocalStorage(folder / "checkpoints"), {})
+        checkpoints.begin(Resume())
+        assert (session.progress.steps, session.progress.samples) == (DONE, DONE * SAMPLES)
+        model = components_of(session).sharding.state.model
+        weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        return weights, [report.loss for report in session]
+
+
+PEERS: dict[str, tuple[str, Callable[[Path], Saved]]] = {
+    "plain": ("last.pt", peer_saves.plain),
+    "net": ("last.pth", peer_saves.under_net),
+    "accelerate": ("state", peer_saves.accelerate),
+    "dcp": ("step-2", partial(peer_saves.dcp, flat=False)),
+    "torchtitan": ("step-2", partial(peer_saves.dcp, flat=True, top=True)),
+    "torchtitan-2024": ("step-2", partial(peer_saves.dcp, flat=True)),
+    "accelerate-fsdp": ("state", peer_saves.dcp_of_two_ranks),
+    "lightning": ("last.ckpt", peer_saves.lightning),
+}
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_peer_s_checkpoint_continues_with_the_peer_s_losses(peer: str, tmp_path: Path) -> None:
+    if find_spec(peer.partition("-")[0]) is None and peer in ("accelerate", "lightning"):
+        pytest.skip(f"{peer} is not installed")
+    name, save = PEERS[peer]
+    weights, losses = save(tmp_path / name)
+    settings = config()
+    imported = import_run(tmp_path / name, tmp_path / "run", validate(settings).config, "mine")
+    assert imported.steps == DONE
+    assert not [note for note in imported.notes if "in the checkpoint" in note]
+    held, continued_losses = continued(tmp_path / "run", settings)
+    assert all(torch.equal(held[key], value) for key, value in weights.items())
+    assert continued_losses == pytest.approx(losses, rel=1e-5)
+
+
+CONTINUED: dict[str, tuple[str, str, Callable[[Path], list[float]]]] = {
+    "plain": ("torch", "model.pt", peer_saves.from_plain),
+    "accelerate": ("torch", "model.pt", peer_saves.from_accelerate),
+    "torchtitan": ("dcp", "step-2", partial(peer_saves.from_dcp, top=True)),
+    "torchtitan-2024": ("dcp", "step-2", partial(peer_saves.from_dcp, top=False)),
+}
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A run of all updates with a checkpoint after two of them, and the losses of the later ones."""
+    folder = tmp_path_factory.mktemp("own") / "run"
+    settings = config(checkpoint={"every": f"{DONE} steps", "keep_last": 9})
+    settings["run"] = {**settings["run"], "folder": str(folder)}
+    lockstep.train({**settings, "monitor": {**settings["monitor"], "every": 1}})
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row and row.get("step", 0) > DONE]
+    assert len(losses) == NEXT
+    return folder, losses
+
+
+@pytest.mark.parametrize("peer", CONTINUED)
+def test_a_peer_continues_an_exported_checkpoint(peer: str, own: tuple[Path, list[float]], tmp_path: Path) -> None:
+    if peer == "accelerate" and find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed")
+    run, losses = own
+    form, name, continues = CONTINUED[peer]
+    export(run, ExportArguments(step=DONE, to=tmp_path / name, format=form, optimizer=True))
+    assert continues(tmp_path / name) == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_trainer_s_checkpoint_continues_and_is_continued(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    losses = peer_saves.trainer(tmp_path / "out")[DONE:]
+    settings = config(
+        model={"kind": "huggingface", "architecture": peer_saves.LLAMA, "task": "causal-lm"},
+        data={"train": {"kind": "custom", "target": "interop.peer_saves:Texts"}},
+        objective={"kind": "auto"},
+    )
+    settings["optim"] |= {"decay": "matrices"}
+    imported = import_run(tmp_path / "out" / f"checkpoint-{DONE}", tmp_path / "run", validate(settings).config, "mine")
+    assert imported.steps == DONE
+    assert not [note for note in imported.notes if "in the checkpoint" in note]
+    assert continued(tmp_path / "run", settings)[1] == pytest.approx(losses, abs=1e-4)  # Trainer rounds its losses
+    export(tmp_path / "run", ExportArguments(step=DONE, to=tmp_path / "out2", format="hf", optimizer=True))
+    assert peer_saves.trainer(tmp_path / "again", tmp_path / "out2")[-NEXT:] == pytest.approx(losses, abs=1e-4)
+
+
+# --- refused, and chosen ------------------------------------------------------------------------------------------
+
+
+class Hostile:
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._mark}",)
+
+
+def test_metadata_of_dcp_runs_no_code(tmp_path: Path) -> None:
+    peer_saves.dcp(tmp_path / "saved", flat=True)
+    (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps({"a": Hostile(tmp_path / "executed")}))
+    with pytest.raises(ConfigError, match=r"posix\.system to be unpickled"):
+        import_weights(tmp_path / "saved", tmp_path / "out")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_dcp_checkpoint_without_one_rank_s_part_is_refused(tmp_path: Path) -> None:
+    peer_saves.dcp(tmp_path / "saved", flat=True)
+    next((tmp_path / "saved").glob("*.distcp")).unlink()
+    with pytest.raises(ConfigError, match=r"lacks __0_0\.distcp"):
+        import_weights(tmp_path / "saved", tmp_path / "out")
+
+
+def test_numbers_that_fit_several_orders_are_refused(tmp_path: Path) -> None:
+    net, optimizer, _ = peer_saves.made()
+    optimizer = torch.optim.AdamW([[*net.parameters()][index] for index in (3, 1, 2, 0)], lr=RATE)
+    peer_saves.update(net, optimizer)
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    with pytest.raises(ConfigError, match="no usual order of the model's parameters fits"):
+        import_run(tmp_path / "last.pt", tmp_path / "run", validate(config()).config, "mine")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_begins_where_it_is_asked_to_and_lists_what_differs(tmp_path: Path) -> None:
+    peer_saves.plain(tmp_path / "last.pt")
+    settings = config(optim={"name": "adamw", "lr": RATE, "weight_decay": 0.3, "decay": "matrices"})
+    settings["run"] = {"steps": 9}
+    beginning = Beginning(step=4, sample=16)
+    imported = import_run(tmp_path / "last.pt", tmp_path / "run", validate(settings).config, "mine", beginning)
+    assert (imported.progress.steps, imported.progress.samples) == (4, 16)
+    notes = "\n".join(imported.notes)
+    assert "weight_decay is 0.1 in the checkpoint, 0.3 in the config, for 2 parameters" in notes
+    assert "the optimizer has made 2 steps, but the run begins at step 4" in notes
+    assert "not imported: epoch, scheduler, loss" in notes
+
+
+def test_a_key_and_a_prefix_choose_a_model(tmp_path: Path) -> None:
+    state = {f"body.{name}": value for name, value in small.Net().state_dict().items()}
+    torch.save({"net": {**state, "extra": torch.ones(2)}, "ema": state}, tmp_path / "last.pt")
+    with pytest.raises(ConfigError, match=r"tensors under net, ema; choose one: .*--key net"):
+        import_weights(tmp_path / "last.pt", tmp_path / "out")
+    imported = import_weights(tmp_path / "last.pt", tmp_path / "out", key="net", prefix="body.")
+    assert imported.tensors == len(state)
+    assert imported.skipped == ("ema", "extra")
