@@ -228,6 +228,19 @@ def test_events_are_sentences() -> None:
     assert event_text({"logged": {"x": 1.0}, "step": 3}) == ""
 
 
+def test_odd_values_of_metrics_are_left_out_or_called_not_finite(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for odd in (None, math.nan, math.inf, "x", True, [1], 10**400, {"n" * 5000: 1}):
+        record = {"step": 120, "loss": odd, "grad_norm": odd, "lr": odd, "discarded": odd, "seconds": odd, "n" * 5000: odd}
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        assert not any(word in line.split() for line in screen(run) for word in ("nan", "norm", "lr", "discarded"))
+    assert event_text({"evaluation": "held-out", "step": 3, "loss": None, "f1": 0.5, "x": math.nan}) == (
+        "step 3: evaluation held-out: loss not finite, f1 0.5"
+    )
+    assert event_text({"epoch_done": 1, "step": 46, "loss": None}) == "step 46: epoch 2 done, loss not finite"
+
+
 def test_without_a_terminal_the_state_is_printed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,6 +79,25 @@ def test_a_planted_bottleneck_is_named_with_its_remedy_and_gain(
     assert any(remedy in sentence for sentence in sentences)
 
 
+@pytest.mark.parametrize(
+    ("split", "on", "off", "proposed"),
+    [
+        ({"save": 0.01}, "checkpoint: {}", "checkpoint: {asynchronous: false}", "checkpoint.asynchronous: true"),
+        ({"communication": 0.15}, "parallel: {ddp: {compression: bf16}}", "parallel: {}", "ddp.compression"),
+        ({"forward": 5e-4, "backward": 1e-3, "optimizer": 1e-4}, "model: {compile: true}", "", "model.compile: true"),
+    ],
+)
+def test_what_is_on_already_is_not_proposed(
+    tmp_path: Path, split: dict[str, float], on: str, off: str, proposed: str
+) -> None:
+    folder = write_run(tmp_path / "run", **split)
+    for section, expected in ((on, False), (off, True)):
+        (folder / "config.yaml").write_text(f"run: {{steps: 100}}\n{section}\n")
+        remedies = [limit.remedy for limit in limits(read_run(folder), read_rank_history(folder))]
+        assert remedies
+        assert any(proposed in remedy for remedy in remedies) == expected
+
+
 def test_a_rank_that_the_others_wait_for_is_named_instead_of_the_links(tmp_path: Path) -> None:
     slow = [{"rank": 1, "host": "b", "ratio": 2.0, "phase": "data"}]
     folder = write_run(tmp_path / "run", slow, communication=0.03)

@@ -13,7 +13,7 @@ from kit.worlds import in_world
 
 import lockstep
 from lockstep.config.schema import EarlyStoppingConfig
-from lockstep.core.records import EvaluationReport
+from lockstep.core.records import EvaluationReport, Request, StepReport
 from lockstep.training.early_stopping import EarlyStopping
 from lockstep.training.saved_state import EarlyStoppingState
 
@@ -170,6 +170,34 @@ def test_all_ranks_end_together(tmp_path: Path) -> None:
     first, second = in_world(2, trained, tmp_path / "run", 2000, "ddp")
     assert (first["steps"], first["stopped_early"]) == (second["steps"], second["stopped_early"])
     assert first["steps"] < 2000
+
+
+class Stopping(lockstep.Monitor):
+    """Ends the run at step 3."""
+
+    def see(self, report: StepReport) -> list[Request]:
+        return [Request.STOP] if report.step == 3 else []
+
+
+def ended_by_a_monitor(folder: Path, strategy: str, steps: int = 8) -> dict[str, Any]:
+    run = {"steps": steps, "folder": str(folder)}
+    config = small.config(parallel={"strategy": strategy}, run=run, schedule={"kind": "constant"})
+    return lockstep.train(config, monitors=[Stopping()]).summary
+
+
+def test_a_monitor_that_requests_a_stop_ends_the_run_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = in_world(2, ended_by_a_monitor, tmp_path / "two", "ddp")
+    assert (first["steps"], first["stopped_early"]) == (second["steps"], second["stopped_early"])
+    summary = ended_by_a_monitor(tmp_path / "one", "single")
+    assert 3 <= summary["steps"] < 8
+    assert summary["steps"] == first["steps"]
+    assert summary["stopped_early"] == "a monitor requested it"
+    assert json.loads((tmp_path / "one" / "summary.json").read_text())["steps"] == summary["steps"]
+    assert ended_by_a_monitor(tmp_path / "one", "single") == summary
+    assert "give it a longer run.steps" in capsys.readouterr().out
+    assert "stopped_early" not in ended_by_a_monitor(tmp_path / "one", "single", 9)  # goes on, beyond step 3
 
 
 def test_what_cannot_stop_a_run_is_refused(tmp_path: Path) -> None:

@@ -162,10 +162,6 @@ def test_a_resumed_run_evaluates_and_saves_after_its_first_update(tmp_path: Path
     assert _ledgers(tmp_path / "True") == _ledgers(tmp_path / "False")
 
 
-def _requests_stop() -> list[Request]:
-    return [Request.STOP]
-
-
 def _signals() -> list[Request]:
     os.kill(os.getpid(), signal.SIGTERM)
     return []
@@ -199,7 +195,6 @@ class Data:
 
 
 _ENDS: dict[str, tuple[type[BaseException], dict[str, Any]]] = {
-    "a monitor's request": (lockstep.core.errors.Paused, {"act": _requests_stop}),
     "a signal": (lockstep.core.errors.Paused, {"act": _signals}),
     "Ctrl-C": (KeyboardInterrupt, {"act": _interrupts}),
     "an objective's error": (ValueError, {"fails_at": 5}),

@@ -134,7 +134,7 @@ class TrainingState:
 class Request(Enum):
     """A request to the run between two updates, with a slot in the vote: all ranks receive it at the same update."""
 
-    STOP = 0
+    STOP = 0  # a monitor ends the run, as early stopping does
     EVALUATE = 1
     SHOW_LOG = 2  # a rank's user code has logged something
     SAVE = 3
@@ -145,6 +145,7 @@ class Request(Enum):
     SNAPSHOT = 8  # it is time for a snapshot in memory
     GROW = 9  # smaller micro-batches have been used for long enough: larger ones are tried again
     NO_SNAPSHOT = 10  # a host has not yet copied the last one of the host before it
+    PAUSE = 11  # a signal: all ranks save, and stop
 
 
 class Tally(Enum):

@@ -23,7 +23,7 @@ from typing import Literal
 
 from lockstep.core import formatting
 from lockstep.core.terminal import plain_line
-from lockstep.looking.states import RunState
+from lockstep.looking.states import RunState, number
 from lockstep.looking.watched import WatchedRank, WatchedRun
 from lockstep.monitor.live import Status, rows
 
@@ -105,14 +105,14 @@ def _figures(run: WatchedRun) -> tuple[str, ...]:
     if means:
         parts.append(f"{_milliseconds(statistics.fmean(means))} a step")
     for name, label in (("grad_norm", "grad norm"), ("lr", "lr")):
-        if isinstance(value := last.get(name), int | float):
+        if math.isfinite(value := number(last.get(name))):
             parts.append(f"{label} {formatting.value(value)}")
     if run.mfu is not None:
         parts.append(f"MFU {100 * run.mfu:.0f} %")
     if row.goodput is not None:
         parts.append(f"goodput {100 * row.goodput:.0f} %")
-    if isinstance(discarded := last.get("discarded"), int) and discarded:
-        parts.append(f"{discarded:,} discarded")
+    if discarded := number(last.get("discarded"), 0.0):
+        parts.append(f"{discarded:,.0f} discarded")
     return tuple(parts)
 
 

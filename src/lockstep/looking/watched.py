@@ -271,7 +271,8 @@ def event_text(record: Mapping[str, Any]) -> str:
     step = f"step {number(record.get('step'), 0):,.0f}: "
     if isinstance(name := record.get("evaluation"), str):
         values = {key: value for key, value in record.items() if key not in _NO_METRICS}
-        metrics = {key: number(value) for key, value in values.items() if value is None or math.isfinite(number(value))}
+        known = {key: None if value is None else number(value) for key, value in values.items()}
+        metrics = {key: value for key, value in known.items() if value is None or math.isfinite(value)}
         return f"{step}evaluation {name}: {formatting.metrics(metrics)}"
     if "failure" in record:
         return f"{step}not saved: {record['failure']}"
@@ -281,8 +282,9 @@ def event_text(record: Mapping[str, Any]) -> str:
     if "resumed" in record:
         return f"{step}resumed on {number(record.get('ranks'), 0):.0f} ranks"
     if "epoch_done" in record:
-        loss = formatting.value(number(record.get("loss")))
-        return f"{step}epoch {number(record.get('epoch_done'), 0) + 1:.0f} done, loss {loss}"
+        loss = number(record.get("loss"))
+        shown = formatting.value(loss) if math.isfinite(loss) else "not finite"
+        return f"{step}epoch {number(record.get('epoch_done'), 0) + 1:.0f} done, loss {shown}"
     return ""
 
 

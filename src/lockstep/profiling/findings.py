@@ -92,7 +92,7 @@ def _host(trace: Trace) -> Iterator[ProfileFinding]:
             "small operators",
             f"the host is the limit: an update has {trace.calls:,.0f} operators, and "
             f"{trace.small / trace.seconds:.0%} of its time goes into those under 20 us and their calls",
-            f"{RAISE_MICRO_SIZE}, so that an operator has more to do, or set model.compile: true",
+            f"{RAISE_MICRO_SIZE}, so that an operator has more to do, or set model.compile: true if it isn't set",
             trace.small / trace.seconds,
         )
     yield from _host_code(trace)

@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from lockstep.core import formatting
 from lockstep.core.command_lines import command_line
@@ -74,11 +73,11 @@ def limits(run: RunData, ranks: RankHistory, attempts: Sequence[Attempt] = ()) -
         _of_stragglers(ranks),
         _of_crowded_host(ranks),
         _of_data(run, shares, split, attempts),
-        _of_communication(shares, ranks),
+        _of_communication(run, shares, ranks),
         _of_host(shares, split),
         _of_saves(run, shares),
         _of_optimizer(shares),
-        _of_short_micro_batches(run.folder, split, attempts),
+        _of_short_micro_batches(run, split, attempts),
         _of_evaluations(run, ranks),
     )
     return sorted((limit for limit in candidates if limit is not None), key=lambda limit: -limit.share)
@@ -168,17 +167,20 @@ def _cores_of_a_rank(run: RunData, attempts: Sequence[Attempt]) -> int:
     return max(1, cpus // max(1, ranks))
 
 
-def _of_communication(shares: Mapping[str, float], ranks: RankHistory) -> Limit | None:
+def _of_communication(run: RunData, shares: Mapping[str, float], ranks: RankHistory) -> Limit | None:
     straggler = _of_stragglers(ranks)
     share = shares.get("communication", 0.0) - (straggler.share if straggler is not None else 0.0)
     if share <= COMMUNICATION_SHARE:
         return None
+    ddp = run.configured("parallel", "ddp")
+    compresses = isinstance(ddp, Mapping) and ddp.get("compression", "none") != "none"
+    compression = "" if compresses else "parallel.ddp.compression under DDP, "
     return Limit(
         "communication",
         share,
         f"Ranks waited {100 * share:.0f} % of the time for what others sent, which isn't explained by slow ranks",
-        "a larger batch.global_size (fewer reductions a sample), parallel.ddp.compression under DDP, or faster links, "
-        "which `lockstep doctor --ranks N` measures",
+        f"a larger batch.global_size (fewer reductions a sample), {compression}or faster links, which "
+        "`lockstep doctor --ranks N` measures",
     )
 
 
@@ -203,7 +205,8 @@ def _of_saves(run: RunData, shares: Mapping[str, float]) -> Limit | None:
         "saves",
         share,
         f"Training waited for {formatting.counted(number, 'save')}, {100 * share:.0f} % of the time",
-        "checkpoint.every larger, or checkpoint.asynchronous: true",
+        "checkpoint.every larger"
+        + (", or checkpoint.asynchronous: true" if run.configured("checkpoint", "asynchronous") is False else ""),
     )
 
 
@@ -219,18 +222,19 @@ def _of_optimizer(shares: Mapping[str, float]) -> Limit | None:
     )
 
 
-def _of_short_micro_batches(run: Path, split: Mapping[str, float], attempts: Sequence[Attempt]) -> Limit | None:
+def _of_short_micro_batches(run: RunData, split: Mapping[str, float], attempts: Sequence[Attempt]) -> Limit | None:
     number = int((attempts[-1].number("accumulation") if attempts else None) or 1)
     seconds = sum(split.get(phase, 0.0) for phase in ("forward", "backward", "optimizer")) / number
     if seconds >= _SHORT_S:
         return None
     what = f"Its {number:,} micro-batches" if number > 1 else "Its updates"
-    may_grow = number > 1 and allows_larger(run)
+    may_grow = number > 1 and allows_larger(run.folder)
+    compiling = "" if run.configured("model", "compile") is True else ", model.compile: true"
     return Limit(
         "tiny batches",
         0.5,
         f"{what} are so short ({formatting.short_time(seconds)} each) that operators' fixed costs make up much of them",
-        "a larger batch.micro_size" if may_grow else "a larger batch.global_size, model.compile: true",
+        "a larger batch.micro_size" if may_grow else f"a larger batch.global_size{compiling}",
         bounded=False,
     )
 

@@ -47,7 +47,7 @@ class RunSignals:
         """Return this rank's requests for the next vote. Each signal requests a save once."""
         save, self._requests_save = self._requests_save, False
         requests = (Request.SAVE,) if save else ()
-        return requests if self._stop_requested_at is None else (*requests, Request.STOP)
+        return requests if self._stop_requested_at is None else (*requests, Request.PAUSE)
 
     def stops(self) -> bool:
         """Return whether this rank was asked to stop."""

@@ -1,4 +1,4 @@
-"""A run that `monitor.early_stopping` has ended: whether a start trains it further, and what to change if not."""
+"""A run that `monitor.early_stopping` or a monitor has ended: whether a start trains it further, and what to change if not."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def finished_message(folder: Path) -> str:
     """Return the message about a finished run that is started again as it was."""
     if reason := _reason(folder):
         return (
-            f"the run in {folder} is finished: it ended early, since {reason}; to train it further, raise "
-            "monitor.early_stopping.patience or set monitor.early_stopping=null; --fresh starts over"
+            f"the run in {folder} is finished: it ended early, since {reason}; to train it further, give it a longer "
+            "run.steps (or epochs, ...), or raise monitor.early_stopping.patience if that ended it; --fresh starts over"
         )
     return f"the run in {folder} is finished; to resume, give it a longer run.steps (or epochs, ...), or --fresh"
 

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from lockstep.training.user_logs import UserLogs
 
 _LAST_REPORT_S = 30.0
-_FOLLOWED = (Request.EVALUATE, Request.SAVE, Request.STOP, Request.SNAPSHOT, Request.GROW)
+_FOLLOWED = (Request.EVALUATE, Request.SAVE, Request.STOP, Request.PAUSE, Request.SNAPSHOT, Request.GROW)
 """Requests for something that follows the update in which all ranks receive them."""
+_STOPPING = (Request.STOP, Request.PAUSE)
 
 
 class SaveFailed(RunFailed):
@@ -121,7 +122,7 @@ def run(
                     f"stopped at step {session.progress.steps:,}, as requested, and saved; start it again to resume"
                 )
     evaluations, seconds = checkpoints.evaluations, seconds_of(session)
-    stopped_early = evaluations.early_stopping.reason
+    stopped_early = "a monitor requested it" if loop.is_ended else evaluations.early_stopping.reason
     return Results(session.progress, loop.last, evaluations.reports, seconds, stopped_early)
 
 
@@ -132,6 +133,7 @@ class _Loop:
     Attributes:
         last: the last report that was seen.
         grows: whether the run stops to start again with larger micro-batches.
+        is_ended: whether a monitor has ended the run before its length.
     """
 
     session: Session
@@ -145,6 +147,7 @@ class _Loop:
     last: StepReport | None = None
     warned_of_grace: bool = False
     grows: bool = False
+    is_ended: bool = False
 
     def train(self) -> bool:
         """Train to the run's end, or until it stops early or as requested; return whether a request stopped it, saved.
@@ -166,7 +169,7 @@ class _Loop:
             if self.follow(before, requests):
                 return True
             self.profiler.updated(session.progress.steps)
-            if early_stopping.reason is not None:
+            if self.is_ended or early_stopping.reason is not None:
                 break
         _refuse_untrained(self.last)
         return False
@@ -203,8 +206,9 @@ class _Loop:
         if checkpoints.evaluations.due:
             self._evaluate()
         saves = checkpoints.evaluations.is_best or checkpoints.is_due(before, requests)
-        self.grows = Request.GROW in requests and Request.STOP not in requests and not session.finished
-        stops = Request.STOP in requests or self.grows
+        self.is_ended = Request.STOP in requests and not session.finished
+        self.grows = Request.GROW in requests and requests.isdisjoint(_STOPPING) and not session.finished
+        stops = Request.PAUSE in requests or self.grows
         if stops or (saves and not session.finished):  # at the end, the last evaluation is saved with the state
             self.replicas.compare()
             checkpoints.save(self.report_saves)
