@@ -231,7 +231,15 @@ def test_events_are_sentences() -> None:
 def test_odd_values_of_metrics_are_left_out_or_called_not_finite(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     for odd in (None, math.nan, math.inf, "x", True, [1], 10**400, {"n" * 5000: 1}):
-        record = {"step": 120, "loss": odd, "grad_norm": odd, "lr": odd, "discarded": odd, "seconds": odd, "n" * 5000: odd}
+        record = {
+            "step": 120,
+            "loss": odd,
+            "grad_norm": odd,
+            "lr": odd,
+            "discarded": odd,
+            "seconds": odd,
+            "n" * 5000: odd,
+        }
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
         assert not any(word in line.split() for line in screen(run) for word in ("nan", "norm", "lr", "discarded"))
