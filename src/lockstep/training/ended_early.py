@@ -1,4 +1,4 @@
-"""A run that `monitor.early_stopping` or a monitor has ended: whether a start trains it further, and what to change if not."""
+"""A run that has ended early: whether a start trains it further, and what to change if not."""
 
 from __future__ import annotations
 
