@@ -197,7 +197,7 @@ def test_a_monitor_that_requests_a_stop_ends_the_run_finished(
     assert json.loads((tmp_path / "one" / "summary.json").read_text())["steps"] == summary["steps"]
     assert ended_by_a_monitor(tmp_path / "one", "single") == summary
     assert "give it a longer run.steps" in capsys.readouterr().out
-    assert "stopped_early" not in ended_by_a_monitor(tmp_path / "one", "single", 9)  # goes on, beyond step 3
+    assert "stopped_early" not in ended_by_a_monitor(tmp_path / "one", "single", 9)  # it continues beyond step 3
 
 
 def test_what_cannot_stop_a_run_is_refused(tmp_path: Path) -> None:
