@@ -219,6 +219,48 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "vision_config": {**_VISION, "projection_dim": 8},
         "projection_dim": 8,
     }),
+    "qwen3_next": ("causal", {
+        **_GROUPED, "num_hidden_layers": 4, "head_dim": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    }),
+    "nemotron_h": ("causal", {
+        **_GROUPED, "num_hidden_layers": 4, "head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1,
+        "ssm_state_size": 4, "chunk_size": 4, "layers_block_type": ["mamba", "attention", "mamba", "moe"],
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+        "moe_shared_expert_intermediate_size": 12,
+    }),
+    "lfm2": ("causal", {
+        **_GROUPED, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2,
+        "block_auto_adjust_ff_dim": False,
+    }),
+    "granitemoehybrid": ("causal", {
+        **_GROUPED, "num_hidden_layers": 4, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1,
+        "mamba_d_state": 4, "mamba_chunk_size": 4, "layer_types": ["mamba", "attention"] * 2,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 12,
+    }),
+    "bamba": ("causal", {
+        **_GROUPED, "num_hidden_layers": 4, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1,
+        "mamba_d_state": 4, "mamba_chunk_size": 4, "attn_layer_indices": [1, 3],
+    }),
+    "jamba": ("causal", {
+        **_GROUPED, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 4,
+        "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False,
+        "pad_token_id": PADDING,
+    }),
+    "olmo3": ("causal", {**_GROUPED, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    "cohere2": ("causal", {**_GROUPED, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    "glm4": ("causal", {**_GROUPED, "head_dim": 8, "pad_token_id": PADDING}),
+    "exaone4": ("causal", {**_GROUPED, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    "ernie4_5": ("causal", {**_GROUPED, "head_dim": 8}),
+    "hunyuan_v1_dense": ("causal", {**_GROUPED, "head_dim": 8}),
+    "gpt_oss": ("causal", {
+        **_GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+    }),
+    "ministral": ("causal", {
+        **_GROUPED, "head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+    }),
 }  # fmt: skip
 """Head and keys of the config, by the name in the table."""
 

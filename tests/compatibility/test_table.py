@@ -16,6 +16,8 @@ SAMPLE = (
     "deepseek_v3", "mixtral-balanced", "swin", "a chain of blocks",
 )  # fmt: skip
 """One of each kind that was wrong at some time."""
+HYBRID = "nemotron_h"
+"""State spaces, attention and experts, in one stack."""
 PARAMETERS = ("a first batch replaces data", "a weight masked by a hook", "blocks that share a module", "block.forward")
 
 
@@ -36,7 +38,7 @@ def test_the_table_is_complete() -> None:
 
 
 def test_a_sample_of_the_table() -> None:
-    cells = run(("pipeline", "tensor"), SAMPLE[::4]) | run(("fsdp", "context"), SAMPLE[::8])
+    cells = run(("pipeline", "tensor"), (*SAMPLE[::4], HYBRID)) | run(("fsdp", "context"), SAMPLE[::8])
     cells |= run(("fsdp",), PARAMETERS)
     assert deviations(cells) == []
     assert [key for key, cell in cells.items() if cell.status == "failed"] == []
