@@ -86,6 +86,8 @@ ROWS: dict[str, int | tuple[str, ...]] = {
     "training/test_late_reports.py::test_the_history_has_every_update_before_the_run_ends_and_after_it_resumes": 5,
     "training/test_library.py::test_a_finished_run_trains_again_if_it_is_made_longer_or_fresh": 2,
     "training/test_noise.py::test_no_loss_is_below_the_entropy": 5,
+    "training/test_odd_inputs.py::test_it_trains_or_is_refused": 24,
+    "training/test_odd_inputs.py::test_ranks_answer_as_one_process": 0,
     "training/test_out_of_memory.py::test_one_sentence_names_place_sizes_and_remedy": 2,
     "training/test_out_of_memory.py::test_the_advised_micro_batch_fits": 0,
     "training/test_pausing.py::test_ranks_agree_on_where_to_stop": ("one alone", "a second apart"),

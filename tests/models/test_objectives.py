@@ -111,7 +111,7 @@ def test_outputs_may_be_a_mapping_with_logits():
     with pytest.raises(RunFailed, match=r"mapping of \['hidden'\].*needs logits"):
         TargetLoss(language=False).loss_sum({"hidden": logits}, batch)
     with pytest.raises(RunFailed, match="a tuple"):
-        TargetLoss(language=False).loss_sum((logits,), batch)
+        TargetLoss(language=False).loss_sum((logits, logits.sum()), batch)
 
 
 def test_metrics_of_known_values():

@@ -80,7 +80,7 @@ WRONG = {
     "splits": (
         lambda: {"train_dataset": {"train": small.points(), "test": small.points()}},
         "dict is a mapping of splits (train, test); pass one of them: train_dataset=splits['train'], and "
-        "others as eval_datasets={'held-out': splits['validation']}",
+        "others as eval_datasets={'held-out': splits['validation']}. Columns have to be tensors or arrays",
     ),
     "dataset by name": (
         lambda: {"train_dataset": "wikitext"},

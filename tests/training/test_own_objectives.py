@@ -49,9 +49,7 @@ class MeanModule(nn.Module):
 
 @pytest.mark.parametrize("objective", [mean_of, CountsAndMeans(), MeanModule()])
 def test_a_mean_is_refused(objective: Any) -> None:
-    with pytest.raises(
-        lockstep.ConfigError, match=r"objective: the loss is a mean, not a sum: on 13 samples it is 1\.3"
-    ):
+    with pytest.raises(lockstep.ConfigError, match=r"objective: the loss is no sum .* on 13 samples it is 1\.3"):
         losses(objective=objective)
 
 
@@ -65,7 +63,7 @@ def mean_on_ranks() -> str:
 
 
 def test_every_rank_refuses_it() -> None:
-    assert ["a mean, not a sum" in said for said in in_world(2, mean_on_ranks)] == [True, True]
+    assert ["perhaps a mean" in said for said in in_world(2, mean_on_ranks)] == [True, True]
 
 
 def test_a_function_of_torch_is_its_loss_module() -> None:

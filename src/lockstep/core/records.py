@@ -12,6 +12,10 @@ Inputs = Mapping[str, Any] | tuple[Any, ...]
 """A forward's arguments: keyword arguments, or positional ones."""
 
 
+TARGETS = ("labels", "label", "targets", "target")
+"""The names of targets, in items of a dataset and among the parameters of a forward."""
+
+
 @dataclass(frozen=True, slots=True)
 class LeftOutSample:
     """A sample that is left out of its update, and of those of all later epochs, such as one that can't be read.

@@ -38,7 +38,7 @@ from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.extensions import construct, import_target
 from lockstep.core.heartbeat import mark_of
 from lockstep.core.protocols import Source
-from lockstep.core.records import Batch, DataFacts
+from lockstep.core.records import TARGETS, Batch, DataFacts
 from lockstep.data.item_fingerprint import NotRead, covered, fingerprint_of_items, spread
 from lockstep.data.order import Indices
 from lockstep.data.time_limit import time_limit
@@ -64,8 +64,6 @@ class ItemReading:
 
 
 TRAINING = ItemReading()
-
-_TARGETS = ("labels", "label", "targets", "target")
 
 
 def open_custom(section: CustomData, reading: ItemReading = TRAINING) -> Source:
@@ -96,10 +94,38 @@ def adapt_dataset(dataset: Any, collate: Collate | None = None, reading: ItemRea
         if collate is not None:
             raise ConfigError(f"{type(dataset).__name__} is a source, whose fetch collates; remove collate")
         return dataset
+    dataset = dataset if collate is not None else _of_columns(dataset)
     _check_map_style(dataset)
     if type(dataset) is TensorDataset and collate is None:
         return TensorSource(dataset.tensors)
     return ItemSource(dataset, collate, reading)
+
+
+def _of_columns(dataset: Any) -> Any:
+    """Return arrays (X, Y), or {"x": X, "labels": Y}, as a dataset of their rows; anything else as it is."""
+    columns = list(dataset.values()) if isinstance(dataset, dict) else dataset
+    if type(dataset) not in (tuple, dict) or not columns:
+        return dataset
+    if not all(isinstance(column, Tensor | np.ndarray) and column.ndim for column in columns):
+        return dataset
+    lengths = [len(column) for column in columns]
+    if len(set(lengths)) > 1:
+        raise ConfigError(f"arrays of a dataset have a row for each sample, and these have {lengths} rows")
+    tensors = [torch.as_tensor(column) for column in columns]
+    return TensorDataset(*tensors) if isinstance(dataset, tuple) else _Columns(dict(zip(dataset, tensors, strict=True)))
+
+
+class _Columns:
+    """Rows of named tensors [samples, ...]."""
+
+    def __init__(self, columns: dict[str, Tensor]) -> None:
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: column[index] for name, column in self._columns.items()}
 
 
 def _check_map_style(dataset: Any) -> None:
@@ -118,13 +144,15 @@ def _check_map_style(dataset: Any) -> None:
         splits = ", ".join(map(str, dataset)) or "none"
         raise ConfigError(
             f"{kind.__name__} is a mapping of splits ({splits}); pass one of them: train_dataset=splits['train'], "
-            "and others as eval_datasets={'held-out': splits['validation']}"
+            "and others as eval_datasets={'held-out': splits['validation']}. Columns have to be tensors or arrays"
         )
     if isinstance(dataset, IterableDataset):
         raise ConfigError(
             f"{kind.__name__} is an IterableDataset, but a run reads samples in any order, so that it can stop and "
             "resume under any number of ranks; pass a map-style Dataset, with __len__ and __getitem__"
         )
+    if kind.__name__ == "DataFrame":
+        raise ConfigError("a DataFrame isn't indexed by rows; pass a list of them: train_dataset=df.to_dict('records')")
     missing = [name for name in ("__len__", "__getitem__") if getattr(kind, name, None) is None]
     if missing and callable(getattr(kind, "train_dataloader", None)):
         raise ConfigError(
@@ -306,7 +334,7 @@ def as_batch(collated: Any, samples: int) -> Batch:
         )
     if isinstance(collated, Mapping):
         inputs = dict(collated)
-        named = [name for name in _TARGETS if name in inputs]
+        named = [name for name in TARGETS if name in inputs]
         if len(named) > 1:
             raise RunFailed(f"a batch has {' and '.join(named)}; only one of them can hold the targets")
         targets = inputs.pop(named[0]) if named else None

@@ -126,7 +126,9 @@ def describe(error: Exception) -> str:
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    because = f", after {type(cause).__name__}: {cause}" if cause is not None and str(cause) != str(error) else ""
+    return f"{type(error).__name__}: {error}{place}{because}"
 
 
 def named(indices: Indices) -> str:

@@ -10,7 +10,7 @@ add zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase as ClockPhase
 from lockstep.core.phase_clock import PhaseClock
-from lockstep.engine.input_names import inputs_misfit
+from lockstep.engine.input_names import dtypes_misfit, inputs_misfit
 from lockstep.engine.module_calls import not_gathered
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ KeyDraws = Callable[["GlobalBatch", int, int], None]
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _FORWARD: Phase = "forward"
 _BACKWARD: Phase = "backward"
+_OWN_SUMS = ("loss_sum", "count")
 _ONE_VALUE = "Expected more than 1 value per channel when training"
 """The message of torch's batch norm."""
 
@@ -96,8 +97,8 @@ class EagerEngine:
                         outputs = call(module, micro_batch.inputs)
                     loss = objective.loss_sum(outputs, micro_batch)
                     del outputs  # of a vocabulary, they are the largest tensor, and the backward may not need it
-                    if not isinstance(loss, torch.Tensor):
-                        raise _no_loss(loss)
+                    if batch.step == 0 or not isinstance(loss, torch.Tensor):
+                        refuse_loss(loss)
                     counted = loss.detach() if micro_batch.samples else torch.zeros_like(loss)
                     losses.append(counted)
                     total = counted if total is None else total + counted
@@ -143,7 +144,7 @@ def call(module: nn.Module, inputs: Inputs, *, hooks: bool = True) -> object:
     try:
         return forward(*inputs) if isinstance(inputs, tuple) else forward(**inputs)
     except Exception as error:  # a model with **kwargs fails in its own way
-        misfit = inputs_misfit(module, inputs) or not_gathered(module, error)
+        misfit = inputs_misfit(module, inputs) or dtypes_misfit(module, inputs, error) or not_gathered(module, error)
         if misfit is None:
             raise
         raise misfit from error
@@ -178,7 +179,28 @@ def sums_of_outputs(objective: EvaluatedObjective, outputs: object, batch: Batch
     """Return the numbers of one batch that an evaluation sums."""
     count = torch.tensor(float(objective.count(batch)))
     loss_sum = objective.loss_sum(outputs, batch)
-    return {"loss_sum": loss_sum, "count": count, **objective.metric_sums(outputs, batch)}
+    return {"loss_sum": loss_sum, "count": count} | dict(_numbers(objective.metric_sums(outputs, batch)))
+
+
+def _numbers(sums: object) -> Iterator[tuple[str, Tensor]]:
+    """Yield the sums of an objective as 0-dim tensors. Raises ConfigError for what can't be added up."""
+    if not isinstance(sums, Mapping):
+        why = f"metric_sums returned a {type(sums).__name__}; return a mapping of names to sums"
+        raise ConfigError(Problem("", "objective", why))
+    for name, value in sums.items():
+        try:
+            number = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            number = None
+        if number is None or number.numel() != 1 or number.is_complex():
+            what = type(value).__name__ if number is None else f"{number.dtype!s} {list(number.shape)}"
+            why = f"metric_sums returned {name!r} as {what}; return a sum over the batch, such as value.sum()"
+        elif not isinstance(name, str) or name in _OWN_SUMS:
+            why = f"metric_sums returned a metric with the name {name!r}; give it another, a text"
+        else:
+            yield name, number.reshape(())
+            continue
+        raise ConfigError(Problem("", "objective", why))
 
 
 def _seed(scale: float | Tensor, loss: Tensor) -> Tensor:
@@ -191,15 +213,28 @@ def _seed(scale: float | Tensor, loss: Tensor) -> Tensor:
 def _one_sample(samples: int) -> ConfigError:
     why = (
         f"batch norm needs more than one value, and a rank's micro-batch has {samples} sample{'s' * (samples != 1)}; "
-        "set a larger batch.global_size or batch.micro_size, so that no rank has a single sample, or use a norm "
-        "without a batch, such as group norm"
+        "if it is of the last, smaller update of an epoch, set data.drop_last: true; else set a larger "
+        "batch.global_size or batch.micro_size, so that no rank has a single sample, or use a norm without a batch, "
+        "such as group norm"
     )
     return ConfigError(Problem("", "batch", why))
 
 
-def _no_loss(returned: object) -> ConfigError:
-    why = (
-        f"loss_sum returned a {type(returned).__name__}, and an update has one loss: a tensor with the sum over valid "
-        "targets. Train parts with losses of their own (a GAN's) in a run each; else return the sum of the losses"
-    )
-    return ConfigError(Problem("", "objective", why))
+def refuse_loss(loss: object) -> None:
+    """Raise ConfigError if no backward can start from what an objective has returned."""
+    if not isinstance(loss, torch.Tensor):
+        why = (
+            f"loss_sum returned a {type(loss).__name__}, and an update has one loss: a tensor with the sum over valid "
+            "targets. Train parts with losses of their own (a GAN's) in a run each; else return the sum of the losses"
+        )
+    elif loss.dim() or loss.is_complex():
+        kind = f"a {'complex ' * loss.is_complex()}tensor of shape {list(loss.shape)}"
+        why = f"loss_sum returned {kind}; return its sum over valid targets, a real number, 0-dim"
+    elif not loss.requires_grad:
+        why = (
+            "the loss doesn't depend on the model's parameters, so there is no gradient: it is a constant, or was cut "
+            "off by detach(), item(), torch.no_grad(), NumPy, or a step such as argmax, in the forward or in loss_sum"
+        )
+    else:
+        return
+    raise ConfigError(Problem("", "objective", why))

@@ -19,7 +19,7 @@ from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase, PhaseClock
 from lockstep.distributed.collectives import receive, send
 from lockstep.engine.dry_run import first_line
-from lockstep.engine.eager import muted_padding, sum_over, sums_of_outputs
+from lockstep.engine.eager import muted_padding, refuse_loss, sum_over, sums_of_outputs
 from lockstep.engine.placeholders import no_chain
 from lockstep.engine.schedule_runner import ScheduleRunner, StageOfSchedule
 
@@ -140,6 +140,8 @@ class PipelineEngine:
                 if stage < self._stages.count - 1:
                     return output
                 loss = self._objective.loss_sum(output, micro_batch)
+                if batch.step == number == 0:
+                    refuse_loss(loss)
                 if not micro_batch.samples:
                     self._losses[number] = loss.detach() * 0.0
                     return loss * 0.0

@@ -62,7 +62,7 @@ class LaunchResult:
         return self.code
 
     def failure(self) -> Failure:
-        """Return the exception for `lockstep.train`. A traceback is printed, and its last line becomes the message."""
+        """Return the exception for `lockstep.train`. A traceback is printed, and what it ends with is the message."""
         reason = self.text or f"the run ended with exit code {self.code}"
         if self.code == ConfigError.exit_code:
             return ConfigError(self.problems or reason)
@@ -71,7 +71,11 @@ class LaunchResult:
                 return kind(self.text or "stopped")
         if self.is_traceback:
             print_on_stderr(self.text)
-            reason = self.text.splitlines()[-1]
+            rank, _, raised = self.text.partition("Traceback (")
+            message = [
+                line for line in raised.rpartition("Traceback (")[2].splitlines()[1:] if not line.startswith("  ")
+            ]
+            reason = f"{rank.strip()} {'; '.join(message)}"
         return RunFailed(f"{reason}; each rank's output is in {self.logs}" if self.logs else reason)
 
 

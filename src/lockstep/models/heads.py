@@ -13,6 +13,7 @@ any other                       model                   the same
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -20,7 +21,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from lockstep.core.records import Batch
+from lockstep.core.records import TARGETS, Batch
 from lockstep.models.transformers_models import is_transformers_model
 
 Kind = Literal[
@@ -113,6 +114,22 @@ def preparation(head: Head, *, with_labels: bool) -> Prepare | None:
         return None
     derive = getattr(head.model, "prepare_decoder_input_ids_from_labels", None)
     return _with_labels if derive is None else partial(_with_decoder_inputs, derive)
+
+
+def taking_targets(module: nn.Module) -> Prepare | None:
+    """Return the function that adds targets to a batch for a forward that takes them; None if it takes none."""
+    parameters = list(inspect.signature(module.forward).parameters)
+    name = next((name for name in TARGETS if name in parameters), None)
+    return None if name is None else partial(_with_targets, name, parameters)
+
+
+def _with_targets(name: str, parameters: list[str], batch: Batch) -> Batch:
+    """Add the targets to the inputs, under the forward's name for them."""
+    if batch.targets is None or (isinstance(batch.inputs, Mapping) and name in batch.inputs):
+        return batch
+    inputs = batch.inputs
+    named = inputs if isinstance(inputs, Mapping) else dict(zip(parameters, inputs, strict=False))
+    return replace(batch, inputs={**named, name: batch.targets})
 
 
 def _with_decoder_inputs(derive: Callable[[Tensor], Tensor], batch: Batch) -> Batch:

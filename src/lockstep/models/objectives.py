@@ -26,12 +26,16 @@ from torch.nn import functional as F
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.records import Batch
 from lockstep.distributed.shard_boxes import is_sharded
-from lockstep.models.outputs import logits_of, part_of
-from lockstep.models.torch_losses import no_targets
+from lockstep.models.outputs import logits_of, loss_of, part_of
+from lockstep.models.torch_losses import no_targets, out_of_range, tensor_targets
 from lockstep.models.vocab_parallel_loss import full_logits, vocab_parallel_cross_entropy_sum
 
 IGNORED = -100
 """The target of positions that aren't trained, such as padding or a prompt."""
+
+
+OF_USERS_MODEL = "targets"
+"""The kind of the labels of a user's model whose forward takes targets, and computes the loss."""
 
 
 class TargetLoss:
@@ -60,9 +64,8 @@ class TargetLoss:
         self._bytes_per_token = bytes_per_token
 
     def count(self, batch: Batch) -> int:
-        if batch.targets is None:
-            raise no_targets()
-        return count_targets(batch.targets[:, 1:] if self._shift else batch.targets)
+        targets = tensor_targets(batch)
+        return count_targets(targets[:, 1:] if self._shift else targets)
 
     def targets_of(self, batch: Batch) -> Tensor:
         """Return the target of each position that has logits; -100 for none."""
@@ -115,7 +118,7 @@ class ClassifierLoss:
         self.label_smoothing = label_smoothing
 
     def count(self, batch: Batch) -> int:
-        if self._kind(batch.targets) == "single_label_classification":
+        if self._kind(tensor_targets(batch)) == "single_label_classification":
             return count_targets(batch.targets)
         return batch.samples
 
@@ -210,7 +213,7 @@ class ModelLoss:
         return int(self._valid(batch))
 
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
-        loss = part_of(outputs, "loss").float()
+        loss = loss_of(outputs).float()
         return loss.sum() if self._summed else loss.mean() * self._valid(batch)
 
     def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
@@ -220,12 +223,19 @@ class ModelLoss:
         return _loss_and_accuracy(loss_sum, count, sums)
 
     def _valid(self, batch: Batch) -> int | Tensor:
+        if self._labels == OF_USERS_MODEL and _are_tokens(batch.targets):
+            valid = batch.targets >= 0  # -1 and -100 are what models ignore
+            return int(valid.sum()) if valid.is_cpu else valid.sum()
         if self._labels not in ("next-token", "masked-lm", "seq2seq", "token-classification"):
             return batch.samples
         if batch.targets is None:
             raise no_targets()
         targets = batch.targets[:, 1:] if self._shift else batch.targets
         return count_targets(targets) if targets.is_cpu else (targets != IGNORED).sum()
+
+
+def _are_tokens(targets: object) -> bool:
+    return isinstance(targets, Tensor) and targets.dim() > 1 and not targets.is_floating_point()
 
 
 def count_targets(targets: Tensor | None) -> int:
@@ -255,14 +265,12 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoothing: float = 
         logits, targets = logits.flatten(0, -2), targets.flatten()
     if logits.dtype is not torch.float32:
         logits = logits.float()
+    if targets.dtype is not torch.int64:
+        targets = targets.long()
     try:
         return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing)
     except IndexError as error:
-        valid = targets[targets != IGNORED]
-        raise RunFailed(
-            f"targets are {valid.min()} to {valid.max()}, but the model has {logits.shape[-1]} outputs, 0 to "
-            f"{logits.shape[-1] - 1}"
-        ) from error
+        raise out_of_range(targets[targets != IGNORED], logits.shape[-1]) from error
 
 
 def _metric_sums(logits: Tensor, targets: Tensor, label_smoothing: float) -> dict[str, Tensor]:

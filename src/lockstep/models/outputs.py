@@ -10,20 +10,35 @@ from lockstep.core.errors import RunFailed
 
 
 def logits_of(outputs: object) -> Tensor:
-    """Return the logits in a model's outputs.
+    """Return the logits in a model's outputs: a tensor, that of a mapping, or of a tuple without another part.
 
     Raises:
-        RunFailed: The outputs are neither a tensor nor a mapping with `logits`.
+        RunFailed: The outputs have no logits, or it isn't clear which tensor they are.
     """
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, Mapping) and isinstance(outputs.get("logits"), Tensor):
         logits: Tensor = outputs["logits"]
         return logits
+    if isinstance(outputs, tuple | list):  # (logits, None): a loss beside them would be lost
+        parts = [part for part in outputs if part is not None]
+        if len(parts) == 1 and isinstance(parts[0], Tensor):
+            return parts[0]
     raise RunFailed(
-        f"the model returned {_described(outputs)}, but this objective needs logits: a tensor, or a mapping with the "
-        "key `logits`. For other outputs set a custom objective (objective.kind: custom)"
+        f"the model returned {_described(outputs)}, but this objective needs logits: a tensor, a mapping with the key "
+        "`logits`, or a tuple of logits and None. For other outputs set a custom objective (objective.kind: custom)"
     )
+
+
+def loss_of(outputs: object) -> Tensor:
+    """Return the loss that a forward has computed: in a mapping `loss`, in a tuple its only number.
+
+    Raises:
+        RunFailed: There is none.
+    """
+    parts = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    numbers = [part for part in parts if isinstance(part, Tensor) and not part.dim()]
+    return numbers[0] if len(numbers) == 1 else part_of(outputs, "loss")
 
 
 def part_of(outputs: object, name: str) -> Tensor:
@@ -42,4 +57,7 @@ def part_of(outputs: object, name: str) -> Tensor:
 
 
 def _described(outputs: object) -> str:
+    if isinstance(outputs, tuple | list):
+        parts = (list(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in outputs)
+        return f"a {type(outputs).__name__} of {', '.join(map(str, parts))}"
     return f"a mapping of {sorted(outputs)}" if isinstance(outputs, Mapping) else f"a {type(outputs).__name__}"

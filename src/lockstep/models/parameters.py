@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.formatting import listed
+from lockstep.distributed.shard_boxes import dtype_name
 
 _FP32 = torch.float32.itemsize
 _NAMED = 3
@@ -53,8 +54,12 @@ def _no_match(pattern: str, names: list[str]) -> Problem:
     return Problem("", "model.freeze", f"{pattern!r} matches none of the model's {len(names)} parameters; {hint}")
 
 
-def refuse_parameters(model: nn.Module) -> None:
-    """Raise ConfigError if a parameter has no shape yet, or can't be trained as it is."""
+def refuse_parameters(model: nn.Module, dtypes: Collection[str]) -> None:
+    """Raise ConfigError for parameters that can't be trained, and for tensors that can't be saved.
+
+    Args:
+        dtypes: Those that a checkpoint can hold.
+    """
     problems = [
         Problem("", "model", message)
         for path, module in model.named_modules()
@@ -68,8 +73,32 @@ def refuse_parameters(model: nn.Module) -> None:
             "trained with .float(), and compute in bf16 with precision.compute: bf16"
         )
         problems.append(Problem("", "model", why))
+    problems += [_unsaved(name, tensor, dtypes) for name, tensor in _kept(model) if not _is_saved(tensor, dtypes)]
     if problems:
         raise ConfigError(problems)
+
+
+def _kept(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield frozen parameters and saved buffers, by name."""
+    yield from (pair for pair in model.named_parameters() if not pair[1].requires_grad)
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip("."), buffer
+
+
+def _is_saved(tensor: Tensor, dtypes: Collection[str]) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and dtype_name(tensor.dtype) in dtypes
+
+
+def _unsaved(name: str, tensor: Tensor, dtypes: Collection[str]) -> Problem:
+    what = dtype_name(tensor.dtype) if tensor.layout is torch.strided else str(tensor.layout)
+    remedy = "store torch.view_as_real of it" if tensor.is_complex() else "convert it"
+    why = (
+        f"{name} is {'nested' if tensor.is_nested else what}, and a checkpoint holds dense tensors of "
+        f"{', '.join(dtypes)}; {remedy}, or register a constant as a buffer with persistent=False"
+    )
+    return Problem("", "model", why)
 
 
 def _problem(name: str, module: nn.Module, parameter: nn.Parameter) -> str | None:

@@ -50,6 +50,7 @@ _FUNCTIONS: Mapping[object, type[nn.Module]] = dict(
     )
 )  # fmt: skip
 """The loss modules of functions, which are in the order of `LOSSES`."""
+_TO_CLASSES = "have the dataset return class numbers (int64), such as {'cat': 0, 'dog': 1}[name]"
 _TARGET_NAMES = ("target", "targets", "label", "labels", "y", "y_true")
 _WRITE_A_CLASS = (
     "write a class with count(batch), the number of targets, and loss_sum(outputs, batch), the sum of their losses"
@@ -151,7 +152,7 @@ class TorchLoss:
 
     def count(self, batch: Batch) -> float:
         """Return the number that torch divides the sum by."""
-        targets = _targets_of(batch)
+        targets = tensor_targets(batch)
         if self._ignored is not None:
             return self._count_classes(targets)
         if self._reduction != "mean" or isinstance(self._loss, nn.MultiMarginLoss):
@@ -162,6 +163,8 @@ class TorchLoss:
 
     def _count_classes(self, targets: Tensor) -> float:
         if targets.is_floating_point():  # probabilities [samples, classes, ...], which torch divides by their number
+            if targets.dim() < 2:
+                raise RunFailed(f"targets are {targets.dtype} {list(targets.shape)}; {_TO_CLASSES}")
             return targets.numel() // max(1, targets.shape[1])
         valid: Tensor = targets != self._ignored  # type: ignore[assignment]
         if self._class_weights is None:
@@ -179,7 +182,7 @@ class TorchLoss:
         Raises:
             ConfigError: Torch would fail, or broadcast outputs or targets silently.
         """
-        predicted, targets = logits_of(outputs).float(), _targets_of(batch)
+        predicted, targets = logits_of(outputs).float(), tensor_targets(batch)
         remedy = None
         if isinstance(self._loss, _CLASS_LOSSES):
             remedy = _class_remedy(
@@ -192,7 +195,11 @@ class TorchLoss:
             raise ConfigError(Problem("", "objective", f"{type(self._loss).__name__}: {shapes}; {remedy}"))
         if predicted.device != self._device:  # moves class weights
             self._loss, self._device = self._loss.to(predicted.device), predicted.device
-        summed: Tensor = self._loss(predicted, targets.to(predicted.dtype) if targets.is_floating_point() else targets)
+        of_floats = targets.is_floating_point() or isinstance(self._loss, _ELEMENT_LOSSES)
+        try:
+            summed: Tensor = self._loss(predicted, targets.to(predicted.dtype if of_floats else torch.int64))
+        except IndexError as error:
+            raise out_of_range(targets[targets != self._ignored], predicted.shape[1]) from error
         return summed
 
     def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
@@ -212,11 +219,23 @@ def no_targets() -> RunFailed:
     )
 
 
-def _targets_of(batch: Batch) -> Tensor:
-    if batch.targets is None:
+def tensor_targets(batch: Batch) -> Tensor:
+    """Return the targets of a batch. Raises RunFailed if they aren't a tensor."""
+    targets = batch.targets
+    if targets is None:
         raise no_targets()
-    targets: Tensor = batch.targets
-    return targets
+    if isinstance(targets, Tensor):
+        return targets
+    first = targets[0] if isinstance(targets, tuple | list) and targets else targets
+    what = f"texts, such as {first!r}" if isinstance(first, str) else f"a {type(targets).__name__}"
+    raise RunFailed(f"targets are {what}, not a tensor; {_TO_CLASSES}")
+
+
+def out_of_range(valid: Tensor, classes: int) -> RunFailed:
+    """Return the failure of targets that the model has no output for."""
+    return RunFailed(
+        f"targets are {valid.min()} to {valid.max()}, but the model has {classes} outputs, 0 to {classes - 1}"
+    )
 
 
 def _class_remedy(outputs: list[int], targets: list[int], *, probabilities: bool) -> str | None:

@@ -5,6 +5,7 @@ model --> gradient --> optimizer
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -119,7 +120,7 @@ def unused_parameters(names: Sequence[str], *, where: str = "", remedy: str = ""
     it = "it" if len(names) == 1 else "them"
     message = (
         f"{shown}: no gradient reaches {it}{where and f' {where}'}. Freeze what isn't trained "
-        f'(model.freeze: ["{names[0]}"]), or, if other batches do use {it}, '
+        f"(model.freeze: {json.dumps(list(names))}), or, if other batches do use {it}, "
         f"{remedy}set parallel.ddp.find_unused_parameters: true"
     )
     return ConfigError(Problem("", "model", message))

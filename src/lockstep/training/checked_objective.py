@@ -76,9 +76,6 @@ class CheckedObjective:
 
     def _checked(self, outputs: object, batch: Batch) -> Tensor:
         loss = self._without_changes(outputs, batch)
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            reason = f"loss_sum returned a tensor of shape {list(loss.shape)}; return its sum over valid targets, 0-dim"
-            raise ConfigError(Problem("", self._key, reason))
         if not torch.is_grad_enabled() or not batch.samples or not _is_number(loss):
             return loss
         halves = _halves(outputs, batch)
@@ -147,10 +144,18 @@ class CheckedObjective:
         slack = _TOLERANCE * size / 2
         first, second = sorted(halves)
         values = f"on {samples} samples it is {whole:.6g}, and on the halves {halves[0]:.6g} and {halves[1]:.6g}"
+        if second - first <= slack and first - slack <= whole <= second + slack:
+            why = (
+                f"the loss doesn't grow with the samples: {values}. Return a sum over their valid targets. If the "
+                "forward computes a mean, return it x count(batch); if it computes a sum, have it return the loss of "
+                "each sample, and add them up here"
+            )
+            raise ConfigError(Problem("", self._key, why))
         if first - slack <= whole <= second + slack:
             why = (
-                f"the loss is a mean, not a sum: {values}, which should add up to it. Return the sum over valid "
-                'targets (such as reduction="sum"): it is divided once, by the count of the whole update'
+                f"the loss is no sum over the samples, but perhaps a mean: {values}, which should add up to it. Return "
+                'the sum over valid targets (such as reduction="sum"): it is divided once, by the count of the whole '
+                "update"
             )
             raise ConfigError(Problem("", self._key, why))
         self.decomposes = False
@@ -218,7 +223,7 @@ def _copied(loss_sum: LossSum, stack: ExitStack) -> LossSum:
 
 
 def _is_number(loss: object) -> bool:
-    return isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex()
+    return isinstance(loss, Tensor) and not loss.dim() and not loss.is_complex()
 
 
 def _leaves(loss: object) -> Iterator[Tensor]:

@@ -28,9 +28,9 @@ from lockstep.data.loader import evaluation_batches
 from lockstep.data.sources import LANGUAGE_MODEL, PreparedSource, open_source, renamed_inputs, skipping
 from lockstep.models.build import build_model, sketch_model
 from lockstep.models.building_objectives import adapt_objective, build_objective, objective_kind, repeats_inputs
-from lockstep.models.heads import Head, head_of, preparation
+from lockstep.models.heads import Head, head_of, preparation, taking_targets
 from lockstep.models.initialization import generators_keyed
-from lockstep.models.objectives import ModelLoss
+from lockstep.models.objectives import OF_USERS_MODEL, ModelLoss
 from lockstep.models.parameters import freeze
 from lockstep.training.checked_objective import CheckedObjective
 from lockstep.training.rolling_back import refuse_large_window
@@ -142,6 +142,12 @@ def make_objective(
     """
     train, evaluation = sources
     head = head_of(model)
+    if head is None and config.objective.kind == "auto" and config.model.kind in _USERS_DATA:
+        taking = taking_targets(model)
+        if taking is not None:  # as in nanoGPT: forward(idx, targets=None) -> (logits, loss)
+            own = {name: PreparedSource(source, taking) for name, source in evaluation.items()}
+            loss = ModelLoss(OF_USERS_MODEL, shift=False, summed=False, decomposes=False)
+            return loss, PreparedSource(train, taking), dict(own)
     objective = _objective(config, train.facts, given, model, head, aligned=False)
     if (
         _users_objective(config.objective, given) is None
