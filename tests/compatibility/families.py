@@ -261,6 +261,43 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("causal", {
         **_GROUPED, "head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
     }),
+    "mamba2": ("causal", {
+        "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8, "n_groups": 1,
+        "state_size": 4, "chunk_size": 4,
+    }),
+    "falcon_mamba": ("causal", {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}),
+    "falcon_h1": ("causal", {
+        **_GROUPED, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4,
+        "mamba_chunk_size": 4,
+    }),
+    "zamba2": ("causal", {
+        **_GROUPED, "num_hidden_layers": 4, "mamba_d_state": 4, "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 4,
+        "mamba_headdim": 8, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1,
+        "use_mamba_kernels": False, "pad_token_id": PADDING,
+    }),
+    "recurrent_gemma": ("causal", {
+        **_GROUPED, "num_hidden_layers": 3, "lru_width": 16, "attention_window_size": 8, "pad_token_id": PADDING,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    }),
+    "glm4_moe": ("causal", {**_GROUPED, "moe_intermediate_size": 12, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}),
+    "ernie4_5_moe": ("causal", {
+        **_GROUPED, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12, "moe_layer_start_index": 1,
+    }),
+    "seed_oss": ("causal", {**_GROUPED, "head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "minimax": ("causal", {**_GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8,
+        "layer_types": ["linear_attention", "full_attention"]}),
+    "granitemoe": ("causal", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("causal", {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 12}),
+    "convnextv2": ("image", {
+        "num_channels": 3, "patch_size": 2, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2,
+    }),
+    "dinov2_with_registers": ("image", {**_VISION, "num_register_tokens": 2}),
+    "swinv2": ("image", {
+        "image_size": 16, "patch_size": 2, "num_channels": 3, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2],
+        "window_size": 4, "drop_path_rate": 0.0,
+    }),
 }  # fmt: skip
 """Head and keys of the config, by the name in the table."""
 
@@ -279,6 +316,7 @@ _UNUSED = {
     "dinov2": ["dinov2.embeddings.mask_token"],
     "wav2vec2": ["wav2vec2.masked_spec_embed"],
     "hubert": ["hubert.masked_spec_embed"],
+    "dinov2_with_registers": ["dinov2_with_registers.embeddings.mask_token"],
 }
 """Parameters that these heads never use; they are frozen, as the refusal recommends."""
 
