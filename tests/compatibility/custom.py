@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from kit.small import Averaged
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -373,6 +374,19 @@ class Adapted(nn.Module):
         return self.head(torch.tanh(self.base(points) + self.up(self.down(points))))
 
 
+class FrozenPart(nn.Module):
+    """A backbone that isn't trained, in evaluation mode, whose running means stay and whose dropout does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.5))
+        self.backbone.requires_grad_(False).eval()
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.backbone(points)))
+
+
 class Parametrized(nn.Module):
     def __init__(self, how: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()
@@ -699,6 +713,7 @@ CUSTOM: dict[str, Custom] = {
     "a layer used twice": Custom(Twice, points),
     "bare parameters": Custom(Scaled, points),
     "an adapter beside a frozen layer": Custom(Adapted, points),
+    "a frozen part in evaluation mode": Custom(FrozenPart, points),
     "weight_norm": Custom(lambda: Parametrized(_weight_norm), points),
     "spectral_norm": Custom(lambda: Parametrized(_spectral_norm), points),
     "a custom autograd function": Custom(CustomFunction, points),
@@ -748,6 +763,7 @@ CUSTOM: dict[str, Custom] = {
     "Rprop": Custom(Residual, points, optimizer=_by(torch.optim.Rprop)),
     "AMSGrad": Custom(Residual, points, optimizer=_by(torch.optim.AdamW, amsgrad=True)),
     "Nesterov": Custom(Residual, points, optimizer=_by(torch.optim.SGD, momentum=0.9, nesterov=True)),
+    "an optimizer with modes": Custom(Residual, points, optimizer=_by(Averaged)),
     "LBFGS": Custom(Residual, points, optimizer=_by(torch.optim.LBFGS)),
     "a custom schedule": Custom(Residual, points, schedule=lambda step, steps: math.cos(step)),
 }

@@ -152,6 +152,43 @@ class NanAt(CrossEntropy):
         return loss * float("nan") if self._call in self._poisoned else loss
 
 
+class Averaged(torch.optim.Optimizer):
+    """Schedule-free SGD (Defazio et al. 2024, arXiv:2405.15682): trained at y, evaluated at the average x."""
+
+    def __init__(self, groups: Any, lr: float = 0.1) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "steps": 0, "trains": False})
+
+    def _move(self, weight: float) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if "z" in self.state[parameter]:
+                    parameter.data.lerp_(self.state[parameter]["z"], weight)
+
+    def eval(self) -> None:
+        if self.param_groups[0]["trains"]:
+            self._move(1 - 1 / 0.9)
+        for group in self.param_groups:
+            group["trains"] = False
+
+    def train(self) -> None:
+        if not self.param_groups[0]["trains"]:
+            self._move(1 - 0.9)
+        for group in self.param_groups:
+            group["trains"] = True
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            assert group["trains"], "train() comes first"
+            group["steps"] += 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                z = state.setdefault("z", parameter.detach().clone())
+                parameter.lerp_(z, 1 / group["steps"])
+                parameter.add_(parameter.grad, alpha=group["lr"] * (0.9 * (1 - 1 / group["steps"]) - 1))
+                z.sub_(parameter.grad, alpha=group["lr"])
+
+
 def config(model: str = "Net", **sections: Any) -> dict[str, Any]:
     """40 samples in updates of 13, so that the fourth update is the epoch's smaller last one."""
     evaluation = {"kind": "custom", "target": "kit.small:points", "arguments": {"samples": 11, "seed": 1}}

@@ -13,6 +13,7 @@ from kit.worlds import in_world
 from torch import Tensor, nn
 
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.protocols import Optimizer
 from lockstep.core.records import TrainingState
 from lockstep.distributed.shard_boxes import FlatShard, full_tensor, shard_of
 from lockstep.models.weight_files import Weights
@@ -25,7 +26,7 @@ from lockstep.sharding.single import unused_parameters
 from lockstep.sharding.wrapping import units
 
 
-class Momentum:
+class Momentum(Optimizer):
     """An optimizer with a state."""
 
     def __init__(self, model: nn.Module) -> None:

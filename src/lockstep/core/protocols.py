@@ -185,6 +185,13 @@ class Optimizer(Protocol):
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
         """Do what `GradientStep.update` does, with the `.grad` of the parameters that it holds."""
 
+    def evaluate(self) -> Callable[[], None] | None:
+        """Give the parameters the values to evaluate and to export; return a function that lets training continue.
+
+        None: they always have these values.
+        """
+        return None
+
     def state_dict(self) -> dict[str, object]: ...
 
     def load_state_dict(self, state: dict[str, object]) -> None: ...

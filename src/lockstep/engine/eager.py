@@ -18,6 +18,7 @@ import torch
 
 from lockstep.core import heartbeat
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.modes import evaluation_mode
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase as ClockPhase
 from lockstep.core.phase_clock import PhaseClock
@@ -161,17 +162,13 @@ def sum_over(
 ) -> dict[str, Tensor]:
     """Return the sums of `sums_of` over batches, computed with the model in evaluation mode."""
     totals: dict[str, Tensor] = {}
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         for batch in batches:
             with muted_padding(batch, muted):
                 sums = sums_of(batch)
             for name, value in sums.items():
                 value = value.double() if batch.samples else torch.zeros_like(value, dtype=torch.float64)
                 totals[name] = totals[name] + value if name in totals else value
-    finally:
-        model.train(was_training)
     return totals
 
 

@@ -24,6 +24,7 @@ from lockstep.config.schema import (
 )
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.extensions import construct
+from lockstep.core.modes import in_training
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.distributed.shard_boxes import dtype_name
 from lockstep.models import classifiers, transformer
@@ -56,7 +57,7 @@ def build_model(section: Model, facts: DataFacts, seed: int, *, trust_remote_cod
             if not isinstance(section, CustomModel):  # which keeps its constructor's values
                 initialize(module, seed, _rule_of(section))
     freeze(module, section.freeze)
-    return module.train()
+    return in_training(module)
 
 
 def build_meta_model(
@@ -83,7 +84,6 @@ def build_meta_model(
             meta_model = MetaModel(module, partial(_named, initial_values(module, seed, _rule_of(section))))
     if meta_model is not None:
         freeze(meta_model.model, section.freeze)
-        meta_model.model.train()
     return meta_model
 
 

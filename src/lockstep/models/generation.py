@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import RunFailed
+from lockstep.core.modes import evaluation_mode
 from lockstep.models.outputs import logits_of
 from lockstep.models.transformers_models import is_transformers_model, quiet
 from lockstep.models.vocab_parallel_loss import full_logits
@@ -52,17 +53,13 @@ def generate(
     if not prompt_ids:
         raise ValueError("the prompt is empty; give at least one token to continue from")
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)  # of the transformers library
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         if is_whole and is_transformers_model(model) and cast("Any", model).can_generate():
             kept = prompt_ids if limit is None else prompt_ids[-max(1, limit - tokens) :]
             tokens = tokens if limit is None else min(tokens, limit - len(kept))
             return _by_the_library(model, kept, tokens, temperature, top_k, seed, end)
         context = min(context, int(limit or context))
         return _by_forwards(model, prompt_ids, tokens, temperature, top_k, seed, context, end)
-    finally:
-        model.train(was_training)
 
 
 def _by_the_library(

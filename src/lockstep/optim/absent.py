@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from lockstep.core.protocols import Optimizer
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.distributed.row_shards import RowShards
 
 
-class AbsentOptimizer:
+class AbsentOptimizer(Optimizer):
     """An optimizer without state, which never updates."""
 
     @property

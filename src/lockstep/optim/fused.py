@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core.errors import ConfigError
+from lockstep.core.protocols import Optimizer
 from lockstep.optim import kernels
 from lockstep.optim.named_state import load_named_state, named_state
 from lockstep.optim.stepping import decided, take_gradients
@@ -59,7 +60,7 @@ def fused_sgd(groups: Groups, momentum: float, *, nesterov: bool) -> FusedOptimi
     return FusedOptimizer(sgd, lambda group, parameters: _SGDCall(group, parameters, sgd))
 
 
-class FusedOptimizer:
+class FusedOptimizer(Optimizer):
     """A torch optimizer whose update is one kernel call for each group, and for each precision in it."""
 
     def __init__(

@@ -20,6 +20,7 @@ import torch
 
 from lockstep.core import extensions
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.protocols import Optimizer
 from lockstep.optim.adafactor import gated_step as gated_adafactor_step
 from lockstep.optim.adafactor import make_state as make_adafactor_state
 from lockstep.optim.fused import Groups, fused_adam, fused_sgd
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.config.schema import Optim
-    from lockstep.core.protocols import Optimizer
     from lockstep.distributed.row_shards import RowShards
 
 
@@ -132,7 +132,7 @@ def adapt_optimizer(torch_optimizer: torch.optim.Optimizer, optim: Optim) -> tup
     return HostGatedOptimizer(torch_optimizer, saves_groups=True), used
 
 
-class CombinedOptimizer:
+class CombinedOptimizer(Optimizer):
     """Two optimizers, each with its own parameters, as one."""
 
     def __init__(self, first: Optimizer, second: Optimizer) -> None:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.protocols import Optimizer
+from lockstep.distributed.shard_boxes import local_tensor
 from lockstep.optim.named_state import changed_groups, group_state, load_group_state, load_named_state, named_state
 from lockstep.optim.own_state import load_own_state, own_state
 
@@ -42,7 +44,7 @@ def take_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
     return grads
 
 
-class DeviceGatedOptimizer:
+class DeviceGatedOptimizer(Optimizer):
     """An optimizer whose whole state is tensors on the parameters' device, made at the start.
 
     On an accelerator the device decides whether an update is kept, and the host doesn't wait.
@@ -86,7 +88,7 @@ class DeviceGatedOptimizer:
         load_named_state(self._torch, state["parameters"])
 
 
-class HostGatedOptimizer:
+class HostGatedOptimizer(Optimizer):
     """An optimizer with state of any kind, such as counts on the host.
 
     On an accelerator the host waits at each update until it knows whether it is kept.
@@ -97,6 +99,9 @@ class HostGatedOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, saves_groups: bool) -> None:
         self._torch = optimizer
+        self._train, self._eval = (getattr(optimizer, name, None) for name in ("train", "eval"))
+        if self._train is not None and self._eval is not None:
+            self._train()  # some begin in evaluation
         self._initial_groups = copy.deepcopy(group_state(optimizer)) if saves_groups else None
 
     @property
@@ -108,6 +113,21 @@ class HostGatedOptimizer:
             _prepare(self._torch, rate, divisor)
             self._torch.step()
         _clear(self._torch)
+
+    def evaluate(self) -> Callable[[], None] | None:
+        train, evaluate = self._train, self._eval
+        if train is None or evaluate is None:
+            return None
+        held = [local_tensor(parameter) for group in self._torch.param_groups for parameter in group["params"]]
+        kept = [tensor.clone() for tensor in held]
+        evaluate()
+
+        def resume() -> None:
+            train()
+            for tensor, before in zip(held, kept, strict=True):  # what `train` computes back is rounded
+                tensor.copy_(before)
+
+        return resume
 
     def state_dict(self) -> dict[str, object]:
         state = named_state(self._torch)

@@ -119,7 +119,6 @@ def _measured_causes(session: Session) -> list[str]:
     if size < 2:
         return []
     model = components.sharding.state.model
-    model.train()
     (whole,) = _batches(session, size, 1)
     tolerance = _TOLERANCE[resolve_compute(components.config.precision.compute, components.world.device)]
     before = state_of({"": model})

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core.errors import RunFailed
+from lockstep.core.protocols import Optimizer
 from lockstep.distributed.shard_boxes import FlatShard
 from lockstep.distributed.swapped_shard import SwappedShard
 from lockstep.sharding.deepspeed_swap import SwappedGroups
@@ -59,7 +60,7 @@ class ZeroShard:
         return self.flat.of(value) if value.shape == self.flat.shape else value
 
 
-class ZeroOptimizer:
+class ZeroOptimizer(Optimizer):
     """The optimizer inside DeepSpeed's engine, with state by the names of parameters.
 
     Args:

@@ -2,6 +2,7 @@
 
     model.layers.0.weight                 parameters and saved buffers, tied ones once
     optimizer.exp_avg.layers.0.weight     state entry, then the parameter it belongs to
+    evaluated.layers.0.weight             the parameter as an optimizer with modes evaluates it, for readers of weights
     values: {"optimizer": {PARAMETER: {ENTRY: number}}, "groups": [...], "tied": {NAME: NAME}}
             and "own": {...} of a user's optimizer that keeps other state, if it does,
             and "recast": [NAME, ...] of buffers to which forwards have given another dtype, if there are any
@@ -12,6 +13,7 @@ A tensor is plain if this rank holds it whole, else a DTensor or a `FlatShard`, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from lockstep.sharding.parameter_shards import ParameterShard
     from lockstep.sharding.partition import ModelPartition, Spec
 
-_MODEL, _OPTIMIZER = "model.", "optimizer."
+_MODEL, _OPTIMIZER, _EVALUATED = "model.", "optimizer.", "evaluated."
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -80,6 +82,30 @@ class ModelState:
         if self._buffers is not None:
             self._buffers.synchronize()
 
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Give parameters the values that the optimizer has for evaluation while the block runs."""
+        train = self._evaluate()
+        try:
+            yield
+        finally:
+            if train is not None:
+                self._begin_read()  # a gathered copy would stay as it is
+                train()
+
+    def end_training(self) -> None:
+        """Give parameters the values that the optimizer has for evaluation, for good."""
+        self._evaluate()
+
+    @torch.no_grad()
+    def _evaluate(self) -> Callable[[], None] | None:
+        self._begin_read()
+        return self.optimizer.evaluate()
+
+    def _begin_read(self) -> None:
+        if self._before_read is not None:
+            self._before_read()
+
     def weights(
         self, *, wanted: bool | Callable[[str], bool] = True, names: Sequence[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
@@ -98,8 +124,7 @@ class ModelState:
 
     def trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the trained parameters that this rank holds, or its shards of them, under their first names."""
-        if self._before_read is not None:
-            self._before_read()
+        self._begin_read()
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 yield name, self.flat.get(name, parameter)
@@ -115,14 +140,14 @@ class ModelState:
             return _gathered(pairs, wanted)
         return self._partition.whole(dict(pairs), wanted)
 
+    @torch.no_grad()
     def live_state(self) -> TrainingState:
         """Return the live state of model and optimizer. All ranks together.
 
         Raises:
             RunFailed: The model or the optimizer keeps state that can't be saved.
         """
-        if self._before_read is not None:
-            self._before_read()
+        self._begin_read()
         tensors, tied = self._tensors()
         parameters = {name for name, _ in self.model.named_parameters()}
         changing = frozenset(f"{_MODEL}{name}" for name in tensors if name not in parameters)
@@ -145,6 +170,9 @@ class ModelState:
             values["own"] = {kind: _plain_own(kept) for kind, kept in own.items()}
         if recast := [name for name, dtype in self._dtypes.items() if name in tensors and tensors[name].dtype != dtype]:
             values["recast"] = recast
+        if (train := self.optimizer.evaluate()) is not None:
+            entries |= {f"{_EVALUATED}{name}": tensors[name].detach().clone() for name in parameters & tensors.keys()}
+            train()
         state = TrainingState(entries, values, changing)
         return state if self._partition is None else self._partition.gather_state(state)
 

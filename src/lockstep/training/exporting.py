@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config, Model
 
 Form = Literal["safetensors", "torch", "hf", "dcp"]
-_MODEL = "model."
+_MODEL, _EVALUATED = "model.", "evaluated."  # the latter of an optimizer with modes
 _EXPORTS = "export"
 _FORMS: Mapping[str, Form] = {
     ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch",
@@ -228,6 +228,9 @@ def _read_model(storage: Storage, step: int | None, *, optimizer: bool) -> _Save
                 model = _read_tensors(storage, name, manifest, _MODEL)
                 others = _read_tensors(storage, name, manifest, OPTIMIZER) if optimizer else {}
                 tensors = {key.removeprefix(_MODEL): tensor for key, tensor in model.items()}
+                if not optimizer:  # which goes with the weights that are trained
+                    evaluated = _read_tensors(storage, name, manifest, _EVALUATED)
+                    tensors |= {key.removeprefix(_EVALUATED): tensor for key, tensor in evaluated.items()}
                 return _SavedModel(name, manifest, tensors, tied, others, broken)
         except CorruptCheckpoint as fault:
             broken[name] = str(fault)

@@ -37,7 +37,7 @@ from lockstep.models.transformers_models import (
     quiet,
     saving_on_every_rank,
 )
-from lockstep.training.session import components_of
+from lockstep.training.session import components_of, evaluation_weights
 from lockstep.training.weights import (
     FILE,
     INDEX,
@@ -100,8 +100,9 @@ def publish(session: Session, folder: Callable[[], Path]) -> Path:
         writers = [rank for rank, sees in enumerate(axis.gather(_sees(partial))) if sees] or [0]
         files = plan_files(_groups(state.model, specs), specs, writers)
         hashes: dict[str, str] = {}
-        for start in range(0, len(files), len(writers)):
-            hashes |= _write_files(session, files[start : start + len(writers)], partial, target)
+        with evaluation_weights(session):
+            for start in range(0, len(files), len(writers)):
+                hashes |= _write_files(session, files[start : start + len(writers)], partial, target)
         _finish(session, hashes, sum(map(bytes_of, specs.values())), partial, target)
     finally:
         if axis.rank == 0:

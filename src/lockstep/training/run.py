@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from lockstep.core import heartbeat
 from lockstep.core.errors import GrowsBatches, Paused, ReplicasDiffer, RolledBack, RunFailed, Stopped, blames_a_peer
-from lockstep.core.phase_clock import Phase
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.distributed.timeouts import is_timeout
 from lockstep.distributed.user_collectives import print_once
@@ -30,7 +29,7 @@ from lockstep.training.replica_check import ReplicaCheck
 from lockstep.training.requests import Growth
 from lockstep.training.rescue import rescuing
 from lockstep.training.rolling_back import RollbackDue, recorded
-from lockstep.training.session import Session, components_of, reports_of, seconds_of, updates_of
+from lockstep.training.session import Session, components_of, evaluate, reports_of, seconds_of, updates_of
 
 if TYPE_CHECKING:
     from lockstep.core.progress import Progress
@@ -249,9 +248,7 @@ class _Loop:
             raise
 
     def _evaluate(self, *, at_end: bool = False) -> None:
-        components, step = components_of(self.session), self.session.progress.steps
-        with components.world.clock.phase(Phase.EVALUATION):
-            reports = components.evaluator.evaluate(step, self.signals.stops)
+        reports = evaluate(self.session, self.signals.stops)
         for report in reports:
             self.session.request(self.monitor.evaluated(report))
         self.checkpoints.evaluations.take(reports, at_end=at_end)

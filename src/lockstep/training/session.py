@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -223,9 +224,7 @@ class Session:
 
     def evaluate(self) -> list[EvaluationReport]:
         """Evaluate on each of the evaluation sets, exactly over all ranks; the reports are the same on every rank."""
-        self._parameters.forget()  # an optimizer may have other weights for it
-        with self._components.world.clock.phase(Phase.EVALUATION):
-            return self._components.evaluator.evaluate(self.progress.steps)
+        return evaluate(self)
 
     def logged(self) -> Logged:
         """Return what `lockstep.log` got on all ranks since the last call, merged; all ranks together.
@@ -319,6 +318,8 @@ class Session:
         error = sys.exc_info()[1]
         if not isinstance(error, Stopped) or isinstance(error, Paused):  # stopped at once, it waits for no save
             self._saves.close()
+        if error is None:
+            self._components.sharding.state.end_training()
 
     # --- parts of an update -------------------------------------------------------------------------------------
 
@@ -436,6 +437,22 @@ def attach(session: Session, saves: VoteParticipant) -> FailureState:
     """Let `saves` take part in each vote; return what it needs to save after a failure."""
     session._saves = saves
     return session._failure_state
+
+
+@contextmanager
+def evaluation_weights(session: Session) -> Iterator[None]:
+    """Give parameters the values that the optimizer has for evaluation while the block runs."""
+    session._saves.before_update()
+    session._parameters.forget()  # they may have other values until the block ends
+    with components_of(session).sharding.state.evaluation():
+        yield
+
+
+def evaluate(session: Session, stops: Callable[[], bool] | None = None) -> list[EvaluationReport]:
+    """Evaluate on each of the evaluation sets; see `Evaluator.evaluate`."""
+    components = components_of(session)
+    with components.world.clock.phase(Phase.EVALUATION), evaluation_weights(session):
+        return components.evaluator.evaluate(session.progress.steps, stops)
 
 
 def rescue(session: Session, error: BaseException) -> str | None:

@@ -19,6 +19,7 @@ from torch import nn
 from lockstep.config.schema import Loader
 from lockstep.core import heartbeat
 from lockstep.core.errors import ConfigError, Failure, OutOfMemory, Problem, UnusableSamples
+from lockstep.core.modes import in_training
 from lockstep.core.out_of_memory import error_location, out_of_memory_cause
 from lockstep.core.protocols import EvaluatedObjective, Source
 from lockstep.core.records import DataFacts
@@ -64,7 +65,7 @@ def users_model(config: Config, given: UserObjects) -> nn.Module | None:
     if not isinstance(model, nn.Module):
         raise not_given("model", "a torch.nn.Module, or a function that makes one", given.model)
     freeze(model, config.model.freeze)
-    return model
+    return in_training(model)
 
 
 def make_model(config: Config, facts: DataFacts, given: UserObjects) -> nn.Module:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.strategies.registry import find_strategy
-from lockstep.training.session import components_of
+from lockstep.training.session import components_of, evaluation_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -88,16 +88,17 @@ def sample(session: Session, prompt: str) -> str:
     codec, plan = codec_of(config.model, config.data.train), components.plan
     shards = find_strategy(plan.strategy).variant(config.parallel).state.parameters
     try:
-        tokens = generate(
-            whole_model(session),
-            codec.encode(prompt),
-            _SAMPLE_TOKENS,
-            temperature=0.8,
-            seed=config.run.seed,
-            context=context_of(components.source.facts),
-            end=codec.end,
-            is_whole=not shards and plan.mesh.tensor * plan.mesh.context == 1,
-        )
+        with evaluation_weights(session):
+            tokens = generate(
+                whole_model(session),
+                codec.encode(prompt),
+                _SAMPLE_TOKENS,
+                temperature=0.8,
+                seed=config.run.seed,
+                context=context_of(components.source.facts),
+                end=codec.end,
+                is_whole=not shards and plan.mesh.tensor * plan.mesh.context == 1,
+            )
     except RunFailed as failure:  # must not fail a run that is finished
         return f"{prompt}: {failure}"
     return prompt + codec.decode(tokens)
