@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import StepReport, Verdict
-from lockstep.resilience.guard import DiscardLimit, is_finite
+from lockstep.resilience.guard import DISCARD_LIMIT, DiscardLimit, is_finite
 from lockstep.resilience.spikes import NO_LIMITS, Limits, Spikes
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Verdicts:
     def __init__(self, section: BadNumbers, *, scaled: bool) -> None:
         self._section = section
         self._scaled = scaled
-        self._discards = DiscardLimit()
+        self._discards = DiscardLimit(max(DISCARD_LIMIT, 2 * section.rollback_steps))  # whose samples have no weight
         self._spikes = Spikes(section.window, section.threshold) if section.spike != "ignore" else None
         self._keeps_spikes = section.spike in ("ignore", "warn")
 
@@ -70,12 +70,14 @@ class Verdicts:
             return UpdateDecision(finite, finite, limits)
         return UpdateDecision(finite, finite & (loss_sum / count <= limits.loss) & (norm <= limits.norm), limits)
 
-    def see(self, step: int, loss: float, norm: float, limits: Limits, *, keep: bool) -> tuple[Verdict, str]:
+    def see(
+        self, step: int, loss: float, norm: float, limits: Limits, *, count: float, keep: bool
+    ) -> tuple[Verdict, str]:
         """Receive an update's numbers, on the host; return its verdict, and what makes it a spike, if it is one."""
         finite = is_finite(norm + loss)
         spike = limits.reason(loss, norm) if finite else ""
         verdict = Verdict.KEPT if keep else Verdict.SPIKE if finite else self._not_finite
-        self._discards.see(verdict)
+        self._discards.see(verdict, count)
         if keep and self._spikes is not None and (loss or norm):  # else all its samples are left out
             self._spikes.see(step, loss, norm)
         return verdict, spike
@@ -102,6 +104,14 @@ class Verdicts:
                 f"step {report.step:,}: {kind}{named} (recovery.bad_numbers.{key}: stop); its update was discarded"
             )
         self._discards.refuse(report.step)
+
+    def refuse_untrained(self, step: int) -> None:
+        """Raise NothingLearned or NoTargets if the run, whose last update this is, has learned nothing for long."""
+        self._discards.refuse_untrained(step)
+
+    def last_kept(self, step: int) -> int:
+        """Return the last update that was kept, of those up to `step`."""
+        return step - self._discards.in_a_row
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = self._discards.state()

@@ -12,6 +12,7 @@ A tensor is plain if this rank holds it whole, else a DTensor or a `FlatShard`, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -175,6 +176,26 @@ class ModelState:
             train()
         state = TrainingState(entries, values, changing)
         return state if self._partition is None else self._partition.gather_state(state)
+
+    @torch.no_grad()
+    def not_finite(self, state: TrainingState) -> str | None:
+        """Return the name of a tensor of this rank that no update can make good; None: there is none.
+
+        A trained parameter with a NaN or an infinity, or a NaN in what the optimizer keeps for one.
+        """
+        trained = {f"{_MODEL}{name}" for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        held = {key: tensor for key, tensor in state.tensors.items() if key in trained or key.startswith(_OPTIMIZER)}
+        parts = {key: part for key, tensor in held.items() if (part := local_tensor(tensor)).is_floating_point()}
+        names = [key for key, part in parts.items() if part.numel()]
+        if not names:
+            return None
+        largest = torch._foreach_norm([parts[name] for name in names], float("inf"))
+        device = next((value.device for value in largest if value.device.type != "cpu"), largest[0].device)
+        values = torch.stack([value.to(device, torch.float64) for value in largest]).tolist()  # the host waits once
+        for key, value in zip(names, values, strict=True):
+            if math.isnan(value) or (key in trained and math.isinf(value)):
+                return key.removeprefix(_MODEL)
+        return None
 
     @torch.no_grad()
     def restore(self, state: TrainingState) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 from lockstep.core.formatting import listed, value
 from lockstep.core.records import NumbersReport
 from lockstep.distributed.user_collectives import print_once
+from lockstep.training.replicas import refuse_bad_state
 from lockstep.training.rolling_back import RollbackDue
 
 if TYPE_CHECKING:
@@ -80,12 +81,15 @@ class BadUpdates:
 
         Raises:
             RunFailed: The run ends, or goes back (RollbackDue).
+            ReplicasDiffer, StateNotFinite: The state makes it bad, not the samples.
         """
         answer = self._verdicts.answer(report)
         if answer in ("", "ignore"):
             self._verdicts.refuse(report)
             return
         knew, self._failure_state.fails_together = self._failure_state.fails_together, True  # if it fails here
+        if not math.isfinite(report.loss):  # from the vote, so all ranks know
+            refuse_bad_state(self._components, report.step, self._verdicts.last_kept(report.step))
         bad = self._named(report, _ACTIONS[answer])
         self._unseen.append(bad)
         text = _text(bad)
@@ -103,6 +107,10 @@ class BadUpdates:
         self._unseen.append(report)
         sentence = f"update {report.update:,} had {_text(report)}; {_OUTCOMES[report.action]}"
         print_once(f"lockstep: {sentence.replace('them', 'it') if len(report.samples) == 1 else sentence}")
+
+    def refuse_untrained(self, step: int) -> None:
+        """Raise NothingLearned or NoTargets if the run, whose last update this is, has learned nothing for long."""
+        self._verdicts.refuse_untrained(step)
 
     def take_new(self) -> list[NumbersReport]:
         """Return what became known since the last call."""

@@ -33,6 +33,7 @@ from lockstep.training.data_identity import identity_of
 from lockstep.training.evaluations import Evaluations
 from lockstep.training.memory_snapshots import MemorySnapshots
 from lockstep.training.ownership import refuse_other_run
+from lockstep.training.replicas import refuse_not_finite
 from lockstep.training.requests import Trigger
 from lockstep.training.rescue import Rescue
 from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, restore, set_back
@@ -87,8 +88,7 @@ class Checkpoints(VoteParticipant):
         self.storage = storage
         self._axis = components.world.axis
         self._section = section
-        self.home = home
-        self._recipe = recipe
+        self.home, self._recipe = home, recipe
         self._retention = Retention(storage, section, epoch_samples)
         self._trigger = Trigger(section.every, Request.SAVE, epoch_samples, self._axis.rank)
         self._begun_saver: Saver | None = None
@@ -307,11 +307,11 @@ class Checkpoints(VoteParticipant):
 
     def _metadata(self, state: TrainingState, *, marked: bool = True) -> StepMetadata:
         """Describe a state; `marked`: with how far the history has been written, for which its threads are awaited."""
-        progress = self._session.progress
+        progress, held = self._session.progress, components_of(self._session).sharding.state
+        refuse_not_finite(held.not_finite(state), f"after update {progress.steps:,}")
         of_evaluations, metrics = self._evaluation()
-        values = {**state.values, "data": self._data, **of_evaluations}
-        environment = self._marks() if marked else {}
-        return StepMetadata(progress.steps, progress.samples, progress.tokens, values, metrics, environment)
+        values, marks = {**state.values, "data": self._data, **of_evaluations}, self._marks() if marked else {}
+        return StepMetadata(progress.steps, progress.samples, progress.tokens, values, metrics, marks)
 
     def _marks(self) -> dict[str, Any]:
         return {} if self.history is None else {HISTORY: self.history.marks()}

@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import ReplicasDiffer
-from lockstep.training.replicas import difference
+from lockstep.training.replicas import CORRUPTED, difference
 from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
     from lockstep.training.session import Session
 
-_CAUSE = (
-    "memory or a device that corrupts data does this, and so does code that changes parameters on one rank; the "
-    "checkpoints were compared before they were saved"
-)
+_CAUSE = f"{CORRUPTED}; the checkpoints were compared before they were saved"
 
 
 @dataclass(slots=True)
@@ -45,6 +42,6 @@ class ReplicaCheck:
         if self.every is None or components.world.size == 1 or self._compared_at == step:
             return
         self._compared_at = step
-        fault = difference(self.session.state(), components.world.axis, components.position.coordinates["tensor"])
+        fault = difference(components)
         if fault is not None:
             raise ReplicasDiffer(f"step {step:,}: {fault.text}; {_CAUSE}", fault.ranks)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lockstep.checkpoint.hashing import hash_bytes
-from lockstep.core.errors import named_ranks
+from lockstep.core.errors import ReplicasDiffer, RunFailed, named_ranks
 from lockstep.core.formatting import listed
 from lockstep.distributed.shard_boxes import FlatShard, is_sharded, local_tensor
 
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 
     from lockstep.core.protocols import Axis
     from lockstep.core.records import TrainingState
+    from lockstep.training.components import Components
 
 _NAMED = 3
+CORRUPTED = "memory or a device that corrupts data does this, and so does code that changes parameters on one rank"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -47,8 +49,45 @@ class Difference:
     ranks: tuple[int, ...] = ()
 
 
+class StateNotFinite(RunFailed):
+    """The training state has a NaN or an infinity: it is not saved, and training it further is in vain."""
+
+
+def refuse_bad_state(components: Components, step: int, since: int) -> None:
+    """Look for the cause of an update with a loss that isn't finite in the state, not the samples; all ranks together.
+
+    Args:
+        since: The last update that was kept.
+
+    Raises:
+        ReplicasDiffer: Copies that ranks hold of the same part differ.
+        StateNotFinite: A trained parameter, or what the optimizer keeps for it, isn't finite.
+    """
+    fault, held = difference(components), components.sharding.state
+    if fault is not None:
+        raise ReplicasDiffer(f"update {step:,} isn't finite, and {fault.text}; {CORRUPTED}", fault.ranks)
+    names = cast("list[str | None]", components.world.axis.gather(held.not_finite(held.live_state())))
+    refuse_not_finite(next(filter(None, names), None), f"since update {since:,}")
+
+
+def refuse_not_finite(name: str | None, when: str) -> None:
+    """Raise StateNotFinite if there is a tensor that isn't finite."""
+    if name is not None:
+        raise StateNotFinite(
+            f"{name} isn't finite {when}, which is not because of samples: the optimizer's step has made it so (an eps "
+            "of 0, a rate that is too large), or memory that corrupts data. It isn't saved: the run continues from the "
+            "newest checkpoint before"
+        )
+
+
+def difference(components: Components) -> Difference | None:
+    """Return how the ranks' copies of the state differ; None if they don't. All ranks together."""
+    live = components.sharding.state.live_state()
+    return difference_in(live, components.world.axis, components.position.coordinates["tensor"])
+
+
 @torch.no_grad()
-def difference(state: TrainingState, axis: Axis, tensor_rank: int) -> Difference | None:
+def difference_in(state: TrainingState, axis: Axis, tensor_rank: int) -> Difference | None:
     """Return the first difference between copies that ranks hold of the same part; None: all copies are alike."""
     parts = _parts(state)
     own_ids = [_id(part, tensor_rank) for part in parts]

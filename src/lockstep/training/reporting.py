@@ -53,7 +53,7 @@ class Books:
                 text, ranks = ("", ()) if fault is None else (f"; {fault.text}", fault.ranks)
                 raise ReplicasDiffer(f"{ranks_differ(progress.steps - 1)}{text}", ranks)
             loss = slots[0] / (count or 1.0)
-            result, spike = self.verdicts.see(progress.steps, loss, norm, limits, keep=keep)
+            result, spike = self.verdicts.see(progress.steps, loss, norm, limits, count=count, keep=keep)
             digest, settled, failed = tallies_in(slots)
             self.ledger.add(progress.samples - batch.samples, progress.samples, digest)
             self.saves().receive(settled, failed)

@@ -20,16 +20,17 @@ from lockstep.core.errors import GrowsBatches, Paused, ReplicasDiffer, RolledBac
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.distributed.timeouts import is_timeout
 from lockstep.distributed.user_collectives import print_once
-from lockstep.resilience.guard import ADVICE
+from lockstep.resilience.guard import NoTargets, NothingLearned
 from lockstep.resilience.notices import watched_notice
 from lockstep.resilience.signals import RunSignals, run_signals
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.evaluate import EvaluationStopped
 from lockstep.training.replica_check import ReplicaCheck
+from lockstep.training.replicas import StateNotFinite
 from lockstep.training.requests import Growth
 from lockstep.training.rescue import rescuing
 from lockstep.training.rolling_back import RollbackDue, recorded
-from lockstep.training.session import Session, components_of, evaluate, reports_of, seconds_of, updates_of
+from lockstep.training.session import Session, bad_updates_of, components_of, reports_of, seconds_of, updates_of
 
 if TYPE_CHECKING:
     from lockstep.core.progress import Progress
@@ -45,10 +46,6 @@ _STOPPING = (Request.STOP, Request.PAUSE)
 
 class SaveFailed(RunFailed):
     """The last save failed; the model is as it was trained."""
-
-
-class NothingLearned(RunFailed):
-    """Every update of the run was discarded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ def run(
         GrowsBatches: all ranks have stopped for that, and the state is saved.
         Paused: a rank was asked to stop; all ranks have stopped after the same update, and its state is saved.
         SaveFailed: the last save failed.
-        NothingLearned: no update was kept.
+        NothingLearned, NoTargets: it has learned nothing, or no longer.
     """
     components = components_of(session)
     checkpoints.evaluations.schedule()
@@ -96,7 +93,7 @@ def run(
         growth = Growth(session, grow_at)
         loop = _Loop(session, monitor, checkpoints, user_logs, profiler, signals, replicas, growth)
         with (
-            rescuing(session, SaveFailed, NothingLearned, ReplicasDiffer, RolledBack),
+            rescuing(session, SaveFailed, NothingLearned, NoTargets, StateNotFinite, ReplicasDiffer, RolledBack),
             loop.complete_history(),
             closing(profiler),
         ):
@@ -170,7 +167,8 @@ class _Loop:
             self.profiler.updated(session.progress.steps)
             if self.is_ended or early_stopping.reason is not None:
                 break
-        _refuse_untrained(self.last)
+        if self.last is not None:
+            bad_updates_of(session).refuse_untrained(self.last.step)
         return False
 
     def is_followed(self, before: Progress) -> bool:
@@ -248,19 +246,10 @@ class _Loop:
             raise
 
     def _evaluate(self, *, at_end: bool = False) -> None:
-        reports = evaluate(self.session, self.signals.stops)
+        reports = self.session.evaluate(self.signals.stops)
         for report in reports:
             self.session.request(self.monitor.evaluated(report))
         self.checkpoints.evaluations.take(reports, at_end=at_end)
-
-
-def _refuse_untrained(last: StepReport | None) -> None:
-    """Raise NothingLearned if a run of several updates has kept none."""
-    if last is not None and last.discarded == last.step > 1:
-        raise NothingLearned(
-            f"all {last.step:,} updates had a loss or gradient that was not finite, and were discarded: nothing was "
-            f"learned, and the model has its initial weights; {ADVICE}"
-        )
 
 
 def _finish(checkpoints: Checkpoints, report_saves: Callable[[Iterable[SaveReport]], None]) -> None:

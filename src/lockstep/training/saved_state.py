@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 class _Discards(BaseModel):
     discarded: int
     in_a_row: int
+    idle: int
     recent: list[tuple[int, float, float]] = []
 
 

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from lockstep.monitor.metric_log import Logged
     from lockstep.plan.batch import BatchPlan
     from lockstep.training.checkpoints import Checkpoints
-    from lockstep.training.replicas import Difference
 
 _MODEL = "model."  # before the names of the model's tensors in a saved state
 
@@ -73,10 +72,9 @@ class Session:
         self._failure_state = FailureState(components.world.size == 1, BufferSnapshot(components.sharding.state.model))
         self._bad_updates = BadUpdates(components, self._verdicts, self._failure_state)
         self._repeats = UpdateRepeats(components, self._failure_state, self._left_out, self._bad_updates)
-        size = components.world.axis.size
-        self._books = Books(
-            size, self._verdicts, self._ledger, lambda: self._saves, lambda: self._began, self._difference
-        )
+        self._began = time.perf_counter()
+        later = (lambda: self._saves, lambda: self._began, partial(difference, components))
+        self._books = Books(components.world.axis.size, self._verdicts, self._ledger, *later)
         self._parameters = ParameterWatch(components)
         self._failure: Exception | None = None
         self._batches: Iterator[GlobalBatch] | None = None
@@ -86,13 +84,9 @@ class Session:
         self._divisor: float | Tensor = 1.0  # of this update's loss
         self._reports = Reports(components.readback, self._receive)
         self._requests: set[Request] = set()
-        self._began = time.perf_counter()
 
     def __iter__(self) -> Iterator[StepReport]:
-        """Train until the run is finished, and yield a report per update.
-
-        On an accelerator each report comes one update late, so that the host never waits.
-        """
+        """Train until the run is finished, and yield a report per update; on an accelerator one update late."""
         for _ in updates_of(self, lambda before: self.finished):
             yield from reports_of(self)
 
@@ -222,9 +216,10 @@ class Session:
         clock.updated()
         return pending
 
-    def evaluate(self) -> list[EvaluationReport]:
+    def evaluate(self, stops: Callable[[], bool] | None = None) -> list[EvaluationReport]:
         """Evaluate on each of the evaluation sets, exactly over all ranks; the reports are the same on every rank."""
-        return evaluate(self)
+        with self._components.world.clock.phase(Phase.EVALUATION), evaluation_weights(self):
+            return self._components.evaluator.evaluate(self.progress.steps, stops)
 
     def logged(self) -> Logged:
         """Return what `lockstep.log` got on all ranks since the last call, merged; all ranks together.
@@ -259,12 +254,6 @@ class Session:
         return checkpoints_in(self, place, fresh=fresh, accept_changes=accept_changes)
 
     # --- state ----------------------------------------------------------------------------------------------------
-
-    def _difference(self) -> Difference | None:
-        """Return how the ranks' copies of the state differ; None if they don't. All ranks together."""
-        components = self._components
-        live = components.sharding.state.live_state()
-        return difference(live, components.world.axis, components.position.coordinates["tensor"])
 
     def state(self, *, synchronized: bool = True) -> TrainingState:
         """Return the whole state of a run between two updates, from which `restore` continues bit for bit.
@@ -446,13 +435,6 @@ def evaluation_weights(session: Session) -> Iterator[None]:
     session._parameters.forget()  # they may have other values until the block ends
     with components_of(session).sharding.state.evaluation():
         yield
-
-
-def evaluate(session: Session, stops: Callable[[], bool] | None = None) -> list[EvaluationReport]:
-    """Evaluate on each of the evaluation sets; see `Evaluator.evaluate`."""
-    components = components_of(session)
-    with components.world.clock.phase(Phase.EVALUATION), evaluation_weights(session):
-        return components.evaluator.evaluate(session.progress.steps, stops)
 
 
 def rescue(session: Session, error: BaseException) -> str | None:
