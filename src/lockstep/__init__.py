@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lockstep.core.jobs import ProjectFiles as ProjectFiles
     from lockstep.core.media import LoggedImage as LoggedImage
     from lockstep.core.media import LoggedTable as LoggedTable
+    from lockstep.core.progress import step as step
     from lockstep.core.protocols import Launcher as Launcher
     from lockstep.core.protocols import Monitor as Monitor
     from lockstep.core.protocols import Objective as Objective
@@ -87,6 +88,7 @@ _HOMES = {
         "lockstep.core.errors": "CollectiveTimeout ConfigError Failure RunFailed VerificationError",
         "lockstep.core.jobs": "JobCommand JobStatus LaunchPlan LaunchedJob ProjectFiles",
         "lockstep.core.media": "LoggedImage LoggedTable",
+        "lockstep.core.progress": "step",
         "lockstep.core.protocols": "Launcher Monitor ObjectStore Objective ProjectLauncher Source Transform",
         "lockstep.core.records": "Batch DataFacts EvaluationReport Request RestartReport RunInfo SaveReport StepReport",
         "lockstep.core.tracking": "Bins TrackedRun Tracker",

@@ -25,3 +25,21 @@ class Progress:
     def advance(self, samples: int, tokens: int) -> Progress:
         """Return the progress one update later."""
         return Progress(self.steps + 1, self.samples + samples, self.tokens + tokens)
+
+
+class _Running:
+    """The session that trains or evaluates in this process, for what user code asks."""
+
+    progress = Progress()
+
+
+running = _Running()
+
+
+def step() -> int:
+    """Return the number of updates that the run has made: 0 in all micro-batches of its first update.
+
+    For a model or an objective that changes with the update, such as the weight of a term that grows: a count of
+    forwards would depend on the number of micro-batches.
+    """
+    return running.progress.steps

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _Spec = tuple["torch.Size", "torch.dtype"]
 """Shape and dtype of a buffer."""
+_OF_NORMS = {"running_mean", "num_batches_tracked"}
 _SMALL = 2**20  # bytes that are copied in 0.1 ms
 
 
@@ -173,6 +174,19 @@ class BufferSnapshot:
     def names(self) -> frozenset[str]:
         """Names of the buffers that are copied."""
         return frozenset(self._owners)
+
+    @torch.no_grad()
+    def changed(self) -> list[str]:
+        """Return the buffers that forwards have changed since the last `take`, without those of torch's norms."""
+        names = []
+        for (name, owner), now, copy in zip(
+            self._owners.items(), _parts(current_buffers(self._owners)), self._copies, strict=True
+        ):
+            if now is None or copy is None or _OF_NORMS & owner.keys():
+                continue
+            if now.dtype != copy.dtype or not torch.equal(now, copy):
+                names.append(name)
+        return names
 
     @torch.no_grad()
     def take(self) -> None:

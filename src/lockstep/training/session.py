@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lockstep.core.deferred_signals import DEFERRAL
 from lockstep.core.errors import Paused, PeerFailed, RunFailed, Stopped
 from lockstep.core.out_of_memory import located
 from lockstep.core.phase_clock import Phase
-from lockstep.core.progress import Progress
+from lockstep.core.progress import Progress, running
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
 from lockstep.distributed import generators
 from lockstep.distributed.user_collectives import print_once
@@ -40,7 +40,7 @@ from lockstep.training.readback import PendingReport, Reports, UpdateNumbers
 from lockstep.training.repeating import UpdateAttempt, UpdateRepeats
 from lockstep.training.replicas import difference
 from lockstep.training.reporting import Books
-from lockstep.training.unused_parameters import refuse_unused
+from lockstep.training.unused_parameters import note_changed_buffers, refuse_unused
 from lockstep.training.valid_targets import no_valid_target, nonzero_count, reported_counts
 from lockstep.training.written_parameters import REQUIRES_GRAD, ParameterWatch
 
@@ -64,7 +64,7 @@ class Session:
 
     def __init__(self, components: Components) -> None:
         self._components = components
-        self.progress = Progress()
+        self.progress = running.progress = Progress()
         self._verdicts = Verdicts(components.config.recovery.bad_numbers, scaled=components.scaler.enabled)
         self._ledger = Ledger(components.world.size, order_of(components))
         self._left_out = LeftOutSamples(components)
@@ -80,8 +80,7 @@ class Session:
         self._batches: Iterator[GlobalBatch] | None = None
         self._batch: GlobalBatch | None = None
         self._upcoming: GlobalBatch | None = None
-        self._count: float | Tensor = 1.0
-        self._divisor: float | Tensor = 1.0  # of this update's loss
+        self._count = self._divisor = cast("float | Tensor", 1.0)  # of targets; of this update's loss
         self._reports = Reports(components.readback, self._receive)
         self._requests: set[Request] = set()
 
@@ -152,7 +151,7 @@ class Session:
     def accumulate(self, batch: GlobalBatch) -> None:
         """Run forward and backward of this rank's micro-batches; the vote is opened in between."""
         self._failure_state.refuse_half_update(self._saves)
-        components = self._components
+        components, running.progress = self._components, self.progress
         self._failure_state.discard_attempt(components.sharding, self._rate)  # an interrupted one, which is repeated
         self._failure_state.begin_forward()
         self._repeats.begin()
@@ -171,6 +170,7 @@ class Session:
             raise self._parameters.thawed()
         if batch.step == 0:
             refuse_unused(components)
+            note_changed_buffers(self._failure_state.buffers, len(batch.micro_batches))
 
     def request(self, requests: Iterable[Request]) -> None:
         """Make requests, which all ranks receive with the next vote that is opened."""
@@ -201,7 +201,7 @@ class Session:
         components.scaler.update(decision.finite)
         clock.enter(Phase.HOST)
         tokens = components.readback.tokens()
-        self.progress = before.advance(batch.samples, tokens)
+        self.progress = running.progress = before.advance(batch.samples, tokens)
         numbers = UpdateNumbers(attempt.outcome, norm, decision.keep, scale, attempt.count)
         reporter = self._books.reporter(batch, self.progress, rate, tokens, decision.limits)
         self._bad_updates.updated(before)
@@ -290,7 +290,7 @@ class Session:
         values = state.values
         self._components.sharding.state.restore(TrainingState(state.tensors, values["sharding"]))
         generators.restore(state.tensors, self._components.world.rank)
-        self.progress = Progress(**values["progress"])
+        self.progress = running.progress = Progress(**values["progress"])
         self._components.scaler.restore(values["loss_scale"])
         self._verdicts.restore(values["patience"])
         self._ledger.restore(values["ledger"])
