@@ -229,7 +229,7 @@ def test_the_history_has_every_update_before_the_run_ends_and_after_it_resumes(
 def test_the_update_at_which_a_run_gives_up_is_in_its_history(
     late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.resilience.guard.DiscardLimit.__init__.__defaults__", (3,))
+    monkeypatch.setattr("lockstep.resilience.verdicts.DISCARD_LIMIT", 3)
     seeing = Seeing(-1, None)
     _train(
         tmp_path / "run", late=late, error=lockstep.RunFailed, monitors=[seeing], objective=small.NanAt(range(2, 100))

@@ -29,7 +29,7 @@ import lockstep
 from lockstep import log
 from lockstep.core.records import Batch
 from lockstep.data import loader
-from lockstep.monitor.metric_log import LogEntries, MetricLog, recording
+from lockstep.monitor.metric_log import LogEntries
 from lockstep.resilience.number_faults import make_nan
 from lockstep.training.session import components_of
 
@@ -49,14 +49,14 @@ class Logging(small.CrossEntropy):
 def _logged(asked: dict[str, Any], nan_in: int | None = None) -> list[LogEntries]:
     """What is logged in each update of a run, of which one attempt at an update may be NaN."""
     entries = []
-    with recording(MetricLog()) as logged, lockstep.session(asked, objective=Logging()) as session:
+    with lockstep.session(asked, objective=Logging()) as session:
         for batch in session.batches():
             log.mean("before", batch.step, 1)
             if batch.step == nan_in:
                 make_nan(components_of(session).sharding.state.model, lambda: None)
             session.accumulate(batch)
             session.commit()
-            entries.append(logged.drain())
+            entries.append(log.current().drain())
     return entries
 
 

@@ -46,7 +46,8 @@ class Verdicts:
     def __init__(self, section: BadNumbers, *, scaled: bool) -> None:
         self._section = section
         self._scaled = scaled
-        self._discards = DiscardLimit(max(DISCARD_LIMIT, 2 * section.rollback_steps))  # whose samples have no weight
+        left_out = 2 * section.rollback_steps if section.rolls_back else 0  # updates whose samples have no weight
+        self._discards = DiscardLimit(max(DISCARD_LIMIT, left_out))
         self._spikes = Spikes(section.window, section.threshold) if section.spike != "ignore" else None
         self._keeps_spikes = section.spike in ("ignore", "warn")
 
