@@ -298,6 +298,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "image_size": 16, "patch_size": 2, "num_channels": 3, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2],
         "window_size": 4, "drop_path_rate": 0.0,
     }),
+    "olmo_hybrid": ("causal", {
+        **_GROUPED, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+        "pad_token_id": PADDING,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    }),
+    # Its random blocks depend on the padded length alone; a batch of 14 tokens or fewer makes a rank's attention full
+    "big_bird": ("masked", {**_ENCODER, "attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1}),
+    # It convolves over padding
+    "convbert": ("masked", {**_ENCODER, "embedding_size": 8, "head_ratio": 1, "conv_kernel_size": 3}),
+    "roformer": ("masked", {**_ENCODER, "embedding_size": 8}),
+    "longformer": ("sequence", {**_ENCODER, "attention_window": 4}),
+    "mobilebert": ("masked", {**_ENCODER, "embedding_size": 8, "intra_bottleneck_size": 8, "true_hidden_size": 8}),
+    "deberta": ("masked", {**_ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
+    "eurobert": ("masked", {**_GROUPED, "max_position_embeddings": 40, "pad_token_id": PADDING}),
 }  # fmt: skip
 """Head and keys of the config, by the name in the table."""
 
@@ -317,6 +331,7 @@ _UNUSED = {
     "wav2vec2": ["wav2vec2.masked_spec_embed"],
     "hubert": ["hubert.masked_spec_embed"],
     "dinov2_with_registers": ["dinov2_with_registers.embeddings.mask_token"],
+    "big_bird": ["bert.pooler.*"],
 }
 """Parameters that these heads never use; they are frozen, as the refusal recommends."""
 
