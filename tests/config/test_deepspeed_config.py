@@ -13,7 +13,7 @@ from lockstep.config import deepspeed_check
 from lockstep.config.deepspeed import engine_config, held_of_files, not_carried_out, plain_config
 from lockstep.config.deepspeed_check import Derived, check, check_alone
 from lockstep.config.deepspeed_keys import deepspeed_keys, keys_of
-from lockstep.config.loading import validate
+from lockstep.config.loading import load, validate
 from lockstep.core.errors import ConfigError
 from lockstep.strategies.deepspeed import DeepSpeed
 
@@ -34,9 +34,16 @@ def config(given: Any = None, zero: dict[str, Any] | None = None, **sections: An
     return validate(plain).config
 
 
+def config_set_by_user(given: Any, zero: dict[str, Any] | None = None, **sections: Any) -> Any:
+    """Return a config with every key set."""
+    whole = config(None, zero, **sections).model_dump()
+    whole["parallel"]["deepspeed"]["config"] = given
+    return validate(whole).config
+
+
 def refusal(given: Any, zero: dict[str, Any] | None = None, **sections: Any) -> str:
     with pytest.raises(ConfigError) as error:
-        check(config(given, zero, **sections), DERIVED)
+        check(config_set_by_user(given, zero, **sections), DERIVED)
     return str(error.value).replace("parallel.deepspeed.config.", "")
 
 
@@ -102,6 +109,58 @@ def test_a_usual_config_is_accepted(tmp_path: Path) -> None:
                 "offload_param": {"device": "cpu", "pin_memory": True},
             },
         }
+
+
+GUIDES = {
+    "train_batch_size": "auto",
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.95], "eps": 1e-7, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 20}},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    "bf16": {"enabled": True},
+    "activation_checkpointing": {"partition_activations": True},
+}
+
+
+def test_what_the_user_leaves_at_defaults_is_taken_from_deepspeeds_config(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(GUIDES))
+    for given in (GUIDES, str(path)):
+        taken = config(given, precision={})
+        check(taken, DERIVED)
+        optim, schedule, zero = taken.optim, taken.schedule, taken.parallel.deepspeed
+        assert (optim.lr, optim.betas, optim.eps, optim.weight_decay, optim.clip_norm) == (
+            config().optim.lr, (0.9, 0.95), 1e-7, 0.1, 0.5,
+        )  # fmt: skip
+        assert (schedule.kind, schedule.warmup_steps, schedule.warmup_type) == ("linear", 20, "log")
+        assert (zero.zero_stage, zero.offload_optimizer, zero.pin_memory) == (3, "cpu", True)
+        assert taken.precision.compute == "bf16"
+        assert taken.memory.activation_checkpointing.mode == "full"
+
+
+def test_a_runs_config_reads_no_file_of_deepspeed_before_it_is_trusted(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(GUIDES))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    sections = {"model": {"kind": "transformer"}, "data": {"train": {"kind": "stdlib-text"}}, "run": {"steps": 1}}
+    parallel = {"strategy": "deepspeed", "deepspeed": {"config": str(tmp_path / "ds.json")}}
+    for folder, stage in ((tmp_path, 3), (run, 2)):
+        path = folder / "config.yaml"
+        path.write_text(json.dumps({**sections, "batch": {"global_size": 16}, "parallel": parallel}))
+        assert load([path]).config.parallel.deepspeed.zero_stage == stage
+
+
+def test_a_key_that_the_user_has_set_and_that_differs_is_refused_by_name() -> None:
+    set_by_user = {"optim": {"betas": [0.9, 0.99]}, "schedule": {"warmup_ratio": 0.5}, "precision": {"compute": "fp32"}}
+    with pytest.raises(ConfigError) as error:
+        check(config(GUIDES, {"zero_stage": 2}, **set_by_user), DERIVED)
+    refused = [problem.key.removeprefix("parallel.deepspeed.config.") for problem in error.value.problems]
+    assert refused == [
+        "optimizer.params.betas", "scheduler.params.warmup_num_steps", "zero_optimization.stage", "bf16.enabled",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"optim\.lr"):
+        config({"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}})
 
 
 def test_the_config_for_deepspeed_without_lockstep() -> None:
@@ -255,7 +314,7 @@ def test_a_contradiction_states_both_values(case: str) -> None:
     assert refusal(given) == expected
     if not given.keys() & {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler"}:
         with pytest.raises(ConfigError) as error:  # the check without ranks finds it, too
-            check_alone(config(given))
+            check_alone(config_set_by_user(given))
         assert str(error.value).replace("parallel.deepspeed.config.", "") == expected
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config, DeepSpeed, Parallel, Schedule
 
 AUTO = "auto"
-_PLACE = "parallel.deepspeed.config"
-_RANK_DEPENDENT = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler")
+DEEPSPEED_CONFIG = "parallel.deepspeed.config"
+_BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_RANK_DEPENDENT = (*_BATCH, "scheduler")
 """Keys whose values depend on the plan."""
 _CURVES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _OF_ONE_SCHEDULER = {"warmup_max_lr": "WarmupDecayLR", "cos_min_ratio": "WarmupCosineLR"}
@@ -75,6 +76,21 @@ def check(config: Config, derived: Derived, later: Sequence[str] = ()) -> None:
         raise ConfigError(problems)
 
 
+def left_to_deepspeed(config: Config, written: Collection[str]) -> dict[str, Any]:
+    """Return the values that the DeepSpeed config has for keys that the user hasn't set, by these keys.
+
+    Args:
+        written: The dotted keys that the user has set.
+    """
+    section = config.parallel.deepspeed
+    if config.parallel.strategy != "deepspeed" or section.config is None:
+        return {}
+    many = 10**9  # any ratio of them is a warmup
+    comparison = _Comparison(config, Derived(ranks=1, micro_size=1, accumulation=1, steps=many, trainable=0))
+    comparison.section("", {key: value for key, value in read_deepspeed(section)[0].items() if key not in _BATCH})
+    return {key: value for key, value in comparison.settings.items() if key not in written and key != "run.steps"}
+
+
 def read_deepspeed(section: DeepSpeed) -> tuple[Mapping[str, Any], list[Problem]]:
     """Return the DeepSpeed config, or the problem with its file."""
     if section.config is None or isinstance(section.config, Mapping):
@@ -83,13 +99,13 @@ def read_deepspeed(section: DeepSpeed) -> tuple[Mapping[str, Any], list[Problem]
     try:
         content = json.loads(read_bounded(path, MOST_BYTES))
     except RecursionError:
-        return {}, [Problem("", _PLACE, f"{path} is nested too deep for a DeepSpeed config")]
+        return {}, [Problem("", DEEPSPEED_CONFIG, f"{path} is nested too deep for a DeepSpeed config")]
     except OSError as error:
-        return {}, [Problem("", _PLACE, f"can't read {path}: {error.strerror or error}")]
+        return {}, [Problem("", DEEPSPEED_CONFIG, f"can't read {path}: {error.strerror or error}")]
     except ValueError as error:
-        return {}, [Problem("", _PLACE, f"{path} is not JSON: {error}")]
+        return {}, [Problem("", DEEPSPEED_CONFIG, f"{path} is not JSON: {error}")]
     if not isinstance(content, dict):
-        return {}, [Problem("", _PLACE, f"{path} holds no JSON object, but a {type(content).__name__}")]
+        return {}, [Problem("", DEEPSPEED_CONFIG, f"{path} holds no JSON object, but a {type(content).__name__}")]
     return content, []
 
 
@@ -172,10 +188,15 @@ def _expected_values(config: Config, derived: Derived) -> dict[str, Any]:
 
 
 class _Comparison:
-    """Compares a DeepSpeed config with Lockstep's, key by key; collects problems in the order of the file."""
+    """Compares a DeepSpeed config with Lockstep's, key by key; collects problems in the order of the file.
+
+    Attributes:
+        settings: Values that would solve problems, by the keys of Lockstep's config.
+    """
 
     def __init__(self, config: Config, derived: Derived) -> None:
         self.problems: list[Problem] = []
+        self.settings: dict[str, Any] = {}
         self._config = config
         self._derived = derived
         self._expected = _expected_values(config, derived)
@@ -217,6 +238,7 @@ class _Comparison:
             self._agrees(deepspeed_keys()[f"{key}.device"], "none")
         mode = self._config.memory.activation_checkpointing.mode
         if key == "activation_checkpointing" and mode == "none" and not all(map(_is_off, value.values())):
+            self.settings["memory.activation_checkpointing.mode"] = "full"
             self._add(
                 key,
                 "DeepSpeed checkpoints activations only of models that call its functions, and "
@@ -245,6 +267,7 @@ class _Comparison:
         elif row.path == "optimizer.type":
             self._optimizer(str(value), section.get("params"))
         elif row.path == "scheduler.type" and _CURVES[value] != self._config.schedule.kind:
+            self.settings[row.ours] = _CURVES[value]
             write = f'write `schedule.kind: {_CURVES[value]}`, or "auto" here'
             self._add(row.path, f"{value}, but schedule.kind is {self._config.schedule.kind}; {write}")
         elif name == "zero_allow_untested_optimizer" and not value and self._config.optim.name not in ("adam", "adamw"):
@@ -252,7 +275,7 @@ class _Comparison:
             self._add(row.path, f"false, but DeepSpeed calls {rule} untested; write true, or leave it out")
 
     def _add(self, key: str, message: str) -> None:
-        self.problems.append(Problem("", f"{_PLACE}.{key}", message))
+        self.problems.append(Problem("", f"{DEEPSPEED_CONFIG}.{key}", message))
 
     def _agrees(self, row: DeepSpeedKey, value: Any) -> None:
         expected = self._expected[row.path]
@@ -261,11 +284,13 @@ class _Comparison:
         )
         if _same(value, expected) or as_written:
             return
-        write = f"{row.ours}: {_json(value)}"
+        setting = value
         if row.path == "gradient_clipping" and not value:
-            write = f"{row.ours}: null"
+            setting = None
         elif row.path == "fp16.initial_scale_power":
-            write = f"{row.ours}: {2.0 ** (value if _is_number(value) and abs(value) < 1000 else 0):g}"
+            setting = 2.0 ** (value if _is_number(value) and abs(value) < 1000 else 0)
+        self.settings[row.ours] = setting
+        write = f"{row.ours}: {f'{setting:g}' if _is_number(setting) and setting is not value else _json(setting)}"
         fact = f"{row.ours} is {_json(expected)}"
         if row.path == "gradient_accumulation_steps":
             size, ranks, micro = self._config.batch.global_size, self._derived.ranks, self._derived.micro_size
@@ -281,6 +306,7 @@ class _Comparison:
         if meant not in ("adamw", "adam", "sgd", "lion"):
             self._add("optimizer.type", f"{name} is not supported; `optim.name` is adamw, adam, sgd or lion")
         elif meant != self._config.optim.name:
+            self.settings["optim.name"] = meant
             write = f'write `optim.name: {meant}`, or "auto" here'
             self._add("optimizer.type", f'"{name}", but optim.name is "{self._config.optim.name}"; {write}')
 
@@ -293,12 +319,14 @@ class _Comparison:
                 continue
             key, value, expected = row.ours, _json(row.value), self._expected[row.path]
             if not _same(row.value, expected):
+                self.settings[key] = row.value
                 why = f"not given, so DeepSpeed takes {value}, but {key} is {_json(expected)}"
                 self._add(row.path, f'{why}; write `{key}: {value}`, or "auto" here')
 
     def _precision(self, key: str, enabled: Any) -> None:
         dtype, compute = "fp16" if key.startswith("fp16") else "bf16", self._config.precision.compute
         if isinstance(enabled, bool) and enabled != (compute == dtype):
+            self.settings["precision.compute"] = dtype if enabled else "fp32"
             write = f'write `precision.compute: {dtype if enabled else "fp32"}`, or "auto" here'
             self._add(key, f"{_json(enabled)}, but precision.compute is {compute}; {write}")
 

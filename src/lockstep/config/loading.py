@@ -1,6 +1,7 @@
 """Loads one checked config from files, environment and command line, with the origin of each value.
 
     defaults of the schema          lowest
+    the DeepSpeed config that parallel.deepspeed.config names
     files, left to right
     LOCKSTEP_SECTION__KEY=value
     --section.key value             highest
@@ -19,6 +20,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from lockstep.config import shape
+from lockstep.config.deepspeed_check import DEEPSPEED_CONFIG, left_to_deepspeed
 from lockstep.config.merging import merge
 from lockstep.config.override import Override
 from lockstep.config.overrides import from_environment, from_flags
@@ -122,9 +124,25 @@ def _combine(
         notes += merge_notes
         errors += wrong
     config = _check(tree, [*errors, *_not_unicode(tree)])
+    if not runs:  # the config of a run has these values
+        tree, config = _with_deepspeed(tree, config)
     written = {".".join(path): node.where for path, node in _written(tree, ())}
     origins = {key: written.get(key, DEFAULT) for key in values(config)}
     return LoadedConfig(config, origins, tuple(notes), runs)
+
+
+def _with_deepspeed(tree: Table, config: Config) -> tuple[Table, Config]:
+    """Return both with the values of the DeepSpeed config under them."""
+    for _ in range(2):  # with a warmup comes its type
+        settings = left_to_deepspeed(config, {".".join(path) for path, _ in _written(tree, ())})
+        if not settings:
+            break
+        for key, value in settings.items():
+            for name in reversed(key.split(".")):
+                value = {name: value}
+            tree, _ = merge(cast("Table", from_python(value, DEEPSPEED_CONFIG)), tree)
+        config = _check(tree, [])
+    return tree, config
 
 
 def _check(tree: Table, errors: list[Problem]) -> Config:
