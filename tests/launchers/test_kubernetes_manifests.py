@@ -229,6 +229,20 @@ def test_a_run_that_keeps_checkpoints_in_a_bucket_needs_no_volume(capsys: pytest
     assert {"name": "scratch", "emptyDir": {}} in pod["volumes"]
 
 
+def test_pods_that_request_no_cpu_or_memory_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    requested = ("--cpu", "16", "--memory", "200Gi")
+    cases = {
+        "without --cpu and --memory": (),
+        "without --cpu the": requested[2:],
+        "without --memory the": requested[:2],
+        "": requested,
+    }
+    for noted, options in cases.items():
+        assert main(["launch", "kubernetes", "--dry-run", *PLAIN, *options, *TRAIN]) == 0
+        assert ("the pods request none" in (text := capsys.readouterr().err)) == bool(noted)
+        assert noted in text
+
+
 def test_words_reach_the_program_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     odd = ["train", "digits", "run.folder=it's $(HOME) #1: a"]
     assert pod_of(dry_run(capsys, *PLAIN, *odd)[-1])["containers"][0]["args"] == [

@@ -67,6 +67,25 @@ def test_the_script_asks_for_what_the_options_say(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
+    ("words", "few_cpus", "no_memory"),
+    [
+        (["--gpus-per-node", "h100:8"], True, True),
+        (["--gpus-per-node", "8", "--cpus-per-task", "32"], False, True),
+        (["--gpus-per-node", "8", "--sbatch=--cpus-per-gpu=8", "--sbatch=--mem-per-gpu=64G"], False, False),
+        (["--gpus-per-node", "8", "--cpus-per-task", "31", "--mem", "0"], True, False),
+        ([], False, False),
+    ],
+)
+def test_a_node_whose_gpus_have_few_cpus_or_no_memory_of_their_own_is_noted(
+    words: list[str], few_cpus: bool, no_memory: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "slurm", "--dry-run", *words, "train", "digits"]) == 0
+    noted = capsys.readouterr().err
+    assert ("give --cpus-per-task, for example 64" in noted) == few_cpus
+    assert ("no --mem is given" in noted) == no_memory
+
+
+@pytest.mark.parametrize(
     "words",
     [
         ["train", "digits"],

@@ -143,6 +143,11 @@ def _notes(command: JobCommand, options: KubernetesOptions) -> list[str]:
         f"{text} is here; the pods read it at {PurePosixPath(folder, text)}, in the image or a volume{_link_note(text)}"
         for text in command.paths
     ]
+    if missing := [flag for flag, amount in (("--cpu", options.cpu), ("--memory", options.memory)) if amount is None]:
+        notes.append(
+            f"without {' and '.join(missing)} the pods request none, so that a node may have too little for them, or "
+            "evict them first"
+        )
     if options.kind == "trainjob":
         notes.append(
             f"the runtime {options.runtime} decides how often a pod is started again; a run that was stopped and saved "

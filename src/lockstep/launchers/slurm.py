@@ -16,7 +16,7 @@ from pathlib import Path
 from lockstep.core.errors import ConfigError, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.terminal import echo
-from lockstep.launchers.slurm_script import SlurmOptions, check, script
+from lockstep.launchers.slurm_script import SlurmOptions, check, notes, script
 from lockstep.launchers.tools import OutputTail, execute, write_files
 
 _NOT_HERE = "call this where Slurm's commands are, such as a login node; --dry-run prints the script anywhere"
@@ -41,7 +41,8 @@ class SlurmLauncher:
         """Return the script and the command that submits it."""
         check(command, options)
         path = command.folder / "job.sh"
-        return LaunchPlan({path: script(command, options, Path.cwd())}, (("sbatch", "--parsable", str(path)),))
+        submits = (("sbatch", "--parsable", str(path)),)
+        return LaunchPlan({path: script(command, options, Path.cwd())}, submits, tuple(notes(command, options)))
 
     def submit(self, plan: LaunchPlan) -> str:
         """Write the script and submit it; return the job's number."""

@@ -26,6 +26,7 @@ from lockstep.strategies.section import Auto, Positive, Section
 
 _MOUNT = re.compile(r"[^:,\s][^:,\n]*(:/[^:,\n]*(:[a-z+-]+)?)?")
 _MOST_NODES, _MOST_OF_16_BITS = 65_533, 65_535
+_CPUS_OF_A_GPU = 4
 
 
 class SlurmOptions(Section, SweepOptions):
@@ -238,8 +239,25 @@ def _directive(option: str) -> str:
 def _cpus(command: JobCommand, options: SlurmOptions) -> int | None:
     if options.cpus_per_task != "auto":
         return options.cpus_per_task
-    gpus = (options.gpus_per_node or "").rpartition(":")[2]
-    return command.ranks or (int(gpus) if gpus.isdecimal() and int(gpus) else None)
+    return command.ranks or _gpus(options)
+
+
+def _gpus(options: SlurmOptions) -> int | None:
+    """Return the GPUs of a node, if their number is known."""
+    number = (options.gpus_per_node or "").rpartition(":")[2]
+    return int(number) if number.isdecimal() and int(number) else None
+
+
+def notes(command: JobCommand, options: SlurmOptions) -> Iterator[str]:
+    """Yield what a node with GPUs is short of: loader workers and pinned memory need CPUs and memory beside them."""
+    gpus, cpus, passed = _gpus(options), _cpus(command, options), " ".join(options.sbatch)
+    if gpus is None or cpus is None:
+        return
+    if cpus < _CPUS_OF_A_GPU * gpus and "--cpus-per-" not in passed:
+        few = f"{cpus} CPUs for the {gpus} GPUs of a node, and data loader workers need some too"
+        yield f"{few}; give --cpus-per-task, for example {2 * _CPUS_OF_A_GPU * gpus}"
+    if options.mem is None and "--mem" not in passed:
+        yield "no --mem is given, so the cluster's default holds, which may be small; --mem 0 asks for all of a node's"
 
 
 def _setup(options: SlurmOptions) -> Iterator[str]:
