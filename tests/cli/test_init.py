@@ -131,3 +131,57 @@ def test_files_are_relative_to_the_folder_where_training_starts(
     assert main(["init", "text", "--folder", "text", "--data", "it's.txt"]) == 0
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if "data prepare" in line]
     assert lines[0][:4] == ["lockstep", "data", "prepare", "../it's.txt"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "columns"),
+    [
+        ("a.jsonl", '{"review": "good", "stars": 1}\n{"review": "bad", "stars": 0}', ("review", "stars")),
+        ("a.json", '[{"review": "good", "stars": 1}]', ("review", "stars")),
+        ("a.csv", '"the text"\n"one, two"', ("the text", "label")),
+        ("a.jsonl", '{"text": "good", "title": "x", "label": 1, "id": 3}', ("text", "label")),
+    ],
+)
+def test_init_takes_the_columns_of_the_data(
+    file: str, content: str, columns: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(file).write_text(content)
+    assert main(["init", "classifier", "--folder", "x", "--data", file]) == 0
+    train = yaml.safe_load(Path("x/run.yaml").read_text())["data"]["train"]
+    assert (train["text"], train["label"]) == columns
+
+
+def test_init_refuses_a_chat_and_a_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}], "id": "7"}')
+    for data, message in (("chat.jsonl", "apply_chat_template"), ("*.jsonl", "give the files' folder")):
+        assert main(["init", "finetune", "--folder", "x", "--data", data]) == 2
+        assert message in capsys.readouterr().err
+        assert not Path("x").exists()
+
+
+def test_the_check_names_a_missing_column_of_local_data_with_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.csv").write_text("txt,labels\ngood,1\n")
+    assert main(["init", "classifier", "--data", "a.csv"]) == 0
+    capsys.readouterr()
+    assert main(["config", "check", "run.yaml"]) == 2
+    assert "data.train: the dataset has no column text; did you mean txt? Its columns: txt, labels" in (
+        capsys.readouterr().err
+    )
+    assert main(["config", "check", "run.yaml", "data.train.text=txt", "data.train.label=labels"]) == 0
+
+
+def test_the_columns_of_parquet_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet.write_table(pyarrow.table({"text": [["a"]], "label": [1]}), tmp_path / "a.parquet")
+    data, folder = str(tmp_path / "a.parquet"), str(tmp_path / "x")
+    assert main(["init", "classifier", "--folder", folder, "--data", data]) == 0
+    assert main(["config", "check", f"{folder}/run.yaml"]) == 2
+    assert "column text has ['a'], a list; text is needed" in capsys.readouterr().err

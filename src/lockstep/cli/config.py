@@ -62,9 +62,12 @@ def _check(arguments: Sequence[str]) -> int:
     args, overrides = parser.parse(arguments)
     loaded, _ = read_config(args.config, overrides)
 
+    from lockstep.data.columns import check_local_columns
     from lockstep.plan.plan import check_alone, check_on_ranks
 
     check_alone(loaded.config)
+    if not loaded.runs:  # the config of another user's run may name any file
+        check_local_columns(loaded.config)
     if isinstance(number := loaded.config.launch.ranks, int):
         check_on_ranks(loaded.config, number)
     echo("ok")

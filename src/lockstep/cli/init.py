@@ -36,14 +36,35 @@ def run(arguments: Sequence[str]) -> int:
             raise ConfigError(f"init {kind} has no {flag}; edit {CONFIG} once it is written")
     model = _ask("Model, a folder or a name on the hub", start.model) if asks and not args.model else args.model
     data = _ask("Data, a file, a folder or a name", start.data) if asks and not args.data else args.data
+    columns = _columns(data, start)
     model, data = _relative_to(args.folder, model), _relative_to(args.folder, data)
-    _write(args.folder, {CONFIG: start.filled_config(model, data), **start.files})
+    _write(args.folder, {CONFIG: start.filled_config(model, data, **columns), **start.files})
     enter = [] if args.folder == Path() else [command_line("cd", args.folder)]
     check, train = f"lockstep config check {CONFIG}", f"lockstep train {CONFIG}"
     echo("\nnext:")
     for line in (*enter, *start.filled_commands(data), check, train):
         echo(f"  {line}")
     return 0
+
+
+def _columns(data: str | None, start: InitTemplate) -> dict[str, str]:
+    """Return the columns of the data for text and label, as far as only one can be meant; the check names others.
+
+    Raises:
+        ConfigError: The data is a pattern of files, or a chat.
+    """
+    from lockstep.data.columns import check_first_texts, first_row, is_chat
+
+    if data and not Path(data).expanduser().exists() and any(sign in data for sign in "*?["):
+        raise ConfigError(f"--data {data} is a pattern, and Lockstep reads one file or folder; give the files' folder")
+    row = first_row(data) if data and start.model is not None else {}
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    numbers = [name for name, value in row.items() if type(value) is int]
+    chats = [name for name, value in row.items() if is_chat(value)]
+    if chats and "text" not in row:
+        check_first_texts(row, chats)
+    columns = {"text": ("text", texts), "label": ("label", numbers)}
+    return {key: names[0] for key, (usual, names) in columns.items() if usual not in row and len(names) == 1}
 
 
 def _relative_to(folder: Path, name: str | None) -> str | None:

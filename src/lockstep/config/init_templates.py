@@ -41,12 +41,17 @@ class InitTemplate:
         """The texts of further files by name."""
         return {name: (_TEMPLATES / f"{name}.txt").read_text(encoding="utf-8") for name in self.further}
 
-    def filled_config(self, model: str | None, data: str | None) -> str:
-        """Return the config with the user's names, or with the template's own."""
-        text = (_TEMPLATES / self.template).read_text(encoding="utf-8")
-        for place, name in {"model": model or self.model, "data": data or self.data}.items():
-            text = text.replace(f"{{{place}}}", _yaml_quoted(name or ""))
-        return text
+    def filled_config(self, model: str | None, data: str | None, text: str = "text", label: str = "label") -> str:
+        """Return the config with the user's names, or with the template's own.
+
+        Args:
+            text, label: Columns of the data.
+        """
+        filled = (_TEMPLATES / self.template).read_text(encoding="utf-8")
+        names = {"model": model or self.model, "data": data or self.data, "text": text, "label": label}
+        for place, name in names.items():
+            filled = filled.replace(f"{{{place}}}", _yaml_quoted(name or ""))
+        return filled
 
     def filled_commands(self, data: str | None) -> list[str]:
         """Return the commands to run before training, quoted for a shell."""

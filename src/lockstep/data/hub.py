@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.schema import Config, HuggingFaceData, HuggingFaceModel
-from lockstep.core.closest import closest_match
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
 from lockstep.core.hub import is_connected, missing, needs_hub
@@ -51,15 +50,6 @@ def load_rows(name: str, configuration: str | None, split: str) -> Any:
         if path.exists():
             raise ConfigError(f"dataset {name}, split {split}, can't be read: {error}") from error
         raise missing("dataset", name, error) from error
-
-
-def check_columns(rows: Any, columns: Sequence[str]) -> None:
-    """Raise ConfigError for the first column that the rows don't have."""
-    for column in columns:
-        if column not in rows.column_names:
-            near = closest_match(column, rows.column_names)
-            hint = f"; did you mean {near}?" if near else "."
-            raise ConfigError(f"the dataset has no column {column}{hint} Its columns: {', '.join(rows.column_names)}")
 
 
 def check_texts(values: Sequence[object], first: int, column: str, where: str) -> None:

@@ -30,9 +30,9 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data import noise, windows
+from lockstep.data.columns import check_columns, check_first_texts
 from lockstep.data.hub import (
     begin_tokens,
-    check_columns,
     check_texts,
     end_token,
     huggingface_sections,
@@ -64,11 +64,11 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
     _check_options(section, task)
     rows = load_rows(section.name, section.configuration, section.split)
     columns = [column for column in (section.text, section.text_pair, section.label) if column is not None]
-    check_columns(rows, columns)
+    check_columns(rows.column_names, columns)
     if len(rows) == 0:
         raise ConfigError(f"dataset {section.name}, split {section.split}, is empty")
     label_is_text = task in _COMPLETED or task == "seq2seq"
-    _check_texts(rows, [column for column in columns if column != section.label or label_is_text])
+    check_first_texts(rows[0], [column for column in columns if column != section.label or label_is_text])
     texts = Texts(rows.select_columns(columns), load_tokenizer(name), section)
     own = task in (None, LANGUAGE_MODEL)
     if section.packed:
@@ -123,19 +123,6 @@ def _check_options(section: HuggingFaceData, task: str | None) -> None:
     default = type(section).model_fields["mask_probability"].default  # a run's recorded config has it, too
     if section.mask_probability != default and task != "masked-lm":
         raise ConfigError(f"mask_probability is for masked-lm, but this is {model}; remove mask_probability")
-
-
-def _check_texts(rows: Any, columns: list[str]) -> None:
-    """Raise ConfigError if a column doesn't hold text."""
-    for column in columns:
-        value = rows[0][column]
-        if isinstance(value, str):
-            continue
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            content = "messages; write them as text first, with the tokenizer's apply_chat_template"
-        else:
-            content = f"{value!r:.60}, a {type(value).__name__}; text is needed"
-        raise ConfigError(f"column {column} has {content}")
 
 
 class Texts:

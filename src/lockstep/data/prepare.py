@@ -26,7 +26,8 @@ from lockstep.core.drafts import draft_of, remove, remove_abandoned
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import flush, naming
 from lockstep.core.local_paths import local_path
-from lockstep.data.hub import check_columns, check_texts, end_token, load_rows, load_tokenizer
+from lockstep.data.columns import check_columns
+from lockstep.data.hub import check_texts, end_token, load_rows, load_tokenizer
 from lockstep.data.tokens import FORMAT, Header, write_header
 
 _ROWS = {".csv", ".parquet", ".json"}  # files of rows, read by the datasets library
@@ -171,7 +172,7 @@ def _document(line: bytes, where: str, column: str) -> str:
 
 def _rows(name: str, configuration: str | None, split: str, column: str) -> Iterator[str]:
     rows = load_rows(name, configuration, split)
-    check_columns(rows, [column])
+    check_columns(rows.column_names, [column])
     where = name if local_path(name).expanduser().is_file() else f"dataset {name}, split {split}"
     first = 1
     for batch in rows.select_columns([column]).iter(batch_size=_BATCH):
