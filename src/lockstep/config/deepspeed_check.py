@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config, DeepSpeed, Parallel, Schedule
 
 AUTO = "auto"
-DEEPSPEED_CONFIG = "parallel.deepspeed.config"
+_PLACE = "parallel.deepspeed.config"
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _RANK_DEPENDENT = (*_BATCH, "scheduler")
 """Keys whose values depend on the plan."""
@@ -83,7 +83,7 @@ def left_to_deepspeed(config: Config, written: Collection[str]) -> dict[str, Any
         written: The dotted keys that the user has set.
     """
     section = config.parallel.deepspeed
-    if config.parallel.strategy != "deepspeed" or section.config is None:
+    if section.config is None:
         return {}
     many = 10**9  # any ratio of them is a warmup
     comparison = _Comparison(config, Derived(ranks=1, micro_size=1, accumulation=1, steps=many, trainable=0))
@@ -99,13 +99,13 @@ def read_deepspeed(section: DeepSpeed) -> tuple[Mapping[str, Any], list[Problem]
     try:
         content = json.loads(read_bounded(path, MOST_BYTES))
     except RecursionError:
-        return {}, [Problem("", DEEPSPEED_CONFIG, f"{path} is nested too deep for a DeepSpeed config")]
+        return {}, [Problem("", _PLACE, f"{path} is nested too deep for a DeepSpeed config")]
     except OSError as error:
-        return {}, [Problem("", DEEPSPEED_CONFIG, f"can't read {path}: {error.strerror or error}")]
+        return {}, [Problem("", _PLACE, f"can't read {path}: {error.strerror or error}")]
     except ValueError as error:
-        return {}, [Problem("", DEEPSPEED_CONFIG, f"{path} is not JSON: {error}")]
+        return {}, [Problem("", _PLACE, f"{path} is not JSON: {error}")]
     if not isinstance(content, dict):
-        return {}, [Problem("", DEEPSPEED_CONFIG, f"{path} holds no JSON object, but a {type(content).__name__}")]
+        return {}, [Problem("", _PLACE, f"{path} holds no JSON object, but a {type(content).__name__}")]
     return content, []
 
 
@@ -275,7 +275,7 @@ class _Comparison:
             self._add(row.path, f"false, but DeepSpeed calls {rule} untested; write true, or leave it out")
 
     def _add(self, key: str, message: str) -> None:
-        self.problems.append(Problem("", f"{DEEPSPEED_CONFIG}.{key}", message))
+        self.problems.append(Problem("", f"{_PLACE}.{key}", message))
 
     def _agrees(self, row: DeepSpeedKey, value: Any) -> None:
         expected = self._expected[row.path]

@@ -20,7 +20,6 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from lockstep.config import shape
-from lockstep.config.deepspeed_check import DEEPSPEED_CONFIG, left_to_deepspeed
 from lockstep.config.merging import merge
 from lockstep.config.override import Override
 from lockstep.config.overrides import from_environment, from_flags
@@ -30,6 +29,8 @@ from lockstep.config.shape import ValueShape
 from lockstep.config.trust import RunConfig, run_of
 from lockstep.config.validation_errors import problems
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.strategies.record import resolved
+from lockstep.strategies.registry import strategies
 
 DEFAULT = "default"
 
@@ -125,22 +126,25 @@ def _combine(
         errors += wrong
     config = _check(tree, [*errors, *_not_unicode(tree)])
     if not runs:  # the config of a run has these values
-        tree, config = _with_deepspeed(tree, config)
+        tree, config = _with_other_config(tree, config)
     written = {".".join(path): node.where for path, node in _written(tree, ())}
     origins = {key: written.get(key, DEFAULT) for key in values(config)}
     return LoadedConfig(config, origins, tuple(notes), runs)
 
 
-def _with_deepspeed(tree: Table, config: Config) -> tuple[Table, Config]:
-    """Return both with the values of the DeepSpeed config under them."""
+def _with_other_config(tree: Table, config: Config) -> tuple[Table, Config]:
+    """Return both with the values of the config of another tool that the strategy names, under them."""
+    strategy = next((each for each in strategies() if each.name == config.parallel.strategy and each.values), None)
+    if strategy is None:
+        return tree, config
     for _ in range(2):  # with a warmup comes its type
-        settings = left_to_deepspeed(config, {".".join(path) for path, _ in _written(tree, ())})
+        settings = resolved(strategy.values)(config, {".".join(path) for path, _ in _written(tree, ())})
         if not settings:
             break
         for key, value in settings.items():
             for name in reversed(key.split(".")):
                 value = {name: value}
-            tree, _ = merge(cast("Table", from_python(value, DEEPSPEED_CONFIG)), tree)
+            tree, _ = merge(cast("Table", from_python(value, f"parallel.{strategy.section}.config")), tree)
         config = _check(tree, [])
     return tree, config
 

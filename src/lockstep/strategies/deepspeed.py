@@ -63,6 +63,7 @@ STRATEGY = Strategy(
     needs_optimizer=True,
     check="lockstep.config.deepspeed:check_plan",
     check_alone="lockstep.config.deepspeed_check:check_alone",
+    values="lockstep.config.deepspeed_check:left_to_deepspeed",
     import_on_cpu="lockstep.sharding.deepspeed:import_deepspeed",
     variants=(
         Variant(

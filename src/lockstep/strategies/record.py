@@ -234,6 +234,7 @@ class Strategy:
         rounds_to_fp16: Whether gradients pass through fp16, which needs a loss scale.
         check: `module:function`, (config, plan) -> warnings; it raises ConfigError for what can't be done.
         check_alone: `module:function`, (config): the same without ranks, data and model, for `lockstep config check`.
+        values: `module:function`, (config, keys that the user has set) -> values by further keys, of its own config.
     """
 
     name: str
@@ -267,6 +268,7 @@ class Strategy:
     rounds_to_fp16: Callable[[Any], bool] = lambda options: False
     check: str = ""
     check_alone: str = ""
+    values: str = ""
     check_model: str = ""
     import_on_cpu: str = ""
 
