@@ -12,6 +12,7 @@ from lockstep.cli.main import main
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
 from lockstep.core.local_paths import url_refusal
+from lockstep.interop.importing import nested
 
 _HUGGING_FACE = {"kind": "huggingface", "task": "causal-lm", "pretrained": "a/b"}
 _SECTIONS = {
@@ -32,7 +33,7 @@ def test_every_key_that_holds_a_path_refuses_a_url(key: str) -> None:
     config = {**small.config(), **_SECTIONS[key]}
     validate(config)
     with pytest.raises(ConfigError, match="s3://bucket/x is a URL") as raised:
-        validate(config, [f"{key}=s3://bucket/x"])
+        validate(config, nested({key: "s3://bucket/x"}))
     assert [problem.key for problem in raised.value.problems] == [key]
 
 

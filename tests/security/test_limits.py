@@ -45,9 +45,9 @@ LARGE = r"can't be read: it has [0-9,]+ bytes, and may have 262,144"
 DEEP = "lists and mappings are nested more than 64 deep"
 MANY = "holds more than 10,000 values, including those that aliases repeat"
 CONFIGS: dict[str, tuple[str, str, str]] = {  # what, the file's suffix, the refusal
-    "aliases of aliases": (_aliases(mapping=False), "yaml", MANY),
-    "aliases of aliases, in mappings": (_aliases(mapping=True), "yaml", MANY),
-    "a chain of aliases": (_chain(3000), "yaml", DEEP),
+    "aliases of aliases": ("model: {}\n" + _aliases(mapping=False), "yaml", MANY),
+    "aliases of aliases, in mappings": ("model: {}\n" + _aliases(mapping=True), "yaml", MANY),
+    "a chain of aliases": ("model: {}\n" + _chain(3000), "yaml", DEEP),
     "50 MB of YAML": ("#" + FILLING, "yaml", LARGE),
     "50 MB of JSON": (_good(description=FILLING), "json", LARGE),
     "2,000 brackets": ("[" * 2000, "yaml", DEEP),

@@ -60,9 +60,9 @@ def test_a_rank_holds_its_share_and_waits_for_nothing(size: str) -> None:
         ledger = MemoryLedger("simulated")
         simulated.execution.watchers.append(ledger.see)
         with resizes_seen(ledger):
-            run_updates(session, ledger, 2)
+            run_updates(session, ledger, 5)
             simulated.execution.syncs.clear()
-            run_updates(session, ledger, 3)
+            run_updates(session, ledger, 6)
         assert {str(sync) for sync in simulated.execution.syncs} <= set(allowed("fsdp", ""))
         held = ledger.peak().by_category
         elements = sum(parameter.numel() for parameter in components_of(session).sharding.state.model.parameters())

@@ -25,7 +25,7 @@ from lockstep.training.user_objects import UserObjects
 DEVICE = "simulated:0"
 
 
-def update(rank: SimulatedRank, updates: int = 3, **objects: object) -> list[str]:
+def update(rank: SimulatedRank, updates: int = 6, **objects: object) -> list[str]:
     """Run updates of the smallest net; return the host's waits of the last one."""
     config = small.config(
         launch={"device": "auto"}, batch={"global_size": 16, "micro_size": 2}, parallel={"strategy": "fsdp"}
@@ -181,7 +181,7 @@ def test_a_tensor_on_the_cpu_in_a_collective_is_found() -> None:
 
 
 def test_a_session_of_a_users_own_model() -> None:
-    config = small.config(launch={"device": "auto"}, run={"steps": 3}, parallel={"strategy": "ddp"})
+    config = small.config(launch={"device": "auto"}, run={"steps": 6}, parallel={"strategy": "ddp"})
     del config["model"]
     excepthook = sys.excepthook
     with simulated_session(config, rank=1, ranks=2, model=small.Net()) as (session, rank):
@@ -189,7 +189,7 @@ def test_a_session_of_a_users_own_model() -> None:
             rank.execution.syncs.clear()
             session.accumulate(batch)
             session.commit()
-        assert session.progress.steps == 3
+        assert session.progress.steps == 6
         assert len(rank.execution.syncs) == 1
         assert "all_reduce" in {collective.name for collective in rank.collectives}
         assert sys.excepthook is excepthook, "tracebacks have [rank1] before each line"

@@ -55,7 +55,7 @@ CELLS: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 def waits_of_an_update(options: dict[str, Any], precision: str) -> Iterator[str]:
-    """Yield the waits of the fourth update, of two micro-batches on one of four ranks, by the names in `WAITS`."""
+    """Yield the waits of the sixth update, of two micro-batches on one of four ranks, by the names in `WAITS`."""
     with simulated_rank(0, 4) as rank:
         config = small.config(
             launch={"device": "auto"},
@@ -68,7 +68,7 @@ def waits_of_an_update(options: dict[str, Any], precision: str) -> Iterator[str]
             rank.execution.syncs.clear()
             session.accumulate(batch)
             session.commit()
-            if session.progress.steps == 4:
+            if session.progress.steps == 6:
                 break
         waits = [str(wait) for wait in rank.execution.syncs]
         session.close()

@@ -277,7 +277,7 @@ def test_an_update_on_an_accelerator_offloads_without_a_wait(
         batch={"global_size": 8, "micro_size": 2},
         parallel=parallel,
         memory=memory,
-        run={"steps": 2, "allow_untested": True},
+        run={"steps": 6, "allow_untested": True},
     )
     with simulated_rank(0, 1 if strategy == "single" else 2) as rank:
         session = assemble(Config.model_validate(config), rank.world, UserObjects())

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from lockstep.config.override import Override
 from lockstep.core.closest import did_you_mean
+from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.local_paths import url_refusal
 from lockstep.core.nodes import checked_nodes
@@ -326,9 +327,8 @@ def path_or_address(text: str) -> Path | str:
 def run_path(text: str) -> Path:
     """Return the folder of a run."""
     if is_address(text):
-        raise argparse.ArgumentTypeError(
-            f"a run's folder is on a disk; `lockstep ckpt ls {text}` reads checkpoints there"
-        )
+        listing = command_line("lockstep", "ckpt", "ls", text)
+        raise argparse.ArgumentTypeError(f"a run's folder is on a disk; {listing} lists the checkpoints there")
     return Path(text)
 
 

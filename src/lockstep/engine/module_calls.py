@@ -9,6 +9,7 @@ import traceback
 from itertools import pairwise
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lockstep.core.errors import ConfigError, Problem
 
@@ -28,7 +29,7 @@ def not_gathered(model: nn.Module, error: Exception) -> ConfigError | None:
     """Return the error for weights that a forward uses while fsdp has them sharded; None: it has other reasons."""
     if "mixed torch.Tensor and DTensor" not in str(error):
         return None
-    names = {id(module): name for name, module in model.named_modules() if name}
+    names = {id(module): name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)}
     entered: set[int] = set()
     for (caller, _), (frame, _) in pairwise(traceback.walk_tb(error.__traceback__)):
         module = id(frame.f_locals.get("self"))

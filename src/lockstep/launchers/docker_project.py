@@ -134,7 +134,8 @@ def _dockerfile(project: _Project, *, cuda: bool) -> Iterator[str]:
     yield "#"
     yield "# An index that needs a password: docker build --secret id=pip,src=PIP.CONF. It is in no layer of the image."
     yield ""
-    yield f"# For {'CPUs' if cuda else 'NVIDIA GPUs'}: lockstep launch docker --init{'' if cuda else ' --cuda'}"
+    other = "CPUs: lockstep launch docker --init" if cuda else "NVIDIA GPUs: lockstep launch docker --init --cuda"
+    yield f"# For {other}"
     yield f"ARG BASE_IMAGE={CUDA_IMAGE if cuda else CPU_IMAGE}"
     yield from _BASE.splitlines()
     yield from _packages(project, cuda=cuda)
