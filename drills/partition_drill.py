@@ -33,7 +33,6 @@ from kit.hosts import Network, network
 
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
-from lockstep.launch.memory_folder import MemoryFolder
 from lockstep.resilience.faults import events_of, write_plan
 from lockstep.training.audit import audit
 from lockstep.training.locations import choose, find
@@ -97,29 +96,17 @@ def _kill_rank(host: int) -> Act:
     return act
 
 
-def _kill_host(host: int, away: float, *, loses_memory: bool = False) -> Act:
-    """Kill a launcher, and start it again after some seconds; perhaps with the memory empty, as after a reboot."""
+def _kill_host(host: int, away: float) -> Act:
+    """Kill a launcher, and start it again after some seconds."""
 
     def act(cluster: Cluster, launched: Launchers) -> float:
         launched[host].send(signal.SIGKILL)
         assert launched[host].end() == -signal.SIGKILL
-        if loses_memory:
-            _empty_memory(cluster)
         time.sleep(away)
         launched[host] = cluster.start(host)
         return time.time()
 
     return act
-
-
-def _empty_memory(cluster: Cluster) -> None:
-    """Remove what the launcher that was killed has left, once its ranks have ended, too."""
-    until = time.monotonic() + 10
-    while (memory := MemoryFolder.make(cluster.run, hosts=cluster.hosts)) is None:
-        assert time.monotonic() < until, "no memory is free"
-        time.sleep(0.05)
-    assert list(memory.path.glob("checkpoints/step-*")), "it had no snapshots"
-    memory.remove()
 
 
 def _cut(host: int, seconds: float) -> Act:
@@ -200,9 +187,6 @@ ROWS: dict[str, tuple[str, int, Act]] = {
 SNAPSHOTS = {
     "snapshots: a rank of host 1 is killed": ("2", 2, _kill_rank(1)),
     "snapshots: a rank of host 0 is killed": ("2", 2, _kill_rank(0)),
-    "snapshots: host 1 loses its memory, and starts again after 2 s": ("2", 2, _kill_host(1, 2.0, loses_memory=True)),
-    "snapshots: host 0 loses its memory, and starts again after 2 s": ("2", 2, _kill_host(0, 2.0, loses_memory=True)),
-    "snapshots: host 1 of three loses its memory, and starts again": ("3", 3, _kill_host(1, 0.0, loses_memory=True)),
     "snapshots: host 1 is cut off for 12 s": ("2", 2, _cut(1, CUT_S)),
 }  # in which no checkpoint is saved before the end: under fsdp, where no rank that is left has the whole state
 ROWS |= SNAPSHOTS

@@ -75,9 +75,7 @@ class Network(namespaces.Network):
 
 
 def _with_silence(seconds: float, command: Callable[[], None]) -> None:
-    silence = patch("lockstep.launch.meeting.SILENCE_S", seconds)
-    answer = patch("lockstep.launch.memory_serving._ANSWER_S", seconds)  # of its memory, once the run has ended
-    with silence, answer:
+    with patch("lockstep.launch.meeting.SILENCE_S", seconds):
         command()
 
 

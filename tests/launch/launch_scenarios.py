@@ -10,7 +10,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,14 +70,11 @@ def host_rounds(
     ranks: int,
     section: dict[str, object],
     wait: float = 20.0,
-    saved: str | None = None,
     fails: bool = False,
 ) -> int:
     """Launch the ranks of one of several hosts; in round R rank N performs scripts[R - 1][N], or the last ones.
 
     Args:
-        saved: A file that the one that leads writes after the last round, as it saves a snapshot; the others print
-            whether it is there when they end.
         fails: Ranks can't be started after the first round.
     """
     group._GRACE, group._SETTLE, group._SETTLE_PEER = 0.5, 0.2, 4.0
@@ -103,14 +99,8 @@ def host_rounds(
             if fails:
                 _fail_after_first_round(hosts)
             result = launch(entry(), ranks, launch_section, None, hosts=hosts, supervisor=rounds)
-            if saved is not None and hosts.leads and result.code != 0:
-                time.sleep(0.3)  # reads the other hosts' memory
-                Path(saved).touch()
-                result = replace(result, text=f"{result.text}\nsaved")
             if hosts.leads:
                 hosts.finish(result)
-            elif saved is not None:
-                print(f"saved: {Path(saved).exists()}, needs memory: {hosts.needs_memory}")
             return result.show()
     except Failure as failure:
         print(failure, file=sys.stderr)

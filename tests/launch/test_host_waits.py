@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from conftest import ForkServer, Launched
 
 HOST = socket.gethostname()
-SAVED = "saved: True, needs memory: False\n"
 
 
 class Hosts:
@@ -39,9 +38,8 @@ class Hosts:
     ) -> Launched:
         """Start one whose rank N performs scripts[R - 1][N] in round R."""
         section = {**self._section, "node_rank": node, **section}
-        saved = str(self._folder / "saved")
         return self._server.start(
-            "host_rounds", scripts=scripts, ranks=1, section=section, wait=self._wait, saved=saved, fails=fails
+            "host_rounds", scripts=scripts, ranks=1, section=section, wait=self._wait, fails=fails
         )
 
     def both(self) -> list[Launched]:
@@ -63,18 +61,15 @@ def killed(launched: Launched) -> None:
 
 
 def test_a_host_that_does_not_return_ends_the_run(fork_server: ForkServer, tmp_path: Path) -> None:
-    """The first host has saved what the others have in memory by the time at which they end."""
     hosts = Hosts(fork_server, tmp_path, 3, wait=1.0)
     first, second, third = hosts.all(3)
     killed(third)
     assert [first.wait(), second.wait()] == [1, 1]
-    assert second.out == SAVED
     for each in (first, second):
-        assert each.err.splitlines()[-3:] == [
+        assert each.err.splitlines()[-2:] == [
             f"lockstep: host {HOST} (rank 2) is lost: its connection was closed",
             f"2 of 3 hosts reached {hosts.address} within 1 s (recovery.host_wait): {HOST}, {HOST}; missing: node rank "
             f"2. Start the same command on each host, and let the hosts reach {hosts.address}",
-            "saved",
         ]
 
 
@@ -88,12 +83,11 @@ def test_a_host_that_cannot_start_its_ranks_again_states_why(fork_server: ForkSe
     assert f"host {HOST}: {reason}" in first.err
 
 
-def test_a_host_that_does_not_find_the_first_one_keeps_its_memory(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_a_host_that_does_not_find_the_first_one_states_why(fork_server: ForkServer, tmp_path: Path) -> None:
     first, second = Hosts(fork_server, tmp_path, 2, wait=0.5).both()
     killed(first)
     assert second.wait() == 1
     assert "within 0.5 s (recovery.host_wait): nothing listens on" in second.err
-    assert second.out == "saved: False, needs memory: True\n"
 
 
 @pytest.mark.parametrize(("stop", "code"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGUSR1", 75)])
@@ -108,7 +102,7 @@ def test_a_stop_while_a_host_is_waited_for_ends_the_run(
     wait_until(lambda: prints(other, words))
     os.kill(other.pid, signal.Signals[stop])
     assert other.wait() == code
-    assert other.err.removesuffix("saved\n").endswith(f"stopped by {stop}\n")
+    assert other.err.endswith(f"stopped by {stop}\n")
 
 
 @pytest.mark.parametrize(("stop", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
@@ -128,18 +122,15 @@ def test_a_stop_while_ranks_are_ended_after_a_host_was_lost_ends_the_run(
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_hosts_that_are_stopped_while_they_wait_end_once_all_is_saved(
-    fork_server: ForkServer, tmp_path: Path, stopped: int
-) -> None:
+def test_hosts_end_when_one_is_stopped_while_they_wait(fork_server: ForkServer, tmp_path: Path, stopped: int) -> None:
     launched = Hosts(fork_server, tmp_path, 3, wait=60.0).all(3)
     killed(launched.pop())
     wait_until(lambda: prints(launched[1], "all ranks start again"))
     os.kill(launched[stopped].pid, signal.SIGTERM)
     assert [each.wait() for each in launched] == [75, 75]
-    assert launched[1].out == SAVED
-    where = f" on host {HOST}" * stopped
     for each in launched:
-        assert each.err.splitlines()[-2:] == [f"stopped by SIGTERM{where}", "saved"]
+        where = f" on host {HOST}" * (each is not launched[stopped] and stopped == 1)
+        assert each.err.splitlines()[-1].removeprefix("lockstep: ") == f"stopped by SIGTERM{where}"
 
 
 def test_a_host_that_comes_while_all_are_there_takes_the_place_of_a_lost_one(

@@ -16,7 +16,7 @@ their tensor are refused before a byte is allocated for them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from math import prod
 from typing import Annotated, Any, Literal
@@ -178,14 +178,9 @@ def to_bytes(manifest: Manifest) -> bytes:
     return _with_hash(manifest.model_dump(mode="json"))
 
 
-def joined(parts: Sequence[bytes]) -> bytes:
-    """Return the manifest of a checkpoint, given those that the hosts of its ranks have written, the first one first.
-
-    Each lists the files of its host's ranks. Raises CorruptCheckpoint.
-    """
-    bodies = [_intact_body(part) for part in parts]
-    files = {name: entry for body in bodies for name, entry in body["files"].items()}
-    return _with_hash({**bodies[0], "files": files})
+def with_files(data: bytes, files: Mapping[str, Any]) -> bytes:
+    """Return the manifest that `data` holds, which lists these files instead. Raises CorruptCheckpoint."""
+    return _with_hash({**intact_body(data), "files": files})
 
 
 def amended(
@@ -195,7 +190,7 @@ def amended(
 
     Raises CorruptCheckpoint.
     """
-    body = _intact_body(data)
+    body = intact_body(data)
     changed = {name: {**body[name], **new} for name, new in (("state", state), ("environment", environment))}
     return _with_hash({**body, **changed, "metrics": dict(metrics)})
 
@@ -206,7 +201,7 @@ def from_bytes(data: bytes) -> Manifest:
     Raises:
         CorruptCheckpoint: The bytes are no manifest that this version can read.
     """
-    body = _intact_body(data)
+    body = intact_body(data)
     version = body.get("format_version") if isinstance(body, dict) else None
     if type(version) is not int or version != FORMAT_VERSION:
         raise corrupt(f"has format version {version!r}; this Lockstep reads version {FORMAT_VERSION}")
@@ -227,7 +222,7 @@ def _validated(body: Any) -> Manifest:
         raise corrupt(f"is invalid: {error}") from None
 
 
-def _intact_body(data: bytes) -> Any:
+def intact_body(data: bytes) -> Any:
     """Return what a manifest holds, not yet validated. Raises CorruptCheckpoint."""
     try:
         body = json.loads(data)["manifest"]

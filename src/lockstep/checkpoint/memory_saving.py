@@ -5,7 +5,8 @@
 
 The ranks of a host see the same folder in memory. So no vote is needed: whichever rank finds the records of all has
 everything that the manifest needs. A snapshot that a rank can't write is never published, and costs nothing else. The
-newest two stay. On several hosts each publishes the part of its ranks (`host_parts`).
+newest two stay. On several hosts each publishes the part of its ranks (`host_parts`), and keeps one more: while a host
+still writes its part of a snapshot, another may have written the next one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.hashing import BlockHasher
-from lockstep.checkpoint.host_parts import PART, HostPart
+from lockstep.checkpoint.host_parts import ATTEMPT
 from lockstep.checkpoint.manifest import to_bytes
 from lockstep.checkpoint.rank_records import (
     manifest_of,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
     from lockstep.core.records import TrainingState
 
-KEPT = 2
+_KEPT = 2
 _METADATA = "metadata.json"  # of the host's first rank: rank 0 alone has the environment
 
 
@@ -55,6 +56,7 @@ class MemorySaver:
 
     Attributes:
         attempt: Identifies the attempt of a run on several hosts.
+        kept: Number of snapshots that stay.
         failure: Why the last snapshot could not be written by this rank; None: it was.
     """
 
@@ -69,8 +71,8 @@ class MemorySaver:
         self._storage = storage
         self._axis = axis
         self._ranks = ranks or range(axis.size)
-        self._is_part = ranks is not None
         self.attempt = ""
+        self.kept = _KEPT + (ranks is not None)
         self._is_on_host = device.type == "cpu"
         self._device = device
         self._run_metadata = run_metadata
@@ -154,7 +156,8 @@ class MemorySaver:
         hasher = BlockHasher(self._run_metadata.run, metadata.step, layout.file)
         record = write_rank_file(draft, layout, snapshot.image, hasher)
         if self._axis.rank == self._ranks.start:
-            environment = {**self._run_metadata.environment, **metadata.environment}
+            own = {ATTEMPT: self.attempt} if self.attempt else {}
+            environment = {**self._run_metadata.environment, **metadata.environment, **own}
             fields = {each.name: getattr(metadata, each.name) for each in dataclasses.fields(metadata)}
             text = json.dumps({**fields, "environment": environment})
             draft.write(_METADATA, memoryview(text.encode()))
@@ -173,10 +176,7 @@ class MemorySaver:
             draft.remove(_METADATA)
             records = {rank: taken_record(draft, rank) for rank in self._ranks}
             made = manifest_of(self._run_metadata, metadata, records, self._planner.plan, self._axis.size)
-            if self._is_part:
-                part = HostPart(made.run, self.attempt, made.step, made.ranks, tuple(self._ranks))
-                draft.write(PART, memoryview(part.encoded()))
             draft.publish(to_bytes(made))
-        for old in [*names_by_step(self._storage.names()).values()][:-KEPT]:
+        for old in [*names_by_step(self._storage.names()).values()][: -self.kept]:
             with suppress(OSError):
                 self._storage.delete(old)

@@ -6,7 +6,8 @@
     round 2    0 --d--> 1 --a--> 2 --b--> 3 --c--> 0        in buffers of 32 MiB
 
 The ranks that hold the same shards are those of a plan of writes (`write_plan`): all of them under ddp, the replicas of
-each shard under hybrid sharding, those of a stage in a pipeline.
+each shard under hybrid sharding, those of a stage in a pipeline. If as many ranks have written a checkpoint, each reads
+what it wrote: on several hosts, a snapshot in memory has a rank's file on its own host.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class SharedReading:
             group = held[group_of[known]] if known in group_of else everyone
             group.names.append(name)
             group.sizes.append(prod(entry.shape) * ELEMENT_BYTES[entry.dtype] // len(group.replicas[0]))
-        self._rings = [ring for group in [*held, everyone] if (ring := _ring(group, axis.rank)) is not None]
+        self._rings = [ring for group in [*held, everyone] if (ring := _ring(group, manifest, axis)) is not None]
         self._received = {
             name
             for ring in self._rings
@@ -125,16 +126,28 @@ def like_of(name: str, shape: tuple[int, ...], live: Mapping[str, Any]) -> str |
     return parameter if is_state else None
 
 
-def _ring(group: Holders, rank: int) -> _Ring | None:
+def _ring(group: Holders, manifest: Manifest, axis: Axis) -> _Ring | None:
     """Return this rank's ring; None if it holds nothing of the group, or no other rank holds the same."""
-    position = next((index for index, ranks in enumerate(group.replicas) if rank in ranks), None)
+    position = next((index for index, ranks in enumerate(group.replicas) if axis.rank in ranks), None)
     if position is None or len(group.replicas) < 2:
         return None
-    cell = list(group.replicas[position]).index(rank)
+    cell = list(group.replicas[position]).index(axis.rank)
     shares: list[list[str]] = [[] for _ in group.replicas]
+    written = _writers(group, manifest) if manifest.ranks == axis.size else {}
     for name, share in zip(group.names, group.shares, strict=True):
-        shares[share].append(name)
+        shares[written.get(manifest.tensors[name].grid, share)].append(name)
     return _Ring([ranks[cell] for ranks in group.replicas], position, shares)
+
+
+def _writers(group: Holders, manifest: Manifest) -> dict[int, int]:
+    """Return the replica that has written the tensors of a grid, by the grid's index; not those that several have."""
+    replica_of = {rank: number for number, ranks in enumerate(group.replicas) for rank in ranks}
+    writers = {}
+    for index in {manifest.tensors[name].grid for name in group.names}:
+        replicas = {replica_of.get(rank) for rank in manifest.grids[index].ranks}
+        if len(replicas) == 1 and (replica := replicas.pop()) is not None:
+            writers[index] = replica
+    return writers
 
 
 def _buffers(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -8,33 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from lockstep.checkpoint.local import LocalStorage
-from lockstep.checkpoint.storage import ReadableStorage, names_by_step
+from lockstep.checkpoint.storage import names_by_step
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.storage import Storage, StoredFile
-
-
-class SnapshotStorage(ReadableStorage, Protocol):
-    """Snapshots in memory."""
-
-    def delete(self, name: str) -> bool:
-        """Delete a snapshot; return False if it stays. Raises OSError."""
+    from lockstep.checkpoint.local import LocalStorage
+    from lockstep.checkpoint.storage import ReadableStorage, Storage, StoredFile
 
 
 class WithMemory:
     """Reads checkpoints from memory, and those that aren't there from a storage.
 
     Args:
-        memory: The same for all ranks. A checkpoint that both have is deleted there by `names`, which rank 0 calls
-            before any rank opens one.
+        memory: This host's. A checkpoint that both have is deleted there by `names`, which rank 0 calls before any rank
+            opens one.
+        is_shared: Whether it is that of all ranks, and has the files of all.
     """
 
-    def __init__(self, storage: Storage, memory: SnapshotStorage) -> None:
+    def __init__(self, storage: Storage, memory: LocalStorage, *, is_shared: bool = True) -> None:
         self._storage = storage
         self._memory = memory
+        self._is_shared = is_shared
 
     @property
     def place(self) -> str:
@@ -57,13 +52,13 @@ class WithMemory:
 
     def is_near(self, name: str) -> bool:
         """Return whether a checkpoint is in the memory of this host, which is that of all ranks."""
-        return isinstance(self._memory, LocalStorage) and name in self._memory.names()
+        return self._is_shared and name in self._memory.names()
 
     def _with(self, name: str) -> ReadableStorage:
         return self._memory if name in self._memory.names() else self._storage
 
 
-def drop(memory: SnapshotStorage, is_dropped: Callable[[int, str], bool]) -> None:
+def drop(memory: LocalStorage, is_dropped: Callable[[int, str], bool]) -> None:
     """Delete the snapshots whose step and name `is_dropped` accepts."""
     for step, name in names_by_step(memory.names()).items():
         if is_dropped(step, name):

@@ -263,8 +263,8 @@ class Recovery(Section):
     snapshot_every: Annotated[int, Field(gt=0)] | Literal["auto"] | None = "auto"
     """Steps between snapshots of the state in the host's memory (/dev/shm), from which ranks that start again resume if
     they are newer than the newest checkpoint; auto: as often as costs 0.5 % of the time, every 0.2 s at most; null:
-    none. They need four times the memory of the saved state; on several hosts each has the parts of its ranks, and
-    copies of another host's. Other launchers than Lockstep's take none."""
+    none. They need four times the memory of the saved state; on several hosts, where each has the parts of its ranks,
+    five times the memory of these. Other launchers than Lockstep's take none."""
     grow_after: Positive | None = None
     """Updates with smaller micro-batches, after memory has run out, after which twice the size is tried again; twice as
     many after each time that memory runs out again. Null: larger ones aren't tried until a start with `--fresh`."""

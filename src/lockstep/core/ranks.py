@@ -8,8 +8,7 @@ LOCKSTEP_STORE_FD is the file descriptor of a socket that already listens on MAS
 creates its store from it (`TCPStore(..., master_listen_fd=...)`), so no other process can take the port in between.
 LOCKSTEP_LAUNCHER is the process id of Lockstep's launcher. LOCKSTEP_NODES is the number of hosts; on several,
 MASTER_PORT is a port on loopback of each, from which the launchers forward connections to the store, and
-LOCKSTEP_ADDRESS is this host's address on the network on which the launchers have met. LOCKSTEP_MEMORIES has this
-host's number, and the addresses at which the launchers serve snapshots in memory.
+LOCKSTEP_ADDRESS is this host's address on the network on which the launchers have met.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ STORE_FD = "LOCKSTEP_STORE_FD"
 LAUNCHER = "LOCKSTEP_LAUNCHER"
 NODES = "LOCKSTEP_NODES"
 ADDRESS = "LOCKSTEP_ADDRESS"
-MEMORIES = "LOCKSTEP_MEMORIES"
 
 _LOOPBACK = "127.0.0.1"
 _REMEDIES = {

@@ -148,7 +148,7 @@ class Request(Enum):
     LEFT_OUT = 7  # a rank leaves samples out: all ranks exchange which
     SNAPSHOT = 8  # it is time for a snapshot in memory
     GROW = 9  # smaller micro-batches have been used for long enough: larger ones are tried again
-    NO_SNAPSHOT = 10  # a host has not yet copied the last one of the host before it
+    NO_SNAPSHOT = 10  # the best state is being saved: the run goes back to it if that save is lost
     PAUSE = 11  # a signal: all ranks save, and stop
 
 

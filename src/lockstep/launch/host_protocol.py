@@ -2,12 +2,10 @@
 
     leader   LOCKSTEP-HOSTS-2, a nonce        -->
              <--   LOCKSTEP-HOSTS-2, two ends of line: what waits for a request, as HTTP does, refuses it at once
-             <--   a nonce, what it wants ("h": to join as a host, "s": the ranks' store, "m": the snapshots in
-                   memory), the number of its round, a proof of the token
+             <--   a nonce, what it wants ("h": to join as a host, "s": the ranks' store), the number of its round,
+                   a proof of the token
              "+", a proof of the token        -->                             or "-": refused
              then frames: 4 bytes of length, JSON          or, for the store, its bytes as they are
-
-The launchers of the other hosts welcome those who want snapshots in the same way.
 
 A proof is HMAC-SHA256 of both nonces under the job's token, which itself is never sent. What is sent afterwards is
 neither encrypted nor signed.
@@ -20,10 +18,9 @@ import hashlib
 import hmac
 import json
 import secrets
-import socket
 from typing import Any
 
-HOST, MEMORY = b"h\0\0\0\0", b"m\0\0\0\0"
+HOST = b"h\0\0\0\0"
 HEARTBEAT_S = 1.0
 SILENCE_S = 10.0  # after which a host counts as cut off: TCP needs 7.4 s to get through after an outage of 5 s
 SHORT_SILENCE_S = 5.0  # the same where ranks start again: then it costs a round, not the run
@@ -145,35 +142,6 @@ async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
         raise ConnectionError("it closed its connection") from error
     if not hmac.compare_digest(answer, b"+" + _proof(key, b"leads", wants, nonces)):
         raise NotAuthorized
-
-
-def introduce_on(connection: socket.socket, key: bytes, wants: bytes) -> None:
-    """Do as `introduce` on a socket, whose timeout is the limit of each answer. Raises as it does."""
-    connection.sendall(_CALL)
-    greeting = received(connection, len(_MAGIC) + _NONCE)
-    if not greeting.startswith(_MAGIC):
-        raise NotLauncher(_shown(greeting))
-    own = secrets.token_bytes(_NONCE)
-    nonces = greeting[len(_MAGIC) :] + own
-    connection.sendall(own + wants + _proof(key, b"joins", wants, nonces))
-    if not hmac.compare_digest(received(connection, 1 + _PROOF), b"+" + _proof(key, b"leads", wants, nonces)):
-        raise NotAuthorized
-
-
-def received(connection: socket.socket, size: int) -> bytes:
-    """Return the next bytes of a connection. Raises OSError, also if it ends before."""
-    data = bytearray(size)
-    receive_into(connection, memoryview(data))
-    return bytes(data)
-
-
-def receive_into(connection: socket.socket, into: memoryview) -> None:
-    """Fill memory with the next bytes of a connection. Raises OSError, also if it ends before."""
-    while into:
-        number = connection.recv_into(into)
-        if number == 0:
-            raise ConnectionError("it closed its connection")
-        into = into[number:]
 
 
 def _shown(data: bytes) -> str:

@@ -115,11 +115,9 @@ class FollowerRounds:
 
     def _left(self, failure: Failure) -> LaunchResult:
         """Return the run's result after a failure between rounds, of this host or of the run."""
-        hosts, result = self.hosts, LaunchResult(failure.exit_code, message_of(failure))
-        if isinstance(failure, Stopped) and hosts.needs_memory and hosts.round and hosts.requests is not None:
-            return hosts.stop(result, hosts.requests)
-        if hosts.needs_memory:
-            hosts.fail(result.code, result.text)
+        result = LaunchResult(failure.exit_code, message_of(failure))
+        where = f" on host {self.hosts.name}" if isinstance(failure, Stopped) else ""
+        self.hosts.fail(result.code, result.text + where)
         return result
 
     def _met(self, result: LaunchResult) -> Path | None:

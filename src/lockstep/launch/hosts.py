@@ -29,8 +29,6 @@ from lockstep.launch.relay_process import LOST_RELAY, RelayProcess
 
 if TYPE_CHECKING:
     from lockstep.launch.group import SignalRequests
-    from lockstep.launch.memory_folder import MemoryFolder
-    from lockstep.launch.memory_serving import Address
 
 _OF_ROUND = ("folder", "end", "stop", "save", "gone", "lost", "arrived", "waits")  # messages that mean one round only
 _LOST_NOTED = 4  # lost hosts that are noted; one that is cut off itself loses all others
@@ -59,10 +57,8 @@ class Hosts:
         has_gone: Whether a host has reported that it leaves the run, which ends for that.
         pauses: Whether this round's ranks have been stopped for it.
         decision: What the leader has decided for this round, as of `open_folder`.
-        memories: The addresses of all hosts' snapshots in memory; none: the run takes none.
         waits: Which ranks wait in collectives, on all hosts.
-        needs_memory: Whether the run may still need the snapshots in this host's memory: the leader, which saves them,
-            hasn't reported how the run has ended, or could not save them.
+        is_done: Whether the leader has reported that the run is done.
     """
 
     def __init__(self, relay: RelayProcess, name: str, *, leads: bool, recovers: bool = False) -> None:
@@ -75,9 +71,8 @@ class Hosts:
         self.next: tuple[int, LaunchResult] | None = None
         self.lost_leader = self.arrived = ""
         self.pauses = self.has_gone = self.is_cut_off = False
-        self.needs_memory = True
+        self.is_done = False
         self.decision: Mapping[str, Any] = {}
-        self.memories: list[Address] = []
         self.node = 0
         self.world: list[HostRanks] = []
         self.address = ""
@@ -86,7 +81,6 @@ class Hosts:
         self.why_killed: Callable[[], str] = str
         self._ended: set[int] = set()
         self._relay = relay
-        self._memory: MemoryFolder | None = None
         self._published: dict[int, End] = {}
         self._stops_sent = self._saves_sent = 0
         self._result: LaunchResult | None = None
@@ -170,7 +164,6 @@ class Hosts:
     def _meet_again(self, message: Mapping[str, Any]) -> None:
         if self._relay.has_ended:
             self._relay.restart(round=self.round, timeout=message["wait"], limit="recovery.host_wait")
-            self.share_memory(self._memory)
         else:
             self._send(message)
 
@@ -188,12 +181,6 @@ class Hosts:
     def open_store(self, port: int) -> None:
         """Let the ranks of other hosts reach the store, which listens on this port of loopback."""
         self._send({"type": "store", "port": port})
-
-    def share_memory(self, memory: MemoryFolder | None) -> None:
-        """Let other hosts read the snapshots in this one's memory."""
-        self._memory = memory
-        if memory is not None:
-            self._send({"type": "memory", "path": str(memory.path)})
 
     # --- while the ranks run ---
 
@@ -245,7 +232,9 @@ class Hosts:
         stops = requests.own_stops
         while self._result is None:
             if self.next is not None and requests.own_stops and requests.last_stop is not None:
-                return self.stop(stopped_by(requests.last_stop), requests)
+                self.next, result = None, stopped_by(requests.last_stop)
+                self.fail(result.code, f"{result.text} on host {self.name}")
+                return result
             if self.next is not None:
                 return self.next[1]
             if self._relay.has_ended:
@@ -255,20 +244,10 @@ class Hosts:
                 return stopped_by(requests.last_stop)
         return self._result
 
-    def stop(self, result: LaunchResult, requests: SignalRequests) -> LaunchResult:
-        """Report that this host is stopped; return how the run has ended, once the leader has saved what is in memory.
-
-        If the leader can't be reached, that is `result`.
-        """
-        self.next = None
-        self.fail(result.code, f"{result.text} on host {self.name}")
-        ended = self.wait_for_result(requests)
-        return result if self.needs_memory and self.lost_leader else ended
-
     def finish(self, result: LaunchResult) -> None:
         """Report how the run has ended to all hosts; only the leader does."""
         problems = [[problem.where, problem.key, problem.message] for problem in result.problems]
-        fields = {name: getattr(result, name) for name in ("code", "text", "is_traceback", "in_memory")}
+        fields = {name: getattr(result, name) for name in ("code", "text", "is_traceback")}
         self._send({"type": "result", **fields, "problems": problems})
 
     def fail(self, code: int, text: str) -> None:
@@ -326,7 +305,7 @@ class Hosts:
                 problems = tuple(Problem(*fields) for fields in message.get("problems", ()))
                 traceback = message.get("is_traceback", False)
                 self._result = LaunchResult(message["code"], message["text"], traceback, problems)
-                self.needs_memory = message.get("in_memory", False)
+                self.is_done = self._result.code == 0
             case "end":
                 self._note_end(message)
             case "waits":
@@ -344,7 +323,6 @@ class Hosts:
         self.round, self.world = message["round"], in_order(message["hosts"])
         self.node, self.address = message["node"], message["address"]
         self.store_port = message.get("port", 0)
-        self.memories = [(host, port) for host, port in message.get("memories", ())]
 
     def _note_gone(self, message: Mapping[str, Any]) -> None:
         """Note that a host leaves. A stop, or any failure in the first round, ends the run; later that host is lost."""

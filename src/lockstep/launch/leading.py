@@ -15,7 +15,6 @@ import math
 import socket
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from lockstep.core.nodes import node_range
 from lockstep.launch.gathering import (
@@ -28,10 +27,9 @@ from lockstep.launch.gathering import (
     refusal_of,
     waiting_text,
 )
-from lockstep.launch.host_protocol import HOST, MEMORY, Link, Message, store_of
+from lockstep.launch.host_protocol import HOST, Link, Message, store_of
 from lockstep.launch.relaying import CONFIG_ERROR, FAILED, Relay, heartbeat
 from lockstep.launch.splicing import connect_with_store, taken_over
-from lockstep.launch.strangers import address_of
 
 _LAST_WORDS_S = 5.0  # for the other hosts to read how the run ended
 _WAITING_S = 5.0  # after which missing hosts are noted
@@ -64,8 +62,6 @@ class Leader(Relay):
                     self._store.set_result(message["port"])
                 elif message["type"] == "next":
                     self._end_round(message)
-                elif message["type"] == "memory":
-                    self.memory.open_folder(Path(message["path"]))
                 elif message["type"] == "result":
                     self._end(message)
                 else:
@@ -102,7 +98,7 @@ class Leader(Relay):
         self._conclude(FAILED, missing_text(self._there(), self.place, limit))
 
     def _conclude(self, code: int, text: str) -> None:
-        """Let the launcher here end the run: it saves what all hosts have in memory, and then reports the result."""
+        """Let the launcher here end the run, and report the result."""
         if not self._concluded and self._over is None:
             self._concluded = True
             self.launcher.send({"type": "result", "code": code, "text": text})
@@ -124,7 +120,7 @@ class Leader(Relay):
         world = {
             "type": "world",
             "round": self._round,
-            "hosts": [{name: hello.get(name) for name in ("host", "ranks", "memory")} for hello in places],
+            "hosts": [{name: hello.get(name) for name in ("host", "ranks")} for hello in places],
         }
         address = self.address[0]
         for link, guest in self._guests.items():
@@ -135,7 +131,7 @@ class Leader(Relay):
             if link is not None:
                 address = link.writer.get_extra_info("sockname")[0]  # at which the others have reached this host
                 link.send({**world, "node": node})
-        self.launcher.send({**world, "node": 0, "address": address, **self.memory.begin_round(world, 0)})
+        self.launcher.send({**world, "node": 0, "address": address})
         return True
 
     def _end_round(self, message: Message) -> None:
@@ -185,8 +181,6 @@ class Leader(Relay):
                 await connect_with_store(near, await asyncio.shield(self._store))
             elif wants == HOST:
                 await self._serve(Link(reader, writer))
-            elif wants == MEMORY:
-                await self.memory.server.serve(reader, writer)
         except asyncio.CancelledError:  # the store's round is over
             pass
         finally:
@@ -199,8 +193,6 @@ class Leader(Relay):
     async def _serve(self, link: Link) -> None:
         try:
             hello = await link.receive(self.silence)
-            if hello.get("memory"):
-                hello["memory"] = [address_of(link.writer), hello["memory"]]
             if not self._admit(link, hello):
                 return
             self.start(heartbeat(link))

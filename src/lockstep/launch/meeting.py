@@ -32,7 +32,7 @@ _NOTED_S = 0.5  # after which a name server that hasn't answered is noted
 
 @contextlib.contextmanager
 def connected_hosts(
-    launch: Launch, ranks: int, settings: Mapping[str, str], *, recovers: bool = False, snapshots: bool = False
+    launch: Launch, ranks: int, settings: Mapping[str, str], *, recovers: bool = False
 ) -> Iterator[Hosts]:
     """Connect with the other hosts' launchers while the block runs; a failure of the block is reported to them.
 
@@ -41,7 +41,6 @@ def connected_hosts(
         ranks: Number of ranks on this host.
         settings: What must be equal on all hosts, by name: hashes.
         recovers: Whether another round may follow after a failure, also with hosts that come later.
-        snapshots: Whether ranks take snapshots in memory.
 
     Raises:
         ConfigError: The rendezvous isn't an address, or not this host's although it shall lead.
@@ -68,7 +67,6 @@ def connected_hosts(
         "join_wait": launch.nodes_wait,
         "silence": SHORT_SILENCE_S if recovers else SILENCE_S,
         "recovers": recovers,
-        "memory": snapshots,
         "hello": hello,
     }
     relay = RelayProcess(listener, order)

@@ -81,8 +81,8 @@ class MemoryFolder:
             self.leave()
 
     def leave_snapshots(self) -> None:
-        """Leave the folder for the next start of the run if it has snapshots, of any host; else remove it."""
-        if any(self.path.glob("checkpoints/*")) or any(self.path.glob("copies/*")):
+        """Leave the folder for the next start of the run if it has snapshots; else remove it."""
+        if any(self.path.glob("checkpoints/*")):
             self.leave()
         else:
             self.remove()

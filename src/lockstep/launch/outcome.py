@@ -41,7 +41,6 @@ class LaunchResult:
         logs: The folder of each rank's output, if that helps.
         advice: That of an OutOfMemory, which `text` contains.
         cut_off: Whether a stop signal has ended ranks that could not save.
-        in_memory: Whether the newest state could not be saved, and stays in memory.
     """
 
     code: int
@@ -51,7 +50,6 @@ class LaunchResult:
     logs: Path | None = None
     advice: str = ""
     cut_off: bool = False
-    in_memory: bool = False
 
     def show(self) -> int:
         """Print on stderr why the run isn't done; return the exit code."""

@@ -4,10 +4,9 @@
                               |                                   |
     host b   launcher -- relay                      ranks -- a port on loopback, a connection each
 
-All connections go to the leader's relay, but those for snapshots in memory (`memory_serving`), and all begin with a
-proof of the job's token (`host_protocol`). A message of one launcher goes to all others. A host is lost when its
-connection ends, or when nothing has come from it for some seconds. The relay ends with its launcher, and its
-connections with it.
+All connections go to the leader's relay, and begin with a proof of the job's token (`host_protocol`). A message of one
+launcher goes to all others. A host is lost when its connection ends, or when nothing has come from it for some seconds.
+The relay ends with its launcher, and its connections with it.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 
 from lockstep.core.open_files import raise_open_file_limit
 from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS
-from lockstep.launch.host_protocol import MEMORY, Link, Message, NotAuthorized, NotLauncher, store_of
+from lockstep.launch.host_protocol import Link, Message, NotAuthorized, NotLauncher, store_of
 from lockstep.launch.leading import Leader
 from lockstep.launch.reaching import Rendezvous
 from lockstep.launch.relaying import Relay, heartbeat
@@ -42,7 +40,6 @@ class _Follower(Relay):
         super().__init__(launcher, order)
         self._link: Link | None = None
         self._ports: asyncio.Server | None = None
-        self._memory_ports: asyncio.Server | None = None
         self._connection = self.start(self._follow(self.timeout, self.limit))
 
     async def run(self) -> None:
@@ -53,8 +50,6 @@ class _Follower(Relay):
                     self._connection.cancel()
                     self._leave()
                     self._connection = self.start(self._follow(message["wait"], "recovery.host_wait"))
-                elif message["type"] == "memory":
-                    self.memory.open_folder(Path(message["path"]))
                 elif not self._connection.done() and self._link is not None:
                     self._link.send(message)
         if self._link is not None:
@@ -76,10 +71,10 @@ class _Follower(Relay):
             link = self._link = await rendezvous.reach(self.note)
         except (NotAuthorized, NotLauncher, OSError) as error:
             failure = rendezvous.failure(error, self.hello["host"])
-            self.launcher.send({"type": "result", **failure, "in_memory": True})
+            self.launcher.send({"type": "result", **failure})
             return
         address = link.writer.get_extra_info("sockname")[0]
-        link.send({**self.hello, "memory": await self._serve_memory(address)})
+        link.send(self.hello)
         self.start(heartbeat(link))
         with_world = False
         try:
@@ -89,7 +84,6 @@ class _Follower(Relay):
                     with_world = True
                     port = await self._forward(rendezvous, message["round"])
                     message |= {"port": port, "address": address}
-                    message |= self.memory.begin_round(message, message["node"])
                 if message["type"] != "beat":
                     self.launcher.send(message)
         except OSError as error:
@@ -97,25 +91,6 @@ class _Follower(Relay):
             if not with_world:
                 lost["why"] += " before all hosts had come"
             self.launcher.send(lost)
-
-    async def _serve_memory(self, address: str) -> int | None:
-        """Listen for those who want this host's snapshots; return the port, None if the run takes none."""
-        if self._memory_ports is not None:
-            self._memory_ports.close()
-        if not self.memory.is_used:
-            return None
-        try:
-            self._memory_ports = await asyncio.start_server(self._wanted, address, 0)
-        except OSError:
-            return None
-        return int(self._memory_ports.sockets[0].getsockname()[1])
-
-    async def _wanted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            if await self.doorkeeper.welcome(reader, writer) == MEMORY:
-                await self.memory.server.serve(reader, writer)
-        finally:
-            writer.close()
 
     async def _forward(self, rendezvous: Rendezvous, number: int) -> int:
         """Listen on loopback for this host's ranks of a round, whose connections go to its store; return the port."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -32,7 +31,7 @@ from lockstep.core import heartbeat
 from lockstep.core.closed_streams import open_closed_streams
 from lockstep.core.errors import ConfigError, Problem, RunFailed, message_of
 from lockstep.core.heartbeat import Heartbeat
-from lockstep.core.ranks import ADDRESS, LAUNCHER, MEMORIES, NODES, RankEnvironment
+from lockstep.core.ranks import ADDRESS, LAUNCHER, NODES, RankEnvironment
 from lockstep.core.safe_path import safe_interpreters
 from lockstep.core.stopping import blocked_signals
 from lockstep.launch import streams
@@ -298,11 +297,9 @@ def _network_variables(job: Ranks) -> dict[str, str]:
     """Return variables for ranks of several hosts, which a user may override: the interface that connects them."""
     if job.hosts is None:
         return interface_variables(job.section.interface, "")
-    memories = {"node": job.hosts.node, "addresses": job.hosts.memories}
     return {
         NODES: str(len(job.hosts.world)),
         ADDRESS: job.hosts.address,
-        **({MEMORIES: json.dumps(memories)} if job.hosts.memories else {}),
         **interface_variables(job.section.interface, job.hosts.address),
     }
 

@@ -159,6 +159,21 @@ def read_attempts(run: Path) -> tuple[Attempt, ...]:
     return attempts_in(content_of(run))
 
 
+def attempt_id(number: int, attempt: Attempt) -> str:
+    """Return what identifies an attempt of a run, the `number`th."""
+    return f"{number}-{attempt.began:.3f}"
+
+
+def last_steps(attempts: Sequence[Attempt]) -> dict[str, float]:
+    """Return the last step of each attempt that led to the newest one, by `attempt_id`: where a later one resumed."""
+    steps: dict[str, float] = {}
+    last = math.inf
+    for number, attempt in reversed([*enumerate(attempts, 1)]):
+        steps[attempt_id(number, attempt)] = last
+        last = min(last, attempt.step)
+    return steps
+
+
 def attempts_in(content: bytes) -> tuple[Attempt, ...]:
     """Return the attempts in the content of attempts.jsonl."""
     return tuple(attempt for text in content.splitlines() if (attempt := _attempt(text)) is not None)

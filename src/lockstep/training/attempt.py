@@ -13,6 +13,7 @@ from lockstep.launch.memory_folder import note_attempt
 from lockstep.monitor.attempts import (
     Attempt,
     Planned,
+    attempt_id,
     attempts_in,
     attempts_text,
     by_host,
@@ -22,7 +23,6 @@ from lockstep.monitor.attempts import (
     launched,
 )
 from lockstep.monitor.folder import RunFolder
-from lockstep.training.host_memories import attempt_id
 from lockstep.training.micro_sizes import least_micro_size
 from lockstep.training.session import Session, components_of, seconds_of
 

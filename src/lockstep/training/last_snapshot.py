@@ -17,13 +17,11 @@ from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.errors import Failure
 from lockstep.monitor import report_buffer
 from lockstep.training.fallback_folder import is_saved_elsewhere
-from lockstep.training.host_memories import HostMemories, HostsStorage, content
 from lockstep.training.locations import storage_of
 from lockstep.training.memory_snapshots import snapshots_in
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
-    from lockstep.launch.hosts import Hosts
     from lockstep.launch.memory_folder import MemoryFolder
     from lockstep.launch.outcome import LaunchResult
     from lockstep.training.job import Job
@@ -32,29 +30,22 @@ _log = logging.getLogger("lockstep")
 
 
 def after_last_round(
-    job: Job, folder: Path, memory: MemoryFolder, result: LaunchResult, hosts: Hosts | None = None
+    job: Job, folder: Path, memory: MemoryFolder, result: LaunchResult, *, on_hosts: bool
 ) -> LaunchResult:
     """Save what memory has and the storage doesn't, if the run has failed or stopped; return the result that states it.
 
-    If the storage can't take it, memory keeps it for the next start of the run.
-
-    Args:
-        hosts: The hosts of a run on several; the leader saves what they have together.
+    If the storage can't take it, or several hosts have a part each, memory keeps it for the next start of the run.
     """
     if result.code == 0:
         return result
     try:
         storage = storage_of(job.config.checkpoint, folder, job.given.storage)
-        snapshots: LocalStorage | HostsStorage = snapshots_in(memory.path, storage.run)
-        if hosts is not None:
-            if storage.run is None:
-                return result
-            memories = HostMemories(memory.path, hosts.node, hosts.memories, job.config.launch.job_id)
-            snapshots = HostsStorage(memories, memories.whole_snapshots(folder, storage.run), storage.run)
-        saved = _save_newest(snapshots, storage)
+        saved = None if on_hosts else _save_newest(snapshots_in(memory.path, storage.run), storage)
     except Failure as failure:  # the ranks have failed for the same reason
         _log.debug("no storage for a snapshot: %s", failure)
         return result
+    if on_hosts and (text := left_on_host(job, folder, memory)):
+        return _with_text(result, text)
     if saved is None:
         return _with_checkpoint(result, storage) if result.cut_off else result
     if saved[1] and storage.run and is_saved_elsewhere(folder, storage.run, saved[0]):
@@ -66,10 +57,30 @@ def after_last_round(
         text = f"the state after step {step:,} was in memory, and is saved in {storage.place}; start it again to resume"
     else:
         memory.leave()
-        whose = "this host's" if hosts is None else "the hosts'"
-        place = f"in {whose} memory, in {memory.path}, from which the same command resumes"
+        place = f"in this host's memory, in {memory.path}, from which the same command resumes"
         text = f"the state after step {step:,} could not be saved: {fault}; it is {place}"
-    return replace(result, text=f"{result.text}\n{text}" if result.text else text, in_memory=fault is not None)
+    return _with_text(result, text)
+
+
+def left_on_host(job: Job, folder: Path, memory: MemoryFolder) -> str:
+    """Leave the memory of one of several hosts to the next start of the run, and return what to report.
+
+    Nothing happens, and the text is empty, if this host sees a checkpoint that is as new.
+    """
+    step, newest = newest_step(snapshots_in(memory.path, None)), -1
+    with suppress(Failure):
+        newest = newest_step(storage_of(job.config.checkpoint, folder, job.given.storage))
+    if step <= newest:
+        return ""
+    memory.leave()
+    return (
+        f"the state after step {step:,} is in the memory of the hosts, this one's part in {memory.path}; the same "
+        "command on all of them resumes from it within an hour"
+    )
+
+
+def _with_text(result: LaunchResult, text: str) -> LaunchResult:
+    return replace(result, text="\n".join(filter(None, (result.text, text))))
 
 
 def _with_checkpoint(result: LaunchResult, storage: Storage) -> LaunchResult:
@@ -89,7 +100,7 @@ def newest_step(storage: Storage) -> int:
         return -1
 
 
-def _save_newest(snapshots: LocalStorage | HostsStorage, storage: Storage) -> tuple[int, str | None] | None:
+def _save_newest(snapshots: LocalStorage, storage: Storage) -> tuple[int, str | None] | None:
     """Save the newest intact snapshot in the storage, if it is newer than all checkpoints there.
 
     Returns:
@@ -109,7 +120,7 @@ def _save_newest(snapshots: LocalStorage | HostsStorage, storage: Storage) -> tu
     return None
 
 
-def _copy(snapshots: LocalStorage | HostsStorage, name: str, storage: Storage) -> None:
+def _copy(snapshots: LocalStorage, name: str, storage: Storage) -> None:
     manifest = read_manifest(snapshots, name)
     draft = storage.with_separate_drafts().begin(name)
     try:
@@ -123,11 +134,8 @@ def _copy(snapshots: LocalStorage | HostsStorage, name: str, storage: Storage) -
 
 
 @contextmanager
-def _whole(snapshots: LocalStorage | HostsStorage, name: str, file: str) -> Iterator[memoryview]:
-    """Yield the bytes of a file, which need no more memory if it is on this host."""
-    if isinstance(snapshots, HostsStorage):
-        yield memoryview(content(snapshots.open(name, file)))
-        return
+def _whole(snapshots: LocalStorage, name: str, file: str) -> Iterator[memoryview]:
+    """Yield the bytes of a file, which need no more memory."""
     with (
         (Path(snapshots.place) / name / file).open("rb") as handle,
         mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ) as data,

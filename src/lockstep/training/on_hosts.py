@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.checkpoint.host_parts import parts_in
 from lockstep.config.schema import Config
 from lockstep.config.writing import to_plain
-from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.nodes import is_elastic, node_range
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.host_rounds import FollowerRounds
@@ -33,8 +32,7 @@ from lockstep.plan.plan import check_on_ranks
 from lockstep.training.ahead import imports_ahead
 from lockstep.training.decisions import decided, flat
 from lockstep.training.job import Job
-from lockstep.training.last_snapshot import newest_step
-from lockstep.training.locations import storage_of
+from lockstep.training.last_snapshot import left_on_host
 from lockstep.training.out_of_memory import advice, memory_factors
 from lockstep.training.start_run import is_done, launch_job, train_as_rank
 
@@ -56,7 +54,6 @@ def train_on_hosts(job: Job, ranks: int | Literal["auto"]) -> tuple[Path | None,
         number,
         _common_settings(job),
         recovers=recovery.ever,
-        snapshots=recovery.snapshot_every is not None,
     ) as hosts:
         import_ahead(imports_ahead(job.config))
         hosts.meet()
@@ -115,7 +112,7 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
     remedy = partial(advice, memory_factors(job.config, hosts.size), "forward")
     ahead = imports_ahead(job.config)
     recovery = job.config.recovery
-    with _memory_shared(job, path, hosts) as memory:
+    with _memory_kept(job, path, hosts) as memory:
         entries = _entries(replace(job, memory=memory))
         rounds = FollowerRounds(hosts, recovery.host_wait, entries) if hosts.recovers else None
         result = launch(
@@ -130,35 +127,17 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
 
 
 @contextmanager
-def _memory_shared(job: Job, run: Path, hosts: Hosts) -> Iterator[Path | None]:
-    """Yield this host's folder in memory, which the other hosts can read.
-
-    What the leader can't save, because it is lost or its disk is full, stays for the next start of the run.
-    """
-    memory = MemoryFolder.make(run, hosts=len(hosts.world)) if hosts.memories else None
-    hosts.share_memory(memory)
+def _memory_kept(job: Job, run: Path, hosts: Hosts) -> Iterator[Path | None]:
+    """Yield this host's folder in memory, which stays for the next start of the run if that may need it."""
+    takes = job.config.recovery.snapshot_every is not None
+    memory = MemoryFolder.make(run, hosts=len(hosts.world)) if takes else None
     try:
         yield memory.path if memory is not None else None
     finally:
-        parts = [] if memory is None or not hosts.needs_memory else parts_in(memory.path)
-        if memory is not None and parts:
-            memory.leave()
-            step = max(part.step for part in parts)
-            if step > _newest_checkpoint(job, run):
-                print_on_stderr(
-                    f"the state after step {step:,} is in the memory of the hosts, this one's part in {memory.path}; "
-                    "the same command on all of them resumes from it within an hour"
-                )
-        elif memory is not None:
+        if memory is not None:
+            if not hosts.is_done and (text := left_on_host(job, run, memory)):
+                print_on_stderr(text)
             memory.remove()
-
-
-def _newest_checkpoint(job: Job, run: Path) -> int:
-    """Return the step of the newest checkpoint that this host sees; -1 if it sees none."""
-    try:
-        return newest_step(storage_of(job.config.checkpoint, run, job.given.storage))
-    except Failure:
-        return -1
 
 
 def _entries(job: Job) -> Callable[[Path, Mapping[str, Any]], Callable[[], int]]:

@@ -288,7 +288,6 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
             remedy = lambda: advice(memory_factors(sizes.job.config, size), "forward")  # noqa: E731
             entry, ahead = partial(train_as_rank, sizes.job, folder.path), imports_ahead(job.config)
             if hosts is not None:
-                hosts.share_memory(memory)
                 hosts.open_folder(folder.path, decision_of(job, entry))
             with prepared_ahead(job.config, size):
                 ended = launch(
@@ -297,7 +296,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
                 )  # fmt: skip
             if memory is not None:
                 _recreate(folder, job.memory)
-                ended = after_last_round(job, folder.path, memory, ended, hosts)
+                ended = after_last_round(job, folder.path, memory, ended, on_hosts=hosts is not None)
             if ended.advice:
                 text = with_prediction(ended.text, ended.advice, sizes.job.config, size, job.given)
                 ended = replace(ended, text=text)
