@@ -93,20 +93,6 @@ def test_memory_that_runs_out(tmp_path: Path, words: list[str]) -> None:
     assert "batch.micro_size is 4 instead of 8" in Path(row["output"]).read_text()
 
 
-def test_memory_that_runs_out_where_activations_can_be_computed_again(tmp_path: Path) -> None:
-    """The round is compared with the undisturbed run itself, and is bitwise identical."""
-    adaptive = {"activation_checkpointing": {"mode": "adaptive", "modules": ["Linear"], "threshold": 1.0}}
-    words = ("--rounds", "1", "--faults", "oom", "--json", "--keep", "--run.determinism=invariant")
-    done = chaos(tmp_path, *words, memory=adaptive, batch={"global_size": 16, "micro_size": 4})
-    assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads(done.stdout)
-    assert row["passed"]
-    assert row["distance"] == 0
-    output = Path(row["output"])
-    assert "activations are computed again from here on" in output.read_text()
-    assert not (output.parent / "reference").exists()
-
-
 def test_a_round_that_fails_does_not_stop_the_rest(tmp_path: Path) -> None:
     """Micro-batches of one sample can't be halved; the folder of the round stays, and that of the other one goes."""
     words = ("--batch.global_size=2", "--run.steps=5", "--monitor.prometheus.port=9100", "--optim.lr=0.1")

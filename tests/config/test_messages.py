@@ -37,6 +37,12 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         ["--batch.global_size=abc", "--optim.lr=fast"],
         "--batch.global_size: 'abc' is not a whole number above 0\n--optim.lr: 'fast' is not a number of 0 or more",
     ),
+    "a key that is gone": (
+        GOOD + "recovery: {grow_after: 1000}\n",
+        [],
+        "/run.yaml:4:12: recovery.grow_after: sizes that were halved stay so until the next start of the run, which "
+        "begins with `batch.micro_size`: leave this key out",
+    ),
     "bytes that are not UTF-8": (
         GOOD,
         ["--run.folder=runs/\udcff"],

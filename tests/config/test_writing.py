@@ -91,7 +91,7 @@ _COUPLED = {
     (schema.Launch, "rendezvous"),
     (schema.Checkpoint, "keep_every"), (schema.Checkpoint, "best"), (schema.Run, "end_with"),
     (schema.Run, "samples"), (schema.Run, "tokens"), (schema.Run, "epochs"), (schema.Run, "steps"),
-    (schema.Recovery, "notice"), (schema.Recovery, "grow_after"), (Watchdog, "enabled"), (BadSamples, "policy"),
+    (schema.Recovery, "notice"), (Watchdog, "enabled"), (BadSamples, "policy"),
     (Watchdog, "end_after"), (Watchdog, "end_start_after"),
     (BadSamples, "limit"), (BadSamples, "timeout"), (BadNumbers, "rollback_steps"),
 }  # fmt: skip

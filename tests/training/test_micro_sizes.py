@@ -1,4 +1,4 @@
-"""How small micro-batches can become, whose size is halved, and since when they are smaller."""
+"""How small micro-batches can become, and whose size is halved."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from lockstep.launch.ends import End, EndKind
 from lockstep.monitor.attempts import read_attempts
 from lockstep.plan.batch import plan_batch
 from lockstep.resilience.faults import FAULTS, Fault, write_plan
-from lockstep.training.micro_sizes import least_micro_size, smaller_since
-from lockstep.training.smaller_batches import sentences_on_sizes
+from lockstep.training.micro_sizes import least_micro_size
 
 
 def test_batch_norm_is_left_more_than_one_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +28,6 @@ def test_batch_norm_is_left_more_than_one_sample(tmp_path: Path, monkeypatch: py
     config = {**small.config("WithBatchNorm", run={"steps": 3, "folder": str(folder)}), "batch": {"global_size": 3}}
     with pytest.raises(OutOfMemory, match="smaller micro-batches would have a single sample, which BatchNorm1d"):
         lockstep.train(config)
-    assert sentences_on_sizes(folder) == []
     assert read_attempts(folder)[-1].number("least_micro_size") == 3
     monkeypatch.delenv(FAULTS)
     lockstep.train(config)
@@ -51,18 +49,6 @@ def test_a_rank_that_is_killed_in_an_evaluation(tmp_path: Path, evaluation: obje
     killed = End(EndKind.KILLED, 1, "was killed by SIGKILL", 0.0, evaluates=True)
     assert rounds.after(killed) == "evaluation.micro_size is 3 instead of 6 from here on"
     assert rounds.job.config.batch.micro_size == 8
-
-
-def test_updates_with_smaller_micro_batches_are_counted_over_attempts(tmp_path: Path) -> None:
-    """A run that is preempted more often than recovery.grow_after grows, too."""
-    attempts = [(0, 8, 8), (10, 4, 8), (14, 4, 8), (18, 4, 8)]
-    begun = [SimpleNamespace(step=step, number={"micro_size": m, "evaluation_size": e}.get) for step, m, e in attempts]
-    components = SimpleNamespace(
-        plan=SimpleNamespace(batch=SimpleNamespace(micro_size=4)), evaluator=SimpleNamespace(micro_size=8)
-    )
-    session = SimpleNamespace(_components=components, progress=SimpleNamespace(steps=22))
-    assert smaller_since(SimpleNamespace(attempts=begun), session) == 10  # type: ignore[arg-type]
-    assert smaller_since(SimpleNamespace(attempts=begun[:1]), session) == 22  # type: ignore[arg-type]
 
 
 def begin_attempt(folder: Path, **facts: int) -> None:

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 import lockstep
 from lockstep.config.loading import validate
 from lockstep.config.schema import Config
-from lockstep.core.errors import ConfigError, OutOfMemory
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.outcome import LaunchResult
 from lockstep.monitor.attempts import read_attempts
@@ -29,7 +28,7 @@ from lockstep.training.decisions import decided, decision_of
 from lockstep.training.job import Job
 from lockstep.training.micro_sizes import factors_of
 from lockstep.training.session import components_of
-from lockstep.training.smaller_batches import SmallerBatches, learned, recovery_notes, sentences_on_sizes
+from lockstep.training.smaller_batches import SmallerBatches
 from lockstep.training.start_run import train_as_rank
 
 MODELS = Path(__file__).with_name("out_of_memory_models.py")
@@ -91,7 +90,6 @@ def test_the_run_that_ran_out_ends_as_the_undisturbed_one(
     assert done.returncode == 0, done.stderr
     assert "batch.micro_size is 4 instead of 8 from here on, and the global batch stays as it is" in done.stderr
     assert "batch.micro_size is 2 instead of 4" in done.stderr
-    assert "batch.micro_size is 2: memory ran out with 4" in done.stdout
     assert losses(folder) == pytest.approx(losses(undisturbed), rel=1e-5)
     expected = weights(undisturbed)
     for name, tensor in weights(folder).items():
@@ -110,55 +108,6 @@ def test_it_is_bitwise_the_run_that_was_resumed_with_that_size(tmp_path: Path, u
     assert all(torch.equal(tensor, weights(resumed)[name]) for name, tensor in weights(folder).items())
 
 
-ADAPTIVE = {"activation_checkpointing": {"mode": "adaptive", "modules": ["Linear"], "threshold": 1.0}}
-
-
-@pytest.mark.parametrize(
-    ("sections", "phase"),
-    [
-        ({"parallel": {"strategy": "ddp"}, "run": {"determinism": "invariant"}}, "backward"),
-        pytest.param(
-            {"parallel": {"strategy": "fsdp"}, "batch": {"global_size": 2, "micro_size": 1}}, "forward", marks=drill
-        ),
-        pytest.param({"parallel": {"strategy": "deepspeed", "deepspeed": {"zero_stage": 2}}}, "backward", marks=drill),
-    ],
-    ids=["invariant", "fsdp with one sample", "zero2"],
-)
-def test_where_activations_can_be_computed_again_no_bit_changes(
-    tmp_path: Path, sections: dict[str, Any], phase: str
-) -> None:
-    """The size of micro-batches stays, also at one sample; the next start of the run needs no failure to know it."""
-    runs = {}
-    fault = Fault("oom", 1, 6, phase, above=4 if "batch" not in sections else 0)
-    for name in ("undisturbed", "disturbed"):
-        folder = runs[name] = tmp_path / name
-        settings = {
-            "memory": ADAPTIVE,
-            **sections,
-            "run": {"steps": 8, "folder": str(folder), **sections.get("run", {})},
-        }
-        done = train(folder, fault=fault if name == "disturbed" else None, **settings)
-        assert done.returncode == 0, done.stderr
-    assert "activations are computed again from here on (memory.activation_checkpointing.mode adaptive)" in done.stderr
-    assert "batch.micro_size is" not in done.stderr
-    assert losses(runs["disturbed"]) == losses(runs["undisturbed"])
-    expected = weights(runs["undisturbed"])
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(runs["disturbed"]).items())
-    again = train(runs["disturbed"], "--run.steps=9", **settings)
-    assert "activations are computed again: memory ran out without" in again.stdout
-    assert "Memory ran out, so that activations are computed again" in sentences_on_sizes(runs["disturbed"])[0]
-
-
-def test_what_does_not_fit_with_activations_computed_again_is_halved(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    done = train(folder, fault=Fault("oom", 1, 6, "backward", above=2), memory=ADAPTIVE, parallel={"strategy": "ddp"})
-    assert done.returncode == 0, done.stderr
-    first, _, second = done.stderr.partition("activations are computed again from here on")
-    assert "batch.micro_size is" not in first
-    assert "batch.micro_size is 4 instead of 8 from here on" in second
-    assert [attempt.number("micro_size") for attempt in read_attempts(folder)] == [8, 8, 4]
-
-
 def test_a_limit_of_the_system(tmp_path: Path) -> None:
     """Under a real limit on the process's address space, where 8 samples don't fit."""
     items = {"kind": "custom", "target": f"{MODELS}:Items"}
@@ -174,29 +123,6 @@ def test_a_limit_of_the_system(tmp_path: Path) -> None:
     assert "batch.micro_size is 4 instead of 8" in done.stderr
 
 
-def test_micro_batches_grow_again(tmp_path: Path) -> None:
-    """8 samples don't fit from update 3 on, nor 4 two updates later; then there are two with 2 and two with 4."""
-    folder, undisturbed, neighbor = tmp_path / "run", tmp_path / "undisturbed", tmp_path / "neighbor"
-    sections: dict[str, Any] = {
-        "model": {
-            "kind": "custom",
-            "target": f"{MODELS}:Crowded",
-            "arguments": {"neighbor": str(neighbor), "begins": 3},
-        },
-        "objective": {"kind": "classification"},
-        "data": {"train": {"kind": "custom", "target": f"{MODELS}:Items"}},
-        "parallel": {"strategy": "ddp"},
-    }
-    assert train(undisturbed, "--run.steps=14", **sections).returncode == 0
-    neighbor.write_text("2")
-    done = train(folder, "--run.steps=14", "--recovery.grow_after=2", **sections)
-    assert done.returncode == 0, done.stderr
-    assert "batch.micro_size grows from 2 to 4 at most (recovery.grow_after)" in done.stderr
-    assert [attempt.number("micro_size") for attempt in read_attempts(folder)] == [8, 4, 2, 4, 8]
-    assert losses(folder) == pytest.approx(losses(undisturbed), rel=1e-5)
-    assert sentences_on_sizes(folder) == []
-
-
 def test_a_round_without_any_update_is_an_attempt(tmp_path: Path) -> None:
     folder, neighbor = tmp_path / "run", tmp_path / "neighbor"
     neighbor.write_text("2")
@@ -210,27 +136,7 @@ def test_a_round_without_any_update_is_an_attempt(tmp_path: Path) -> None:
     assert attempts[0].launched < attempts[1].launched < attempts[2].launched
 
 
-def test_memory_that_runs_out_again_postpones_the_next_growth(tmp_path: Path) -> None:
-    rounds = sizes(tmp_path, config_of(recovery={"grow_after": 10}))
-    assert rounds.job.grow_after is None
-    rounds.after(ran_out(batch=8))
-    assert (rounds.job.config.batch.micro_size, rounds.job.grow_after) == (4, 10)
-    assert rounds.grow() == "batch.micro_size grows from 4 to 8 at most (recovery.grow_after)"
-    assert (rounds.job.config.batch.micro_size, rounds.job.grow_after) == (8, None)
-    rounds.after(ran_out(batch=8))
-    assert (rounds.job.config.batch.micro_size, rounds.job.grow_after) == (4, 20)
-    again = sizes(tmp_path, config_of(recovery={"grow_after": 10}))
-    assert (again.job.config.batch.micro_size, again.job.grow_after) == (4, 20)
-    again.grow()
-    third = sizes(tmp_path, config_of(recovery={"grow_after": 10}))
-    assert (third.job.config.batch.micro_size, third.job.grow_after) == (8, None)
-    third.after(ran_out(batch=8))
-    assert (third.job.config.batch.micro_size, third.job.grow_after) == (4, 40)
-    with pytest.raises(ConfigError, match="grow_after has no effect"):
-        config_of(recovery={"grow_after": 10, "restarts": 0})
-
-
-# --- what is remembered -----------------------------------------------------------------------------------------------
+# --- the sizes of a launch -----------------------------------------------------------------------------------------
 
 
 def config_of(micro_size: object = 8, **sections: Any) -> Config:
@@ -270,63 +176,11 @@ def ran_out(**too_large: int) -> End:
     )
 
 
-def test_what_did_not_fit_is_not_tried_again(tmp_path: Path) -> None:
+def test_each_launch_begins_with_the_sizes_of_its_config(tmp_path: Path) -> None:
     first = sizes(tmp_path, config_of())
-    assert "batch.micro_size is 4 instead of 8" in first.after(ran_out(batch=8))
-    assert sizes(tmp_path, config_of()).job.config.batch.micro_size == 4
-    assert sizes(tmp_path, config_of("auto")).job.config.batch.micro_size == 4
-    assert sizes(tmp_path, config_of(6)).job.config.batch.micro_size == 6
-    assert sizes(tmp_path, config_of(2)).job.config.batch.micro_size == 2
-    assert recovery_notes(tmp_path, config_of(4), 2) == [
-        "batch.micro_size is 4: memory ran out with 8 (delete logs/out_of_memory.json in the run's folder to try again)"
-    ]
-    assert recovery_notes(tmp_path, config_of(2), 2) == []
-
-
-def test_without_a_launcher_the_next_start_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, folder = tmp_path / "plan.json", tmp_path / "run"
-    write_plan(plan, [Fault("oom", 0, 2, "evaluation", above=4)])
-    monkeypatch.setenv(FAULTS, str(plan))
-    config = {**small.config(run={"steps": 2, "folder": str(folder)}), "batch": {"global_size": 8}}
-    with pytest.raises(OutOfMemory):
-        lockstep.train(config)
-    lockstep.train(config)
-    learned_size = ["Memory ran out with evaluation.micro_size 8, so that it is 4."]
-    assert sentences_on_sizes(folder) == learned_size
-    # a run that starts over tries it again, once: ranks that are started again know what their launch has learned
-    with pytest.raises(OutOfMemory):
-        lockstep.train(config, fresh=True)
-    with monkeypatch.context() as again:
-        again.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-        lockstep.train(config, fresh=True)
-    assert sentences_on_sizes(folder) == learned_size
-    monkeypatch.delenv(FAULTS)
-    lockstep.train(config, fresh=True)
-    assert sentences_on_sizes(folder) == []
-
-
-def test_other_settings_may_fit(tmp_path: Path) -> None:
-    sizes(tmp_path, config_of()).after(ran_out(batch=8))
-    other = config_of(memory={"activation_checkpointing": {"mode": "full"}})
-    assert learned(tmp_path, config_of(optim={"lr": 1e-3}), 2).too_large == {"batch.micro_size": 8}
-    assert learned(tmp_path, other, 2).too_large == {}
-    assert learned(tmp_path, config_of(), 4).too_large == {}
-
-
-def test_settings_that_adapt_are_told_to_other_hosts_and_remembered(tmp_path: Path) -> None:
-    config = config_of(memory={"activation_checkpointing": {"mode": "adaptive", "every": 2, "look_every": 7}})
-    rounds = sizes(tmp_path, config)
-    assert rounds.after(ran_out(batch=8)).startswith("activations are computed again from here on")
-    options = rounds.job.config.memory.activation_checkpointing
-    assert (options.mode, options.every, rounds.job.config.batch.micro_size) == ("full", 2, 8)
-    decision = json.loads(json.dumps(decision_of(Job(config, "small"), partial(train_as_rank, rounds.job, tmp_path))))
-    assert decided(Job(config, "small"), decision).config == rounds.job.config
-    assert (
-        rounds.after(ran_out(batch=8))
-        == "batch.micro_size is 4 instead of 8 from here on, and the global batch stays as it is"
-    )
-    assert sizes(tmp_path, config).job.config == rounds.job.config
-    assert rounds.after(ran_out(evaluation=8)) == "evaluation.micro_size is 4 instead of 8 from here on"
+    assert first.after(ran_out(batch=8)).startswith("batch.micro_size is 4 instead of 8")
+    assert first.job.config.batch.micro_size == 4
+    assert sizes(tmp_path, config_of()).job.config.batch.micro_size == 8
 
 
 def test_halves_until_one_sample(tmp_path: Path) -> None:
@@ -334,8 +188,8 @@ def test_halves_until_one_sample(tmp_path: Path) -> None:
     for size in (3, 2):
         assert rounds.after(ran_out(batch=size))
     assert rounds.job.config.batch.micro_size == 1
-    assert rounds.after(ran_out()) == ""
-    assert rounds.halvings == 2
+    for end in (ran_out(), ran_out(batch=1)):
+        assert rounds.after(end) == ""
 
 
 def test_other_hosts_get_the_size_from_the_leader(tmp_path: Path) -> None:
@@ -377,13 +231,3 @@ def test_an_evaluation_whose_set_is_smaller_has_run_out_with_the_size_of_the_set
     """Else halves of a larger size would run out again."""
     with lockstep.session(small.config(evaluation={"micro_size": 1024})) as session:
         assert factors_of(components_of(session).config, 1, session).evaluation_size == 11
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"too_large": {"batch.micro_size": "8"}, "settings": 1}', "{" * 5000]
-)
-def test_a_record_that_was_damaged_is_ignored(tmp_path: Path, text: str) -> None:
-    rounds = sizes(tmp_path, config_of())
-    (tmp_path / "logs/out_of_memory.json").write_text(text)
-    assert learned(tmp_path, config_of(), 2).too_large == {}
-    assert sizes(tmp_path, config_of()).job == rounds.job

@@ -6,8 +6,6 @@
 
     badsample                               a run that leaves the same samples out from the start
 
-Where activations are computed again instead (mode adaptive), memory that runs out leaves the sums as they are.
-
 Other sums are rounded otherwise, so no run of the first kind is bitwise equal. The reference is; and the losses'
 distance from the undisturbed run shows that it is the same run.
 """
@@ -27,29 +25,26 @@ from lockstep.data.bad_samples import BAD_NUMBERS
 from lockstep.monitor.attempts import read_attempts
 from lockstep.plan.batch import half
 from lockstep.resilience.faults import OOM, SHRINK, Fault
-from lockstep.resilience.memory_faults import held_samples
 from lockstep.resilience.number_faults import BAD_SAMPLE
 from lockstep.training.ledger import left_out_in
 from lockstep.training.locations import choose, find
 from lockstep.training.resuming import Resume
 
 if TYPE_CHECKING:
-    from lockstep.config.training_sections import Memory
     from lockstep.training.job import Job
 
 _EVERY_STATE = "every-state"
 
 
-def in_memory(fault: Fault, undisturbed: Path, memory: Memory) -> Fault:
+def in_memory(fault: Fault, undisturbed: Path) -> Fault:
     """Return a fault of kind `oom`, after which half of what is held fits. Raises RunFailed if none can be.
 
     Args:
         undisturbed: A run without faults.
-        memory: Its section.
     """
     if not can_be_halved(undisturbed):
         raise RunFailed(f"--faults {OOM} {ONE_SAMPLE}")
-    return replace(fault, above=half(held_samples(_last(undisturbed, "micro_size"), memory)))
+    return replace(fault, above=half(_last(undisturbed, "micro_size")))
 
 
 def can_be_halved(undisturbed: Path) -> bool:
@@ -64,7 +59,7 @@ def coupled(undisturbed: Path) -> str:
 
 
 def needs_one(kind: str, run: Path, undisturbed: Path) -> bool:
-    """Return whether a round ends on other sums: not if memory ran out and the size of micro-batches is as it was."""
+    """Return whether a round ends on other sums: not if memory ran out in an evaluation."""
     if kind == OOM:
         return _last(run, "micro_size") != _last(undisturbed, "micro_size")
     return kind in (SHRINK, BAD_SAMPLE)

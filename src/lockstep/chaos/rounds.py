@@ -208,7 +208,7 @@ class _Rounds:
         fault = draw_fault(draws, kind, world.size, world.ranks, self._settings.steps, plan)
         try:
             if kind == OOM:
-                fault = references.in_memory(fault, self.undisturbed, self._job.config.memory)
+                fault = references.in_memory(fault, self.undisturbed)
             row = self._disturbed(fault, plan)
         except Stopped:
             raise

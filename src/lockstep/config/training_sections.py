@@ -88,7 +88,7 @@ class ActivationCheckpointing(Section):
     """none: keep all; full: keep only the inputs of a block and recompute the rest: less memory, a third more
     arithmetic; selective: also keep the outputs of matrix products and attention; segments: of each run of blocks keep
     the inputs of its first one, the last run whole; budget: keep as many blocks whole, the last ones, as `budget`
-    allows; adaptive: none until a rank's memory passes `threshold`, or runs out; from then on full."""
+    allows; adaptive: none until a rank's memory passes `threshold`; from then on full."""
     every: Positive = 1
     """full, selective, adaptive: recompute every Nth module, beginning with the first; 1: all of them."""
     modules: Literal["blocks"] | tuple[str, ...] = "blocks"
@@ -265,9 +265,6 @@ class Recovery(Section):
     they are newer than the newest checkpoint; auto: as often as costs 0.5 % of the time, every 0.2 s at most; null:
     none. They need four times the memory of the saved state; on several hosts, where each has the parts of its ranks,
     five times the memory of these. Other launchers than Lockstep's take none."""
-    grow_after: Positive | None = None
-    """Updates with smaller micro-batches, after memory has run out, after which twice the size is tried again; twice as
-    many after each time that memory runs out again. Null: larger ones aren't tried until a start with `--fresh`."""
     compare_every: Positive | None = None
     """Updates between two comparisons of the copies of the training state that ranks hold; also before each save. Ranks
     whose copies differ start again from the newest checkpoint. Null: copies are not compared."""
@@ -278,12 +275,6 @@ class Recovery(Section):
     notice: str | None = None
     """Place of the notice that a machine will be taken back: `aws`, `gcp` or `azure` (spot instances), an http address
     that answers 200, or the path of a file that then exists. The run stops, saved, as after a scheduler's warning."""
-
-    @model_validator(mode="after")
-    def _grows_what_was_halved(self) -> Recovery:
-        if self.grow_after is not None and not self.budget("memory"):
-            raise ValueError("grow_after has no effect: memory that runs out ends the run (restarts, budgets.memory)")
-        return self
 
     @field_validator("notice")
     @classmethod

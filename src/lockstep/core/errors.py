@@ -126,10 +126,6 @@ class Paused(Stopped):
     exit_code = 75  # EX_TEMPFAIL: schedulers start such a job again
 
 
-class GrowsBatches(Paused):
-    """Stopped with its state saved, so that the launcher starts its ranks again with larger micro-batches."""
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A mistake in a config.

@@ -147,9 +147,8 @@ class Request(Enum):
     PROFILE = 6  # the first rank has announced a request for a trace
     LEFT_OUT = 7  # a rank leaves samples out: all ranks exchange which
     SNAPSHOT = 8  # it is time for a snapshot in memory
-    GROW = 9  # smaller micro-batches have been used for long enough: larger ones are tried again
-    NO_SNAPSHOT = 10  # the best state is being saved: the run goes back to it if that save is lost
-    PAUSE = 11  # a signal: all ranks save, and stop
+    NO_SNAPSHOT = 9  # the best state is being saved: the run goes back to it if that save is lost
+    PAUSE = 10  # a signal: all ranks save, and stop
 
 
 class Tally(Enum):

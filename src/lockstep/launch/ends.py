@@ -28,7 +28,6 @@ from lockstep.core.errors import (
     CollectiveTimeout,
     ConfigError,
     Failure,
-    GrowsBatches,
     OutOfMemory,
     Paused,
     PeerFailed,
@@ -60,7 +59,6 @@ class EndKind(Enum):
     STOPPED = "was stopped by another process than the launcher"
     INTERRUPTED = "was killed by a stop signal: nothing was trained"
     PAUSED = "was stopped, and all is saved"
-    GROWS = "was saved, to start again with larger micro-batches"
     TIMED_OUT = "waited in a collective that not all ranks reached"
     HUNG = "hung, and was killed by the launcher"
     PEER_FAILED = "failed with an error that a peer's failure explains"
@@ -70,7 +68,7 @@ class EndKind(Enum):
     ENDED = "was stopped or killed by the launcher"
 
 
-_WEIGHT = {EndKind.PAUSED: 1, EndKind.GROWS: 1, EndKind.TIMED_OUT: 2, EndKind.PEER_FAILED: 3, EndKind.ENDED: 4}
+_WEIGHT = {EndKind.PAUSED: 1, EndKind.TIMED_OUT: 2, EndKind.PEER_FAILED: 3, EndKind.ENDED: 4}
 """An end is explained by any end of a lower weight; all other kinds have 0."""
 
 _LATE = 2.0  # seconds after the first timeout: a rank that then finds the group broken was not waiting
@@ -144,8 +142,7 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
     """Return the end of an entry that raised. `frames` are those to show."""
     match error:
         case Paused():
-            kind = EndKind.GROWS if isinstance(error, GrowsBatches) else EndKind.PAUSED
-            return End(kind, Paused.exit_code, str(error), time)
+            return End(EndKind.PAUSED, Paused.exit_code, str(error), time)
         case KeyboardInterrupt():
             saved = message_of(error).removeprefix(str(error))
             text = f"interrupted by a KeyboardInterrupt{_raised_in(error)}{saved}"
@@ -263,7 +260,7 @@ def describe(
             return end.text
         case EndKind.DIVERGED if end.differing and hosts:
             return f"{_places(end.differing, hosts).strip()}: {end.text}"
-        case EndKind.MESSAGE | EndKind.DIVERGED | EndKind.STOPPED | EndKind.PAUSED | EndKind.GROWS if all(
+        case EndKind.MESSAGE | EndKind.DIVERGED | EndKind.STOPPED | EndKind.PAUSED if all(
             other is not None and other.text == end.text for other in ends
         ):
             return end.text

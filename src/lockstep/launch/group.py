@@ -47,7 +47,7 @@ _CAUSES = {
     EndKind.MESSAGE, EndKind.TRACEBACK, EndKind.CODE, EndKind.EXITED, EndKind.KILLED, EndKind.LOST, EndKind.HUNG,
     EndKind.DIVERGED, EndKind.ROLLED_BACK,
 }  # fmt: skip
-_ORDERLY = {EndKind.STOPPED, EndKind.PAUSED, EndKind.GROWS}
+_ORDERLY = {EndKind.STOPPED, EndKind.PAUSED}
 
 
 class SignalRequests:

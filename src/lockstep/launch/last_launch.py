@@ -22,7 +22,7 @@ from lockstep.monitor.goodput import saved_steps
 from lockstep.monitor.run_lock import LOCK, held_by, lock_holder
 
 _FULL = 1 << 20  # bytes that are free on a disk that counts as full
-_OTHER_ROUNDS = ("grows", "rolled_back")  # ends after which a new round follows by itself, and isn't a failure
+_ROLLED_BACK = "rolled_back"  # a new round follows by itself: it isn't a failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def failure_before_refusals(run: Path) -> LaunchEnds | None:
 
 def _is_failure(entry: LaunchEnds) -> bool:
     cause = next((rank.end for rank in entry.ranks if rank.rank == entry.cause), "")
-    return entry.code != 0 and not entry.is_stop and not entry.is_refused and cause not in _OTHER_ROUNDS
+    return entry.code != 0 and not entry.is_stop and not entry.is_refused and cause != _ROLLED_BACK
 
 
 def rescued_step(run: Path) -> int | None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from lockstep.core.errors import Paused, RunFailed
-from lockstep.launch.ends import End, EndKind, first_cause
+from lockstep.launch.ends import End, first_cause
 from lockstep.launch.ends_file import gist
 from lockstep.launch.failure_kinds import NEVER_RETRIED, FailureKind, advice_after, kind_of, was_killed
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
@@ -47,7 +47,6 @@ class Supervisor:
             long as it is to do the same.
         smaller: Makes micro-batches smaller after memory has run out; returns what changes, empty if nothing can.
         may_be_smaller: Returns whether `smaller` would change anything.
-        larger: Makes them larger again, and returns what changes.
         deadly: Records which samples the ranks were reading as they ended; returns what follows, None: they weren't.
         unwritable: Returns why the run's folders can't be written now and may be soon; empty: they can.
         retry_seconds: For how long a further round waits for them.
@@ -61,7 +60,6 @@ class Supervisor:
     resumed: Callable[[], Callable[[], int]]
     smaller: Callable[[End], str] = lambda end: ""
     may_be_smaller: Callable[[End], bool] = lambda end: False
-    larger: Callable[[], str] = lambda: ""
     deadly: Callable[[Sequence[End]], Consequence | None] = lambda ends: None
     unwritable: Callable[[], str] = lambda: ""
     retry_seconds: float = 0.0
@@ -83,9 +81,6 @@ class Supervisor:
         self._is_taken = self.taken()
         if self._is_taken:
             return None
-        if ends[cause].kind is EndKind.GROWS:
-            print_on_stderr(f"lockstep: {ends[cause].text}: {self.larger()}")
-            return self.resumed()
         step = self.last_step() or 0
         kind, change = kind_of(ends[cause], result.text), ""
         if step > self._furthest:

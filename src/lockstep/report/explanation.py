@@ -25,11 +25,10 @@ from lockstep.monitor.meter_files import LIVE
 from lockstep.monitor.run_lock import held_by
 from lockstep.report.curves import throughput
 from lockstep.report.facts import bad_numbers, left_out
-from lockstep.report.limits import Limit, limits
+from lockstep.report.limits import Limit, allows_larger, limits
 from lockstep.report.rank_history import RankHistory, damage, read_rank_history
 from lockstep.report.roofline import DevicePeak, Roofline, communication, memory, sentences
 from lockstep.report.run_data import RunData, read_run
-from lockstep.training.smaller_batches import allows_larger, sentences_on_sizes
 
 _UNSTEADY = 3.0  # 95th percentile of an update to its mean
 _MOST = 10
@@ -113,7 +112,6 @@ def _sentences(evidence: _Evidence) -> list[str]:
         (0, [cause.sentences for cause in evidence.causes[:1]]),
         (3, [cause.sentences for cause in evidence.causes[1:]]),
         (2, memory(evidence.attempts[-1] if evidence.attempts else None, ranks)),
-        (1, sentences_on_sizes(run.folder)),
         (1, [text] if (text := survived_failures(run.folder, _MOST_SURVIVED)) else []),
         (1, _events(run)),
         (1, _goodput(evidence.goodput, is_finished=run.summary is not None)),
@@ -231,7 +229,7 @@ def _next(evidence: _Evidence) -> Iterator[str]:
     if not evidence.causes and evidence.ranks.split():
         ideas = [*(["precision.compute: bf16"] if run.configured("precision", "compute") == "fp32" else [])]
         is_divided = not evidence.attempts or evidence.attempts[-1].number("accumulation") != 1
-        ideas += ["a larger batch.micro_size"] if is_divided and allows_larger(run.folder) else []
+        ideas += ["a larger batch.micro_size"] if is_divided and allows_larger(evidence.attempts) else []
         ideas += ["more ranks"]
         yield f"Nothing but the computation itself limits it; to try are {', '.join(ideas)}."
     if not evidence.traced:

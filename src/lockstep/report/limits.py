@@ -17,7 +17,6 @@ from lockstep.core.command_lines import command_line
 from lockstep.monitor.attempts import Attempt
 from lockstep.report.rank_history import RankHistory
 from lockstep.report.run_data import RunData
-from lockstep.training.smaller_batches import allows_larger
 
 # of an update's time, beyond which a cause is named, here and by a profile
 DATA_SHARE = 0.10
@@ -228,7 +227,7 @@ def _of_short_micro_batches(run: RunData, split: Mapping[str, float], attempts: 
     if seconds >= _SHORT_S:
         return None
     what = f"Its {number:,} micro-batches" if number > 1 else "Its updates"
-    may_grow = number > 1 and allows_larger(run.folder)
+    may_grow = number > 1 and allows_larger(attempts)
     compiling = "" if run.configured("model", "compile") is True else ", model.compile: true"
     return Limit(
         "tiny batches",
@@ -237,6 +236,12 @@ def _of_short_micro_batches(run: RunData, split: Mapping[str, float], attempts: 
         "a larger batch.micro_size" if may_grow else f"a larger batch.global_size{compiling}",
         bounded=False,
     )
+
+
+def allows_larger(attempts: Sequence[Attempt]) -> bool:
+    """Return whether larger micro-batches may fit: no attempt had them, as one has before memory runs out."""
+    sizes = [attempt.number("micro_size") or 0 for attempt in attempts]
+    return not sizes or sizes[-1] == max(sizes)
 
 
 def _of_evaluations(run: RunData, ranks: RankHistory) -> Limit | None:

@@ -3,8 +3,7 @@
     {"kind": "oom", "rank": 1, "step": 7, "phase": "backward", "above": 4}
 
 From update 7 on, each backward with micro-batches of more than 4 samples raises torch's out-of-memory error on rank 1:
-in the middle of the model, below whatever wraps it. Unlike other faults it stays, until micro-batches are smaller;
-those whose activations are all computed again count half.
+in the middle of the model, below whatever wraps it. Unlike other faults it stays, until micro-batches are smaller.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
-    from lockstep.config.training_sections import Memory
     from lockstep.core.protocols import GradientStep
 
 MEMORY_PHASES = ("forward", "backward", "optimizer", "evaluation")
@@ -45,11 +43,6 @@ class Trained:
     sample: Callable[[int, int, Callable[[list[Tensor]], None]], list[Tensor]]
     positions: Callable[[int], tuple[int, int]]
     first_module: nn.Module
-
-
-def held_samples(micro_size: int, memory: Memory) -> int:
-    """Return how many samples of a micro-batch count, with ways to save memory."""
-    return micro_size // 2 if memory.activation_checkpointing.mode == "full" else micro_size
 
 
 def plant_in(trained: Trained, phase: str, runs_out: Callable[[bool], bool]) -> None:

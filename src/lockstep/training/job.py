@@ -48,13 +48,13 @@ from lockstep.training.ahead import ready_ahead, session_with
 from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
-from lockstep.training.deadly_samples import forget_others, known_deadly, remember_death
+from lockstep.training.deadly_samples import forget_others, known_deadly, notes_on_deadly, remember_death
 from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
 from lockstep.training.locations import storage_of
 from lockstep.training.memory_snapshots import snapshots_in
-from lockstep.training.micro_sizes import factors_of, smaller_since
+from lockstep.training.micro_sizes import factors_of
 from lockstep.training.monitoring import Meters, make_monitors, refuse_missing_packages, started
 from lockstep.training.out_of_memory import explain, with_prediction
 from lockstep.training.ownership import run_folder_for
@@ -65,7 +65,6 @@ from lockstep.training.rolling_back import Rollback
 from lockstep.training.run import Results, SaveFailed, run
 from lockstep.training.run_info import run_info
 from lockstep.training.session import Session, components_of, ledger_of, left_out_of
-from lockstep.training.smaller_batches import forget_sizes, recovery_notes, remember, with_known
 from lockstep.training.text import codec_of, sample
 from lockstep.training.user_logs import UserLogs
 from lockstep.training.user_objects import UserObjects, transform_names
@@ -80,7 +79,6 @@ class Job:
         folder: of the run; None: the first rank makes one.
         given: objects that were passed in Python.
         memory: the launcher's folder in memory; None: there is none.
-        grow_after: updates with smaller micro-batches after which larger ones are to be tried; None: never.
     """
 
     config: Config
@@ -89,7 +87,6 @@ class Job:
     given: UserObjects = field(default_factory=UserObjects)
     resume: Resume = field(default_factory=Resume)
     memory: Path | None = None
-    grow_after: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +117,12 @@ def run_job(job: Job) -> Finished:
         checkpoints, notes, rollbacks = _begin(job, session, folder)
         components = components_of(session)
         profiler = Profiler(config.profile, components.world, folder, components.sharding.state.model)
-        notes += [*profiler.notes, *recovery_notes(folder, components.config, components.world.size)]
+        notes += [*profiler.notes, *notes_on_deadly(folder, components.config)]
         if late := profiler.begins_after(components.plan.steps):
             notes.append(late)
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         checkpoints.snapshots.begin_attempt(record_attempt(session, folder, earlier, facts, job.memory))
         plant(components.world, session.progress.steps, trained=trained_in(session))
-        grow_at = None if job.grow_after is None or not is_first else smaller_since(earlier, session) + job.grow_after
         meters = Meters(session, folder)
         monitors = make_monitors(job, folder, checkpoints, meters) if is_first else Monitors()
         with _watched(session, checkpoints, folder) as checked_folder:
@@ -137,7 +133,7 @@ def run_job(job: Job) -> Finished:
                     rolling_back.report(rollbacks, monitors, session.progress, folder)
                 user_logs = UserLogs(session, monitors, log)
                 try:
-                    results = run(session, monitors, checkpoints, user_logs, profiler, grow_at)
+                    results = run(session, monitors, checkpoints, user_logs, profiler)
                 except SaveFailed as failure:
                     rescued = _save_elsewhere(session, checkpoints, folder, checked_folder)
                     raise RunFailed(f"{failure}; {rescued}") from failure
@@ -194,7 +190,7 @@ def opened(
             ready = ready_ahead(config, given, world, partial(known_deadly, config, job, world))
             standby.wait()
             if job is not None:
-                config, purpose = with_known(config, job, world), _purpose(job, world)
+                purpose = _purpose(job, world)
             session = session_with(ready, config, given, world, purpose, known_deadly(config, job, world))
             if world.exchange is not None:
                 world.exchange.listen()
@@ -230,7 +226,6 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
         components.draw()
     if is_first:
         forget_others(job.config, resume, folder)
-        forget_sizes(resume, folder)
         run_folder = RunFolder.open(folder)
         if checkpoints.resumed_from is None or resume.origin is not None:
             run_folder.archive_attempt()
@@ -292,9 +287,7 @@ def _logged_tracebacks(job: Job, session: Session) -> Iterator[Path]:
             is_message = out_of_memory_cause(error) or (isinstance(error, Failure) and error.__cause__ is not None)
             is_held = lock_holder(folder) == holder  # it may have been deleted, or belong to another run now
             if is_held and not started_by_lockstep(os.environ):
-                used = components_of(session).config
-                remember(error, factors_of(used, world.size, session), used, world.size, folder)
-                remember_death(error, used, folder)
+                remember_death(error, components_of(session).config, folder)
             if is_message and is_held and job.folder is None and names_a_rank(os.environ):
                 append(log_path(folder / LOGS, world.rank), "".join(traceback.format_exception(error)))
             raise

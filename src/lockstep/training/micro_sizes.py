@@ -17,7 +17,6 @@ from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-    from lockstep.training.attempt import EarlierAttempts
     from lockstep.training.components import Components
     from lockstep.training.out_of_memory import MemoryFactors
     from lockstep.training.session import Session
@@ -38,17 +37,6 @@ def least_micro_size(components: Components) -> int:
         if all(smallest_micro_batch(samples, size, batch.ranks) >= least for samples in updates):
             return size
     return current
-
-
-def smaller_since(earlier: EarlierAttempts, session: Session) -> int:
-    """Return the step since which micro-batches have had their present sizes, over attempts and launches."""
-    components, step = components_of(session), session.progress.steps
-    present = {"micro_size": components.plan.batch.micro_size, "evaluation_size": components.evaluator.micro_size}
-    for attempt in reversed(earlier.attempts):
-        if any(attempt.number(fact) != size for fact, size in present.items()):
-            break
-        step = min(step, attempt.step)
-    return step
 
 
 def factors_of(config: Config, ranks: int, session: Session | None) -> MemoryFactors:

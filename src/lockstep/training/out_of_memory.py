@@ -48,7 +48,6 @@ class MemoryFactors:
         micro_size, evaluation_size: samples per forward, in training and in an evaluation.
         strategy: as resolved, or `auto` where it isn't resolved yet.
         can_checkpoint: whether the model has repeated blocks whose activations are kept.
-        adapts: whether activations are computed again once memory has run out.
         least_size: the smallest `batch.micro_size` with which the model can be trained.
         workers: worker processes of the data loader.
     """
@@ -58,7 +57,6 @@ class MemoryFactors:
     ranks: int
     strategy: str
     can_checkpoint: bool
-    adapts: bool
     workers: int
     least_size: int = 1
 
@@ -73,7 +71,6 @@ def memory_factors(config: Config, ranks: int) -> MemoryFactors:
         ranks=ranks,
         strategy=config.parallel.strategy,
         can_checkpoint=config.memory.activation_checkpointing.mode == "none",
-        adapts=config.memory.activation_checkpointing.mode == "adaptive",
         workers=config.data.loader.workers,
     )
 
@@ -109,8 +106,7 @@ def sizes_too_large(error: BaseException, factors: MemoryFactors) -> dict[str, i
     if out_of_memory_cause(error) is None:
         return {}
     key = "batch.micro_size" if phase == "update" else _MICRO_SIZE_KEYS.get(phase or "")
-    helped = factors.adapts and phase in ("forward", "backward", "update")
-    if key is None or (_is_smallest(factors, phase) and not helped):
+    if key is None or _is_smallest(factors, phase):
         return {}
     return {key: _samples(factors, phase)}
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lockstep.resilience.memory_faults import Trained, held_samples
+from lockstep.resilience.memory_faults import Trained
 from lockstep.training.engines import first_module_of
 from lockstep.training.session import components_of
 
@@ -23,11 +23,10 @@ def trained_in(session: Session) -> Trained:
     components = components_of(session)
     loader, model = components.loader, components.sharding.state.model
     updates = -(-loader.epoch_samples // components.plan.batch.global_size)
-    micro_size = held_samples(components.plan.batch.micro_size, components.config.memory)
     return Trained(
         model,
         components.sharding.step,
-        (components.evaluator.micro_size, micro_size).__getitem__,
+        (components.evaluator.micro_size, components.plan.batch.micro_size).__getitem__,
         lambda step, *place: _followed(loader, (step - 1) % updates + 1, *place),
         loader.positions_of,
         first_module_of(components.engine, model),

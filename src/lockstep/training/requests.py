@@ -1,7 +1,6 @@
 """The requests of a rank in votes: an evaluation or a save by the clock, activation checkpointing.
 
 steps, samples, tokens, epochs    no request: they follow from the progress, which all ranks share
-smaller micro-batches             the first rank knows a step, and all ranks stop after the same update, to grow them
 minutes                           the first rank requests, and all ranks act after the same update
 memory                            0.83 of a rank's memory > 0.8: all ranks switch checkpointing on after the vote
 """
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from lockstep.config.every import Every
     from lockstep.core.progress import Progress
     from lockstep.core.records import StepReport
-    from lockstep.training.session import Session
     from lockstep.transforms.recomputing import Switch
 
 _LOST_AFTER = 16  # updates after which a request that isn't followed was lost with the vote that it was for
@@ -85,22 +83,6 @@ class Trigger:
             return True
         every = self._every
         return every is not None and every.unit != "minutes" and is_due(every, before, now, self._epoch_samples)
-
-
-class Growth:
-    """Decides when micro-batches that are smaller because memory has run out are to grow again.
-
-    Args:
-        at: The step from which on the first rank requests it; None: never.
-    """
-
-    def __init__(self, session: Session, at: int | None) -> None:
-        self._session = session
-        self._at = at
-
-    def requests(self) -> tuple[Request, ...]:
-        """Return this rank's request for the next vote."""
-        return () if self._at is None or self._session.progress.steps < self._at else (Request.GROW,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.core import heartbeat
-from lockstep.core.errors import GrowsBatches, Paused, ReplicasDiffer, RolledBack, RunFailed, Stopped, blames_a_peer
+from lockstep.core.errors import Paused, ReplicasDiffer, RolledBack, RunFailed, Stopped, blames_a_peer
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.distributed.timeouts import is_timeout
 from lockstep.distributed.user_collectives import print_once
@@ -27,7 +27,6 @@ from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.evaluate import EvaluationStopped
 from lockstep.training.replica_check import ReplicaCheck
 from lockstep.training.replicas import StateNotFinite
-from lockstep.training.requests import Growth
 from lockstep.training.rescue import rescuing
 from lockstep.training.rolling_back import RollbackDue, recorded
 from lockstep.training.session import Session, bad_updates_of, components_of, reports_of, seconds_of, updates_of
@@ -39,9 +38,8 @@ if TYPE_CHECKING:
     from lockstep.training.user_logs import UserLogs
 
 _LAST_REPORT_S = 30.0
-_FOLLOWED = (Request.EVALUATE, Request.SAVE, Request.STOP, Request.PAUSE, Request.SNAPSHOT, Request.GROW)
+_FOLLOWED = (Request.EVALUATE, Request.SAVE, Request.STOP, Request.PAUSE, Request.SNAPSHOT)
 """Requests for something that follows the update in which all ranks receive them."""
-_STOPPING = (Request.STOP, Request.PAUSE)
 
 
 class SaveFailed(RunFailed):
@@ -72,15 +70,10 @@ def run(
     checkpoints: Checkpoints,
     user_logs: UserLogs,
     profiler: Profiler,
-    grow_at: int | None = None,
 ) -> Results:
     """Train, evaluate and save as configured, from the session's progress to the end.
 
-    Args:
-        grow_at: The step from which on this rank asks for larger micro-batches; None: it doesn't.
-
     Raises:
-        GrowsBatches: all ranks have stopped for that, and the state is saved.
         Paused: a rank was asked to stop; all ranks have stopped after the same update, and its state is saved.
         SaveFailed: the last save failed.
         NothingLearned, NoTargets: it has learned nothing, or no longer.
@@ -90,8 +83,7 @@ def run(
     place = components.config.recovery.notice if components.world.local_rank == 0 else None
     replicas = ReplicaCheck(session, components.config.recovery.compare_every)
     with run_signals(shown=components.world.rank == 0) as signals, watched_notice(place):
-        growth = Growth(session, grow_at)
-        loop = _Loop(session, monitor, checkpoints, user_logs, profiler, signals, replicas, growth)
+        loop = _Loop(session, monitor, checkpoints, user_logs, profiler, signals, replicas)
         with (
             rescuing(session, SaveFailed, NothingLearned, NoTargets, StateNotFinite, ReplicasDiffer, RolledBack),
             loop.complete_history(),
@@ -111,8 +103,6 @@ def run(
                 replicas.compare()
                 checkpoints.save(loop.report_saves)
             _finish(checkpoints, loop.report_saves)
-            if loop.grows:
-                raise GrowsBatches(f"saved at step {session.progress.steps:,}, to try larger micro-batches again")
             if stops:
                 raise Paused(
                     f"stopped at step {session.progress.steps:,}, as requested, and saved; start it again to resume"
@@ -128,7 +118,6 @@ class _Loop:
 
     Attributes:
         last: the last report that was seen.
-        grows: whether the run stops to start again with larger micro-batches.
         is_ended: whether a monitor has ended the run before its length.
     """
 
@@ -139,10 +128,8 @@ class _Loop:
     profiler: Profiler
     signals: RunSignals
     replicas: ReplicaCheck
-    growth: Growth
     last: StepReport | None = None
     warned_of_grace: bool = False
-    grows: bool = False
     is_ended: bool = False
 
     def train(self) -> bool:
@@ -158,7 +145,7 @@ class _Loop:
         checkpoints.save_evaluated(self.report_saves)
         for before in updates_of(session, self.is_followed) if early_stopping.reason is None else ():
             requests = self.see_reports(before)
-            own = (self.signals, evaluations, checkpoints, self.profiler, self.growth)
+            own = (self.signals, evaluations, checkpoints, self.profiler)
             session.request(request for requester in own for request in requester.requests())
             self.report_saves(checkpoints.outcomes())
             self.replicas.follow()
@@ -204,8 +191,7 @@ class _Loop:
             self._evaluate()
         saves = checkpoints.evaluations.is_best or checkpoints.is_due(before, requests)
         self.is_ended = Request.STOP in requests and not session.finished
-        self.grows = Request.GROW in requests and requests.isdisjoint(_STOPPING) and not session.finished
-        stops = Request.PAUSE in requests or self.grows
+        stops = Request.PAUSE in requests
         if stops or (saves and not session.finished):  # at the end, the last evaluation is saved with the state
             self.replicas.compare()
             checkpoints.save(self.report_saves)

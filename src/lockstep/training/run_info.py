@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
 
+from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.records import RunInfo
 from lockstep.optim.precision import products_in, resolve_compute
 from lockstep.plan.plan import because, strategy_of
@@ -16,6 +18,9 @@ from lockstep.training.session import Session, components_of
 _INVARIANT = (
     "run.determinism invariant: each rank computes with one thread on the CPU; training is bitwise identical on any "
     "number of ranks, evaluations may differ in their last digits"
+)
+_NO_RESTARTS = (
+    "recovery.restarts has no effect here: it is lockstep's launcher that starts ranks again, not another one"
 )
 
 
@@ -65,6 +70,9 @@ def _notes(components: Components) -> tuple[str, ...]:
         notes.append(f"{reason}: this run depends on batch.micro_size and on the number of ranks")
     if components.plan.batch.fixed:
         notes.append(_INVARIANT)
+    recovery = components.config.recovery
+    if recovery.model_fields_set and recovery.ever and not started_by_lockstep(os.environ):
+        notes.append(_NO_RESTARTS)
     if strategy.unwrapped and components.sharding.step.module is components.sharding.state.model:
         notes.append(strategy.unwrapped)
     if (loss := strategy.lossy(options)) is not None:

@@ -365,7 +365,7 @@ def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
 
     deadly = DeadlySamples.of(job.config, folder / LOGS)
     return Supervisor(
-        job.config.recovery, furthest, resumed, sizes.after, sizes.may_follow, sizes.grow, deadly.after,
+        job.config.recovery, furthest, resumed, sizes.after, sizes.may_follow, deadly.after,
         partial(why_unwritable, job, folder), job.config.checkpoint.retry_seconds, partial(_recreate, run, job.memory),
     )  # fmt: skip
 
