@@ -12,7 +12,7 @@ TORCH := $(PIP) --no-deps --retries 1 --timeout 10 --extra-index-url $(TORCH_IND
 RANKS ?= $(if $(filter 0,$(GPUS)),2,$(GPUS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check docs drill gpu format clean
+.PHONY: help install train test lint check docs drill gpu format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,13 +45,14 @@ test: .venv/.installed-dev  ## passes the whole suite
 	@$(BIN)/python -m compileall -q src tests  # hundreds of processes would, where Python may not write bytecode
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-check: .venv/.installed-dev  ## format, lint, types, layers, prose, tests
+lint: .venv/.installed-dev  ## format, lint, types, layers, prose
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python docs/prose.py
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: lint test  ## what must pass: lint and test
 
 docs: .venv/.installed-docs  ## builds the documentation site into build/site; a warning fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
