@@ -11,8 +11,8 @@ flatten
 decay_and_step, move_towards
     SGD's kernel again, because it changes nothing where `found_inf` is 1: no optimizer needs copies of its tensors for
     an update that the device discards.
-orthogonalize, muon_rate
-    The arithmetic of `torch.optim.Muon`, whose `step` can't be gated.
+muon_rate
+    The scale of `torch.optim.Muon`, whose `step` can't be gated.
 scale_update
     The arithmetic of `torch.amp.GradScaler.update` in one kernel on the device, without the host waiting for it.
 
@@ -39,7 +39,6 @@ flatten: Callable[[Sequence[Tensor]], Tensor] = _native.flatten_dense_tensors
 
 scale_update: Callable[[Tensor, Tensor, Tensor, float, float, int], Tensor] = torch._amp_update_scale_
 
-orthogonalize: Callable[[Tensor, tuple[float, float, float], int, float], Tensor] = _muon._zeropower_via_newtonschulz
 muon_rate: Callable[[float, str | None, torch.Size], float] = _muon._adjust_lr
 
 

@@ -1,9 +1,10 @@
-"""Muon's step of sharded matrices, or on an accelerator, which decides itself whether the update is kept.
+"""Muon's step, of whole matrices or of sharded ones; an accelerator decides itself whether the update is kept.
 
     buffer <- lerp(buffer, g, 1 - momentum)      g <- orthogonalize(lerp(g, buffer, momentum))      p <- p - rate g
 
-Jordan et al. 2024; the same arithmetic as `torch.optim.Muon`. The gradient's memory holds what is computed in between,
-so that no matrix is copied but in the orthogonalization, one at a time. Of sharded matrices a rank has its rows of
+Jordan et al. 2024; in bf16 the same arithmetic as `torch.optim.Muon`. A run in fp32 orthogonalizes in fp32: bf16 makes
+steps of 4e-3 of the last bits in which strategies differ. The gradient's memory holds what is computed in between, so
+that no matrix is copied but in the orthogonalization, one at a time. Of sharded matrices a rank has its rows of
 parameter, gradient and buffer; only the orthogonalization takes whole ones: see `whole_matrices`.
 """
 
@@ -32,10 +33,10 @@ def make_state(muon: torch.optim.Muon) -> None:
 
 
 @torch.no_grad()
-def gated_step(muon: torch.optim.Muon, shards: RowShards | None, found_inf: Tensor | None) -> None:
+def gated_step(muon: torch.optim.Muon, dtype: torch.dtype, shards: RowShards | None, found_inf: Tensor | None) -> None:
     """Make the step of all parameters that have a gradient, but change nothing if `found_inf` (0-dim fp32) is 1.
 
-    The gradients are overwritten. All ranks together, if matrices are sharded.
+    The gradients are overwritten. All ranks together, if matrices are sharded. It orthogonalizes in `dtype`.
     """
     for group in muon.param_groups:
         named = zip(group["names"], group["params"], strict=True)
@@ -54,15 +55,24 @@ def gated_step(muon: torch.optim.Muon, shards: RowShards | None, found_inf: Tens
         orthogonalize = partial(_orthogonalized, group)
         if shards is None:
             for grad in grads:
-                grad.copy_(orthogonalize(grad))
+                grad.copy_(orthogonalize(grad.to(dtype)))
         else:
-            replace_by_whole(orthogonalize, grads, names, shards)
+            replace_by_whole(orthogonalize, grads, names, shards, dtype)
         shapes = [parameter.shape for parameter in parameters] if shards is None else [shards.shapes[n] for n in names]
         _step(group, shapes, parameters, grads, found_inf)
 
 
 def _orthogonalized(group: dict[str, Any], matrix: Tensor) -> Tensor:
-    return kernels.orthogonalize(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    """Return U V^T of the matrix, about, by a quintic Newton-Schulz iteration in its dtype; it is overwritten."""
+    a, b, c = group["ns_coefficients"]
+    is_tall = matrix.size(0) > matrix.size(1)
+    wide = matrix.T if is_tall else matrix
+    wide.div_(wide.norm().clamp(min=group["eps"]))
+    for _ in range(group["ns_steps"]):
+        gram = wide @ wide.T
+        gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        wide = torch.addmm(wide, gram, wide, beta=a)
+    return wide.T if is_tall else wide
 
 
 def _step(

@@ -2,7 +2,7 @@
 
 adamw, adam, sgd    fused kernels                                fused.py
 lion                Lockstep's, on torch's foreach operations    lion.py
-muon                torch.optim.Muon for the hidden matrices, AdamW for the rest; sharded or on an accelerator: muon.py
+muon                the hidden matrices: muon.py, on the state of torch.optim.Muon; AdamW for the rest
 adafactor           torch.optim.Adafactor; sharded or on an accelerator: adafactor.py
 a user's            any torch optimizer                          adapt_optimizer
 """
@@ -38,17 +38,20 @@ if TYPE_CHECKING:
     from lockstep.distributed.row_shards import RowShards
 
 
-def build_optimizer(optim: Optim, groups: Groups, shards: RowShards | None = None) -> Optimizer:
+def build_optimizer(
+    optim: Optim, groups: Groups, shards: RowShards | None = None, compute: torch.dtype | None = None
+) -> Optimizer:
     """Return the optimizer that the config names, over groups of `parameter_groups`.
 
     Args:
         shards: How ranks hold the parameters, of which the groups have this rank's rows; None: they are whole.
+        compute: As `resolve_compute` returns it; None: fp32.
 
     Raises:
         ConfigError: The model has no matrices for muon to update.
     """
     with _without_compiler():
-        return _BUILDERS[optim.name](optim, groups, shards)
+        return _BUILDERS[optim.name](optim, groups, shards, compute)
 
 
 @contextmanager
@@ -159,7 +162,7 @@ class CombinedOptimizer(Optimizer):
             part.load_state_dict({"parameters": named})
 
 
-def _muon(optim: Optim, groups: Groups, shards: RowShards | None) -> Optimizer:
+def _muon(optim: Optim, groups: Groups, shards: RowShards | None, compute: torch.dtype | None) -> Optimizer:
     """Return Muon (Jordan et al. 2024) for the hidden matrices and AdamW for the rest.
 
     Muon's steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2), so that one
@@ -172,8 +175,13 @@ def _muon(optim: Optim, groups: Groups, shards: RowShards | None) -> Optimizer:
         )
     muon = torch.optim.Muon(hidden, momentum=optim.momentum, nesterov=True, adjust_lr_fn="match_rms_adamw")
     make_muon_state(muon)
-    gated = DeviceGatedOptimizer(muon, partial(gated_muon_step, muon, shards), steps_itself=shards is None)
-    return CombinedOptimizer(gated, _BUILDERS["adamw"](optim, rest, shards)) if rest else gated
+    dtype = torch.float32 if compute is None else torch.bfloat16
+    gated = DeviceGatedOptimizer(muon, partial(gated_muon_step, muon, dtype, shards), steps_itself=False)
+    return CombinedOptimizer(gated, _adamw(optim, rest)) if rest else gated
+
+
+def _adamw(optim: Optim, groups: Groups) -> Optimizer:
+    return fused_adam(groups, optim.betas, optim.eps, decoupled=True)
 
 
 def _adafactor(groups: Groups, shards: RowShards | None) -> Optimizer:
@@ -204,11 +212,11 @@ def _split(groups: Groups) -> tuple[Groups, Groups]:
     return hidden, rest
 
 
-_BUILDERS: Mapping[str, Callable[[Optim, Groups, RowShards | None], Optimizer]] = {
-    "adamw": lambda optim, groups, shards: fused_adam(groups, optim.betas, optim.eps, decoupled=True),
-    "adam": lambda optim, groups, shards: fused_adam(groups, optim.betas, optim.eps, decoupled=False),
-    "sgd": lambda optim, groups, shards: fused_sgd(groups, optim.momentum, nesterov=optim.nesterov),
-    "lion": lambda optim, groups, shards: _lion(optim, groups),
+_BUILDERS: Mapping[str, Callable[[Optim, Groups, RowShards | None, torch.dtype | None], Optimizer]] = {
+    "adamw": lambda optim, groups, *_: _adamw(optim, groups),
+    "adam": lambda optim, groups, *_: fused_adam(groups, optim.betas, optim.eps, decoupled=False),
+    "sgd": lambda optim, groups, *_: fused_sgd(groups, optim.momentum, nesterov=optim.nesterov),
+    "lion": lambda optim, groups, *_: _lion(optim, groups),
     "muon": _muon,
-    "adafactor": lambda optim, groups, shards: _adafactor(groups, shards),
+    "adafactor": lambda optim, groups, shards, _: _adafactor(groups, shards),
 }

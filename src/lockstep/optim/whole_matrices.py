@@ -24,24 +24,28 @@ if TYPE_CHECKING:
 
     from lockstep.distributed.row_shards import RowShards
 
-_DTYPE = torch.bfloat16  # in which the function computes: nothing is lost by sending it
 Round = list[list[int]]
 """The matrices of each rank, by index."""
 
 
 def replace_by_whole(
-    function: Callable[[Tensor], Tensor], parts: Sequence[Tensor], names: Sequence[str], shards: RowShards
+    function: Callable[[Tensor], Tensor],
+    parts: Sequence[Tensor],
+    names: Sequence[str],
+    shards: RowShards,
+    dtype: torch.dtype,
 ) -> None:
     """Replace this rank's rows of each matrix by those of `function`(the whole matrix). All ranks together.
 
     Args:
-        function: Takes a matrix in bf16, which it may overwrite, and returns one of its shape, in bf16.
+        function: Takes a matrix in `dtype`, which it may overwrite, and returns one of its shape and dtype.
         parts: This rank's rows of each matrix.
         names: The parameters that the matrices belong to.
+        dtype: In which matrices are sent.
     """
     exchanges = [
-        _Exchange(members, parts, names, shards)
-        for members in rounds([shards.shapes[name] for name in names], shards.axis.size)
+        _Exchange(members, parts, names, shards, dtype)
+        for members in rounds([shards.shapes[name] for name in names], shards.axis.size, dtype.itemsize)
     ]
     gathered = exchanges[0].gather() if exchanges else None
     sent_back: Callable[[], None] | None = None
@@ -59,7 +63,7 @@ def replace_by_whole(
         sent_back()
 
 
-def rounds(shapes: Sequence[tuple[int, ...]], ranks: int) -> list[Round]:
+def rounds(shapes: Sequence[tuple[int, ...]], ranks: int, element_bytes: int) -> list[Round]:
     """Return which rank computes which matrices, in rounds; the most costly first, the same on all ranks."""
     costs = [prod(shape) * min(shape) for shape in shapes]  # of products with the transposed matrix
     order = sorted(range(len(shapes)), key=lambda index: (-costs[index], index))
@@ -67,7 +71,7 @@ def rounds(shapes: Sequence[tuple[int, ...]], ranks: int) -> list[Round]:
     size = 0
     for turn, first in enumerate(range(0, len(order), ranks)):
         dealt = order[first : first + ranks]
-        added = max(prod(shapes[index]) for index in dealt) * _DTYPE.itemsize
+        added = max(prod(shapes[index]) for index in dealt) * element_bytes
         if not made or size + added > CHUNK_BYTES:
             made.append([[] for _ in range(ranks)])
             size = 0
@@ -87,8 +91,10 @@ class _Exchange:
     What is sent back has these layouts in the other order.
     """
 
-    def __init__(self, members: Round, parts: Sequence[Tensor], names: Sequence[str], shards: RowShards) -> None:
-        self._axis = shards.axis
+    def __init__(
+        self, members: Round, parts: Sequence[Tensor], names: Sequence[str], shards: RowShards, dtype: torch.dtype
+    ) -> None:
+        self._axis, self._dtype = shards.axis, dtype
         self._parts = [parts[index] for of_rank in members for index in of_rank]
         self._given = [sum(parts[index].numel() for index in of_rank) for of_rank in members]
         own = [names[index] for index in members[shards.axis.rank]]
@@ -102,7 +108,7 @@ class _Exchange:
 
     def gather(self) -> Callable[[], list[Tensor]]:
         """Start gathering; return a function that waits for the whole matrices of this rank."""
-        sent = torch.empty(sum(self._given), dtype=_DTYPE, device=self._parts[0].device)
+        sent = torch.empty(sum(self._given), dtype=self._dtype, device=self._parts[0].device)
         torch._foreach_copy_(self._views(sent), self._parts)
         finish = self._axis.start_all_to_all(sent, self._given, self._taken)
 
@@ -124,7 +130,7 @@ class _Exchange:
             for matrix, result in enumerate(results)
         ]
         pieces = [of_matrix[rank] for rank in range(self._axis.size) for of_matrix in by_rank]
-        sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=_DTYPE, device=self._parts[0].device)
+        sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=self._dtype, device=self._parts[0].device)
         finish = self._axis.start_all_to_all(sent, self._taken, self._given)
         return lambda: torch._foreach_copy_(self._parts, self._views(finish()))
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from lockstep.core.records import ParameterFacts
 
 STEP_BYTES = 4  # a parameter's own count of updates, which torch keeps in fp32
-_EXCHANGED_ELEMENT_BYTES = 2  # Muon's iteration is in bf16
 
 
 ParameterBytes = Callable[["ParameterFacts", "Optim"], int]
@@ -40,8 +39,8 @@ class OptimizerFacts:
         whole_matrices: Its step depends on whole matrices, so that a strategy that shards them must support it.
         factors: Entries of its state that have one element along a dim of a matrix: that dim, from the end.
         unsharded_bytes: Returns those of `state_bytes` that each of the ranks holds that shard a parameter's rows.
-        exchanged_bytes: Returns the bytes of a parameter that such ranks exchange: each element travels to another
-            rank and back.
+        exchanged: Returns the elements of a parameter that such ranks exchange: each travels to another rank and back,
+            in the precision in which the run computes.
         summed_bytes: Returns the bytes that such ranks sum.
         normalizes: Its step depends on a gradient's sign or on its ratio to its past, not on its size.
     """
@@ -51,7 +50,7 @@ class OptimizerFacts:
     normalizes: bool = True
     factors: Mapping[str, int] = field(default_factory=dict)
     unsharded_bytes: ParameterBytes = _none
-    exchanged_bytes: ParameterBytes = _none
+    exchanged: ParameterBytes = _none
     summed_bytes: ParameterBytes = _none
 
 
@@ -77,7 +76,7 @@ def _columns(parameter: ParameterFacts, optim: Optim) -> int:
 
 
 def _orthogonalized(parameter: ParameterFacts, optim: Optim) -> int:
-    return parameter.elements * _EXCHANGED_ELEMENT_BYTES if is_hidden_matrix(parameter) else 0
+    return parameter.elements if is_hidden_matrix(parameter) else 0
 
 
 def _factor_sums(parameter: ParameterFacts, optim: Optim) -> int:
@@ -93,7 +92,7 @@ OPTIMIZERS = {
     "adamw": OptimizerFacts(_two_moments),
     "adam": OptimizerFacts(_two_moments),
     "sgd": OptimizerFacts(lambda parameter, optim: parameter.bytes if optim.momentum else 0, normalizes=False),
-    "muon": OptimizerFacts(_muon, whole_matrices=True, exchanged_bytes=_orthogonalized),
+    "muon": OptimizerFacts(_muon, whole_matrices=True, exchanged=_orthogonalized),
     "adafactor": OptimizerFacts(
         _factored,
         whole_matrices=True,

@@ -188,6 +188,6 @@ def volume_of(
         parameters=sum(gathered.values()),
         gradients=sum(parameter.elements * reduced for parameter in trained),
         at_root=sum(gathered[name] for name in at_root),
-        exchanged=sum(facts.exchanged_bytes(parameter, config.optim) for parameter in trained),
+        exchanged=narrow * sum(facts.exchanged(parameter, config.optim) for parameter in trained),
         summed=sum(facts.summed_bytes(parameter, config.optim) for parameter in trained),
     )

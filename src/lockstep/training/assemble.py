@@ -89,11 +89,12 @@ def make_components(
     _configure_process(config.run, config.precision.tf32)
     prepared = _prepare(config, world, given, purpose, deadly)
     whole, plan, source, objective = prepared.whole, prepared.plan, prepared.source, prepared.objective
-    optimizer = None if purpose is Purpose.EVALUATE else ConfiguredOptimizer(config.optim, plan.groups, given.optimizer)
+    dtype = resolve_compute(config.precision.compute, world.device)
+    own = config.optim, plan.groups, given.optimizer, dtype
+    optimizer = None if purpose is Purpose.EVALUATE else ConfiguredOptimizer(*own)
     made = parallelize(whole, config, plan, world, optimizer or NoOptimizer(), user_transforms(config, given))
     engine = build_engine(made, config, plan, world, source, objective, prepared.computed, prepared.masks)
 
-    dtype = resolve_compute(config.precision.compute, world.device)
     scaled = dtype is torch.float16 or made.sharding.rounds_to_fp16
     loader = TrainingLoader(
         source,
@@ -325,6 +326,7 @@ class ConfiguredOptimizer:
     Args:
         groups: Groups of the whole model's parameters, by settings.
         make: A user's function of parameter groups; None: the config's optimizer, which may be a user's, too.
+        compute: As `resolve_compute` returns it.
 
     Attributes:
         is_custom: Whether it is a user's.
@@ -336,9 +338,9 @@ class ConfiguredOptimizer:
         optim: Optim,
         groups: Sequence[Grouping],
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None,
+        compute: torch.dtype | None,
     ) -> None:
-        self._optim = optim
-        self._groups = groups
+        self._optim, self._groups, self._compute = optim, groups, compute
         self._make = make or custom_optimizer(optim)
         self.is_custom = self._make is not None
         self.used = optim
@@ -347,7 +349,7 @@ class ConfiguredOptimizer:
         """Return the optimizer of these parameters; see `OptimizerFactory`."""
         groups = parameter_groups(parameters, self._optim, self._groups)
         if self._make is None:
-            return build_optimizer(self._optim, groups, shards)
+            return build_optimizer(self._optim, groups, shards, self._compute)
         try:
             made = self._make(user_groups(groups, self._optim))
         except (TypeError, ValueError) as error:
