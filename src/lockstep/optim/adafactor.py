@@ -1,4 +1,4 @@
-"""Adafactor's step of sharded parameters, or on an accelerator, which decides itself whether the update is kept.
+"""Adafactor's step, of whole parameters or of sharded ones; an accelerator decides itself whether the update is kept.
 
     row, column     means of g^2 over the other dim, moving        variance = row x column / mean(row)
     u = g / sqrt(variance)        p <- p - rate (max(eps, rms(p)) u / max(1, rms(u) / d) + weight_decay p)

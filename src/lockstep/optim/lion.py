@@ -34,17 +34,9 @@ class Lion(torch.optim.Optimizer):
             for parameter in group["params"]:
                 self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
 
-    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
-        for group, columns in self._chunks():
-            parameters, grads, moments = columns
-            beta1, beta2 = group["betas"]
-            directions = torch._foreach_lerp(moments, grads, 1 - beta1)
-            torch._foreach_sign_(directions)
-            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(parameters, directions, alpha=-group["lr"])
-            torch._foreach_lerp_(moments, grads, 1 - beta2)
+        self.gated_step(None)
 
     @torch.no_grad()
     def gated_step(self, found_inf: Tensor | None) -> None:

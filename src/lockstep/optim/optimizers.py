@@ -3,7 +3,7 @@
 adamw, adam, sgd    fused kernels                                fused.py
 lion                Lockstep's, on torch's foreach operations    lion.py
 muon                the hidden matrices: muon.py, on the state of torch.optim.Muon; AdamW for the rest
-adafactor           torch.optim.Adafactor; sharded or on an accelerator: adafactor.py
+adafactor           adafactor.py, on the state of torch.optim.Adafactor
 a user's            any torch optimizer                          adapt_optimizer
 """
 
@@ -176,7 +176,7 @@ def _muon(optim: Optim, groups: Groups, shards: RowShards | None, compute: torch
     muon = torch.optim.Muon(hidden, momentum=optim.momentum, nesterov=True, adjust_lr_fn="match_rms_adamw")
     make_muon_state(muon)
     dtype = torch.float32 if compute is None else torch.bfloat16
-    gated = DeviceGatedOptimizer(muon, partial(gated_muon_step, muon, dtype, shards), steps_itself=False)
+    gated = DeviceGatedOptimizer(muon, partial(gated_muon_step, muon, dtype, shards))
     return CombinedOptimizer(gated, _adamw(optim, rest)) if rest else gated
 
 
@@ -188,8 +188,7 @@ def _adafactor(groups: Groups, shards: RowShards | None) -> Optimizer:
     """Return Adafactor (Shazeer & Stern 2018, arXiv:1804.04235)."""
     adafactor = torch.optim.Adafactor(groups)
     make_adafactor_state(adafactor)
-    gated_step = partial(gated_adafactor_step, adafactor, shards)
-    return DeviceGatedOptimizer(adafactor, gated_step, steps_itself=shards is None)
+    return DeviceGatedOptimizer(adafactor, partial(gated_adafactor_step, adafactor, shards))
 
 
 def _lion(optim: Optim, groups: Groups) -> Optimizer:

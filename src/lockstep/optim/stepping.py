@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,20 +51,11 @@ class DeviceGatedOptimizer(Optimizer):
     Args:
         gated_step: makes the optimizer's step by kernels that change nothing if their argument, `found_inf` (0-dim
             fp32 on the parameters' device), is 1; None: the update is kept. It may overwrite the gradients.
-        steps_itself: Make an update that the host keeps by the optimizer's own `step`, not by `gated_step`: it sees
-            whole parameters.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gated_step: Callable[[Tensor | None], None],
-        *,
-        steps_itself: bool = True,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, gated_step: Callable[[Tensor | None], None]) -> None:
         self._torch = optimizer
         self._gated_step = gated_step
-        self._step: Callable[[], object] = optimizer.step if steps_itself else partial(gated_step, None)
 
     @property
     def groups(self) -> list[dict[str, object]]:
@@ -78,7 +68,7 @@ class DeviceGatedOptimizer(Optimizer):
         if isinstance(keep, Tensor):
             self._gated_step(keep.logical_not().float())
         elif keep:
-            self._step()
+            self._gated_step(None)
         _clear(self._torch)
 
     def state_dict(self) -> dict[str, object]:
