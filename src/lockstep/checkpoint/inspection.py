@@ -10,7 +10,7 @@ from __future__ import annotations
 import calendar
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
+from lockstep.checkpoint.ownership import MAX_BYTES, OWNER, from_bytes
 from lockstep.checkpoint.reading import Reader, read_manifest
 from lockstep.checkpoint.retention import RetentionEntry, best_step, steps_to_delete
-from lockstep.checkpoint.storage import MANIFEST, names_by_step
+from lockstep.checkpoint.storage import MANIFEST, names_by_step, read_small
 from lockstep.config.schema import Checkpoint
 from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, RunFailed, VerificationError
@@ -187,6 +188,14 @@ def verify(storage: ReadableStorage, name: str) -> VerificationResult:
     except CorruptCheckpoint as error:
         fault = str(error)
     return VerificationResult(name, size, time.perf_counter() - began, fault)
+
+
+def verify_owner(storage: ReadableStorage) -> Iterator[VerificationResult]:
+    """Verify what records the run of the checkpoints, if anything does."""
+    with suppress(FileNotFoundError):
+        data = read_small(storage.open("", OWNER), MAX_BYTES)
+        fault = None if from_bytes(data) else "it isn't what was written; the next start of the run writes it again"
+        yield VerificationResult(OWNER, len(data), 0.0, fault)
 
 
 def verify_weights(folder: Path) -> Iterator[VerificationResult]:

@@ -86,7 +86,7 @@ class ObjectStorage:
             yield True
 
     def open(self, name: str, file: str) -> StoredObject:
-        return StoredObject(self._store, f"{name}/{file}")
+        return StoredObject(self._store, f"{name}/{file}".lstrip("/"))
 
     @contextlib.contextmanager
     def read_lock(self, name: str) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """The run that a folder of checkpoints belongs to: `owner.json` beside them, and the run id in each manifest.
 
-checkpoints/owner.json                      {"run": "5f0c...", "folder": "/data/runs/digits", "recipe": "digits"}
+checkpoints/owner.json                    {"run": "5f0c...", "folder": "/data/runs/digits", "recipe": "digits", a hash}
 checkpoints/step-00000480/manifest.json   {"run": "5f0c...", ...}    another id: a copy of another run's checkpoint
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from lockstep.checkpoint.hashing import hash_bytes
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.storage import MANIFEST
 
@@ -36,19 +37,18 @@ class Owner:
 
 
 def to_bytes(owner: Owner) -> bytes:
-    return (json.dumps(asdict(owner), indent=2) + "\n").encode()
+    content = asdict(owner)
+    return (json.dumps({**content, "xxh3_128": hash_bytes(json.dumps(content).encode())}, indent=2) + "\n").encode()
 
 
 def from_bytes(data: bytes) -> Owner | None:
-    """Return the owner that a file records, or None if it records none."""
+    """Return the owner that a file records; None if a byte of it isn't what was written."""
     try:
         content = json.loads(data)
-        run, folder, recipe = content["run"], content["folder"], content["recipe"]
+        owner = Owner(str(content["run"]), content["folder"], str(content["recipe"]))
+        return owner if to_bytes(owner) == data and isinstance(owner.folder, str | None) else None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    if not isinstance(run, str) or not run or not isinstance(folder, str | None) or not isinstance(recipe, str):
-        return None
-    return Owner(run, folder, recipe)
 
 
 class ForeignCheckpoint(CorruptCheckpoint):

@@ -67,7 +67,7 @@ class ReadableStorage(Protocol):
         """Return the names of all published checkpoints, damaged ones included. Raises OSError."""
 
     def open(self, name: str, file: str) -> StoredFile:
-        """Open a file of a published checkpoint. Raises OSError."""
+        """Open a file of a published checkpoint, or one beside them (name: ""). Raises OSError."""
 
     def read_lock(self, name: str) -> AbstractContextManager[None]:
         """Keep the checkpoint from being deleted while the block runs."""

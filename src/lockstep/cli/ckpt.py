@@ -93,7 +93,7 @@ def _verify(arguments: Sequence[str]) -> int:
     which.add_argument("--all", action="store_true", help="every checkpoint")
     args = parser.parse_args(arguments)
 
-    from lockstep.checkpoint.inspection import verify, verify_all, verify_weights
+    from lockstep.checkpoint.inspection import verify, verify_all, verify_owner, verify_weights
     from lockstep.cli import ckpt_text
     from lockstep.training.locations import choose, find
     from lockstep.training.weights import MODEL
@@ -104,19 +104,22 @@ def _verify(arguments: Sequence[str]) -> int:
     for result in verify_all(place.storage) if args.all else [verify(place.storage, chosen)]:
         results.append(result)
         _print([ckpt_text.verified(result)])
+    owner = [result for result in verify_owner(place.storage) if result.fault is not None]
+    _print([*map(ckpt_text.verified, owner)])
     run = place.run if place.name is None and args.step is None else None
     published = []
     for result in verify_weights(run / MODEL) if run is not None else ():
         published.append(result)
         _print([ckpt_text.verified(result)])
     faults = [result for result in results if result.fault is not None]
-    damaged = [result for result in published if result.fault is not None]
+    damaged = [(place.place, result) for result in owner]
+    damaged += [(str(run), result) for result in published if result.fault is not None]
     if args.json:
         verified = {"checkpoints": list(map(asdict, results)), "weights": list(map(asdict, published))}
         emit({"run": str(args.run), "ok": not faults and not damaged, **verified})
     if faults or damaged:
         messages = [ckpt_text.damaged(place.place, faults, len(results))] if faults else []
-        messages += [f"{run}/{result.name} is damaged: {result.fault}" for result in damaged]
+        messages += [f"{folder}/{result.name} is damaged: {result.fault}" for folder, result in damaged]
         raise VerificationError("\n".join(messages))
     return 0
 

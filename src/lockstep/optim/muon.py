@@ -10,7 +10,6 @@ parameter, gradient and buffer; only the orthogonalization takes whole ones: see
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +57,11 @@ def gated_step(muon: torch.optim.Muon, dtype: torch.dtype, shards: RowShards | N
                 grad.copy_(orthogonalize(grad.to(dtype)))
         else:
             replace_by_whole(orthogonalize, grads, names, shards, dtype)
-        shapes = [parameter.shape for parameter in parameters] if shards is None else [shards.shapes[n] for n in names]
-        _step(group, shapes, parameters, grads, found_inf)
+        for name, parameter, grad in zip(names, parameters, grads, strict=True):
+            shape = torch.Size(shards.shapes[name]) if shards else parameter.shape
+            scale = kernels.muon_rate(1.0, group["adjust_lr_fn"], shape)
+            decay = group["weight_decay"] / scale  # of the rate without the scale, as torch has it
+            kernels.decay_and_step([parameter], [grad], scale * group["lr"], decay, found_inf)
 
 
 def _orthogonalized(group: dict[str, Any], matrix: Tensor) -> Tensor:
@@ -73,23 +75,3 @@ def _orthogonalized(group: dict[str, Any], matrix: Tensor) -> Tensor:
         gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         wide = torch.addmm(wide, gram, wide, beta=a)
     return wide.T if is_tall else wide
-
-
-def _step(
-    group: dict[str, Any],
-    shapes: Sequence[tuple[int, ...]],
-    parameters: list[Tensor],
-    grads: list[Tensor],
-    found_inf: Tensor | None,
-) -> None:
-    """Make the steps of matrices of the same scale, which depends on the whole shape, in one call."""
-    scales = [kernels.muon_rate(1.0, group["adjust_lr_fn"], torch.Size(shape)) for shape in shapes]
-    for scale in dict.fromkeys(scales):
-        chosen = [index for index, own in enumerate(scales) if own == scale]
-        kernels.decay_and_step(
-            [parameters[index] for index in chosen],
-            [grads[index] for index in chosen],
-            scale * group["lr"],
-            group["weight_decay"] / scale,  # of the rate without the scale, as torch has it
-            found_inf,
-        )

@@ -132,7 +132,7 @@ def adapt_optimizer(torch_optimizer: torch.optim.Optimizer, optim: Optim) -> tup
         raise ConfigError(f"an optimizer must be a torch.optim.Optimizer, not a {type(torch_optimizer).__name__}")
     refuse_closures(type(torch_optimizer))
     used = settle_user_settings(torch_optimizer, optim)
-    return HostGatedOptimizer(torch_optimizer, saves_groups=True), used
+    return HostGatedOptimizer(torch_optimizer), used
 
 
 class CombinedOptimizer(Optimizer):

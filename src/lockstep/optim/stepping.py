@@ -79,20 +79,17 @@ class DeviceGatedOptimizer(Optimizer):
 
 
 class HostGatedOptimizer(Optimizer):
-    """An optimizer with state of any kind, such as counts on the host.
+    """A user's optimizer, with state of any kind, such as counts on the host or in groups.
 
     On an accelerator the host waits at each update until it knows whether it is kept.
-
-    Args:
-        saves_groups: Save what changes in the groups, and other state of its own: a user's optimizer may count there.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, saves_groups: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._torch = optimizer
         self._train, self._eval = (getattr(optimizer, name, None) for name in ("train", "eval"))
         if self._train is not None and self._eval is not None:
             self._train()  # some begin in evaluation
-        self._initial_groups = copy.deepcopy(group_state(optimizer)) if saves_groups else None
+        self._initial_groups = copy.deepcopy(group_state(optimizer))
 
     @property
     def groups(self) -> list[dict[str, object]]:
@@ -121,16 +118,14 @@ class HostGatedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, object]:
         state = named_state(self._torch)
-        if self._initial_groups is not None:
-            state["groups"] = changed_groups(self._torch, self._initial_groups)
-            if own := own_state(self._torch):
-                state["own"] = own
+        state["groups"] = changed_groups(self._torch, self._initial_groups)
+        if own := own_state(self._torch):
+            state["own"] = own
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._initial_groups is not None:
-            load_group_state(self._torch, state["groups"])
-            load_own_state(self._torch, state.get("own", {}))
+        load_group_state(self._torch, state["groups"])
+        load_own_state(self._torch, state.get("own", {}))
         load_named_state(self._torch, state["parameters"])
 
 
