@@ -37,6 +37,12 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         ["--batch.global_size=abc", "--optim.lr=fast"],
         "--batch.global_size: 'abc' is not a whole number above 0\n--optim.lr: 'fast' is not a number of 0 or more",
     ),
+    "a value that is gone": (
+        GOOD + "recovery: {bad_numbers: {nonfinite: retry}}\n",
+        [],
+        "/run.yaml:4:37: recovery.bad_numbers.nonfinite: 'retry' is not one of skip, rollback, stop; did you mean "
+        "skip?",
+    ),
     "a key that is gone": (
         GOOD + "recovery: {grow_after: 1000}\n",
         [],

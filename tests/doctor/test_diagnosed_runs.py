@@ -247,19 +247,6 @@ def test_the_remedy_names_the_sample_that_ended_the_run(text: str, tmp_path: Pat
     assert "data.bad_samples='{policy: skip}'" in remedy
 
 
-def test_a_deadly_sample_is_named_where_no_launcher_left_a_record(tmp_path: Path) -> None:
-    run = recorded_run(tmp_path, "fine\n")
-    record = run / "logs" / "deadly_samples.jsonl"
-    record.write_text('{"data": "1", "samples": [17], "what": "rank 0 hangs fetching data"}\n')
-    os.utime(run / "environment.json", (1, 1))
-    diagnosis = diagnose_run(run)
-    assert diagnosis.is_wrong
-    assert diagnosis.seen[0].evidence[0].text == "rank 0 hangs fetching data; it was reading sample 17"
-    assert "data.leave_out='[[17, 17]]'" in describe_run(diagnosis, None)
-    os.utime(record, (0, 0))  # an earlier launch's
-    assert not diagnose_run(run).seen
-
-
 def test_a_sample_that_all_bad_updates_have_in_common_is_named(tmp_path: Path) -> None:
     bad = [[135, 30, 143], [44, 30, 192], [30, 7, 8]]
     lines = [

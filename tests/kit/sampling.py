@@ -55,11 +55,6 @@ ROWS: dict[str, int | tuple[str, ...]] = {
     "training/test_bad_numbers.py::test_each_policy_for_a_spike": 3,
     "training/test_context.py::test_models_of_other_families": 0,
     "training/test_context.py::test_products_on_four_ranks": 0,
-    "training/test_deadly_samples.py::test_it_is_left_out_after_the_second_time": (
-        "ends, 0 workers, 1 ranks",
-        "hang, 1 workers, 1 ranks",
-        "hang with the interpreter's lock, 0 workers, 1 ranks",
-    ),
     "training/test_deepspeed.py::test_a_discarded_update_leaves_no_bit": 3,
     "training/test_deepspeed.py::test_a_run_goes_on_to_the_bit_under_the_same_stage": 2,
     "training/test_deepspeed.py::test_memory_is_what_the_plan_says": 1,

@@ -106,21 +106,6 @@ def test_what_is_known_of_a_run_that_left_no_record_is_stated(tmp_path: Path, mo
     assert status.sentence == f"It failed: {status.note}."
 
 
-def test_the_sample_that_ended_a_run_of_another_launcher_is_stated(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    run.write_environment({"host": "a", "created": "2026-11-21T09:30:00+0000", "variables": {}})
-    run.release()
-    assert status_of(run.path).state is RunState.STOPPED
-    record = run.path / "logs" / "deadly_samples.jsonl"
-    record.parent.mkdir(exist_ok=True)
-    record.write_text('{"data": "1", "samples": [17], "what": "rank 0 was killed by SIGSEGV"}\n')
-    os.utime(run.path / "environment.json", (1, 1))
-    status = status_of(run.path)
-    assert (status.state, status.note) == (RunState.FAILED, "rank 0 was killed by SIGSEGV; it was reading sample 17")
-    os.utime(record, (0, 0))  # an earlier launch's
-    assert status_of(run.path).state is RunState.STOPPED
-
-
 def test_a_run_that_ended_early_has_the_reason(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     finished(run)

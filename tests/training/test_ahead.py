@@ -17,7 +17,6 @@ from lockstep.config.loading import load
 from lockstep.config.recipes import resolve_recipe
 from lockstep.core import standby
 from lockstep.core.files import write_if_changed
-from lockstep.data.bad_samples import Deadly
 from lockstep.training import ahead, job
 from lockstep.training.ahead import ready_ahead, session_with
 from lockstep.training.components import Purpose
@@ -118,18 +117,13 @@ def test_a_rank_that_waits_has_its_components_when_it_is_needed(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("waits")
-@pytest.mark.parametrize(
-    ("purpose", "deadly"),
-    [(Purpose.TRAIN, Deadly()), (Purpose.RESUME, Deadly({3: "it ends the process"}))],
-    ids=["no checkpoint follows", "a sample is left out"],
-)
-def test_a_rank_that_is_needed_for_something_else_assembles_that(purpose: Purpose, deadly: Deadly) -> None:
+def test_a_rank_that_is_needed_for_something_else_assembles_that() -> None:
     config = load([resolve_recipe("digits").path], CPU).config
     made = []
 
     def other(ready: Any, config: Any, given: Any, world: Any, *_: Any) -> Session:
         made.append(ready.components)
-        return session_with(ready, config, given, world, purpose, deadly)
+        return session_with(ready, config, given, world, Purpose.TRAIN)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(job, "session_with", other)
@@ -157,4 +151,4 @@ def test_a_rank_that_waits_takes_little_memory_and_runs_no_one_elses_code(
     overrides: tuple[str, ...], objects: dict[str, Any]
 ) -> None:
     config = load([resolve_recipe("digits").path], [*CPU, *overrides]).config
-    assert ready_ahead(config, UserObjects(**objects), None, Deadly) is None  # type: ignore[arg-type]
+    assert ready_ahead(config, UserObjects(**objects), None) is None  # type: ignore[arg-type]

@@ -212,7 +212,7 @@ class Noisy(small.CrossEntropy):
 
 def _repeated(parallel: dict[str, Any] | None, model: str) -> list[tuple[list[Verdict], list[float], str]]:
     """Verdicts, losses and weights of a run without a NaN, with one that doesn't come again, and with one that does."""
-    asked = _config({"nonfinite": "retry"}, parallel)
+    asked = _config({"bisect": True}, parallel)
     if not parallel or "pipeline" not in parallel:
         asked |= {"model": {"kind": "custom", "target": f"kit.small:{model}"}, "batch": {"global_size": 10}}
     here = parallel is None or os.environ["RANK"] == "1"
@@ -246,7 +246,7 @@ def _updated(asked: dict[str, Any], times: int) -> tuple[list[Verdict], list[flo
 @pytest.mark.parametrize("strategy", ["single", *_STRATEGIES, "powersgd"])
 def test_a_nan_that_does_not_come_again_leaves_no_trace(strategy: str) -> None:
     ranks = 1 if strategy == "single" else 2
-    for usual, once, twice in in_world(ranks, _repeated, {**_STRATEGIES, **_COMPRESSED}.get(strategy), "WithBatchNorm"):
+    for usual, once, twice in in_world(ranks, _repeated, {**_STRATEGIES, **_COMPRESSED}.get(strategy), "Net"):
         assert once == usual
         assert set(once[0]) == {Verdict.KEPT}
         assert [step for step, verdict in enumerate(twice[0]) if verdict is not Verdict.KEPT] == [3]

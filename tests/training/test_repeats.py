@@ -61,11 +61,11 @@ def _logged(asked: dict[str, Any], nan_in: int | None = None) -> list[LogEntries
 
 
 def test_a_repeated_update_logs_what_the_undisturbed_one_does(tmp_path: Path) -> None:
-    asked = config(tmp_path / "run", "single", {"nonfinite": "retry"}, arguments={}, steps=5)
+    asked = config(tmp_path / "run", "single", {"bisect": True}, arguments={}, steps=5)
     assert _logged(asked, nan_in=3) == _logged(asked)
 
 
-@pytest.mark.parametrize("policy", ["skip", "retry"])
+@pytest.mark.parametrize("policy", ["skip"])
 def test_a_search_logs_nothing_but_the_update_without_the_sample(tmp_path: Path, policy: str) -> None:
     asked = config(tmp_path / "run", "single", {"nonfinite": policy, "bisect": True}, steps=BAD_UPDATE + 1)
     entries = _logged(asked)

@@ -2,8 +2,8 @@
 
 collective, diverge    several ranks; for `diverge` copies of the state, and recovery.compare_every: 1
 flip                   updates enough for two checkpoints
-nan                    recovery.bad_numbers.nonfinite: retry, where updates can be repeated
-badsample              recovery.bad_numbers.nonfinite: rollback, or bisect beside retry
+nan                    recovery.bad_numbers.bisect, where parts of updates can be computed
+badsample              the same beside nan, otherwise recovery.bad_numbers.nonfinite: rollback
 host, partition, ...   hosts that are joined by a network of this machine
 shrink                 MIN:MAX hosts; the faults that let hosts come back change the world twice, and don't apply there
 """
@@ -67,7 +67,7 @@ def prepared(config: Config, kinds: Collection[str]) -> Config:
     recovery = config.recovery
     numbers: dict[str, object] = {}
     if NAN in kinds:
-        numbers = {"nonfinite": "retry", "bisect": recovery.bad_numbers.bisect or BAD_SAMPLE in kinds}
+        numbers = {"bisect": True}
     elif BAD_SAMPLE in kinds and not (recovery.bad_numbers.bisect or recovery.bad_numbers.nonfinite == "rollback"):
         numbers = {"nonfinite": "rollback", "rollback_steps": _ROLLBACK_STEPS}
     if numbers:
@@ -84,14 +84,11 @@ def without_parts(kinds: Collection[str], chosen: Collection[str], coupled: str)
         coupled: Why they do.
 
     Raises:
-        ConfigError: Kinds that don't apply together were chosen.
+        ConfigError: Such a kind was chosen.
     """
-    if not {NAN, BAD_SAMPLE} <= set(kinds):
-        return tuple(kinds)
-    if chosen:
-        why = f"finds the sample by parts of an update, which {coupled} doesn't allow; choose one of them"
-        raise ConfigError(f"--faults {BAD_SAMPLE} beside {NAN} {why}")
-    return tuple(kind for kind in kinds if kind != BAD_SAMPLE)
+    if NAN in chosen:
+        raise ConfigError(f"--faults {NAN} is met by computing parts of an update, which {coupled} doesn't allow")
+    return tuple(kind for kind in kinds if kind != NAN)
 
 
 def _reasons(config: Config, world: Cluster, steps: int) -> Iterator[tuple[str, str]]:

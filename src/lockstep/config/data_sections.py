@@ -132,7 +132,7 @@ class BadSamples(Section):
 
     policy: Literal["fail", "skip"] = "fail"
     """fail: the first one ends the run, saved; skip: it is left out of its update. Positions, global batches, rates
-    and all other samples stay the same. One whose reading ends the process is read once more, in the next round."""
+    and all other samples stay the same. One whose reading ends the process is named, and not left out."""
     limit: Positive = 10
     """skip: the run ends with a list of them once there are more. A sample that every epoch leaves out counts once."""
     timeout: Annotated[float, Field(gt=0)] | None = 30.0

@@ -28,11 +28,10 @@ def refusal_in_backward(config: Config) -> str | None:
             "optim.in_backward frees each gradient in the backward, before monitor.histograms can count it; write "
             "monitor.histograms.of: weights"
         )
-    if numbers.nonfinite in ("retry", "rollback"):
+    if numbers.nonfinite == "rollback":
         return (
             "optim.in_backward applies gradients before it is known whether they are finite, so that "
-            f"recovery.bad_numbers.nonfinite: {numbers.nonfinite} can't discard an update; write skip, or in_backward: "
-            "false"
+            "recovery.bad_numbers.nonfinite: rollback can't discard an update; write skip, or in_backward: false"
         )
     if numbers.bisect:
         return (

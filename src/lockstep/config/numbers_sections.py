@@ -12,11 +12,10 @@ from lockstep.strategies.section import Positive, Section
 class BadNumbers(Section):
     """Updates whose loss or gradient norm is not finite, or far above those before: a spike."""
 
-    nonfinite: Literal["skip", "retry", "rollback", "stop"] = "skip"
-    """skip: an update with a NaN or an infinity is discarded; retry: it is repeated once from the same state, and
-    discarded if it isn't finite again (a GPU makes the host wait for each update); rollback: it is discarded, and the
-    run goes back by `rollback_steps`; stop: it is discarded, and ends the run. An overflow of fp16 under a loss scale
-    is always skipped."""
+    nonfinite: Literal["skip", "rollback", "stop"] = "skip"
+    """skip: an update with a NaN or an infinity is discarded; rollback: it is discarded, and the run goes back by
+    `rollback_steps`; stop: it is discarded, and ends the run. An overflow of fp16 under a loss scale is always
+    skipped."""
     spike: Literal["ignore", "warn", "skip", "rollback", "stop"] = "warn"
     """warn: an update with a spike is kept and reported; skip: it is discarded; rollback: it is discarded, and the run
     goes back by `rollback_steps`; stop: it is discarded, and ends the run."""
@@ -30,8 +29,8 @@ class BadNumbers(Section):
     newest checkpoint or snapshot before them, or to the oldest one there is."""
     bisect: bool = False
     """Search a bad update for the samples that make it so: parts of it are computed again from the same state. Samples
-    that are found are left out alone, and the update is repeated without them, under `skip`, `retry` and `rollback`;
-    `warn` and `stop` name them. A GPU makes the host wait for each update."""
+    that are found are left out alone, and the update is repeated without them, under `skip` and `rollback`; `warn` and
+    `stop` name them. If none are found, it is repeated once as it was. A GPU makes the host wait for each update."""
 
     @model_validator(mode="after")
     def _options_have_an_effect(self) -> BadNumbers:

@@ -182,6 +182,7 @@ _EXAMPLES = (
     ("parallel.deepspeed.config", "write the path of a JSON file, or its content as a mapping"),
 )
 _WORDS = {
+    "recovery.bad_numbers.nonfinite": {"retry": "skip"},
     "launch.device": {"gpu": "cuda", "rocm": "cuda"},
     "checkpoint.best_is": {"max": "highest", "maximum": "highest", "min": "lowest", "minimum": "lowest"},
 }

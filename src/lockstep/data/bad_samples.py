@@ -12,17 +12,15 @@ Items that torch's own function collates must therefore have the shapes that mos
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from lockstep.core import heartbeat
 from lockstep.core.errors import Failure, OutOfMemory, RunFailed
-from lockstep.core.heartbeat import mark_of
 from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.records import Batch, LeftOutSample
 from lockstep.data import noise
@@ -37,28 +35,10 @@ CONFIGURED = "data.leave_out"
 """The reason of samples that the config leaves out."""
 BAD_NUMBERS = "bad numbers: "
 """The beginning of the reason of samples that are left out because of the numbers of their update."""
-DEADLY = "reading it has ended the process "
-"""The beginning of the reason of samples that `deadly_samples.jsonl` lists."""
 WENT_BACK = "; the run went back"
 """The end of the reason of samples that `rollbacks.json` lists."""
 _LOOKED_AT = 16
 _MOST = 0.75  # of the samples that are looked at have the shapes that all must have
-
-
-@dataclass(frozen=True, slots=True)
-class Deadly:
-    """Samples whose reading has ended the process that read them.
-
-    Attributes:
-        reasons: Those that are left out, with the reasons, by index.
-        suspects: Those among which there is another one.
-    """
-
-    reasons: Mapping[int, str] = field(default_factory=dict)
-    suspects: frozenset[int] = frozenset()
-
-
-NONE_DEADLY = Deadly()
 
 
 class _OtherShapes(Exception):
@@ -73,7 +53,6 @@ class SkippingSource:
         skips: Whether other samples than `known` may be left out.
         known: Reasons of samples to leave out, by index.
         timeout: Seconds after which reading a sample counts as endless; None: never.
-        suspects: Samples to read alone before they are read with others: one of them may end the process.
     """
 
     def __init__(
@@ -84,7 +63,6 @@ class SkippingSource:
         skips: bool = True,
         known: Mapping[int, str] | None = None,
         timeout: float | None = None,
-        suspects: Collection[int] = (),
     ) -> None:
         self.source = source
         self.facts = source.facts
@@ -94,7 +72,6 @@ class SkippingSource:
         self._skips = skips
         self._timeout = timeout if skips else None
         self._uniform = uniform
-        self._suspects = frozenset(suspects if skips else ())
         self._shapes: str | None = None
         self._reference: Indices | None = None
         if uniform:
@@ -148,8 +125,6 @@ class SkippingSource:
         left_out = self.reasons(indices)
         tried_again = False
         generators = noise.generator_states() if self.draws else None
-        if self._suspects and self._read_suspects(indices, left_out) and generators is not None:
-            noise.restore_generators(generators)
         while True:
             usable = indices[[index not in left_out for index in indices.tolist()]] if left_out else indices
             if not len(usable):
@@ -169,14 +144,6 @@ class SkippingSource:
                     noise.restore_generators(generators)
                 continue
             return replace(batch, left_out=_listed(indices, left_out)) if left_out else batch
-
-    def _read_suspects(self, indices: Indices, left_out: Collection[int]) -> bool:
-        """Read each suspect among these samples alone, so that the launcher learns which one ends this process."""
-        suspects = [index for index in indices.tolist() if index in self._suspects and index not in left_out]
-        for index in suspects:
-            with suppress(Exception), heartbeat.reads(mark_of(index, evaluates=False)):
-                self._fetch(np.array([index]))
-        return bool(suspects)
 
     def _fetch(self, indices: Indices) -> Batch:
         with time_limit(self._timeout):

@@ -19,7 +19,7 @@ from lockstep.config.schema import (
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch
-from lockstep.data.bad_samples import CONFIGURED, NONE_DEADLY, Deadly, SkippingSource
+from lockstep.data.bad_samples import CONFIGURED, SkippingSource
 from lockstep.data.order import Indices
 
 if TYPE_CHECKING:
@@ -118,13 +118,11 @@ def skipping(
     ranges: Sequence[tuple[int, int]] = (),
     *,
     later: bool = False,
-    deadly: Deadly = NONE_DEADLY,
 ) -> Source:
     """Return a source that leaves out samples that can't be used, and those of `data.leave_out` (`ranges`).
 
     Args:
         later: Whether samples may have to be left out for other reasons.
-        deadly: Those whose reading has ended a process; none if bad samples aren't left out.
 
     Raises:
         ConfigError: There are no such samples, or too many.
@@ -143,10 +141,8 @@ def skipping(
         raise ConfigError(Problem("", "data.bad_samples.policy" if skips else "data.leave_out", why))
     left_out = _indices_of(ranges, source.facts.samples)
     uniform = skips and isinstance(source, ItemSource) and source.is_uniform
-    known = {**deadly.reasons, **dict.fromkeys(left_out, CONFIGURED)}
-    return SkippingSource(
-        source, uniform=uniform, skips=skips, known=known, timeout=bad_samples.timeout, suspects=deadly.suspects
-    )
+    known = dict.fromkeys(left_out, CONFIGURED)
+    return SkippingSource(source, uniform=uniform, skips=skips, known=known, timeout=bad_samples.timeout)
 
 
 def _indices_of(ranges: Sequence[tuple[int, int]], samples: int) -> list[int]:

@@ -25,10 +25,8 @@ from lockstep.doctor.failures_of_hosts import (
     ONE_SAMPLE,
     OUT_OF_MEMORY,
 )
-from lockstep.doctor.failures_of_samples import DEADLY, DEADLY_EVALUATED
 from lockstep.doctor.kernel_log import kernel_kills_near
-from lockstep.doctor.known_failures import KNOWN, failure_in, failure_named
-from lockstep.launch.deaths import FILE, deaths_of_last_launch
+from lockstep.doctor.known_failures import KNOWN, failure_in
 from lockstep.launch.ends_file import LaunchEnds
 from lockstep.launch.last_launch import LastLaunch
 from lockstep.monitor.folder import LOGS
@@ -63,7 +61,7 @@ class SeenFailure:
 def seen_failures(run: Path, last: LastLaunch) -> list[SeenFailure]:
     """Return the failures that the files of the last launch show, the cause first."""
     lines: dict[str, list[LogEvidence]] = {}
-    for line, failure in (*_of_ends(last.records), *_of_files(run, last), *_of_deadly_samples(run, last)):
+    for line, failure in (*_of_ends(last.records), *_of_files(run, last)):
         lines.setdefault(failure.name, []).append(line)
     if KILLED in lines:
         _tell_who_killed(lines, last.records)
@@ -98,14 +96,6 @@ def _of_files(run: Path, last: LastLaunch) -> Iterator[tuple[LogEvidence, KnownF
                 line = LogEvidence(str(file.relative_to(run)), number, text.strip(), rank)
                 kept[failure.name] = line, failure
         yield from kept.values()
-
-
-def _of_deadly_samples(run: Path, last: LastLaunch) -> Iterator[tuple[LogEvidence, KnownFailure]]:
-    """Yield the newest end of a sample's reader, if the last launch has recorded one there, and nothing else."""
-    deaths = [] if last.records else deaths_of_last_launch(run)
-    for death in deaths[-1:]:
-        name = DEADLY if death.evaluation_set is None else DEADLY_EVALUATED
-        yield LogEvidence(f"{LOGS}/{FILE}", len(deaths), str(death)), failure_named(name)
 
 
 def _tell_who_killed(lines: dict[str, list[LogEvidence]], records: Sequence[LaunchEnds]) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 
 from lockstep.doctor.catalog import row
 
-DEADLY, DEADLY_EVALUATED = "sample ends its reader", "evaluation set ends its reader"
 TOO_MANY = "too many bad samples"
 LIMIT = "data.bad_samples.limit="
 _OVER_LIMIT = re.compile(r"\b(\d+) samples? of data\.train can't be used, and data\.bad_samples\.limit is \d")
@@ -28,14 +27,14 @@ _SKIP = (
 
 OF_SAMPLES = (
     row(
-        DEADLY,
+        "sample ends its reader",
         rf"{_READS}(?:sample (?P<sample>\d+)\b(?!{_EVALUATED})|one of samples \d(?!.*{_EVALUATED}))",
         "Reading this sample ends or blocks the process that reads it: native code crashes, exits or waits for a lock, "
         "or a file server doesn't answer.",
         f"Mend the sample, {_SKIP}",
     ),
     row(
-        DEADLY_EVALUATED,
+        "evaluation set ends its reader",
         rf"{_READS}(?:sample \d+{_EVALUATED}|one of samples \d.*{_EVALUATED})",
         "Reading a sample of an evaluation set ends or blocks the process that reads it.",
         _LEFT_OUT_OF_SET,

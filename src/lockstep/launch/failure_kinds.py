@@ -7,7 +7,6 @@ message      Lockstep's own verdict on the run              never
 memory       out of memory, the kernel's OOM killer         with smaller micro-batches, while there are any
 program      KeyError in a dataset, sys.exit()              once at the same step: it may have been the host
 transient    SIGKILL, a connection or a disk that failed    up to the limit
-             the end of a process that was reading          with one sample, once (`deadly_samples`)
 hang         a rank that doesn't move and others wait for   up to the limit
 host         a host that can't be reached any more          up to the limit
 rollback     bad numbers, before which the run goes back    always: the ranks count against the limit
@@ -19,6 +18,7 @@ import re
 from enum import Enum
 
 from lockstep.core.control_groups import OOM_KILLER
+from lockstep.core.heartbeat import Reading
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.ends_file import gist
 
@@ -71,7 +71,7 @@ def kind_of(end: End, text: str = "") -> FailureKind:
         return FailureKind.CONFIG
     if end.advice or end.too_large or (was_killed(end) and OOM_KILLER in f"{end.text}{text}"):
         return FailureKind.MEMORY
-    if was_killed(end) or (end.samples and end.kind is not EndKind.HUNG):
+    if was_killed(end):
         return FailureKind.TRANSIENT
     if end.worker_has_exited:
         return FailureKind.PROGRAM
@@ -84,6 +84,17 @@ def kind_of(end: End, text: str = "") -> FailureKind:
 def was_killed(end: End) -> bool:
     """Return whether a signal killed the rank, or SIGKILL one of its data workers."""
     return end.kind is EndKind.KILLED or end.worker_was_killed
+
+
+def advice_on_samples(end: End) -> str:
+    """Return what to do about the samples that a process was reading as it ended; empty if it was reading none."""
+    if not end.samples:
+        return ""
+    mend = f"mend {Reading(end.samples, end.evaluation_set)}, or leave it out"
+    if end.evaluation_set is not None:
+        return f"{mend} of the set (data.leave_out is for training samples), then start the run again to resume"
+    key = f"data.leave_out='[[{end.samples[0]}, {end.samples[0]}]]'" if len(end.samples) == 1 else "data.leave_out"
+    return f"{mend} by {key}, then start the run again to resume (mended data may need --accept-changes)"
 
 
 def advice_after(kind: FailureKind) -> str:

@@ -33,8 +33,8 @@ from lockstep.core.heartbeat import PROCESS, READY, Heartbeat, mapped_heartbeats
 from lockstep.core.processes import machine, started
 from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.core.stopping import STOP_SIGNALS
-from lockstep.launch.deadly_samples import DeadlySamples
-from lockstep.launch.ends import End, EndKind, while_reading
+from lockstep.launch.ends import End, EndKind, first_cause, while_reading
+from lockstep.launch.failure_kinds import advice_on_samples
 from lockstep.launch.flight_records import answer_no_more, answer_requests
 from lockstep.launch.hang_watch import HangWatch, LearnedTimes
 from lockstep.launch.kept_times import keep, remove_without, take, times_folder
@@ -197,12 +197,10 @@ def _is_there(folder: Path) -> bool:
 
 def _start(host: _Host, config: Config, logs: Path | None, opening: int) -> subprocess.Popen[bytes] | None:
     times, goes_on = times_folder(opening)
-    deadly = None if logs is None else DeadlySamples.of(config, logs)
     task = {
         "folder": str(host.folder),
         "options": config.recovery.watchdog.model_dump(),
         "logs": None if logs is None else str(logs),
-        "deadly": None if deadly is None else (deadly.data, deadly.skips, dict(deadly.evaluation)),
         "ranks": len(host.ranks),
         "first": host.ranks[0],
         "alone": len(host.ranks) == host.world_size,
@@ -275,7 +273,8 @@ class _OutsideRank:
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
 
-def _watch(watch: HangWatch, ranks: Sequence[_OutsideRank], deadly: DeadlySamples | None) -> None:
+def _watch(watch: HangWatch, ranks: Sequence[_OutsideRank]) -> None:
+    is_first = True
     while any(rank.ended is None for rank in ranks):
         watch.look(ranks)
         watch.rest()
@@ -283,10 +282,10 @@ def _watch(watch: HangWatch, ranks: Sequence[_OutsideRank], deadly: DeadlySample
         for rank in ranks:
             rank.update()
         ends = [rank.ended or _RUNS for rank in ranks]
-        if deadly is not None and any(end.kind is not EndKind.DONE for end in ends):
-            if (verdict := deadly.after(ends, watch.first)) is not None:
-                print_on_stderr(f"lockstep: {verdict.left_out or verdict.advice}")
-            deadly = None  # how the others end is up to their launcher
+        if is_first and (cause := first_cause(ends)) is not None:
+            is_first = False  # how the others end is up to their launcher
+            if advice := advice_on_samples(ends[cause]):
+                print_on_stderr(f"lockstep: rank {watch.first + cause} has ended while it read a sample: {advice}")
 
 
 def _all_begun(beats: Sequence[Heartbeat], first: int) -> bool:
@@ -321,10 +320,9 @@ def main(task: str) -> None:
             kept, run = None if values["times"] is None else Path(values["times"]), str(logs)
             times = LearnedTimes() if kept is None else take(kept, run)
             watch = HangWatch(options, beats, logs, values["first"], alone=values["alone"], times=times)
-            deadly = None if logs is None else DeadlySamples(logs, *values["deadly"])
             signals = [os.open(_signals_file(folder, place), _NOTES, 0o600) for place in range(len(beats))]
             ranks = [*map(_OutsideRank, beats, signals)]
-            _watch(watch, ranks, deadly)
+            _watch(watch, ranks)
             if kept is not None and values["goes_on"] and any(rank.failed for rank in ranks):
                 keep(kept, run, times)
                 remove_without(values["launcher"], kept)

@@ -20,13 +20,19 @@ from typing import TYPE_CHECKING, Protocol
 from lockstep.core.errors import Paused, RunFailed
 from lockstep.launch.ends import End, first_cause
 from lockstep.launch.ends_file import gist
-from lockstep.launch.failure_kinds import NEVER_RETRIED, FailureKind, advice_after, kind_of, was_killed
+from lockstep.launch.failure_kinds import (
+    NEVER_RETRIED,
+    FailureKind,
+    advice_after,
+    advice_on_samples,
+    kind_of,
+    was_killed,
+)
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.launch.rank_stacks import raising_line
 
 if TYPE_CHECKING:
     from lockstep.config.training_sections import Recovery
-    from lockstep.launch.deadly_samples import Consequence
 
 
 class Rounds(Protocol):
@@ -47,7 +53,6 @@ class Supervisor:
             long as it is to do the same.
         smaller: Makes micro-batches smaller after memory has run out; returns what changes, empty if nothing can.
         may_be_smaller: Returns whether `smaller` would change anything.
-        deadly: Records which samples the ranks were reading as they ended; returns what follows, None: they weren't.
         unwritable: Returns why the run's folders can't be written now and may be soon; empty: they can.
         retry_seconds: For how long a further round waits for them.
         taken: Writes the run's folder again if it was deleted, before anything else is read there; returns why it is
@@ -60,7 +65,6 @@ class Supervisor:
     resumed: Callable[[], Callable[[], int]]
     smaller: Callable[[End], str] = lambda end: ""
     may_be_smaller: Callable[[End], bool] = lambda end: False
-    deadly: Callable[[Sequence[End]], Consequence | None] = lambda ends: None
     unwritable: Callable[[], str] = lambda: ""
     retry_seconds: float = 0.0
     taken: Callable[[], str] = lambda: ""
@@ -69,7 +73,7 @@ class Supervisor:
     _in_vain: Counter[FailureKind] = field(default_factory=Counter, init=False)
     _seen: set[tuple[str, int]] = field(default_factory=set, init=False)
     _last: FailureKind | None = field(default=None, init=False)
-    _verdict: Consequence | None = field(default=None, init=False)
+    _samples: str = field(default="", init=False)
     _is_taken: str = field(default="", init=False)
 
     def next_entry(self, ends: Sequence[End], result: LaunchResult) -> Callable[[], int] | None:
@@ -90,10 +94,7 @@ class Supervisor:
             change = self.smaller(ends[cause])
             if not change and was_killed(ends[cause]):  # perhaps for the memory that another process takes
                 kind = FailureKind.TRANSIENT
-        self._verdict = None if kind is FailureKind.MEMORY else self.deadly(ends)
-        left_out = "" if self._verdict is None else self._verdict.left_out
-        if left_out:  # the run gets further without it
-            change, self._in_vain[kind] = left_out, 0
+        self._samples = "" if kind is FailureKind.MEMORY else advice_on_samples(ends[cause])
         self._last = kind
         if kind is FailureKind.ROLLBACK:
             print_on_stderr(f"lockstep: {gist(result.text)}\nlockstep: its ranks start again")
@@ -102,7 +103,7 @@ class Supervisor:
             return None
         if not (change or self._may_help(kind, ends[cause], step)):
             return None
-        self._in_vain[kind] += not left_out
+        self._in_vain[kind] += 1
         text = result.text.replace(result.advice, "").rstrip() if result.advice else result.text
         line = raising_line(text)
         print_on_stderr(
@@ -139,8 +140,7 @@ class Supervisor:
         times = "once" if before == 1 else f"{before} times"
         how = ", since memory ran out" if self._last is FailureKind.MEMORY else ""
         again = f"its ranks had been started again {times}{how}" if before > 0 else ""
-        advice = advice_after(self._last) if before > 0 else ""
-        advice = advice if self._verdict is None else self._verdict.advice
+        advice = self._samples or (advice_after(self._last) if before > 0 else "")
         text = "\n".join(line for line in (result.text, again, advice) if line)
         return replace(result, text=text)
 
@@ -153,8 +153,6 @@ class Supervisor:
         """Return whether a failure may not come again; an exception of the program gets a second chance at a step."""
         if kind in NEVER_RETRIED or kind is FailureKind.MEMORY:
             return False
-        if self._verdict is not None and end.samples:
-            return self._verdict.again
         if kind is not FailureKind.PROGRAM:
             return True
         is_new = self._is_new(end, step)

@@ -4,7 +4,6 @@ summary.json                     --> done        or diverged, if its losses show
 run.lock held, or a live.json    --> starting    no update yet
 of the last seconds                  running
 logs/ends*.jsonl                 --> stopped, failed, diverged
-logs/deadly_samples.jsonl        --> failed      of that launch: another launcher's process died of a sample
 none of these                    --> failed      its launcher was killed
                                      stopped     other launchers leave no record
 """
@@ -21,7 +20,6 @@ from typing import Any
 
 from lockstep.core.files import changed
 from lockstep.core.formatting import duration
-from lockstep.launch.deaths import deaths_of_last_launch
 from lockstep.launch.last_launch import last_launch, rescued_step, why_unrecorded
 from lockstep.looking.files import read_object, sampled_losses
 from lockstep.monitor.attempts import holder_may_live
@@ -109,8 +107,6 @@ def _ended(run: Path) -> RunStatus:
     if not last.records:
         if losses:
             return RunStatus(RunState.DIVERGED, losses)
-        if deaths := deaths_of_last_launch(run):
-            return RunStatus(RunState.FAILED, str(deaths[-1]))
         note = f"it left no record: {why_unrecorded(run)}" if last.was_killed else ""
         return RunStatus(RunState.FAILED if last.was_killed else RunState.STOPPED, note)
     end = last.records[0]

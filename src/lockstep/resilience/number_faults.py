@@ -1,8 +1,8 @@
 """Faults in the numbers of a run: a NaN that doesn't come again or comes with a sample, a bit that flips in memory.
 
-nan        the first layer's next output in training is NaN, once   --> `recovery.bad_numbers.nonfinite: retry`
+nan        the first layer's next output in training is NaN, once   --> `recovery.bad_numbers.bisect`
 badsample  the first layer's output in training is NaN
-           for one sample, whenever it is used                      --> `rollback` there, or `bisect`
+           for one sample, whenever it is used                      --> `bisect`, or `nonfinite: rollback`
 diverge    a bit of a parameter is another one on this rank alone
            after an update                                          --> `recovery.compare_every`
 

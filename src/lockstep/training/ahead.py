@@ -10,7 +10,7 @@ used. Nothing in the launcher starts a thread or touches an accelerator, after w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -39,7 +39,6 @@ from lockstep.training.user_objects import UserObjects
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.protocols import Source
-    from lockstep.data.bad_samples import Deadly
     from lockstep.distributed.process_group import World
     from lockstep.training.components import Components
 
@@ -108,31 +107,27 @@ def _rehearse(config: Config, ranks: int, source: Source | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Components that a rank has made before it was needed, of these settings, without these samples."""
+    """Components that a rank has made before it was needed, of these settings."""
 
     config: Config
-    deadly: Deadly
     components: Components
 
 
-def ready_ahead(config: Config, given: UserObjects, world: World, deadly: Callable[[], Deadly]) -> Ready | None:
+def ready_ahead(config: Config, given: UserObjects, world: World) -> Ready | None:
     """Return the components of a rank that waits; None: it doesn't, or they are large, or run code of other people."""
     if not standby.is_waiting() or not _may_be_ready(config, given):
         return None
-    known = deadly()
-    return Ready(config, known, make_components(config, world, given, Purpose.RESUME, known))
+    return Ready(config, make_components(config, world, given, Purpose.RESUME))
 
 
-def session_with(
-    ready: Ready | None, config: Config, given: UserObjects, world: World, purpose: Purpose, deadly: Deadly
-) -> Session:
+def session_with(ready: Ready | None, config: Config, given: UserObjects, world: World, purpose: Purpose) -> Session:
     """Return the session of a rank, with the components that are ready if it needs such."""
     if ready is not None:
-        if purpose is Purpose.RESUME and (config, deadly) == (ready.config, ready.deadly):
+        if purpose is Purpose.RESUME and config == ready.config:
             return Session(ready.components)
         ready.components.loader.close()
         ready.components.sharding.step.close()
-    return assemble(config, world, given, purpose, deadly)
+    return assemble(config, world, given, purpose)
 
 
 def _may_be_ready(config: Config, given: UserObjects) -> bool:

@@ -19,7 +19,6 @@ from lockstep.checkpoint.manifest import ELEMENT_BYTES
 from lockstep.config.schema import Loader
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts
-from lockstep.data.bad_samples import NONE_DEADLY, Deadly
 from lockstep.data.loader import TrainingLoader, evaluation_batches
 from lockstep.data.sources import PreparedSource
 from lockstep.distributed.memory import peak_memory, rank_memory
@@ -66,28 +65,23 @@ if TYPE_CHECKING:
     from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 
 
-def assemble(
-    config: Config, world: World, given: UserObjects, purpose: Purpose = Purpose.TRAIN, deadly: Deadly = NONE_DEADLY
-) -> Session:
+def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose = Purpose.TRAIN) -> Session:
     """Return the session of a run on this rank. Arguments and errors as of `make_components`."""
-    return Session(make_components(config, world, given, purpose, deadly))
+    return Session(make_components(config, world, given, purpose))
 
 
-def make_components(
-    config: Config, world: World, given: UserObjects, purpose: Purpose, deadly: Deadly = NONE_DEADLY
-) -> Components:
+def make_components(config: Config, world: World, given: UserObjects, purpose: Purpose) -> Components:
     """Return the components of a run's session on this rank.
 
     Args:
         world: This rank's place among all.
         purpose: What follows; after RESUME and EVALUATE all weights must be set, or `Components.draw` called.
-        deadly: Training samples whose reading has ended a process of the run.
 
     Raises:
         ConfigError: The config can't be run; nothing has been trained yet.
     """
     _configure_process(config.run, config.precision.tf32)
-    prepared = _prepare(config, world, given, purpose, deadly)
+    prepared = _prepare(config, world, given, purpose)
     whole, plan, source, objective = prepared.whole, prepared.plan, prepared.source, prepared.objective
     dtype = resolve_compute(config.precision.compute, world.device)
     own = config.optim, plan.groups, given.optimizer, dtype
@@ -172,10 +166,10 @@ class _Prepared:
     masks: Callable[[], AbstractContextManager[object]]
 
 
-def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose, deadly: Deadly) -> _Prepared:
+def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose) -> _Prepared:
     """Return data, model, plan and objective. Raises ConfigError without a collective if the config can't be run."""
     own = users_model(config, given)
-    source, evaluation = open_sources(config, given, own, deadly)
+    source, evaluation = open_sources(config, given, own)
     world.axis.barrier()  # another rank may have downloaded or tokenized them
     machine = machine_of(config, world, given, source, purpose)
     meta = _meta_model(config, source.facts, given, world, machine, purpose)

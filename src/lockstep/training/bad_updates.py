@@ -38,8 +38,7 @@ _MOST_NAMED = 12  # samples in a message
 _MOST_UNSEEN = 100  # records that nothing takes: a custom loop has no history
 _MOST_RECORDED = 1_000  # samples in the history
 _ACTIONS = {
-    "warn": "kept", "skip": "discarded", "retry": "repeated in vain, discarded", "rollback": "rolled back",
-    "stop": "stopped",
+    "warn": "kept", "skip": "discarded", "rollback": "rolled back", "stop": "stopped",
 }  # fmt: skip
 
 

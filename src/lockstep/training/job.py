@@ -48,7 +48,6 @@ from lockstep.training.ahead import ready_ahead, session_with
 from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
-from lockstep.training.deadly_samples import forget_others, known_deadly, notes_on_deadly, remember_death
 from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
@@ -117,7 +116,7 @@ def run_job(job: Job) -> Finished:
         checkpoints, notes, rollbacks = _begin(job, session, folder)
         components = components_of(session)
         profiler = Profiler(config.profile, components.world, folder, components.sharding.state.model)
-        notes += [*profiler.notes, *notes_on_deadly(folder, components.config)]
+        notes += profiler.notes
         if late := profiler.begins_after(components.plan.steps):
             notes.append(late)
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
@@ -187,11 +186,11 @@ def opened(
         try:
             watch(world.axis)
             world.clock.follow_heartbeat()
-            ready = ready_ahead(config, given, world, partial(known_deadly, config, job, world))
+            ready = ready_ahead(config, given, world)
             standby.wait()
             if job is not None:
                 purpose = _purpose(job, world)
-            session = session_with(ready, config, given, world, purpose, known_deadly(config, job, world))
+            session = session_with(ready, config, given, world, purpose)
             if world.exchange is not None:
                 world.exchange.listen()
             yield session
@@ -225,7 +224,6 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     if checkpoints.resumed_from is None:
         components.draw()
     if is_first:
-        forget_others(job.config, resume, folder)
         run_folder = RunFolder.open(folder)
         if checkpoints.resumed_from is None or resume.origin is not None:
             run_folder.archive_attempt()
@@ -286,8 +284,6 @@ def _logged_tracebacks(job: Job, session: Session) -> Iterator[Path]:
         except Exception as error:
             is_message = out_of_memory_cause(error) or (isinstance(error, Failure) and error.__cause__ is not None)
             is_held = lock_holder(folder) == holder  # it may have been deleted, or belong to another run now
-            if is_held and not started_by_lockstep(os.environ):
-                remember_death(error, components_of(session).config, folder)
             if is_message and is_held and job.folder is None and names_a_rank(os.environ):
                 append(log_path(folder / LOGS, world.rank), "".join(traceback.format_exception(error)))
             raise

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import Failure
-from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
+from lockstep.core.ranks import RankEnvironment, names_a_rank
 from lockstep.monitor.folder import CONFIG, is_finished
 from lockstep.training.launch_record import LaunchProgress, is_recorded, progress_of_launch, record_launch
 from lockstep.training.resuming import Resume
@@ -48,11 +48,6 @@ def kept_folder(config: Config, job: Job, world: World) -> Path | None:
         return None
     folder = _configured_folder(config, job)
     return folder if progress_of_launch(world, folder) else None
-
-
-def begun_folder(config: Config, job: Job, world: World) -> Path | None:
-    """Return the folder of a run before its ranks open it, as far as it is known. All ranks together."""
-    return kept_folder(config, job, world) or job.folder or _configured_folder(config, job)
 
 
 def _configured_folder(config: Config, job: Job) -> Path | None:
@@ -106,17 +101,6 @@ def resumed(resume: Resume, world: World, folder: Path | None) -> Resume:
     else:
         has_begun = world.launcher_store is not None and world.launcher_store.check([_BEGUN])
     return replace(resume, fresh=False, step=None, origin=None) if has_begun else resume
-
-
-def starts_over(resume: Resume) -> bool:
-    """Return whether the records in the run's folder are an earlier run's, not those of earlier ranks of this launch.
-
-    Lockstep's launcher forgets those itself, before it starts ranks.
-
-    Args:
-        resume: As of `resumed`.
-    """
-    return resume.fresh and is_first_start() and not started_by_lockstep(os.environ)
 
 
 def is_first_start() -> bool:

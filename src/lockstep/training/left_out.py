@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.core.errors import RunFailed, UnusableSamples
 from lockstep.core.formatting import counted
 from lockstep.core.records import LeftOutSample, Request
-from lockstep.data.bad_samples import BAD_NUMBERS, CONFIGURED, DEADLY, WENT_BACK
+from lockstep.data.bad_samples import BAD_NUMBERS, CONFIGURED, WENT_BACK
 from lockstep.data.sources import skipping_part
 from lockstep.distributed.user_collectives import print_once
 from lockstep.training.ledger import left_out_in
@@ -158,15 +158,12 @@ def _bad(samples: Iterable[LeftOutSample]) -> list[LeftOutSample]:
 
 def _is_recorded(sample: LeftOutSample) -> bool:
     """Return whether a file in the run's folder lists it, too."""
-    return sample.reason.startswith(DEADLY) or sample.reason.endswith(WENT_BACK)
+    return sample.reason.endswith(WENT_BACK)
 
 
 def _for_good(sample: LeftOutSample) -> LeftOutSample:
     """Return a sample of another run, whose records this run's folder doesn't have."""
-    if not _is_recorded(sample):
-        return sample
-    reason = sample.reason.removesuffix(WENT_BACK)
-    return replace(sample, reason=f"in an earlier run {reason}" if reason.startswith(DEADLY) else reason)
+    return replace(sample, reason=sample.reason.removesuffix(WENT_BACK)) if _is_recorded(sample) else sample
 
 
 def _by_position(sample: LeftOutSample) -> int:

@@ -1,8 +1,8 @@
-"""Repeats an update whose numbers are bad, from the same state: as it was, or without the samples that make it so.
+"""Repeats an update whose numbers are bad, from the same state: without the samples that make it so, or as it was.
 
-    forward, backward, vote: NaN --> gradients, buffers, generators as before --> the same again: finite --> kept
-                                                                                                  NaN    --> discarded
-                                     with `bisect`: without the samples that are found           finite --> kept
+    forward, backward, vote: NaN --> gradients, buffers, generators as before --> without the samples that are found
+                                                                                  none is found: the same again
+                                                                                  finite --> kept; NaN --> discarded
 
 The samples of the next update have been fetched already; what that drew from a user's generator is not drawn again. An
 overflow of fp16 under a loss scale comes again, and is not repeated. On an accelerator the host waits at each update
@@ -73,7 +73,7 @@ class UpdateAttempt:
 
 
 class UpdateRepeats:
-    """Repeats bad updates, if the config asks for it.
+    """Repeats bad updates, if the config has `bisect`.
 
     Raises:
         ConfigError: The model's buffers are too large to be copied in every update, or samples can't be found.
@@ -83,8 +83,7 @@ class UpdateRepeats:
         self, components: Components, failure_state: FailureState, left_out: LeftOutSamples, bad_updates: BadUpdates
     ) -> None:
         section = components.config.recovery.bad_numbers
-        self._retries = section.nonfinite == "retry" and not components.scaler.enabled
-        self._bisects = section.bisect
+        self.enabled = section.bisect
         self._section = section
         self._components = components
         self._state = failure_state
@@ -93,23 +92,14 @@ class UpdateRepeats:
         self._restore: tuple[Callable[[], object], ...] = ()
         if not self.enabled:
             return
-        key = "bisect" if self._bisects else "nonfinite"
-        if self._bisects and components.coupled is not None:
+        if components.coupled is not None:
             why = f"true computes parts of an update, but {components.coupled}; write false"
             raise ConfigError(Problem("", "recovery.bad_numbers.bisect", why))
         model, copied = components.sharding.state.model, failure_state.buffers
         buffers = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
         if too_large := sorted(buffers - (copied.names if copied is not None else frozenset())):
-            why = (
-                f"{getattr(section, key)} copies the model's buffers before each update, and {too_large[0]} is too "
-                "large; leave it out"
-            )
-            raise ConfigError(Problem("", f"recovery.bad_numbers.{key}", why))
-
-    @property
-    def enabled(self) -> bool:
-        """True if updates may be repeated."""
-        return self._retries or self._bisects
+            why = f"true copies the model's buffers before each update, and {too_large[0]} is too large; leave it out"
+            raise ConfigError(Problem("", "recovery.bad_numbers.bisect", why))
 
     def begin(self) -> None:
         """Copy what an attempt at the update that begins may change, beside gradients and buffers."""
@@ -143,15 +133,10 @@ class UpdateRepeats:
             self._undo(rate)
             return compute(batch, count)
 
-        if self._retries and not bool(attempt.decision.finite):
-            attempt = again(attempt.batch, attempt.count)
-            if not attempt.fault():
-                self._bad_updates.add(self._report(progress, fault, "repeated"))
-        if self._bisects and attempt.fault():
-            attempt, guilty = self._without_guilty(attempt, progress, again)
-            if guilty and Request.FAIL not in requests:  # else a rank has no data for the next update
-                attempt, upcoming = self._next_without(guilty, attempt, upcoming, progress)
-            requests |= {Request.LEFT_OUT} if guilty else set()
+        attempt, guilty = self._without_guilty(attempt, fault, progress, again)
+        if guilty and Request.FAIL not in requests:  # else a rank has no data for the next update
+            attempt, upcoming = self._next_without(guilty, attempt, upcoming, progress)
+        requests |= {Request.LEFT_OUT} if guilty else set()
         generators.put(after, 0)
         return replace(attempt, outcome=with_requests(attempt.outcome, requests)), upcoming
 
@@ -174,14 +159,13 @@ class UpdateRepeats:
     # --- without the samples that make it bad -----------------------------------------------------------------------
 
     def _without_guilty(
-        self, attempt: UpdateAttempt, progress: Progress, again: Compute
+        self, attempt: UpdateAttempt, fault: str, progress: Progress, again: Compute
     ) -> tuple[UpdateAttempt, list[int]]:
         """Return an attempt without the samples that make this one bad, and those samples.
 
         If there are none, or the config doesn't leave them out, the attempt is made once more as it was.
         """
         tokens = self._components.readback.tokens()
-        fault = attempt.fault()
         search = _Search(
             self._components,
             self._left_out,
@@ -193,9 +177,13 @@ class UpdateRepeats:
         guilty, without = search.guilty()
         policy = self._section.nonfinite if not math.isfinite(sum(attempt.numbers())) else self._section.spike
         if without is None or policy in ("warn", "stop"):
-            self._bad_updates.searched[progress.steps + 1] = guilty
             self._components.readback.start(tokens)
-            return again(attempt.batch, attempt.count), []
+            attempt = again(attempt.batch, attempt.count)
+            if attempt.fault():
+                self._bad_updates.searched[progress.steps + 1] = guilty
+            else:
+                self._bad_updates.add(self._report(progress, fault, "repeated"))
+            return attempt, []
         self._left_out.source.leave_out(dict.fromkeys(guilty, search.reason))
         known = {sample.index for sample in attempt.batch.left_out}
         new = tuple(sample for sample in without.batch.left_out if sample.index not in known)

@@ -23,7 +23,6 @@ from lockstep.core.modes import in_training
 from lockstep.core.out_of_memory import error_location, out_of_memory_cause
 from lockstep.core.protocols import EvaluatedObjective, Source
 from lockstep.core.records import DataFacts
-from lockstep.data.bad_samples import NONE_DEADLY, Deadly
 from lockstep.data.custom import ItemReading, adapt_dataset
 from lockstep.data.loader import evaluation_batches
 from lockstep.data.sources import LANGUAGE_MODEL, PreparedSource, open_source, renamed_inputs, skipping
@@ -76,25 +75,20 @@ def make_model(config: Config, facts: DataFacts, given: UserObjects) -> nn.Modul
     return build_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
 
 
-def open_sources(
-    config: Config, given: UserObjects, model: nn.Module | None = None, deadly: Deadly = NONE_DEADLY
-) -> Sources:
+def open_sources(config: Config, given: UserObjects, model: nn.Module | None = None) -> Sources:
     """Return the training source and the evaluation sources by name.
 
     Args:
         model: the user's, whose inputs' names the data needs; None: it is built if the data needs it.
-        deadly: training samples whose reading has ended a process of the run.
     """
     task, tokenizer = task_of(config, model)
     bad_samples, ranges = config.data.bad_samples, config.data.leave_out
-    reading = ItemReading(
-        bad_samples, lambda index: index in deadly.reasons or any(first <= index <= last for first, last in ranges)
-    )
+    reading = ItemReading(bad_samples, lambda index: any(first <= index <= last for first, last in ranges))
     train = _open(config.data.train, given, given.train_dataset, "data.train", task, tokenizer, reading)
     numbers = config.recovery.bad_numbers
     refuse_large_window(numbers, config.batch.global_size)
     later = numbers.rolls_back or numbers.bisect
-    train = skipping(train, bad_samples, config.data.leave_out, later=later, deadly=deadly)
+    train = skipping(train, bad_samples, config.data.leave_out, later=later)
     evaluation = {
         name: _open_evaluation(name, section, given, task, tokenizer)
         for name, section in config.data.evaluation.items()

@@ -23,7 +23,6 @@ from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.stopping import blocked_signals, undo_on_stop
 from lockstep.core.terminal import echo
-from lockstep.launch.deadly_samples import DeadlySamples
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.ends_file import append_ends, last_step
 from lockstep.launch.host_rounds import LeaderRounds
@@ -35,7 +34,6 @@ from lockstep.launch.supervision import Rounds, Supervisor
 from lockstep.monitor.folder import (
     ATTEMPTS,
     CONFIG,
-    LOGS,
     METRICS,
     RunFolder,
     RunFolderTaken,
@@ -283,8 +281,6 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
         try:
             size = number if hosts is None else hosts.size
             sizes = SmallerBatches(job, folder.path, size)
-            if job.resume.fresh:
-                DeadlySamples.of(job.config, folder.logs).forget()
             remedy = lambda: advice(memory_factors(sizes.job.config, size), "forward")  # noqa: E731
             entry, ahead = partial(train_as_rank, sizes.job, folder.path), imports_ahead(job.config)
             if hosts is not None:
@@ -363,9 +359,8 @@ def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
         steps = list(names_by_step(snapshots_in(job.memory, None).names())) if job.memory is not None else []
         return max((*steps, last_step(folder / METRICS) or 0))
 
-    deadly = DeadlySamples.of(job.config, folder / LOGS)
     return Supervisor(
-        job.config.recovery, furthest, resumed, sizes.after, sizes.may_follow, deadly.after,
+        job.config.recovery, furthest, resumed, sizes.after, sizes.may_follow,
         partial(why_unwritable, job, folder), job.config.checkpoint.retry_seconds, partial(_recreate, run, job.memory),
     )  # fmt: skip
 

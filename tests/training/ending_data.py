@@ -52,10 +52,3 @@ class Lists(Points):
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]
-
-
-class Turned(Points):
-    """Points whose faults begin when a file exists."""
-
-    def __init__(self, file: str, faults: Mapping[str, str]) -> None:
-        super().__init__(faults if os.path.exists(file) else None)
