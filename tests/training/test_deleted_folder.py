@@ -23,7 +23,6 @@ from lockstep.checkpoint.ownership import Owner
 from lockstep.core.errors import RunFailed
 from lockstep.monitor.folder import RunFolder
 from lockstep.training import job
-from lockstep.training.fallback_folder import is_saved_elsewhere
 from lockstep.training.session import components_of
 
 STEPS, AT = 12, 6
@@ -229,11 +228,7 @@ def _failure(config: dict[str, Any], act: Callable[[Path], None]) -> str:
 def test_a_folder_that_cannot_be_made_again_fails_at_the_end(ranks: int, tmp_path: Path) -> None:
     (message,) = set(in_world(ranks, _failure, _config(tmp_path), _with_a_file_in_its_place))
     assert message.startswith(f"the state after step {STEPS} could not be saved")
-    (spare,) = tmp_path.glob("run-unsaved-*")
-    assert message.endswith(f"it is saved in {spare}, from which the run continues: lockstep train {spare}")
-    done = run_lockstep("train", spare)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((spare / "summary.json").read_text())["steps"] == STEPS
+    assert not [*tmp_path.glob("run-*")]
 
 
 def _taken(home: Path) -> None:
@@ -252,18 +247,8 @@ def _taken(home: Path) -> None:
 def test_another_runs_folder_is_left_alone(ranks: int, tmp_path: Path) -> None:
     (message,) = set(in_world(ranks, _failure, _config(tmp_path), _taken))
     assert "belongs to another run now" in message
-    assert f"it is saved in {tmp_path}/run-unsaved-" in message
     run = tmp_path / "run"
     assert LocalStorage(run / "checkpoints").names() == []
     files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     assert files == {"run.lock", "config.yaml", "environment.json", "checkpoints/owner.json"}
     assert len((tmp_path / "moved" / "metrics.jsonl").read_text().splitlines()) == STEPS
-
-
-def test_a_working_directory_that_was_deleted_is_no_place_for_a_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    assert not is_saved_elsewhere(tmp_path / "run", "id", 3)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from kit import small
-from kit.commands import run_lockstep
 from kit.worlds import in_world
 
 import lockstep
@@ -153,8 +151,4 @@ def test_a_disk_that_fails_costs_no_training(disk: Path, fault: Fault, when: str
         return
     unwritten = {name for name in FILES if any("can't write" in text and name in text for text in warned)}
     assert unwritten - {"ranks.jsonl"} == {"metrics.jsonl", "events.jsonl", "tensorboard"}
-    (spare,) = disk.parent.glob("run-unsaved-*")
-    assert message.endswith(f"it is saved in {spare}, from which the run continues: lockstep train {spare}")
-    done = run_lockstep("train", spare)
-    assert done.returncode == 0, done.stderr
-    shutil.rmtree(spare)
+    assert f"the state after step {STEPS} could not be saved" in message

@@ -44,7 +44,6 @@ from lockstep.launch.last_launch import (
     failure_before_refusals,
     full_disk,
     last_launch,
-    rescued_step,
     survived_failures,
 )
 from lockstep.monitor.folder import ENVIRONMENT, LOGS, is_finished, is_run, refuse_escaping_links
@@ -97,9 +96,6 @@ def diagnose_run(run: Path) -> Diagnosis:
         return _continuing(run, data, seen, f"finished ({_progress(data)}){why}")
     if held_by(run) is not None:
         return _continuing(run, data, seen, f"running ({_progress(data)} so far)")
-    if (step := rescued_step(run)) is not None:
-        state = f"the state of a run after step {step:,}, rescued from a folder that took no save"
-        return _ended(run, data, state, (), failed=False)
     if last.records:
         return _recorded(run, data, last, seen)
     return _unrecorded(run, data, last, seen)

@@ -1,13 +1,11 @@
 """The newest state of a run that is saved somewhere, and the command that resumes from it.
 
-RUN/checkpoints, or checkpoint.folder     its own checkpoints
-RUN-unsaved-x7f2/                         a run whose disk was full has made this folder: in its working folder, or
-                                          that for temporary files, with the id of the run
+RUN/checkpoints, or checkpoint.folder     its checkpoints
+the memory of this host                   what its launcher has left there
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +14,8 @@ from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import Failure
 from lockstep.launch.memory_folder import left_by
-from lockstep.monitor.folder import ENVIRONMENT, is_finished
+from lockstep.monitor.folder import ENVIRONMENT
 from lockstep.report.run_data import RunData
-from lockstep.training.fallback_folder import saved_elsewhere
 from lockstep.training.finished_run import run_config
 from lockstep.training.locations import storage_of
 from lockstep.training.memory_snapshots import snapshots_in
@@ -45,14 +42,6 @@ def saved_state(run: Path, data: RunData) -> SavedState:
     own = max(_steps(run), default=None) if (run / ENVIRONMENT).exists() else None
     if own is None:
         own = max((save.step for save in data.saves if save.failure is None), default=None)
-    rescued = {folder: max(_steps(folder), default=-1) for folder in _rescue_folders(run, data)}
-    folder = max(rescued, key=lambda each: rescued[each], default=None)
-    if folder is not None and rescued[folder] > (-1 if own is None else own):
-        older = f"{run} itself has step {own:,} at most" if own is not None else f"{run} itself has no checkpoint"
-        note = f"The state after step {rescued[folder]:,} was rescued to another folder: {folder}; {older}."
-        if is_finished(folder):
-            return SavedState(f"{note} The run was resumed there, and is finished.")
-        return SavedState(note, command_line("lockstep", "train", folder))
     memory = left_by(run)
     in_memory = max(names_by_step(snapshots_in(memory, None).names()), default=-1) if memory is not None else -1
     if in_memory > (-1 if own is None else own):
@@ -87,10 +76,3 @@ def _steps(run: Path) -> list[int]:
     with suppress(Failure, OSError):
         return [*names_by_step(storage_of(run_config(run).checkpoint, run).names())]
     return []
-
-
-def _rescue_folders(run: Path, data: RunData) -> Iterator[Path]:
-    """Yield the folders to which this run has saved what its own folder couldn't take."""
-    worked_in = data.environment.get("working_directory")
-    parents = [Path(worked_in)] if isinstance(worked_in, str) else []
-    yield from saved_elsewhere(run, data.environment.get("run"), parents)

@@ -17,9 +17,8 @@ from lockstep.core.formatting import first_sentence, size
 from lockstep.core.ranks import LAUNCHER
 from lockstep.launch.ends_file import LaunchEnds, read_ends
 from lockstep.monitor.attempts import ENDS
-from lockstep.monitor.folder import LOGS, METRICS, SUMMARY, is_finished
-from lockstep.monitor.goodput import saved_steps
-from lockstep.monitor.run_lock import LOCK, held_by, lock_holder
+from lockstep.monitor.folder import LOGS, is_finished
+from lockstep.monitor.run_lock import held_by, lock_holder
 
 _FULL = 1 << 20  # bytes that are free on a disk that counts as full
 _ROLLED_BACK = "rolled_back"  # a new round follows by itself: it isn't a failure
@@ -94,13 +93,6 @@ def failure_before_refusals(run: Path) -> LaunchEnds | None:
 def _is_failure(entry: LaunchEnds) -> bool:
     cause = next((rank.end for rank in entry.ranks if rank.rank == entry.cause), "")
     return entry.code != 0 and not entry.is_stop and not entry.is_refused and cause != _ROLLED_BACK
-
-
-def rescued_step(run: Path) -> int | None:
-    """Return the step of the state that was rescued to this folder; None: none, or it was resumed here."""
-    if any((run / name).exists() for name in (LOCK, METRICS, SUMMARY)):
-        return None
-    return max(saved_steps(run), default=None)
 
 
 def full_disk(run: Path) -> str:

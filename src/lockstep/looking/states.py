@@ -20,7 +20,7 @@ from typing import Any
 
 from lockstep.core.files import changed
 from lockstep.core.formatting import duration
-from lockstep.launch.last_launch import last_launch, rescued_step, why_unrecorded
+from lockstep.launch.last_launch import last_launch, why_unrecorded
 from lockstep.looking.files import read_object, sampled_losses
 from lockstep.monitor.attempts import holder_may_live
 from lockstep.monitor.folder import ENVIRONMENT, METRICS, SUMMARY, is_finished
@@ -98,10 +98,6 @@ def _active(run: Path, live: Mapping[str, Any], silent: float) -> RunStatus:
 
 
 def _ended(run: Path) -> RunStatus:
-    if (step := rescued_step(run)) is not None:
-        return RunStatus(
-            RunState.STOPPED, f"rescued after step {step:,} from a folder that took no save; resume it here"
-        )
     last = last_launch(run, read_object(run / ENVIRONMENT))
     losses = _divergence(run)
     if not last.records:

@@ -342,16 +342,6 @@ class Checkpoints(VoteParticipant):
     def resumes_from(self) -> int | None:
         return self._begun_saver.resumes_from() if self._begun_saver is not None else None
 
-    def save_in(self, storage: Storage) -> str | None:
-        """Save the session in another place, all ranks together; return why it could not be saved."""
-        self._saver.abandon()
-        other = Saver(storage, self._axis, components_of(self._session).world.device, self._saver.run_metadata)
-        state = self._session.state()
-        other.start(state, self._metadata(state))
-        other.finish()
-        ended = other.outcomes()
-        return cast("str | None", self._axis.broadcast(ended[-1].failure if ended else None))
-
     def exist(self) -> bool:
         """Return whether the newest checkpoint and the lock on the folder still exist.
 

@@ -20,7 +20,6 @@ import torch
 from lockstep.config.schema import Config
 from lockstep.config.trust import recorded, unremembered
 from lockstep.core import heartbeat, standby
-from lockstep.core.command_lines import command_line
 from lockstep.core.errors import Failure, OutOfMemory, RunFailed
 from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.ranks import names_a_rank, started_by_lockstep
@@ -48,7 +47,6 @@ from lockstep.training.ahead import ready_ahead, session_with
 from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
-from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
 from lockstep.training.locations import storage_of
@@ -134,8 +132,9 @@ def run_job(job: Job) -> Finished:
                 try:
                     results = run(session, monitors, checkpoints, user_logs, profiler)
                 except SaveFailed as failure:
-                    rescued = _save_elsewhere(session, checkpoints, folder, checked_folder)
-                    raise RunFailed(f"{failure}; {rescued}") from failure
+                    if checkpoints.snapshots.keep():  # which the launcher saves, or leaves to the next start
+                        raise
+                    raise RunFailed(f"{failure}; {_weights_alone(session, checked_folder)}") from failure
                 if prompt is not None:
                     metric_log.text("sample", sample(session, prompt))
                 if results.stopped_early is not None:
@@ -350,13 +349,8 @@ def _publish_results(
     return summary
 
 
-def _save_elsewhere(
-    session: Session, checkpoints: Checkpoints, folder: Path, checked_folder: Callable[[], Path]
-) -> str:
-    """Save the last state of a run whose own folder can't take it, or else its weights; return what to report."""
-    place = save_elsewhere(session, checkpoints, folder)
-    if place is not None:
-        return f"it is saved in {place}, from which the run continues: {command_line('lockstep', 'train', place)}"
+def _weights_alone(session: Session, checked_folder: Callable[[], Path]) -> str:
+    """Publish the weights of a run that can't save its last state; return what to report."""
     try:
         return f"its weights are in {publish(session, checked_folder)}"
     except RunFailed as error:

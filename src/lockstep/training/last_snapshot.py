@@ -16,7 +16,6 @@ from lockstep.checkpoint.reading import manifest_bytes, read_manifest
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.errors import Failure
 from lockstep.monitor import report_buffer
-from lockstep.training.fallback_folder import is_saved_elsewhere
 from lockstep.training.locations import storage_of
 from lockstep.training.memory_snapshots import snapshots_in
 
@@ -48,8 +47,6 @@ def after_last_round(
         return _with_text(result, text)
     if saved is None:
         return _with_checkpoint(result, storage) if result.cut_off else result
-    if saved[1] and storage.run and is_saved_elsewhere(folder, storage.run, saved[0]):
-        return result  # the ranks' message names that folder
     step, fault = saved
     if fault is None:
         with suppress(OSError):

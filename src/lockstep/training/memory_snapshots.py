@@ -185,6 +185,15 @@ class MemorySnapshots:
                 note_location(error, "checkpoint", f"in the snapshot after update {self._session.progress.steps}")
                 raise
 
+    def keep(self) -> bool:
+        """Take a last snapshot, because no other place takes the state; return whether memory has it, on all ranks."""
+        if self.has(self._session.progress.steps):
+            return True
+        if self._saver is not None:
+            self.take()
+            self.finish()
+        return all(self._world.axis.gather(self._saver is not None and self._saver.failure is None))
+
     def before_update(self) -> None:
         if self._wait_for_copies is not None:
             self._wait_for_copies()
