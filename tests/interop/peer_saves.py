@@ -49,23 +49,31 @@ def update(net: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any = Non
     return loss.item()
 
 
-def made(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def made(seed: int = 0, kind: Callable[[], nn.Module] = small.Net) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(seed)
-    net = small.Net()
+    net = kind()
     optimizer = torch.optim.AdamW(groups(net), lr=RATE)
     return net, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, DONE + NEXT)
 
 
 Saved = tuple[dict[str, Tensor], list[float]]
-"""The weights in a checkpoint, and the losses of the next updates."""
+"""Weights and moments in a checkpoint, and the losses of the next updates."""
+
+
+def _held(net: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Return weights, and moments as a run of Lockstep names them."""
+    held: dict[str, Any] = dict(net.state_dict())
+    for name, parameter in net.named_parameters():
+        held |= {f"optimizer.{entry}.{name}": optimizer.state[parameter][entry] for entry in ("exp_avg", "exp_avg_sq")}
+    whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in held.items()}
+    return {name: value.detach().clone() for name, value in whole.items()}
 
 
 def _after(net: nn.Module, save: Callable[[], object], optimizer: Any, schedule: Any) -> Saved:
     for _ in range(DONE):
         update(net, optimizer, schedule)
     save()
-    weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
-    return weights, [update(net, optimizer, schedule) for _ in range(NEXT)]
+    return _held(net, optimizer), [update(net, optimizer, schedule) for _ in range(NEXT)]
 
 
 def plain(place: Path) -> Saved:
@@ -118,7 +126,6 @@ def dcp_of_rank(place: Path) -> None:
     fully_shard(net)
     optimizer = torch.optim.AdamW(groups(net), lr=RATE)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, DONE + NEXT)
-    held = {}
 
     def save() -> None:
         for key, state in (
@@ -127,10 +134,8 @@ def dcp_of_rank(place: Path) -> None:
         ):
             folder = place / {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}[key]
             checkpoint.save({key: state}, checkpoint_id=str(folder))
-        held.update({name: value.full_tensor() for name, value in net.state_dict().items()})
 
-    _, losses = _after(net, save, optimizer, schedule)
-    torch.save((held, losses), place / f"{torch.distributed.get_rank()}.held")
+    torch.save(_after(net, save, optimizer, schedule), place / f"{torch.distributed.get_rank()}.held")
 
 
 def dcp_of_two_ranks(place: Path) -> Saved:
@@ -163,15 +168,71 @@ def lightning(place: Path) -> Saved:
     trainer.fit(module, data)
     trainer.save_checkpoint(place)
     optimizer.zero_grad()  # Lightning does before an update
-    weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
-    return weights, [update(net, optimizer, schedule) for _ in range(NEXT)]
+    return _held(net, optimizer), [update(net, optimizer, schedule) for _ in range(NEXT)]
+
+
+def deepspeed_of_rank(place: Path, stage: int) -> Saved:
+    """ZeRO, in each of two processes; `test_zero_import` compares its moments."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
+    deepspeed.init_distributed("gloo", verbose=False)
+    settings = {
+        "train_micro_batch_size_per_gpu": SAMPLES // 2,
+        "zero_optimization": {"stage": stage},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+    net, optimizer, schedule = made()
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, lr_scheduler=schedule, config=settings)
+    points, classes = (whole.chunk(2)[engine.global_rank] for whole in small.points(SAMPLES).tensors)
+
+    def step() -> float:
+        loss = F.cross_entropy(engine(points), classes)
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        return total.item() / 2
+
+    for _ in range(DONE):
+        step()
+    engine.save_checkpoint(str(place))
+    weights = {name: safe_get_full_fp32_param(parameter) for name, parameter in engine.module.named_parameters()}
+    held = {name: value.detach().clone().numpy() for name, value in weights.items()}
+    return held, [step() for _ in range(NEXT)]  # type: ignore[return-value]
+
+
+def deepspeed_of_two_ranks(place: Path, stage: int) -> Saved:
+    held, losses = in_world(2, deepspeed_of_rank, place, stage)[0]
+    return {name: torch.from_numpy(value) for name, value in held.items()}, losses
 
 
 # --- continuing with a run's export -----------------------------------------------------------------------------------
 
 
-def from_plain(file: Path) -> list[float]:
-    net, _, _ = made(1)
+def run_of_rank(settings: dict[str, Any], folder: Path) -> list[float]:
+    """Train with Lockstep, save after some updates, and return the losses of the later ones; on each rank."""
+    import lockstep
+    from lockstep.checkpoint.local import LocalStorage
+    from lockstep.training.checkpoints import Checkpoints
+    from lockstep.training.resuming import Resume
+
+    losses = []
+    with lockstep.session(settings) as session:
+        checkpoints = Checkpoints(session, LocalStorage(folder), {})
+        checkpoints.begin(Resume())
+        for report in session:
+            losses.append(report.loss)
+            if report.step == DONE:
+                checkpoints.save()
+        assert all(ended.failure is None for ended in checkpoints.finish())
+    return losses[DONE:]
+
+
+def from_plain(file: Path, kind: Callable[[], nn.Module] = small.Net) -> list[float]:
+    net, _, _ = made(1, kind)
     content = torch.load(file, weights_only=True)
     net.load_state_dict(content["model_state_dict"])
     named, saved = dict(net.named_parameters()), content["optimizer_state_dict"]
@@ -209,12 +270,12 @@ def from_accelerate(file: Path) -> list[float]:
     return _next_losses(net, optimizer)
 
 
-def from_dcp(folder: Path, *, top: bool) -> list[float]:
+def from_dcp(folder: Path, kind: Callable[[], nn.Module] = small.Net, *, top: bool = True) -> list[float]:
     """As torchtitan loads it; in later versions with the weights at the top."""
     import torch.distributed.checkpoint as checkpoint
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-    net, optimizer, _ = made(1)
+    net, optimizer, _ = made(1, kind)
     for group in optimizer.param_groups:
         group["initial_lr"] = RATE  # of a schedule
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -231,8 +292,8 @@ def from_dcp(folder: Path, *, top: bool) -> list[float]:
 # --- transformers' Trainer --------------------------------------------------------------------------------------------
 
 LLAMA = {
-    "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "intermediate_size": 24, "max_position_embeddings": 32, "num_key_value_heads": 1, "pad_token_id": 0,
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 24, "max_position_embeddings": 32, "num_key_value_heads": 2, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 

@@ -16,6 +16,9 @@ import torch
 from interop import peer_saves
 from interop.peer_saves import DECAY, DONE, NEXT, RATE, SAMPLES, Saved
 from kit import small
+from kit.chains import Chain
+from kit.worlds import in_world
+from training.test_checkpoint_pairs import STRATEGIES, asked, ranks_of
 
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
@@ -43,13 +46,13 @@ def config(**sections: Any) -> dict[str, Any]:
 
 
 def continued(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Return the weights with which a run resumes, and the losses of its next updates."""
+    """Return weights and moments with which a run resumes, and the losses of its next updates."""
     with lockstep.session(validate(settings).config) as session:
         checkpoints = Checkpoints(session, LocalStorage(folder / "checkpoints"), {})
         checkpoints.begin(Resume())
         assert (session.progress.steps, session.progress.samples) == (DONE, DONE * SAMPLES)
-        model = components_of(session).sharding.state.model
-        weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        held = {**components_of(session).sharding.state.model.state_dict(), **session.state().tensors}
+        weights = {name: value.detach().clone() for name, value in held.items()}
         return weights, [report.loss for report in session]
 
 
@@ -62,13 +65,15 @@ PEERS: dict[str, tuple[str, Callable[[Path], Saved]]] = {
     "torchtitan-2024": ("step-2", partial(peer_saves.dcp, flat=True)),
     "accelerate-fsdp": ("state", peer_saves.dcp_of_two_ranks),
     "lightning": ("last.ckpt", peer_saves.lightning),
+    **{f"deepspeed-{stage}": ("saved", partial(peer_saves.deepspeed_of_two_ranks, stage=stage)) for stage in (1, 2, 3)},
 }
 
 
 @pytest.mark.parametrize("peer", PEERS)
 def test_a_peer_s_checkpoint_continues_with_the_peer_s_losses(peer: str, tmp_path: Path) -> None:
-    if find_spec(peer.partition("-")[0]) is None and peer in ("accelerate", "lightning"):
-        pytest.skip(f"{peer} is not installed")
+    program = peer.partition("-")[0]
+    if program in ("accelerate", "lightning", "deepspeed") and find_spec(program) is None:
+        pytest.skip(f"{program} is not installed")
     name, save = PEERS[peer]
     weights, losses = save(tmp_path / name)
     settings = config()
@@ -111,15 +116,44 @@ def test_a_peer_continues_an_exported_checkpoint(peer: str, own: tuple[Path, lis
     assert continues(tmp_path / name) == pytest.approx(losses, rel=1e-5)
 
 
+FORMS: dict[str, tuple[str, Callable[[Path, Any], list[float]]]] = {
+    "torch": ("model.pt", peer_saves.from_plain),
+    "dcp": ("step-2", peer_saves.from_dcp),
+}
+LAYOUTS = [name for name in STRATEGIES if name != "single"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_plain_torch_and_dcp_continue_what_any_strategy_saved(layout: str, tmp_path: Path) -> None:
+    settings = config(model={"kind": "custom", "target": "kit.chains:Chain"}, parallel=asked(layout)["parallel"])
+    losses = in_world(ranks_of(layout, 2), peer_saves.run_of_rank, settings, tmp_path / "run")[0]
+    for form, (name, continues) in FORMS.items():
+        export(tmp_path / "run", ExportArguments(step=DONE, to=tmp_path / name, format=form, optimizer=True))  # type: ignore[arg-type]
+        assert continues(tmp_path / name, Chain) == pytest.approx(losses, rel=1e-6), form
+
+
+OF_TRAINER: dict[str, Any] = {
+    "model": {"kind": "huggingface", "architecture": peer_saves.LLAMA, "task": "causal-lm"},
+    "data": {"train": {"kind": "custom", "target": "interop.peer_saves:Texts"}},
+    "objective": {"kind": "auto"},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trainer_continues_what_any_strategy_saved(layout: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    parallel = {key: value for key, value in asked(layout)["parallel"].items() if key != "tensor_parallel"}
+    settings = config(**OF_TRAINER, parallel=parallel)
+    losses = in_world(ranks_of(layout, 2), peer_saves.run_of_rank, settings, tmp_path / "run")[0]
+    asked_for = ExportArguments(step=DONE, to=tmp_path / "out", format="hf", optimizer=True, trust_run=True)
+    export(tmp_path / "run", asked_for)
+    assert peer_saves.trainer(tmp_path / "again", tmp_path / "out")[-NEXT:] == pytest.approx(losses, abs=1e-4)
+
+
 def test_a_trainer_s_checkpoint_continues_and_is_continued(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     losses = peer_saves.trainer(tmp_path / "out")[DONE:]
-    settings = config(
-        model={"kind": "huggingface", "architecture": peer_saves.LLAMA, "task": "causal-lm"},
-        data={"train": {"kind": "custom", "target": "interop.peer_saves:Texts"}},
-        objective={"kind": "auto"},
-    )
-    settings["optim"] |= {"decay": "matrices"}
+    settings = config(**OF_TRAINER)
     imported = import_run(tmp_path / "out" / f"checkpoint-{DONE}", tmp_path / "run", validate(settings).config, "mine")
     assert imported.steps == DONE
     assert not [note for note in imported.notes if "in the checkpoint" in note]

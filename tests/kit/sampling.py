@@ -26,6 +26,8 @@ ROWS: dict[str, int | tuple[str, ...]] = {
     "docs/test_places.py::test_the_command_can_be_launched": 3,
     "interop/test_peers.py::test_a_peer_continues_an_exported_checkpoint": ("plain",),
     "interop/test_peers.py::test_a_peer_s_checkpoint_continues_with_the_peer_s_losses": ("plain", "torchtitan"),
+    "interop/test_peers.py::test_plain_torch_and_dcp_continue_what_any_strategy_saved": ("pipeline-1f1b",),
+    "interop/test_peers.py::test_trainer_continues_what_any_strategy_saved": 0,
     "interop/test_zero_import.py::test_weights_are_bitwise_identical_to_the_engine_s": 4,
     "launch/test_elastic_restarts.py::test_nodes_that_count_restarts_differently_meet": 0,
     "launch/test_host_ends.py::test_all_hosts_end_with_the_first_cause": 3,
