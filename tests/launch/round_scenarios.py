@@ -34,7 +34,6 @@ def supervised(
     failures: int = 0,
     stop: str = "",
     logs: str | None = None,
-    unwritable: int = 0,
 ) -> int:
     """Launch ranks, of which rank N performs script[N] in the first round, and nothing in the second.
 
@@ -42,11 +41,9 @@ def supervised(
         step: The step that the run has reached.
         failures: How many tries to start them again fail, for lack of processes.
         stop: When the launcher is stopped: "start", at the first of these tries; "record", once the first round's
-            result is recorded; "folder", while the run's folder can't be written.
-        unwritable: How many looks find that it can't.
+            result is recorded.
     """
-    group._GRACE, group._SETTLE, starting._PAUSES_S, starting._LOOK_S = 0.5, 0.2, (0.05, 0.05), 0.02
-    looks = iter([True] * unwritable)
+    group._GRACE, group._SETTLE, starting._PAUSES_S = 0.5, 0.2, (0.05, 0.05)
     begin, record, tries = starting.Round.begin, local.append_ends, iter([False, *[True] * failures])
 
     def refusing(job: starting.Ranks, **options: Any) -> starting.Round:
@@ -61,16 +58,9 @@ def supervised(
         if stop == "record":
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def why_unwritable() -> str:
-        if stop == "folder":
-            os.kill(os.getpid(), signal.SIGTERM)
-        return "/run: Read-only file system" if next(looks, False) else ""
-
     starting.Round.begin, local.append_ends = refusing, recording  # type: ignore[method-assign]
     again = partial(play, ["return:0"] * len(script))
-    supervisor = Supervisor(
-        Recovery(restarts=1), lambda: step, lambda: again, unwritable=why_unwritable, retry_seconds=5.0
-    )
+    supervisor = Supervisor(Recovery(restarts=1), lambda: step, lambda: again)
     folder = Path(logs) if logs else None
     return launch(partial(play, list(script)), len(script), Launch(), folder, supervisor=supervisor).show()
 

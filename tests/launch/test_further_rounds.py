@@ -60,12 +60,6 @@ def test_ranks_that_cannot_be_started_at_all_end_the_run_with_the_reason(monkeyp
         launch(lambda: 0, 2, Launch(), None)
 
 
-def test_ranks_start_again_once_the_runs_folder_can_be_written(fork_server: ForkServer) -> None:
-    code, _, err = fork_server.run("supervised", script=KILLED, unwritable=3)
-    assert code == 0, err
-    assert err.count("its ranks can't start yet: /run: Read-only file system; trying for 5 s") == 1
-
-
 TAKEN = "/run belongs to another run now"
 
 
@@ -80,12 +74,6 @@ def test_no_ranks_start_where_another_run_is_now(kind: EndKind, code: int, pause
     result = LaunchResult(code, "rank 0 has ended")
     assert rounds.next_entry([End(kind, code, "", 0.0)], result) is None
     assert rounds.concluded(result) == LaunchResult(ended, f"rank 0 has ended\n{TAKEN}: its ranks don't start again")
-
-
-def test_a_stop_while_the_runs_folder_is_waited_for(fork_server: ForkServer) -> None:
-    code, _, err = fork_server.run("supervised", script=KILLED, unwritable=10**6, stop="folder")
-    assert code == 75, err
-    assert "stopped by SIGTERM; its ranks don't start again after a failure: rank 1 was killed" in err
 
 
 def test_a_launcher_reaps_what_a_rank_that_was_killed_has_left(fork_server: ForkServer, tmp_path: Path) -> None:

@@ -23,13 +23,7 @@ _GONE = {
         "ECONNREFUSED", "ECONNRESET", "ECONNABORTED", "ESHUTDOWN", "ENODEV", "ENXIO", "EROFS", "ENOLINK", "EPROTO",
     )
 }  # fmt: skip
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-
-
-def may_pass(error: OSError) -> bool:
-    """Return whether an error of a file system may be over soon: it is gone, or full."""
-    return error.errno in _GONE or error.errno in _FULL
 
 
 def repeated(call: Callable[[], _R], seconds: float, place: object) -> _R:

@@ -59,7 +59,7 @@ from lockstep.launch.other_launchers import (
 )
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.launch.rank import append_end, run_entry, signals_stop
-from lockstep.launch.starting import NextRound, NotStarted, Ranks, Round, await_folders, begin_again, begin_first
+from lockstep.launch.starting import NextRound, NotStarted, Ranks, Round, begin_again, begin_first
 from lockstep.launch.supervision import Rounds, Supervisor
 
 _UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
@@ -145,8 +145,6 @@ def _run_rounds(job: Ranks, remedy: Callable[[], str], requests: SignalRequests,
             if again is None:
                 return rounds.concluded(result)
             job = replace(job, entry=again)
-            if isinstance(rounds, Supervisor) and await_folders(rounds.unwritable, rounds.retry_seconds, requests):
-                return _unless_stopped(job, result, ends, requests, rounds, starts_again=True)
             try:
                 result, ends = _run_ranks(job, common, partial(begin_again, job, ahead, requests))
             except NotStarted as failure:

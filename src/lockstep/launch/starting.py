@@ -46,7 +46,6 @@ from lockstep.launch.sent_entry import SentEntry
 
 _LOOPBACK = "127.0.0.1"
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between tries to start the ranks of a further round
-_LOOK_S = 0.5  # between looks whether the run's folders can be written
 _AHEAD_AFTER_S = 0.1  # of training, until the ranks of the next round are started
 
 
@@ -182,25 +181,6 @@ class NextRound:
 
 class NotStarted(RunFailed):
     """The ranks of a further round can't be started."""
-
-
-def await_folders(unwritable: Callable[[], str], seconds: float, requests: SignalRequests) -> bool:
-    """Wait until the run's folders can be written, which ranks do when they start; return whether a stop is requested.
-
-    Args:
-        unwritable: Returns why they can't; empty: they can.
-        seconds: For how long, at most; then the ranks report what can't be written.
-    """
-    until, is_reported = time.monotonic() + seconds, False
-    while time.monotonic() < until and not requests.stops and (why := unwritable()):
-        if not is_reported:
-            is_reported = True
-            print_on_stderr(
-                f"lockstep: its ranks can't start yet: {why}; trying for {seconds:g} s (checkpoint.retry_seconds)"
-            )
-        requests.drain()
-        multiprocessing.connection.wait([requests.fileno()], _LOOK_S)
-    return requests.stops > 0
 
 
 def begin_first(job: Ranks) -> Round:

@@ -53,8 +53,6 @@ class Supervisor:
             long as it is to do the same.
         smaller: Makes micro-batches smaller after memory has run out; returns what changes, empty if nothing can.
         may_be_smaller: Returns whether `smaller` would change anything.
-        unwritable: Returns why the run's folders can't be written now and may be soon; empty: they can.
-        retry_seconds: For how long a further round waits for them.
         taken: Writes the run's folder again if it was deleted, before anything else is read there; returns why it is
             another run's now, so that no ranks may start there; empty: it isn't.
         rounds: Number of rounds that have ended.
@@ -65,8 +63,6 @@ class Supervisor:
     resumed: Callable[[], Callable[[], int]]
     smaller: Callable[[End], str] = lambda end: ""
     may_be_smaller: Callable[[End], bool] = lambda end: False
-    unwritable: Callable[[], str] = lambda: ""
-    retry_seconds: float = 0.0
     taken: Callable[[], str] = lambda: ""
     rounds: int = field(default=0, init=False)
     _furthest: int = field(default=0, init=False)

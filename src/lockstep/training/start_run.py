@@ -57,7 +57,6 @@ from lockstep.training.resuming import Resume
 from lockstep.training.saved_state import epoch_samples_in
 from lockstep.training.smaller_batches import SmallerBatches
 from lockstep.training.user_objects import UserObjects, refuse_given
-from lockstep.training.writable import why_unwritable
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
@@ -359,10 +358,8 @@ def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
         steps = list(names_by_step(snapshots_in(job.memory, None).names())) if job.memory is not None else []
         return max((*steps, last_step(folder / METRICS) or 0))
 
-    return Supervisor(
-        job.config.recovery, furthest, resumed, sizes.after, sizes.may_follow,
-        partial(why_unwritable, job, folder), job.config.checkpoint.retry_seconds, partial(_recreate, run, job.memory),
-    )  # fmt: skip
+    taken = partial(_recreate, run, job.memory)
+    return Supervisor(job.config.recovery, furthest, resumed, sizes.after, sizes.may_follow, taken)
 
 
 def _content(file: Path) -> bytes:
