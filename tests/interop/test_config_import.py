@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lockstep.cli.main import main
 from lockstep.config import shape
 from lockstep.config.deepspeed_keys import deepspeed_keys, keys_of
-from lockstep.config.loading import load
+from lockstep.config.loading import load, validate
 from lockstep.config.override import Override
 from lockstep.config.reading import leaves, read_file
 from lockstep.config.wording import OPEN
@@ -27,6 +27,8 @@ from lockstep.interop.foreign import ForeignKind, read_foreign
 from lockstep.interop.importing import ImportedConfig, import_config, import_file, listed, nested
 from lockstep.interop.keys import key_rows
 
+ROOT = Path(__file__).parents[2]
+OWN = sorted([*ROOT.glob("examples/guide/configs/*.yaml"), *ROOT.glob("recipes/*.yaml")])
 WHOLE = {"model.kind": "transformer", "data.train.kind": "stdlib-text"}
 
 
@@ -91,6 +93,11 @@ def test_a_script_has_pytorch_s_defaults(tmp_path: Path) -> None:
     settings_ = imported(tmp_path, SCRIPT).settings
     assert (settings_["precision.compute"], settings_["optim.clip_norm"]) == ("fp32", None)
     assert settings_["optim.decay"] == "all"
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
+def test_a_config_of_lockstep_is_imported_as_it_is(path: Path) -> None:
+    assert validate(import_config(path)).config == load([path], environ={}).config
 
 
 def test_an_override_answers_a_question(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def is_lockstep_key(path: Sequence[str]) -> bool:
             return True
         inner = [shape.fields(section).get(part) for at in shapes for section in at.sections()]
         shapes = [at for at in inner if at is not None] + [at.values for at in shapes if at.values is not None]
-    return bool(shapes) and len(path) > 1
+    return bool(shapes) and (len(path) > 1 or not any(at.sections() for at in shapes))
 
 
 @cache
