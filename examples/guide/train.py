@@ -18,6 +18,13 @@ DATA = {
     "evaluation": {"held-out": {"kind": "stdlib-text", "split": "held-out", "length": 256, "samples": 256}},
 }
 
+DECIDED = {
+    "batch": {"global_size": 32, "micro_size": 4},
+    "optim": {"lr": 5e-5, "weight_decay": 0.01},
+    "schedule": {"kind": "linear", "warmup_steps": 0},
+}
+"""What a file may leave to its script: an imported config has `???` there."""
+
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -33,7 +40,11 @@ def config(asked: argparse.Namespace) -> dict[str, Any]:
     """Merge the command line over the file, and add what a DeepSpeed JSON can't contain: model, data, length."""
     file = asked.config or Path(__file__).parent / "configs" / CONFIGS[asked.mode]
     values: dict[str, Any] = lockstep.import_config(file)
-    model = values.setdefault("model", {"kind": "huggingface", "task": "causal-lm", "pretrained": "gpt2"})
+    for section, choices in DECIDED.items():
+        given = values.get(section, {})
+        given.update({key: value for key, value in choices.items() if given.get(key) == "???"})
+    model = values.setdefault("model", {"kind": "huggingface", "pretrained": "gpt2"})
+    model.setdefault("task", "causal-lm")
     if asked.model_name is not None:
         model["pretrained"] = asked.model_name
     values.setdefault("data", DATA)
