@@ -153,25 +153,6 @@ def test_kept_memory_is_allocated_again_without_page_faults() -> None:
     assert 4 * kept < left
 
 
-_LARGE_PAGES = """
-import sys, torch
-from lockstep.core.heap import keep_freed_memory
-torch.set_num_threads(1)
-assert keep_freed_memory()
-blocks = [torch.ones(1 << 18) for _ in range(64)]  # 1 MiB each
-print(next(line.split()[1] for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")))
-"""
-
-
-@glibc
-def test_new_memory_of_the_heap_consists_of_large_pages() -> None:
-    choice = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if not choice.exists() or "[never]" in choice.read_text():
-        pytest.skip("this kernel has no transparent huge pages")
-    done = subprocess.run([sys.executable, "-c", _LARGE_PAGES], capture_output=True, text=True, check=True, env=_PATH)
-    assert int(done.stdout) > 32 * 1024  # KiB, of 64 MiB
-
-
 @glibc
 def test_malloc_settings_of_the_environment_have_priority() -> None:
     assert _faults("keep", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"

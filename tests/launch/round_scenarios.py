@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,8 @@ from launch_scenarios import play
 
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Recovery, Watchdog
-from lockstep.core import heartbeat, standby
-from lockstep.core.phase_clock import Phase, PhaseClock
 from lockstep.core.ranks import RankEnvironment
-from lockstep.launch import counted_time, group, local, starting
+from lockstep.launch import group, local, starting
 from lockstep.launch.local import launch
 from lockstep.launch.supervision import Supervisor
 
@@ -63,69 +61,6 @@ def supervised(
     supervisor = Supervisor(Recovery(restarts=1), lambda: step, lambda: again)
     folder = Path(logs) if logs else None
     return launch(partial(play, list(script)), len(script), Launch(), folder, supervisor=supervisor).show()
-
-
-def round_ahead(folder: str, then: str, changes: bool = False) -> int:
-    """Launch two ranks whose next round is started ahead; `then` is what rank 1 does once that waits.
-
-    Ranks of the next round note their processes in the files ahead-N and, once they are needed, needed-N.
-
-    Args:
-        changes: The next round has another entry than was foreseen.
-    """
-    group._GRACE, group._SETTLE = 0.5, 0.2
-    entries = [partial(_waiting_round, Path(folder)) for _ in range(2)]
-
-    def resumed() -> Callable[[], int]:
-        return entries.pop() if changes else entries[0]
-
-    supervisor = Supervisor(Recovery(), lambda: 0, resumed)
-    first = partial(_first_round, Path(folder), then)
-    return launch(first, 2, Launch(), None, supervisor=supervisor, watchdog=Watchdog()).show()
-
-
-def _first_round(folder: Path, then: str, seconds: float = 0.0) -> int:
-    rank = RankEnvironment.read(os.environ).rank
-    heartbeat.own().numbers[heartbeat.UPDATES] = 1
-    waiting = [folder / f"ahead-{place}" for place in range(2)]
-    while not all(file.exists() and file.read_text() for file in waiting):
-        time.sleep(0.01)
-    time.sleep(seconds)
-    if then == "return":
-        return 0
-    if rank == 1 and then == "kill one that waits, too":
-        os.kill(int(waiting[0].read_text()), signal.SIGKILL)
-    if rank == 1 and then != "sleep":
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60.0)
-    return 0
-
-
-def _waiting_round(folder: Path) -> int:
-    rank = RankEnvironment.read(os.environ).rank
-    if standby.is_waiting():
-        (folder / f"ahead-{rank}").write_text(str(os.getpid()))
-    standby.wait()
-    (folder / f"needed-{rank}").write_text(str(os.getpid()))
-    return 0
-
-
-def slow_after_waiting(folder: str) -> int:
-    """Launch two ranks whose next round has waited for longer than a rank may stand still, and then takes a moment."""
-    group._GRACE, group._SETTLE = 0.5, 0.2
-    counted_time._GAP_S = 0.2
-    supervisor = Supervisor(Recovery(), lambda: 0, lambda: again)
-    again = partial(_slow_round, Path(folder))
-    first = partial(_first_round, Path(folder), "kill", 1.5)
-    options = Watchdog(least=0.1, other=1.2, end_start_after=1.2)
-    return launch(first, 2, Launch(), None, supervisor=supervisor, watchdog=options).show()
-
-
-def _slow_round(folder: Path) -> int:
-    PhaseClock().enter(Phase.HOST)  # as one that has joined the others
-    code = _waiting_round(folder)
-    time.sleep(0.5)
-    return code
 
 
 def orphaned(folder: str) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.config.schema import Config
 from lockstep.core.records import DataFacts
-from lockstep.models.build import build_meta_model, build_model, built_ahead, describe_model
+from lockstep.models.build import build_meta_model, build_model
 from lockstep.models.initial_values import Known, put
 from lockstep.models.meta_model import reset_by_block, resets_stay_in_blocks
 
@@ -69,21 +69,6 @@ def assert_equal(values: dict[str, torch.Tensor], whole: torch.nn.Module) -> Non
 @pytest.mark.parametrize("model", OWN, ids=str)
 def test_lockstep_models(model: dict[str, Any]) -> None:
     assert_equal(filled(model), build_model(section(model), FACTS, 3))
-
-
-def test_a_model_that_was_built_ahead_is_taken_once_and_is_the_same() -> None:
-    own, other = (section(model) for model in OWN[:2])
-    facts, others_facts, whole = describe_model(own, FACTS), describe_model(other, FACTS), build_model(own, FACTS, 3)
-    with built_ahead(own, FACTS, 3):
-        assert describe_model(own, FACTS) == facts
-        assert describe_model(other, FACTS) == others_facts
-        for seed in (4, 3, 3):  # another's, the one that is held, a new one
-            assert_equal(filled(OWN[0], seed), whole if seed == 3 else build_model(own, FACTS, seed))
-    with built_ahead(own, FACTS, 3):
-        first, second = build_meta_model(own, FACTS, 3), build_meta_model(own, FACTS, 3)
-    assert first is not None
-    assert second is not None
-    assert first.model is not second.model
 
 
 @pytest.mark.parametrize("name", TINY)

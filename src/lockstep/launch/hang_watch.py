@@ -161,10 +161,6 @@ class HangWatch:
         for beat in self.heartbeats:
             beat.close()
 
-    def begin(self) -> None:
-        """Note that ranks continue that were started ahead, and have waited until now: that time doesn't count."""
-        self._counted.look()
-
     def look(self, members: Sequence[ObservedRank]) -> None:
         """Check the ranks; name or kill one that hangs. A watch that fails ends, and the run doesn't."""
         try:

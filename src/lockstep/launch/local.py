@@ -59,7 +59,7 @@ from lockstep.launch.other_launchers import (
 )
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.launch.rank import append_end, run_entry, signals_stop
-from lockstep.launch.starting import NextRound, NotStarted, Ranks, Round, begin_again, begin_first
+from lockstep.launch.starting import NotStarted, Ranks, Round, begin_again, begin_first
 from lockstep.launch.supervision import Rounds, Supervisor
 
 _UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
@@ -134,22 +134,18 @@ def launch(
 
 def _run_rounds(job: Ranks, remedy: Callable[[], str], requests: SignalRequests, rounds: Rounds | None) -> LaunchResult:
     """Run rounds of ranks until there is no further one."""
-    with contextlib.ExitStack() as stack:
-        ahead = NextRound(job, rounds.resumed) if isinstance(rounds, Supervisor) else None
-        if ahead is not None:
-            stack.callback(ahead.close)
-        common = _Common(remedy, requests, rounds, ahead, Orphans())
-        result, ends = _run_ranks(job, common, partial(begin_first, job))
-        while rounds is not None and not requests.stops:
-            again = rounds.next_entry(ends, result)
-            if again is None:
-                return rounds.concluded(result)
-            job = replace(job, entry=again)
-            try:
-                result, ends = _run_ranks(job, common, partial(begin_again, job, ahead, requests))
-            except NotStarted as failure:
-                return _not_started(job, result, ends, failure, requests, rounds)
-        return _unless_stopped(job, result, ends, requests, rounds)
+    common = _Common(remedy, requests, rounds, Orphans())
+    result, ends = _run_ranks(job, common, partial(begin_first, job))
+    while rounds is not None and not requests.stops:
+        again = rounds.next_entry(ends, result)
+        if again is None:
+            return rounds.concluded(result)
+        job = replace(job, entry=again)
+        try:
+            result, ends = _run_ranks(job, common, partial(begin_again, job, requests))
+        except NotStarted as failure:
+            return _not_started(job, result, ends, failure, requests, rounds)
+    return _unless_stopped(job, result, ends, requests, rounds)
 
 
 def _not_started(
@@ -221,14 +217,7 @@ class _Common:
     remedy: Callable[[], str]
     requests: SignalRequests
     rounds: Rounds | None
-    ahead: NextRound | None
     orphans: Orphans
-
-    def between(self, begun: Round) -> None:
-        """Do what is done between two looks at the ranks."""
-        self.orphans.reap()
-        if self.ahead is not None:
-            self.ahead.prepare(begun)
 
 
 def _run_ranks(job: Ranks, common: _Common, begin: Callable[[], Round]) -> tuple[LaunchResult, list[End]]:
@@ -245,7 +234,7 @@ def _run_ranks(job: Ranks, common: _Common, begin: Callable[[], Round]) -> tuple
     common.orphans.reap()
     begun = begin()
     try:
-        ends = watch(begun.members, requests, timeout, hosts, begun.hangs, partial(common.between, begun))
+        ends = watch(begun.members, requests, timeout, hosts, begun.hangs, common.orphans.reap)
     finally:
         begun.close()
     if logs is not None:

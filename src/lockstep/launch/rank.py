@@ -31,7 +31,7 @@ from pathlib import Path
 from socket import socket
 from typing import NoReturn
 
-from lockstep.core import heartbeat, standby
+from lockstep.core import heartbeat
 from lockstep.core.errors import Paused, Stopped
 from lockstep.core.failing import reports_failures
 from lockstep.core.heartbeat import READY, Heartbeat
@@ -66,7 +66,6 @@ class RankTask:
         listener: The socket on which the store will listen, for rank 0.
         stdin: A descriptor of the launcher's standard input, which a rank that is alone keeps, for a debugger.
         heartbeat: What the launcher watches of the rank; None: it doesn't.
-        gate: See `standby.wait_at`; None: the rank is needed now.
     """
 
     rank: int
@@ -76,7 +75,6 @@ class RankTask:
     listener: socket | None
     stdin: int | None = None
     heartbeat: Heartbeat | None = None
-    gate: int | None = None
 
 
 class _Signalled(Stopped):
@@ -92,8 +90,6 @@ def run_rank(entry: Callable[[], int], task: RankTask, channel: Connection) -> N
     if task.stdin is not None:
         os.dup2(task.stdin, 0)  # multiprocessing has put the null device there
         sys.stdin = os.fdopen(0, closefd=False)
-    if task.gate is not None:
-        standby.wait_at(task.gate)
     _handle_launcher_signals(channel)
     if task.heartbeat is not None:
         _beat(task.heartbeat)
@@ -180,7 +176,7 @@ def signals_stop() -> Iterator[None]:
 
 def _handle_launcher_signals(channel: Connection) -> None:
     def refuse_save(number: int) -> None:
-        if os.environ.get("RANK") == "0" and not standby.is_waiting():
+        if os.environ.get("RANK") == "0":
             write_stderr("nothing to save yet")
 
     def stop(number: int) -> None:

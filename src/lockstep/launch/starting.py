@@ -1,12 +1,4 @@
-"""Starts the processes of a round's ranks: when they are needed, or ahead.
-
-    round 1   start --> train ------ a moment later: start the ranks of round 2 ------ rank 1 is killed
-    round 2                                          they join each other, and wait    --> train at once
-
-Ranks that wait have a small model or none, and take no time of a processor (`core.standby`). They are forked, so ranks
-that are fresh interpreters aren't started ahead; neither are those that share a port that the user has chosen with the
-current ones.
-"""
+"""Starts the processes of a round's ranks: forks of the launcher, which has imported what they need."""
 
 from __future__ import annotations
 
@@ -18,16 +10,14 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Watchdog
-from lockstep.core import heartbeat
 from lockstep.core.closed_streams import open_closed_streams
 from lockstep.core.errors import ConfigError, Problem, RunFailed, message_of
 from lockstep.core.heartbeat import Heartbeat
@@ -46,7 +36,6 @@ from lockstep.launch.sent_entry import SentEntry
 
 _LOOPBACK = "127.0.0.1"
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between tries to start the ranks of a further round
-_AHEAD_AFTER_S = 0.1  # of training, until the ranks of the next round are started
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +68,15 @@ class Round:
 
     Attributes:
         hangs: The watch over them.
-        gate: Where they wait until they are needed, see `standby`; None: they are needed.
     """
 
     job: Ranks
     hangs: HangWatch | None
-    gate: int | None
     members: list[RankProcess] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, job: Ranks, *, waits: bool = False) -> Round:
-        """Start the ranks of a round; `waits`: ahead."""
+    def begin(cls, job: Ranks) -> Round:
+        """Start the ranks of a round."""
         hosts = job.hosts
         hangs = hang_watch(
             job.watchdog,
@@ -100,10 +87,8 @@ class Round:
             times=job.times,
             others=None if hosts is None else hosts.waits,
         )
-        begun = cls(job, hangs, None)
+        begun = cls(job, hangs)
         try:
-            if waits:
-                begun.gate = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
             with blocked_signals(forks=job.forks), _store_listener(job) as listener:
                 gc.freeze()  # forked ranks then never touch, and so never copy, the pages of existing objects
                 try:
@@ -115,68 +100,15 @@ class Round:
             raise
         return begun
 
-    def open_gate(self) -> bool:
-        """Let the ranks continue that have waited; return whether all of them do."""
-        for member in self.members:
-            member.update()
-        if self.gate is None or any(member.ended or member.reported for member in self.members):
-            return False
-        if self.hangs is not None:
-            self.hangs.begin()
-        os.eventfd_write(self.gate, len(self.members))
-        return True
-
     def close(self) -> None:
         """Kill the ranks that are left, and forget them."""
         if self.hangs is not None:
             self.hangs.close()
-        if self.gate is not None:
-            os.close(self.gate)
         left = [member for member in self.members if member.ended is None]
         for member in left:
             member.end(signal.SIGKILL)
         for member in self.members:
             member.close()
-
-
-@dataclass
-class NextRound:
-    """The ranks of the next round, which are started while those of this one train: if one of these dies, it is soon.
-
-    Attributes:
-        resumed: Returns what they are to do, the same entry as long as it is the same.
-    """
-
-    job: Ranks
-    resumed: Callable[[], Callable[[], int]]
-    _round: Round | None = field(default=None, init=False)
-    _trains_since: float | None = field(default=None, init=False)
-    _prepared: bool = field(default=False, init=False)
-
-    def prepare(self, current: Round) -> None:
-        """Start the ranks once those of the current round have trained for a while; at most once a round."""
-        job, now = self.job, time.monotonic()
-        if self._prepared or not job.forks or job.section.port or current.hangs is None:
-            return
-        if self._trains_since is None and all(beat.numbers[heartbeat.UPDATES] for beat in current.hangs.heartbeats):
-            self._trains_since = now
-        if self._trains_since is not None and now - self._trains_since >= _AHEAD_AFTER_S:
-            self._prepared = True
-            with contextlib.suppress(OSError, ConfigError):  # they are started when they are needed
-                self._round = Round.begin(replace(job, entry=self.resumed()), waits=True)
-
-    def take(self, entry: Callable[[], int]) -> Round | None:
-        """Return the ranks that have waited to do this, if there are; others are ended."""
-        waiting, self._round = self._round, None
-        self._trains_since, self._prepared = None, False
-        if waiting is None or (waiting.job.entry is entry and waiting.open_gate()):
-            return waiting
-        waiting.close()
-        return None
-
-    def close(self) -> None:
-        if self._round is not None:
-            self._round.close()
 
 
 class NotStarted(RunFailed):
@@ -191,7 +123,7 @@ def begin_first(job: Ranks) -> Round:
         raise RunFailed(f"its ranks can't be started: {message_of(error)}") from error
 
 
-def begin_again(job: Ranks, ahead: NextRound | None, requests: SignalRequests) -> Round:
+def begin_again(job: Ranks, requests: SignalRequests) -> Round:
     """Start the ranks of a further round; try again for a while, until a stop is requested.
 
     The round before may have left a machine that lacks memory or processes, or processes that hold the port.
@@ -201,7 +133,7 @@ def begin_again(job: Ranks, ahead: NextRound | None, requests: SignalRequests) -
     """
     for number, pause in enumerate((*_PAUSES_S, None)):
         try:
-            return (ahead.take(job.entry) if ahead is not None else None) or Round.begin(job)
+            return Round.begin(job)
         except (OSError, ConfigError) as error:
             if pause is None or requests.stops:
                 raise NotStarted(f"its ranks can't be started again: {message_of(error)}") from error
@@ -228,7 +160,7 @@ def _start(job: Ranks, listener: socket.socket | None, begun: Round) -> None:
         rank = job.first + place
         log = streams.log_path(job.logs, rank) if job.logs else None
         beats = None if begun.hangs is None else begun.hangs.heartbeats[place]
-        task = RankTask(rank, os.getpid(), job.forks, log, listener if rank == 0 else None, stdin, beats, begun.gate)
+        task = RankTask(rank, os.getpid(), job.forks, log, listener if rank == 0 else None, stdin, beats)
         channel, rank_channel = context.Pipe()
         process = context.Process(target=run_rank, args=(entry, task, rank_channel), name=f"rank-{rank}")
         identity = RankEnvironment(rank, job.size, place, ranks, _LOOPBACK, port).variables()

@@ -49,8 +49,7 @@ class Supervisor:
     Attributes:
         config: How many rounds there may be that don't get further.
         last_step: Returns the last update that the run has recorded or saved.
-        resumed: Returns the entry of a rank that resumes from what the rounds before have saved; the same object as
-            long as it is to do the same.
+        resumed: Returns the entry of a rank that resumes from what the rounds before have saved.
         smaller: Makes micro-batches smaller after memory has run out; returns what changes, empty if nothing can.
         may_be_smaller: Returns whether `smaller` would change anything.
         taken: Writes the run's folder again if it was deleted, before anything else is read there; returns why it is

@@ -8,7 +8,6 @@ sketch_model        construct on the meta device -> freeze             for plann
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 
 from torch import nn
@@ -73,8 +72,6 @@ def build_meta_model(
     """
     if isinstance(section, GivenModel | CustomModel):
         return None
-    if any(key == (section, facts, seed) for key, _ in _ahead):
-        return _ahead.pop()[1]
     with generators_keyed(seed, "construction"):
         if isinstance(section, HuggingFaceModel):
             meta_model = build_meta_huggingface(section, facts, seed, trust_remote_code=trust_remote_code)
@@ -85,21 +82,6 @@ def build_meta_model(
     if meta_model is not None:
         freeze(meta_model.model, section.freeze)
     return meta_model
-
-
-_ahead: list[tuple[tuple[Model, DataFacts, int], MetaModel]] = []  # one at most
-
-
-@contextmanager
-def built_ahead(section: Model, facts: DataFacts, seed: int) -> Iterator[None]:
-    """Hold the model without values while the block runs, for the ranks that are forked from this process."""
-    made = build_meta_model(section, facts, seed)
-    if made is not None:
-        _ahead.append(((section, facts, seed), made))
-    try:
-        yield
-    finally:
-        _ahead.clear()
 
 
 def _named(values: Mapping[str, InitialValue], names: Container[str]) -> Iterator[tuple[str, InitialValue]]:
@@ -193,6 +175,4 @@ def describe_model(section: Model, facts: DataFacts, *, trust_remote_code: bool 
     Raises:
         ConfigError: As for `build_model`.
     """
-    held = next((made for key, made in _ahead if key[:2] == (section, facts)), None)
-    model = sketch_model(section, facts, trust_remote_code=trust_remote_code) if held is None else held.model
-    return parameter_facts(model)
+    return parameter_facts(sketch_model(section, facts, trust_remote_code=trust_remote_code))

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -48,25 +48,10 @@ def describe(of_config: Collection[str] = ()) -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": _gpus(),
         "working_directory": str(Path.cwd()),
-        "git": _git_ahead[Path.cwd()] if Path.cwd() in _git_ahead else _git(Path.cwd()),
+        "git": _git(Path.cwd()),
         "command_line": hide_arguments(sys.argv),
         "variables": relevant_variables(os.environ, of_config),
     }
-
-
-_git_ahead: dict[Path, dict[str, Any] | None] = {}
-
-
-@contextlib.contextmanager
-def described_ahead() -> Iterator[None]:
-    """Hold versions and the state of git while the block runs: processes that are forked needn't ask again."""
-    for facts in (_versions, _cpu, platform.platform):  # which are kept
-        facts()
-    _git_ahead[Path.cwd()] = _git(Path.cwd())
-    try:
-        yield
-    finally:
-        _git_ahead.clear()
 
 
 def short_description() -> dict[str, Any]:

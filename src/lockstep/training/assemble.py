@@ -66,12 +66,7 @@ if TYPE_CHECKING:
 
 
 def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose = Purpose.TRAIN) -> Session:
-    """Return the session of a run on this rank. Arguments and errors as of `make_components`."""
-    return Session(make_components(config, world, given, purpose))
-
-
-def make_components(config: Config, world: World, given: UserObjects, purpose: Purpose) -> Components:
-    """Return the components of a run's session on this rank.
+    """Return the session of a run on this rank.
 
     Args:
         world: This rank's place among all.
@@ -103,7 +98,7 @@ def make_components(config: Config, world: World, given: UserObjects, purpose: P
     )
     if optimizer is not None:  # a user's may state its rate
         config = config.model_copy(update={"optim": optimizer.used})
-    return Components(
+    components = Components(
         config=config,
         plan=plan,
         world=world,
@@ -124,6 +119,7 @@ def make_components(config: Config, world: World, given: UserObjects, purpose: P
         watch=_memory_watch(config.memory.activation_checkpointing, made.recomputed, world),
         draw=partial(whole.draw_sharded, made.sharding) if whole.deferred else _nothing,
     )
+    return Session(components)
 
 
 def _evaluator(engine: Engine, made: Parallelized, prepared: _Prepared, config: Config, world: World) -> Evaluator:

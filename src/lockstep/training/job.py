@@ -15,11 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from lockstep.config.schema import Config
 from lockstep.config.trust import recorded, unremembered
-from lockstep.core import heartbeat, standby
+from lockstep.core import heartbeat
 from lockstep.core.errors import Failure, OutOfMemory, RunFailed
 from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.ranks import names_a_rank, started_by_lockstep
@@ -43,7 +41,7 @@ from lockstep.resilience.faults import plant
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
 from lockstep.training import resumed_history, rolling_back
-from lockstep.training.ahead import ready_ahead, session_with
+from lockstep.training.assemble import assemble
 from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
@@ -171,8 +169,6 @@ def opened(
         purpose: of a session without a job.
     """
     prefix_warnings()
-    if config.launch.device != "cpu" and torch.accelerator.is_available():
-        standby.wait()  # a rank that has joined the others takes memory of its accelerator
     grouped = names_a_rank(os.environ) or uses_ranks(config.parallel.strategy)
     folder = config.run.folder if job is None or job.folder is None else job.folder
     logs = None if folder is None else Path(folder) / LOGS
@@ -185,11 +181,9 @@ def opened(
         try:
             watch(world.axis)
             world.clock.follow_heartbeat()
-            ready = ready_ahead(config, given, world)
-            standby.wait()
             if job is not None:
                 purpose = _purpose(job, world)
-            session = session_with(ready, config, given, world, purpose)
+            session = assemble(config, world, given, purpose)
             if world.exchange is not None:
                 world.exchange.listen()
             yield session

@@ -103,10 +103,10 @@ _ahead: dict[tuple[DataSource, str | None, str | None], Source] = {}
 
 
 @contextmanager
-def opened_ahead(config: Config) -> Iterator[Source | None]:
+def opened_ahead(config: Config) -> Iterator[None]:
     """Hold data that this process has opened while the block runs, for the ranks that are forked from it.
 
-    They needn't read it again, in no round. What can't be opened here is left to them. Yields the training data.
+    They needn't read it again, in no round. What can't be opened here is left to them.
     """
     task, tokenizer = task_of(config, None)
     for section in (config.data.train, *config.data.evaluation.values()):
@@ -114,7 +114,7 @@ def opened_ahead(config: Config) -> Iterator[Source | None]:
             with suppress(Failure):  # which the ranks report
                 _ahead[section, task, tokenizer] = open_source(section, task=task, tokenizer=tokenizer)
     try:
-        yield _ahead.get((config.data.train, task, tokenizer)) if config.data.train.kind in INERT_DATA else None
+        yield
     finally:
         _ahead.clear()
 

@@ -284,7 +284,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
             entry, ahead = partial(train_as_rank, sizes.job, folder.path), imports_ahead(job.config)
             if hosts is not None:
                 hosts.open_folder(folder.path, decision_of(job, entry))
-            with prepared_ahead(job.config, size):
+            with prepared_ahead(job.config):
                 ended = launch(
                     entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy, hosts=hosts,
                     supervisor=_rounds(job, sizes, folder, hosts), watchdog=job.config.recovery.watchdog,
@@ -340,16 +340,11 @@ def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
     attempts = folder / ATTEMPTS
     before = _content(attempts)
 
-    last: tuple[Job, bool, Callable[[], int]] | None = None
-
     def resumed() -> Callable[[], int]:
         """Return the entry of ranks that resume this run, or, if none has begun, start it as they were to."""
-        nonlocal last
         begun = _content(attempts) != before
-        if last is None or last[0] is not sizes.job or last[1] != begun:
-            resume = replace(job.resume, fresh=False, step=None, origin=None) if begun else job.resume
-            last = sizes.job, begun, partial(train_as_rank, replace(sizes.job, resume=resume), folder)
-        return last[2]
+        resume = replace(job.resume, fresh=False, step=None, origin=None) if begun else job.resume
+        return partial(train_as_rank, replace(sizes.job, resume=resume), folder)
 
     def furthest() -> int | None:
         starts_over = job.resume.fresh or job.resume.step is not None
