@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit import small
-from kit.worlds import in_world
 
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.config.schema import Config, Launch
+from lockstep.config.schema import Config
 from lockstep.config.writing import plain_yaml, to_public
 from lockstep.core.errors import ConfigError
 from lockstep.distributed.collectives import LocalGroup
-from lockstep.distributed.process_group import World, joined
+from lockstep.distributed.process_group import World
 from lockstep.monitor.folder import RunFolder
-from lockstep.training import launch_record
 from lockstep.training.job import Job, _run_folder
 from lockstep.training.launch_folder import folder_of_launch, mark_begun, resumed
 from lockstep.training.resuming import Resume
@@ -105,71 +100,14 @@ def test_a_run_that_starts_over_does_so_once() -> None:
     assert resumed(fork, _world(None), folder) == fork
 
 
-class _Host:
-    """A host of a launch without a store: its ranks are `process`'s."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, process: int, launch: str = "none") -> None:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
-        monkeypatch.setattr(launch_record, "_launcher", lambda: ["machine", process, "1"])
-        self.world = _world(None)
-
-    def begins(self, folder: Path, resume: Resume) -> Resume:
-        """Begin a run; return how."""
-        with _run_folder(Job(_config(folder=str(folder)), "toy", resume=resume), self.world) as path:
-            begun = resumed(resume, self.world, path)
-            mark_begun(self.world, path)
-        RunFolder(folder.absolute()).write_config(plain_yaml(to_public(_config())))
-        return begun
-
-
-@pytest.mark.parametrize(
-    "resume",
-    [Resume(fresh=True), Resume(step=4), Resume(origin=LocalStorage(Path("other")))],
-    ids=["fresh", "step", "origin"],
-)
-def test_a_run_that_starts_over_does_so_once_without_a_store_too(
+@pytest.mark.parametrize("resume", [Resume(fresh=True), Resume(step=4), Resume(origin=LocalStorage(Path("other")))])
+def test_a_run_does_not_start_over_where_a_restart_looks_like_a_start(
     resume: Resume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, --fresh started over at each restart, and --fork refused its own folder."""
-    folder = Path("run")
-    assert _Host(monkeypatch, 7).begins(folder, resume) == resume
-    assert _Host(monkeypatch, 7).begins(folder, resume) == Resume(), "restarted"
-    if resume.origin is None:
-        assert _Host(monkeypatch, 8).begins(folder, resume) == resume, "another launch"
-        assert _Host(monkeypatch, 8, "4711").begins(folder, resume) == resume, "another launch of the same process"
-
-
-def test_ranks_that_failed_before_the_run_began_start_over_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork, host = Resume(origin=LocalStorage(Path("other"))), _Host(monkeypatch, 7)
-    with _run_folder(Job(_config(folder="run"), "toy", resume=fork), host.world):
-        pass
-    assert host.begins(Path("run"), fork) == fork
-
-
-def _begins_on_hosts(folder: str, hosts: list[int]) -> bool:
-    """Whether a launch that starts over does so; a host for each rank."""
-    os.environ["TORCHELASTIC_RUN_ID"] = "none"
-    launch_record._launcher = lambda: [f"host {hosts[world.rank]}", 7, "1"]
-    with joined(Launch(device="cpu"), grouped=True) as world:
-        begun = resumed(Resume(fresh=True), world, Path(folder))
-        mark_begun(world, Path(folder))
-    return begun.fresh
-
-
-def test_a_launch_is_the_same_as_long_as_one_host_stays(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    assert in_world(2, _begins_on_hosts, str(tmp_path), [0, 1]) == [True, True]
-    assert in_world(2, _begins_on_hosts, str(tmp_path), [2, 1]) == [False, False], "rank 0 is on a host that has joined"
-    assert in_world(1, _begins_on_hosts, str(tmp_path), [2]) == [False]
-    assert in_world(2, _begins_on_hosts, str(tmp_path), [0, 1]) == [True, True], "none of those is among these"
-
-
-def test_a_script_between_the_launcher_and_its_rank_is_no_launcher() -> None:
-    ask = "from lockstep.training.launch_record import _launcher; print(_launcher()[1])"
-    script = f"{sys.executable} -c '{ask}'; exit $?"
-    environ = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
-    shown = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, check=True)
-    assert int(shown.stdout) == os.getpid()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(ConfigError, match="would start over at each restart"):
+        resumed(resume, _world(None), Path("run"))
+    assert resumed(Resume(), _world(None), Path("run")) == Resume()
 
 
 def test_a_restart_of_a_fork_finds_the_folder_that_the_fork_has_made() -> None:

@@ -23,7 +23,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -36,8 +35,7 @@ from lockstep.core.stopping import STOP_SIGNALS
 from lockstep.launch.ends import End, EndKind, first_cause, while_reading
 from lockstep.launch.failure_kinds import advice_on_samples
 from lockstep.launch.flight_records import answer_no_more, answer_requests
-from lockstep.launch.hang_watch import HangWatch, LearnedTimes
-from lockstep.launch.kept_times import keep, remove_without, take, times_folder
+from lockstep.launch.hang_watch import HangWatch
 from lockstep.launch.memory_folder import ROOT, is_own, prefix, remove_abandoned
 from lockstep.launch.outcome import print_on_stderr
 from lockstep.launch.rank_stacks import answer_signal
@@ -53,7 +51,6 @@ _LEFT = -1.0  # instead of its process: the rank has left
 _RUNS = End(EndKind.DONE, 0, "", 0.0)
 _NOTES = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 _MOST_SIGNALS = 2**16
-_openings = count()
 _noted: list[int] = []  # the file into which this rank's signals are noted
 
 
@@ -66,20 +63,19 @@ def watched_from_outside(config: Config, logs: Path | None) -> Iterator[Callable
     Args:
         logs: Of the run, for the stacks of a rank that hangs, and the samples whose reading ends one.
     """
-    opening = next(_openings)
     with contextlib.ExitStack() as until_end:
 
         def watch(ranks: Control) -> None:
             if not names_a_rank(os.environ) or started_by_lockstep(os.environ):
                 return
             if (host := _host_of(ranks, makes=config.recovery.watchdog.enabled)) is not None:
-                until_end.enter_context(_watched(config, logs, host, opening))
+                until_end.enter_context(_watched(config, logs, host))
 
         yield watch
 
 
 @contextlib.contextmanager
-def _watched(config: Config, logs: Path | None, host: _Host, opening: int) -> Iterator[None]:
+def _watched(config: Config, logs: Path | None, host: _Host) -> Iterator[None]:
     beats, before = mapped_heartbeats(host.folder, len(host.ranks)), heartbeat.own()
     own = beats.pop(host.place)
     for beat in beats:
@@ -89,7 +85,7 @@ def _watched(config: Config, logs: Path | None, host: _Host, opening: int) -> It
     answers = answer_requests(own)
     own.numbers[READY], own.numbers[PROCESS] = 1, os.getpid()
     heartbeat.use(own)
-    process = _start(host, config, logs, opening) if host.is_maker else None
+    process = _start(host, config, logs) if host.is_maker else None
     try:
         with _noting_signals(host.folder, host.place):
             yield
@@ -195,8 +191,7 @@ def _is_there(folder: Path) -> bool:
         return False
 
 
-def _start(host: _Host, config: Config, logs: Path | None, opening: int) -> subprocess.Popen[bytes] | None:
-    times, goes_on = times_folder(opening)
+def _start(host: _Host, config: Config, logs: Path | None) -> subprocess.Popen[bytes] | None:
     task = {
         "folder": str(host.folder),
         "options": config.recovery.watchdog.model_dump(),
@@ -204,9 +199,6 @@ def _start(host: _Host, config: Config, logs: Path | None, opening: int) -> subp
         "ranks": len(host.ranks),
         "first": host.ranks[0],
         "alone": len(host.ranks) == host.world_size,
-        "times": None if times is None else str(times),
-        "goes_on": goes_on,
-        "launcher": os.getppid(),
     }
     try:
         return subprocess.Popen(
@@ -247,10 +239,6 @@ class _OutsideRank:
         if self.process.pid > 0:
             with contextlib.suppress(ProcessLookupError):
                 self._handle = os.pidfd_open(self.process.pid)
-
-    @property
-    def failed(self) -> bool:
-        return self.ended is not None and self.ended.kind is not EndKind.DONE
 
     def update(self) -> None:
         """Note whether the process has ended, or has left the others."""
@@ -317,15 +305,10 @@ def main(task: str) -> None:
         beats = mapped_heartbeats(folder, values["ranks"])
         if _all_begun(beats, values["first"]):
             options, logs = Watchdog(**values["options"]), None if logs is None else Path(logs)
-            kept, run = None if values["times"] is None else Path(values["times"]), str(logs)
-            times = LearnedTimes() if kept is None else take(kept, run)
-            watch = HangWatch(options, beats, logs, values["first"], alone=values["alone"], times=times)
+            watch = HangWatch(options, beats, logs, values["first"], alone=values["alone"])
             signals = [os.open(_signals_file(folder, place), _NOTES, 0o600) for place in range(len(beats))]
             ranks = [*map(_OutsideRank, beats, signals)]
             _watch(watch, ranks)
-            if kept is not None and values["goes_on"] and any(rank.failed for rank in ranks):
-                keep(kept, run, times)
-                remove_without(values["launcher"], kept)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

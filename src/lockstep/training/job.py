@@ -245,7 +245,7 @@ def _run_folder(job: Job, world: World) -> Iterator[Path]:
         return
     folder: RunFolder | None = None
     failure: Failure | None = None
-    kept = kept_folder(job.config, job, world)
+    kept = kept_folder(world)
     if world.rank == 0:
         try:
             path = kept or run_folder_for(job.config, job.recipe, job.resume)

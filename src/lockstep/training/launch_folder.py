@@ -7,8 +7,9 @@
 
 torchrun's id is "none" unless one is given: all launches share it, so it is not an id. On a single node torchrun makes
 up a UUID, which no other launch will have. In both cases a restart finds the folder by the store, which the launcher
-keeps as long as it lives, on whichever node rank 0 is. Without a store it is the launch's id, or the config, by which a
-restart finds the folder; what earlier ranks have done there is recorded in it (`launch_record`).
+keeps as long as it lives, on whichever node rank 0 is. Without a store (torchrun keeps none under
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1) it is the launch's id, or the config, by which a restart finds the folder; a
+restart can't be told from a start there, so what starts over is refused.
 """
 
 from __future__ import annotations
@@ -22,16 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.core.errors import Failure
-from lockstep.core.ranks import RankEnvironment, names_a_rank
+from lockstep.core.errors import ConfigError, Failure
+from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.monitor.folder import CONFIG, is_finished
-from lockstep.training.launch_record import LaunchProgress, is_recorded, progress_of_launch, record_launch
 from lockstep.training.resuming import Resume
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.distributed.process_group import World
-    from lockstep.training.job import Job
 
 _FOLDER, _BEGUN = "run-folder", "run-begun"  # keys in the launcher's store
 _NO_ID = ("", "none")
@@ -39,26 +38,15 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _LONGEST_ID = 64
 
 
-def kept_folder(config: Config, job: Job, world: World) -> Path | None:
+def kept_folder(world: World) -> Path | None:
     """Return the folder that earlier ranks of this launch have used, as far as it is known. All ranks together."""
     store = world.launcher_store
-    if store is not None:
-        return Path(store.get(_FOLDER).decode()) if store.check([_FOLDER]) else None
-    if not is_recorded(world):
-        return None
-    folder = _configured_folder(config, job)
-    return folder if progress_of_launch(world, folder) else None
-
-
-def _configured_folder(config: Config, job: Job) -> Path | None:
-    return Path(config.run.folder).absolute() if config.run.folder is not None else folder_of_launch(config, job.recipe)
+    return Path(store.get(_FOLDER).decode()) if store is not None and store.check([_FOLDER]) else None
 
 
 def keep_folder(world: World, folder: Path) -> None:
-    """Record the folder for ranks that the launcher starts after these. All ranks together."""
-    if is_recorded(world):
-        record_launch(world, folder, LaunchProgress.FOLDER)
-    elif world.rank == 0 and world.launcher_store is not None:
+    """Record the folder for ranks that the launcher starts after these."""
+    if world.rank == 0 and world.launcher_store is not None:
         world.launcher_store.set(_FOLDER, str(folder))
 
 
@@ -81,25 +69,20 @@ def _elastic_id(environment: RankEnvironment) -> str:
 
 
 def mark_begun(world: World, folder: Path) -> None:
-    """Record that the run has begun: ranks that the launcher starts after these resume it, whatever began it.
-
-    All ranks together.
-    """
-    if is_recorded(world):
-        record_launch(world, folder, LaunchProgress.BEGUN)
-    elif world.rank == 0 and world.launcher_store is not None:
+    """Record that the run has begun: ranks that the launcher starts after these resume it, whatever began it."""
+    if world.rank == 0 and world.launcher_store is not None:
         world.launcher_store.set(_BEGUN, "")
 
 
 def resumed(resume: Resume, world: World, folder: Path | None) -> Resume:
-    """Return how a run begins: as the command has it, or, after a restart, from its newest checkpoint.
-
-    All ranks together.
-    """
-    if is_recorded(world):
-        has_begun = progress_of_launch(world, folder) is LaunchProgress.BEGUN
-    else:
-        has_begun = world.launcher_store is not None and world.launcher_store.check([_BEGUN])
+    """Return how a run begins: as the command has it, or, after a restart, from its newest checkpoint."""
+    store, starts = world.launcher_store, resume.fresh or resume.step is not None or resume.origin is not None
+    if starts and store is None and "TORCHELASTIC_RUN_ID" in os.environ and not started_by_lockstep(os.environ):
+        raise ConfigError(
+            "--fresh, --from and --fork would start over at each restart: this launcher has no store that outlives its "
+            "ranks; unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE, or begin the run once without torchrun"
+        )
+    has_begun = store is not None and store.check([_BEGUN])
     return replace(resume, fresh=False, step=None, origin=None) if has_begun else resume
 
 
