@@ -378,7 +378,7 @@ def test_each_field_of_accelerate_s_config_has_an_answer(tmp_path: Path) -> None
         ({"run_name": "a"}, "to do", "write run.folder: runs/a"),
         ({"run_name": "a", "output_dir": "b"}, "not needed", "which output_dir sets"),
         ({"resume_from_checkpoint": True}, "not needed", "requests nothing"),
-        ({"resume_from_checkpoint": "out/checkpoint-5"}, "to do", "--from CHECKPOINT"),
+        ({"resume_from_checkpoint": "out/checkpoint-5"}, "to do", "lockstep ckpt import CHECKPOINT RUN"),
         ({"overwrite_output_dir": True}, "to do", "--fresh starts from scratch"),
         ({"nnodes": 2}, "to do", "write launch.nodes: 2"),
         ({"attn_implementation": "sdpa", "model_name": "gpt2"}, "taken", ""),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers")
 
@@ -13,7 +16,7 @@ from lockstep.config.schema import HuggingFaceModel, ObjectiveConfig
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import Batch, DataFacts
 from lockstep.models.blocks import repeated_blocks
-from lockstep.models.build import build_model, describe_model, parameter_facts
+from lockstep.models.build import build_meta_model, build_model, describe_model, parameter_facts
 from lockstep.models.building_objectives import build_objective, coupling
 from lockstep.models.heads import head_of, preparation
 
@@ -134,6 +137,105 @@ def test_pretrained_weights_are_loaded_and_a_new_head_is_keyed(saved, caplog):
     shared = [name for name in first.state_dict() if name in state]
     assert len(shared) > 20
     assert all(torch.equal(first.state_dict()[name], state[name]) for name in shared)
+
+
+def _edited(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _with(folder, **values):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def _index(folder, prefix):
+    (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
+    names = dict.fromkeys(
+        load_file(folder.parent / "model.safetensors"), f"{prefix or folder.parent}/model.safetensors"
+    )
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def _as_torch(folder, **more):
+    torch.save({**load_file(folder / "model.safetensors"), **more}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def _cut(folder):
+    _as_torch(folder)
+    file = folder / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:-500])
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+DEFECTS = {
+    "another shape": (lambda f: _edited(f, lambda t: t.update({UP: torch.ones(40, 16)})),
+                      rf"{UP} \[40, 16\] where the model has \[32, 16\]"),
+    "a tensor of a layer too few": (lambda f: _edited(f, lambda t: t.pop(UP)), rf"missing: {UP} \[32, 16\]"),
+    "one too many": (lambda f: _edited(f, lambda t: t.update({"model.layers.0.extra": torch.ones(4)})),
+                     r"unexpected: model\.layers\.0\.extra \[4\]"),
+    "a layer too many": (lambda f: _with(f, num_hidden_layers=1), r"unexpected: model\.layers\.1\..* and 3 more"),
+    "a layer too few": (lambda f: _with(f, num_hidden_layers=3, layer_types=None), r"missing: model\.layers\.2\."),
+    "an index to the parent": (lambda f: _index(f, ".."), r"names a file \.\./model.safetensors that"),
+    "an index to a place": (lambda f: _index(f, None), r"names a file /.*/model.safetensors that isn't in the same"),
+    "an object": (lambda f: _as_torch(f, args=argparse.Namespace()), "needs argparse.Namespace to be unpickled"),
+    "cut": (_cut, "it is cut"),
+    "integers": (lambda f: _edited(f, lambda t: t.update({UP: t[UP].to(torch.int8)})), f"{UP} is torch.int8"),
+    "a quantized config": (lambda f: _with(f, quantization_config={"quant_method": "gptq", "bits": 4}), "is quantized"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("build", [build_model, build_meta_model])
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_pretrained_weights_that_do_not_fit_are_refused(defect, build, tmp_path):
+    (folder := tmp_path / "saved").mkdir()
+    build_model(_section("causal-lm", LLAMA), FACTS, 5).save_pretrained(folder)
+    spoil, reason = DEFECTS[defect]
+    spoil(folder)
+    section = _section("causal-lm", pretrained=str(folder))
+    with pytest.raises(ConfigError, match=rf"(?s)model\.pretrained: .*{reason}") as refused:
+        build(section, FACTS, 1) or build_model(section, FACTS, 1)  # without a meta model, a run builds the other
+    assert "weights_only=True" not in str(refused.value)
+
+
+def test_init_partial_allows_layers_that_differ(tmp_path, caplog):
+    build_model(_section("causal-lm", LLAMA), FACTS, 5).save_pretrained(tmp_path)
+    _with(tmp_path, num_hidden_layers=1)
+    with caplog.at_level(logging.WARNING):
+        build_model(_section("causal-lm", pretrained=str(tmp_path), init_partial=True), FACTS, 1)
+    assert "has 9 tensors that the model lacks: model.layers.1." in caplog.text
+
+
+def test_buffers_that_models_once_saved_are_ignored(tmp_path, caplog):
+    build_model(_section("causal-lm", LLAMA), FACTS, 5).save_pretrained(tmp_path)
+    _edited(tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    section = _section("causal-lm", pretrained=str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert build_meta_model(section, FACTS, 1) is not None
+        build_model(section, FACTS, 1)
+    assert caplog.text == ""
+
+
+def test_a_model_of_masked_texts_is_no_causal_one(saved):
+    folder, _ = saved
+    for section in (_section("causal-lm", pretrained=str(folder)), _section("causal-lm", BERT)):
+        with pytest.raises(
+            ConfigError, match=r"model\.task: bert is made for masked-lm.*architecture\.is_decoder: true"
+        ):
+            build_model(section, FACTS, 1)
+    build_model(_section("causal-lm", {**BERT, "is_decoder": True}), FACTS, 1)
+    build_model(_section("causal-lm", BART), FACTS, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("adapter_config.json", "merge_and_unload"), ("checkpoint-5", "name one")]
+)
+def test_folders_without_a_model_say_what_they_are(tmp_path, name, reason):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=rf"model\.pretrained: .*{reason}"):
+        build_model(_section("causal-lm", pretrained=str(tmp_path)), FACTS, 1)
 
 
 def test_new_tokens_of_the_data_get_rows_in_the_embedding(saved, caplog):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import nn
 import lockstep
 from lockstep.config.schema import CustomModel
 from lockstep.core.errors import ConfigError
+from lockstep.interop.peers import read_peer
 from lockstep.models.weight_files import read_weights
 from lockstep.models.weight_matching import match_initial_weights
 from lockstep.training.run_info import run_info
@@ -78,6 +80,7 @@ NESTINGS: dict[str, Any] = {
     "MODEL_STATE": lambda state: {"MODEL_STATE": state, "EPOCHS_RUN": 2},
     "state_dict": lambda state: {"state_dict": state, "optimizer_states": [{"lr": 0.1}], "loops": {"fit": {"a": 1}}},
     "model": lambda state: {"model": state, "step": torch.tensor(7)},
+    "net": lambda state: {"net": state, "epoch": 4},
     "model/state_dict": lambda state: {"model": {"state_dict": state, "name": "net"}, "version": "2"},
 }
 PREFIXES = ("", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "module.module.")
@@ -88,8 +91,11 @@ PREFIXES = ("", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.
 def test_every_nesting_and_prefix(tmp_path: Path, nesting: str, prefix: str) -> None:
     source, model = made(1), made(2)
     state = {prefix + name: tensor for name, tensor in source.state_dict().items()}
-    torch.save(NESTINGS[nesting](state), tmp_path / "weights.pt")
-    assert started(model, tmp_path / "weights.pt") == ()
+    content = NESTINGS[nesting](state)
+    torch.save(content, tmp_path / "weights.pt")
+    notes, others = started(model, tmp_path / "weights.pt"), content.keys() - state.keys() - NESTINGS.keys() - {"MODEL"}
+    assert all(key in "".join(notes) for key in others)
+    assert len(notes) == bool(others)
     assert_same(model, source.state_dict())
 
 
@@ -320,12 +326,68 @@ def test_files_without_named_tensors_are_refused(tmp_path: Path, content: object
     assert message in refusal(made(1, small.Net), file)
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
-    for name, save in (("weights.pt", torch.save), ("weights.safetensors", save_file)):
-        save(made(1, small.Net).state_dict(), tmp_path / name)
-        data = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(data[: len(data) // 2])
-        assert "or is damaged" in refusal(made(1, small.Net), tmp_path / name)
+CUT = {
+    "weights.pt": (torch.save, "it is cut: the end of the zip archive is missing"),
+    "older.pt": (partial(torch.save, _use_new_zipfile_serialization=False), "unexpected EOF"),
+    "weights.safetensors": (save_file, "is damaged or cut"),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_truncated_file_is_refused(tmp_path: Path, name: str) -> None:
+    save, reason = CUT[name]
+    save(made(1, small.Net).state_dict(), tmp_path / name)
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(data[: len(data) * 3 // 4])
+    message = refusal(made(1, small.Net), tmp_path / name)
+    assert reason in message
+    assert "first bytes" not in message
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_quantized_weights_are_refused(tmp_path: Path, kind: torch.dtype) -> None:
+    state = made(1, small.Net).state_dict()
+    torch.save({**state, "inner.weight": state["inner.weight"].to(kind)}, tmp_path / "weights.pt")
+    message = refusal(made(1, small.Net), tmp_path / "weights.pt", partial=True)
+    assert f"inner.weight is {kind}" in message
+    assert "dequantize" in message
+
+
+FOREIGN: dict[str, tuple[str, str]] = {
+    "a folder of HF Trainer's": ("checkpoint-5/model.safetensors", "name one, {place}/checkpoint-5"),
+    "peft": ("adapter_config.json", "merge_and_unload"),
+    "peft's file": ("adapter_model.safetensors", "merge_and_unload"),
+    "DeepSpeed": ("latest", "`lockstep ckpt import {place} WEIGHTS` converts it"),
+    "DeepSpeed's model": ("global_step2/mp_rank_00_model_states.pt", "name its folder, {place}/global_step2"),
+    "DeepSpeed's optimizer": ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "name its folder, {place}"),
+    "DCP": (".metadata", "`lockstep ckpt import {place} WEIGHTS` converts it"),
+    "FSDP": ("pytorch_model_fsdp_0/.metadata", "`lockstep ckpt import {place} WEIGHTS` converts it"),
+    "an optimizer": ("optimizer.pt", "has no weights: name its folder, {place}"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_other_programs_save_beside_weights_is_recognized(tmp_path: Path, kind: str) -> None:
+    name, remedy = FOREIGN[kind]
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    if file.suffix == ".pt":
+        torch.save({"module": made(1, small.Net).state_dict()}, file)
+    is_file = file.suffix in (".pt", ".safetensors") and "checkpoint-5" not in name
+    assert remedy.format(place=tmp_path) in refusal(made(1, small.Net), file if is_file else tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        read_peer(file if is_file else tmp_path)
+    if kind not in ("DeepSpeed", "DCP", "FSDP"):
+        assert remedy.format(place=tmp_path) in str(refused.value)
+
+
+def test_what_is_not_read_beside_weights_is_noted(tmp_path: Path) -> None:
+    save_file(made(1, small.Net).state_dict(), tmp_path / "model.safetensors")
+    for name in ("optimizer.pt", "trainer_state.json"):
+        (tmp_path / name).touch()
+    [note] = started(made(2, small.Net), tmp_path)
+    assert "not read: optimizer.pt, trainer_state.json; use `lockstep ckpt import`" in note
 
 
 @pytest.mark.parametrize("named", ["../weights.pt", "/etc/passwd", "pytorch_model.bin.index.json", "gone.bin", "."])
@@ -437,6 +499,16 @@ def _config(place: Path, **section: Any) -> dict[str, Any]:
     config = small.config()
     config["model"] |= {"init_from": str(place), **section}
     return config
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_no_session_starts_from_weights_that_are_not_finite(tmp_path: Path, value: float, frozen: bool) -> None:
+    state = made(1, small.Net).state_dict()
+    state["inner.bias"][3] = value
+    torch.save(state, tmp_path / "weights.pt")
+    with pytest.raises(ConfigError, match=r"model\.init_from: inner\.bias has a NaN or an infinity"):
+        open_and_close(_config(tmp_path / "weights.pt", freeze=["inner.*"] if frozen else []))
 
 
 def test_a_session_starts_from_weights(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from lockstep.cli.arguments import (
     add_hosts,
     add_run,
     approved_config,
-    count,
     refuse_hosts_without_number,
     run_path,
 )
@@ -24,6 +23,7 @@ from lockstep.config.override import Override
 from lockstep.core.errors import ConfigError
 from lockstep.core.heap import keep_freed_memory
 from lockstep.core.json_output import emit
+from lockstep.core.near_runs import peer_checkpoint
 from lockstep.stores.addresses import is_address
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     add_run(parser, "processes on this machine; auto: one per GPU")
     add_hosts(parser)
     parser.add_argument("--fresh", action="store_true", help="start over, whatever was saved before")
-    parser.add_argument("--from", type=count, metavar="STEP", dest="step", help="resume from this step's checkpoint")
+    parser.add_argument("--from", type=_step, metavar="STEP", dest="step", help="resume from this step's checkpoint")
     parser.add_argument(
         "--fork", type=run_path, metavar="FOLDER", help="start a new run in FOLDER from RUN's checkpoint"
     )
@@ -105,6 +105,15 @@ def _train(args: argparse.Namespace, loaded: LoadedConfig, name: str, origin: Pa
     if args.json and folder is not None:
         emit(read_summary(folder))
     return code
+
+
+def _step(text: str) -> int:
+    """Return a step; another tool's flag takes a checkpoint."""
+    if not text.isdecimal():
+        remedy = "`lockstep ckpt import CHECKPOINT RUN --config FILE` makes a run of another program's checkpoint"
+        what = peer_checkpoint(Path(text)) or f"is not a number; {remedy}"
+        raise argparse.ArgumentTypeError(f"takes a step, which is a whole number, and {text!r} {what}")
+    return int(text)
 
 
 def _folder(config: Config) -> Path | None:

@@ -23,11 +23,12 @@ class ModelSection(Section):
     """Weights to start from, by name: an HF folder, a run's folder, .safetensors, or a torch file of tensors; null:
     random ones."""
     init_partial: bool = False
-    """Initialize at random what `init_from` lacks, or has in another shape; false: refuse."""
+    """Initialize at random what `init_from` lacks, or has in another shape; false: refuse. Also for `pretrained`, where
+    a new head needs no key."""
 
     @model_validator(mode="after")
     def _partial_needs_init_from(self) -> ModelSection:
-        if self.init_partial and self.init_from is None:
+        if self.init_partial and self.init_from is None and getattr(self, "pretrained", None) is None:
             raise ValueError("init_partial needs init_from: the weights that may be incomplete")
         return self
 

@@ -16,7 +16,7 @@ from lockstep.config.reading import Leaf, read_file
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError
 from lockstep.core.local_paths import local_path
-from lockstep.core.near_runs import nearest_run
+from lockstep.core.near_runs import nearest_run, peer_checkpoint
 
 DEFAULT_RECIPE = "stdlib-lm"
 _PACKAGE = Path(__file__).parents[1]
@@ -64,7 +64,8 @@ def resolve_recipe(name_or_path: str) -> Recipe:
         ConfigError: There is none; names the closest one, or all.
     """
     path = local_path(name_or_path)
-    if path.suffix in _SUFFIXES or path.is_file():
+    foreign = peer_checkpoint(path)
+    if path.suffix in _SUFFIXES or (path.is_file() and foreign is None):
         return _file(path)
     if (path / "config.yaml").is_file():
         return Recipe(path.absolute().name, path / "config.yaml", of_run=True)
@@ -72,6 +73,8 @@ def resolve_recipe(name_or_path: str) -> Recipe:
     every = known | {recipe.name: recipe for recipe in overlays()}
     if name_or_path in every:
         return every[name_or_path]
+    if foreign is not None:
+        raise ConfigError(f"{name_or_path} is no recipe and no run: it {foreign}")
     of_recipes = closest_match(name_or_path, every)
     near = of_recipes if of_recipes and path.name == name_or_path else nearest_run(path) or of_recipes
     hint = f"did you mean {near}?" if near else f"the recipes are {', '.join(known)}"

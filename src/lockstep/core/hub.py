@@ -19,6 +19,7 @@ import urllib.request
 import warnings
 from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 
 from lockstep.core.errors import ConfigError
 
@@ -50,6 +51,18 @@ def is_connected() -> bool:
 def means_offline(setting: str) -> bool:
     """Return whether a value of HF_HUB_OFFLINE forbids requests."""
     return setting.upper() in ("1", "ON", "YES", "TRUE")
+
+
+def snapshot(name: str) -> Path:
+    """Return the folder of a model in the cache, after a download of its weights if the hub answers. Raises OSError."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    if not is_connected():
+        return Path(snapshot_download(name, local_files_only=True))
+    files = HfApi().list_repo_files(name)
+    weights = "*.safetensors" if any(file.endswith(".safetensors") for file in files) else "*.bin"
+    patterns, others = [weights, "*.json", "*.txt", "*.model"], ["*/*", "consolidated*"]
+    return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=others))
 
 
 def missing(kind: str, name: str, error: Exception) -> ConfigError:

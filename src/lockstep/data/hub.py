@@ -19,7 +19,7 @@ from typing import Any
 from lockstep.config.schema import Config, HuggingFaceData, HuggingFaceModel
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
-from lockstep.core.hub import is_connected, missing, needs_hub
+from lockstep.core.hub import is_connected, missing, needs_hub, snapshot
 from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.data.windows import fingerprint
 
@@ -187,11 +187,7 @@ def fetch(config: Config) -> Iterator[str]:
         raise ConfigError("the hub does not answer (no network, or HF_HUB_OFFLINE is set), so nothing can be fetched")
     if pretrained is not None and _is_remote(pretrained):
         _import_transformers()
-        from huggingface_hub import HfApi, snapshot_download
-
-        files = HfApi().list_repo_files(pretrained)
-        weights = "*.safetensors" if any(file.endswith(".safetensors") for file in files) else "*.bin"
-        snapshot_download(pretrained, allow_patterns=[weights, "*.json", "*.txt", "*.model"])
+        snapshot(pretrained)
         yield f"model {pretrained}"
     for name in dict.fromkeys(section.tokenizer or pretrained for section in sections):
         if name is not None and _is_remote(name):

@@ -111,7 +111,9 @@ def read_dcp(folder: Path) -> dict[Any, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _load_state_dict(content, _DcpReader(folder), no_dist=True, planner=_PlainValuesPlanner())  # type: ignore[no-untyped-call]
+            reader = _DcpReader(folder)
+            reader.read_metadata()  # torch logs the traceback of an error
+            _load_state_dict(content, reader, no_dist=True, planner=_PlainValuesPlanner())  # type: ignore[no-untyped-call]
     except BaseException as error:  # torch's CheckpointException isn't an Exception, and holds those of ranks
         causes = [*getattr(error, "failures", {}).values()]
         cause = causes[0][0] if causes else error

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.core.errors import ConfigError
+from lockstep.core.near_runs import BESIDE
 from lockstep.interop.dcp import is_dcp, read_dcp
 from lockstep.interop.peer_optimizer import PeerOptimizer, is_optimizer, peer_optimizer
 from lockstep.interop.zero_checkpoint import read_zero
@@ -30,16 +31,14 @@ from lockstep.models.weight_files import (
     read_torch,
     read_weights,
     readable,
+    refuse_part,
     unwrapped,
 )
 
 _TRAINER_STATE = "trainer_state.json"
 _PARTS = ("", "pytorch_model_fsdp_0", "optimizer_0")
 """Folders of torch.distributed.checkpoint that form a checkpoint."""
-_FILES = (
-    "meta.pt", "pytorch_model_fsdp.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin",
-    _TRAINER_STATE,
-)  # fmt: skip
+_FILES = ("meta.pt", "pytorch_model_fsdp.bin", *BESIDE)
 """Files beside a folder's weights. A folder may have any of them."""
 _STEPS = ("global_step", "global_steps", "step", "steps", "iteration", "iter", "iter_num")
 _EPOCHS, _SAMPLES, _NESTED = ("epoch",), ("global_samples", "samples"), "train_state"
@@ -109,6 +108,7 @@ def _of_zero(place: Path, optimizer: bool) -> PeerCheckpoint:
 def _of_torch(place: Path, key: str | None, optimizer: bool) -> PeerCheckpoint:
     is_model_file, description = place.is_file() and place.suffix in TORCH_SUFFIXES, ""
     content: Any = {}
+    refuse_part(place)
     if place.is_dir():
         content, description = _in_folder(place, optimizer)
     elif is_model_file:

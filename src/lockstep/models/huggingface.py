@@ -29,6 +29,7 @@ import difflib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,9 @@ from torch import Tensor, nn
 
 from lockstep.config.schema import HuggingFaceModel
 from lockstep.core.distribution import pip_install
-from lockstep.core.errors import ConfigError, Problem, RunFailed
-from lockstep.core.formatting import listed
-from lockstep.core.hub import missing, needs_hub
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.hub import missing, needs_hub, snapshot
+from lockstep.core.near_runs import peer_checkpoint
 from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.records import DataFacts
 from lockstep.models.blocks import repeated_blocks
@@ -53,9 +54,9 @@ from lockstep.models.meta_model import (
     reset_by_block,
     resets_stay_in_blocks,
 )
-from lockstep.models.transformers_models import quiet
-from lockstep.models.weight_files import read_weights, refuse_damaged
-from lockstep.models.weight_matching import match_weights
+from lockstep.models.transformers_models import ignored_names, quiet
+from lockstep.models.weight_files import Weights, read_weights, refuse_damaged
+from lockstep.models.weight_matching import DEQUANTIZE, PARTIAL, Slot, WeightMatch, match_weights, problems_of
 
 _LOG = logging.getLogger(__name__)
 _AUTO_CLASSES = {
@@ -115,7 +116,7 @@ def build_meta_huggingface(
         sketch = copy.deepcopy(model)
         if not resets_stay_in_blocks(sketch, _resets(sketch, list(_parameters(sketch))), repeated_blocks(sketch)):
             return None
-    weights = {} if section.pretrained is None else _weights_by_name(section.pretrained, sketch, facts)
+    weights = {} if section.pretrained is None else _weights_by_name(section, sketch, facts)
     if weights is None:
         return None
 
@@ -151,21 +152,47 @@ def _values(
         yield name, value
 
 
-def _weights_by_name(place: str, sketch: Any, facts: DataFacts) -> Mapping[str, Tensor] | None:
+def _weights_by_name(section: HuggingFaceModel, sketch: Any, facts: DataFacts) -> Mapping[str, Tensor] | None:
     """Return the parameters and buffers in the files; None if the library changes them when it loads them."""
-    from transformers.utils import cached_file
-
-    folder = Path(place)
-    if not folder.is_dir():
-        folder = Path(cached_file(place, "config.json")).parent
-    try:
-        match = match_weights(sketch, read_weights(folder), translate=False)
-    except (ConfigError, RunFailed):
-        return None
+    match = _matched(sketch, _read(section))
     rows = sketch.get_input_embeddings().weight.shape[0]
     if match.reshaped or (match.unexpected and match.missing) or (facts.vocabulary or 0) > rows:
         return None
+    _judge(section, sketch, match)
     return {slot.name: tensor for slot, tensor in match.pairs}
+
+
+def _read(section: HuggingFaceModel) -> Weights:
+    """Return the tensors of `pretrained`, mapped from its files. Raises ConfigError."""
+    assert section.pretrained is not None
+    folder = Path(section.pretrained)
+    if not folder.is_dir():
+        folder = snapshot(section.pretrained)
+    with problems_of("pretrained"):
+        refuse_damaged(folder)
+        return read_weights(folder)
+
+
+def _matched(model: Any, weights: Weights) -> WeightMatch:
+    """Match the files' tensors with the model, without those that the library ignores. Raises ConfigError."""
+    with problems_of("pretrained"):
+        match = match_weights(model, weights, translate=False)
+    ignored = ignored_names(model, match.unexpected)
+    unexpected = {name: tensor for name, tensor in match.unexpected.items() if name not in ignored}
+    return replace(match, unexpected=unexpected)
+
+
+def _judge(section: HuggingFaceModel, model: Any, match: WeightMatch) -> None:
+    """Note what of a head differs. Raises ConfigError for another shape, and for layers that differ."""
+    base = model.base_model
+    lists = tuple(f"{name}." for name, each in base.named_modules() if isinstance(each, nn.ModuleList))
+    prefix = "" if base is model else f"{model.base_model_prefix}."
+    names = (*(slot.name for slot in match.missing), *match.unexpected)
+    differs = match.reshaped or any(name.removeprefix(prefix).startswith(lists) for name in names)
+    if differs and not section.init_partial:
+        raise _problem("pretrained", f"{match.mismatches()}{PARTIAL}")
+    for note in match.notes():
+        _LOG.warning(note)
 
 
 def sketch_huggingface(section: HuggingFaceModel, facts: DataFacts, *, trust_remote_code: bool) -> nn.Module:
@@ -202,6 +229,9 @@ def _config(section: HuggingFaceModel, facts: DataFacts, trust_remote_code: bool
         if kind not in (None, config.model_type):
             raise _problem("architecture.model_type", f"{kind!r}, but {section.pretrained} is a {config.model_type}")
         override(config, overrides)
+        if getattr(config, "quantization_config", None) is not None:
+            raise _problem("pretrained", f"{section.pretrained} is quantized, and can't be trained; {DEQUANTIZE}")
+    _refuse_looking_ahead(section, config)
     config.use_cache = False
     if facts.padding is not None:
         config.pad_token_id = facts.padding
@@ -210,6 +240,17 @@ def _config(section: HuggingFaceModel, facts: DataFacts, trust_remote_code: bool
     if section.task in ("seq2seq", "speech-seq2seq") and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # T5's convention
     return config
+
+
+def _refuse_looking_ahead(section: HuggingFaceModel, config: Any) -> None:
+    """Raise ConfigError for a model of masked texts as a causal one: it would see the tokens that it has to predict."""
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    causal = any(getattr(config, key, False) for key in ("is_encoder_decoder", "is_decoder", "causal"))
+    if section.task == "causal-lm" and type(config) in MODEL_FOR_MASKED_LM_MAPPING and not causal:
+        why = f"{config.model_type} is made for masked-lm: as causal-lm it sees the tokens that it has to predict"
+        key = "is_decoder" if getattr(config, "causal", None) is None else "causal"
+        raise _problem("task", f"{why}; set masked-lm, or architecture.{key}: true")
 
 
 def _adopt_vocabulary(config: Any, overrides: Collection[str], facts: DataFacts) -> None:
@@ -263,11 +304,7 @@ def _from_config(section: HuggingFaceModel, config: Any, trust_remote_code: bool
 
 def _from_pretrained(section: HuggingFaceModel, config: Any, trust_remote_code: bool) -> tuple[Any, set[str]]:
     """Return the model, and the names of the parameters that the weights lack."""
-    assert section.pretrained is not None
-    try:
-        refuse_damaged(Path(section.pretrained))
-    except RunFailed as error:
-        raise _problem("pretrained", str(error)) from error
+    weights = _read(section)
     model, report = _auto_class(section).from_pretrained(
         section.pretrained,
         config=config,
@@ -276,11 +313,15 @@ def _from_pretrained(section: HuggingFaceModel, config: Any, trust_remote_code: 
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    mismatched = [key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]]
-    absent = {*report["missing_keys"], *mismatched} & set(_parameters(model))
-    if absent:
-        _LOG.warning("%s lacks %s, which start at random values", section.pretrained, listed(sorted(absent), 4))
-    return model, absent
+    match, own = _matched(model, weights), model.state_dict()
+    reshaped = [
+        (Slot((name,), own[name]), torch.empty(shape, device="meta")) for name, shape, _ in report["mismatched_keys"]
+    ]
+    missing = [Slot((name,), own[name]) for name in sorted(report["missing_keys"] & own.keys())]
+    unexpected = {name: match.unexpected.get(name, torch.empty(0)) for name in sorted(report["unexpected_keys"])}
+    _judge(section, model, WeightMatch(match.place, match.pairs, missing, reshaped, unexpected))
+    absent = {slot.name for slot in (*missing, *(slot for slot, _ in reshaped))}
+    return model, absent & set(_parameters(model))
 
 
 def _resets(model: Any, names: Collection[str]) -> dict[str, Callable[[], object]]:
@@ -346,6 +387,9 @@ def _refusals_as_config_errors(section: HuggingFaceModel) -> Iterator[None]:
 def _explained(section: HuggingFaceModel, error: Exception) -> ConfigError:
     text = " ".join(str(error).split())
     kind = (section.architecture or {}).get("model_type")
+    if text.startswith("Unrecognized model in ") and section.pretrained is not None:
+        what = peer_checkpoint(Path(section.pretrained), "WEIGHTS") or "has no config.json with a model_type"
+        return _problem("pretrained", f"{section.pretrained} {what}")
     if "trust_remote_code" in text:
         return _problem(
             "pretrained", f"{section.pretrained} contains Python code; give --trust-remote-code if you trust it"

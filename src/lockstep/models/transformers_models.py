@@ -9,8 +9,9 @@ The library renames, joins and splits tensors when it loads, and the reverse whe
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.models.initialization import generators_keyed
+
+_ONCE_SAVED = ("rotary_emb.inv_freq", "position_ids")  # buffers of many kinds of models
 
 
 def is_transformers_model(module: nn.Module) -> bool:
@@ -51,6 +54,14 @@ def translated(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] |
     own = {name: tensor for name, tensor in loaded.state_dict().items() if name not in absent}
     reshaped = {name: torch.empty(shape, device="meta") for name, shape, _ in report["mismatched_keys"]}
     return {**own, **reshaped, **{name: tensors[name] for name in report["unexpected_keys"] if name in tensors}}
+
+
+def ignored_names(model: Any, names: Iterable[str]) -> frozenset[str]:
+    """Return which of these names in a file the library ignores, since a model of this kind once saved them."""
+    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    patterns |= {rf"{name}$" for name in _ONCE_SAVED if any(buffer.endswith(name) for buffer in buffers)}
+    return frozenset(name for name in names if any(re.search(pattern, name) for pattern in patterns))
 
 
 def never_written(model: Any) -> frozenset[str]:

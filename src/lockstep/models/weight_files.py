@@ -33,13 +33,8 @@ from torch import Tensor
 from lockstep.core import checksums
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.near_runs import IN_FOLDERS, part_of_checkpoint, peer_checkpoint
 
-_IN_FOLDERS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 _INDEX = ".index.json"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _NESTS = ("model_state_dict", "MODEL_STATE", "state_dict", "model")
@@ -47,6 +42,7 @@ _NESTS = ("model_state_dict", "MODEL_STATE", "state_dict", "model")
 _DEEPEST = 4
 _WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that DistributedDataParallel and torch.compile add to names."""
+_OLDER = b"\x80\x02\x8a"  # torch.save's format before zip archives
 _MOST_INDEX = 2**25  # bytes
 _MOST_HEADER = 2**24  # bytes, of a safetensors file
 _MOST_UNPACKED = 20  # times a compressed file's size
@@ -84,14 +80,21 @@ def read_weights(place: Path) -> Weights:
 
 
 def refuse_damaged(folder: Path) -> None:
-    """Raise RunFailed if a file in the folder's list of hashes differs from its hash."""
+    """Raise RunFailed if a file beside the weights differs from its hash in the folder's list."""
     for file in checksums.listed(folder):
-        _refuse_damaged(file)
+        if file.suffix not in (".safetensors", *TORCH_SUFFIXES):
+            _refuse_damaged(file)
+
+
+def refuse_part(file: Path) -> None:
+    """Raise ConfigError for a file that has a checkpoint's other parts beside it, or in another file."""
+    if file.is_file() and (what := part_of_checkpoint(file)) is not None:
+        raise ConfigError(f"{file} {what}")
 
 
 def holds_weights(folder: Path) -> bool:
     """Return whether the folder contains a file of weights under a usual name."""
-    return any((folder / name).is_file() for name in _IN_FOLDERS)
+    return any((folder / name).is_file() for name in IN_FOLDERS)
 
 
 def readable(name: str) -> str:
@@ -105,10 +108,11 @@ def readable(name: str) -> str:
 def _main_file(place: Path) -> Path:
     """Return the file with the weights or their index."""
     if place.is_file():
+        refuse_part(place)
         return place
     if place.is_dir():
         for folder in (place, place / "model"):
-            for name in _IN_FOLDERS:
+            for name in IN_FOLDERS:
                 if (folder / name).is_file():
                     return folder / name
         raise ConfigError(_no_weights_in(place))
@@ -132,12 +136,11 @@ def _no_weights_in(folder: Path) -> str:
             f"the run in {folder} has no weights yet (there is no {folder / 'model'}); export those of its newest "
             f"checkpoint with `{export}`"
         )
-    to_import = command_line("lockstep", "ckpt", "import", folder)
-    if (folder / "latest").is_file() or any(folder.glob("*_model_states.pt")):
-        return f"{folder} is a DeepSpeed checkpoint; convert it with `{to_import} WEIGHTS`"
+    if (foreign := peer_checkpoint(folder, "WEIGHTS")) is not None:
+        return f"{folder} {foreign}"
     files = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".safetensors", *TORCH_SUFFIXES))
     names = f"; give one of its files by name: {', '.join(files[:4])}" if files else ""
-    return f"{folder} has none of {', '.join(_IN_FOLDERS)}{names}"
+    return f"{folder} has none of {', '.join(IN_FOLDERS)}{names}"
 
 
 # --- files --------------------------------------------------------------------------------------------------------
@@ -207,7 +210,7 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{file} isn't a safetensors file, or is damaged: {error}") from error
+        raise ConfigError(f"{file} isn't a safetensors file, or is damaged or cut: {error}") from error
 
 
 def read_torch(file: Path, stand_ins: Mapping[str, type] = MappingProxyType({}), remedy: str | None = None) -> object:
@@ -262,7 +265,7 @@ def _refused(file: Path, message: str, remedy: str | None) -> str:
         "content = content.state_dict() if isinstance(content, torch.nn.Module) else content; "
         f"content = next((content[key] for key in {json.dumps(_NESTS)} if key in content), content); "
         "save_file({name: value.clone().contiguous() for name, value in content.items() "
-        f"if isinstance(value, torch.Tensor)}}, {json.dumps(str(file.with_suffix('.safetensors')))})"
+        f"if isinstance(value, torch.Tensor)}}, {json.dumps(str(_converted(file)))})"
     )
     convert = command_line("python", "-c", program)
     return (
@@ -272,12 +275,20 @@ def _refused(file: Path, message: str, remedy: str | None) -> str:
     )
 
 
+def _converted(file: Path) -> Path:
+    """Return the name of a file of tensors; transformers looks for `model` in a folder."""
+    return file.with_name(f"{file.stem.removeprefix('pytorch_')}.safetensors")
+
+
 def _first_bytes(file: Path) -> str | None:
-    """Return a description of a file that isn't a zip archive, as those of torch.save are; None for an archive."""
-    if zipfile.is_zipfile(file):
-        return None
+    """Return a description of a file that isn't whole, or not by torch.save; None for both of its formats."""
     with file.open("rb") as opened:
-        return f"it isn't a zip archive; its first bytes are {opened.read(8)!r}"
+        first = opened.read(8)
+    if zipfile.is_zipfile(file) or first.startswith(_OLDER):
+        return None
+    if first.startswith(b"PK"):
+        return "it is cut: the end of the zip archive is missing"
+    return f"it isn't a zip archive; its first bytes are {first!r}"
 
 
 def _unreadable(file: Path, error: Exception) -> str:

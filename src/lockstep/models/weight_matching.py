@@ -14,8 +14,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,16 +25,18 @@ from torch import Tensor, nn
 from lockstep.config.schema import ModelSection
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.formatting import listed
+from lockstep.core.near_runs import BESIDE
 from lockstep.distributed.extra_states import set_extra_states
 from lockstep.distributed.shard_boxes import copy_from_full
 from lockstep.models.transformers_models import is_transformers_model, translated
 from lockstep.models.weight_files import Weights, read_weights, readable
 
-_KEY = "model.init_from"
-_PARTIAL = "set model.init_partial: true to initialize missing tensors and those of another shape as usual"
+PARTIAL = "set model.init_partial: true to initialize missing tensors and those of another shape as usual"
 _COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
 _PARALLEL = "module."
 _SHOWN = 6
+_LEAST_BYTES = 2  # of a number that isn't quantized
+DEQUANTIZE = "dequantize it where it was made (transformers: `model.dequantize()`), and save it in bf16"
 
 
 def match_initial_weights(model: nn.Module, section: ModelSection) -> WeightMatch | None:
@@ -44,16 +47,25 @@ def match_initial_weights(model: nn.Module, section: ModelSection) -> WeightMatc
     """
     if section.init_from is None:
         return None
-    try:
-        match = match_weights(model, read_weights(Path(section.init_from)))
+    with problems_of("init_from"):
+        place = Path(section.init_from)
+        weights = read_weights(place)
+        match = match_weights(model, weights)
         if not match.whole and not (section.init_partial and match.pairs):
-            remedy = _PARTIAL if match.pairs and not section.init_partial else ""
+            remedy = PARTIAL if match.pairs and not section.init_partial else ""
             raise ConfigError(f"{match.mismatches()}{remedy}".rstrip())
-    except ConfigError as error:
-        raise ConfigError([Problem("", _KEY, problem.message) for problem in error.problems]) from error
-    except RunFailed as error:
-        raise ConfigError(Problem("", _KEY, str(error))) from error
-    return match
+        beside = (name for name in BESIDE if place.is_dir() and (weights.place.parent / name).is_file())
+        return replace(match, unread=(*weights.skipped, *beside))
+
+
+@contextmanager
+def problems_of(key: str) -> Iterator[None]:
+    """Have errors in the block name the key of `model` that they are of."""
+    try:
+        yield
+    except (ConfigError, RunFailed) as error:
+        problems = error.problems if isinstance(error, ConfigError) else [Problem("", "", str(error))]
+        raise ConfigError([Problem("", f"model.{key}", problem.message) for problem in problems]) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +107,7 @@ class WeightMatch:
         reshaped: Slots whose tensor has another shape.
         unexpected: Tensors of the file without a slot, by name.
         prefix: A prefix of all names of the file, and of none of the model's.
+        unread: Other values of the file, and files beside it.
     """
 
     place: Path
@@ -102,7 +115,8 @@ class WeightMatch:
     missing: Sequence[Slot]
     reshaped: Sequence[tuple[Slot, Tensor]]
     unexpected: Mapping[str, Tensor]
-    prefix: str
+    prefix: str = ""
+    unread: Sequence[str] = ()
 
     @property
     def whole(self) -> bool:
@@ -135,6 +149,9 @@ class WeightMatch:
         for verb, tensors, what, names in kinds:
             if tensors:
                 notes.append(f"{self.place} {verb} {_counted(tensors)} {what}: {listed(names, _SHOWN)}")
+        if self.unread:
+            unread = listed(self.unread, _SHOWN)
+            notes.append(f"{self.place}: not read: {unread}; use `lockstep ckpt import` to take optimizer and step")
         return tuple(notes)
 
     def mismatches(self) -> str:
@@ -199,8 +216,15 @@ def _match(slots: Sequence[Slot], weights: Weights) -> WeightMatch:
 def _check(place: Path, slot: Slot, tensors: Sequence[Tensor]) -> None:
     if any(not _equal(tensors[0], other) for other in tensors[1:]):
         raise ConfigError(f"{' and '.join(slot.names)} are one tensor in this model, but differ in {place}")
-    if not torch.can_cast(tensors[0].dtype, slot.tensor.dtype):
-        raise ConfigError(f"{slot.name} is {tensors[0].dtype} in {place}, which {slot.tensor.dtype} can't hold")
+    dtype, own = tensors[0].dtype, slot.tensor.dtype
+    if (
+        isinstance(slot.tensor, nn.Parameter)
+        and own.is_floating_point
+        and (not dtype.is_floating_point or dtype.itemsize < _LEAST_BYTES)
+    ):
+        raise ConfigError(f"{slot.name} is {dtype} in {place}: quantized; {DEQUANTIZE}")
+    if not torch.can_cast(dtype, own):
+        raise ConfigError(f"{slot.name} is {dtype} in {place}, which {own} can't hold")
 
 
 def _equal(tensor: Tensor, other: Tensor) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -51,7 +51,7 @@ from lockstep.training.sources import make_objective, open_sources, users_model
 from lockstep.training.user_objects import UserObjects, user_transforms
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import ActivationCheckpointing, Config, Optim, Run, Schedule
+    from lockstep.config.schema import ActivationCheckpointing, Config, Model, Optim, Run, Schedule
     from lockstep.core.protocols import Engine, EvaluatedObjective, Optimizer, Source
     from lockstep.core.records import Inputs
     from lockstep.distributed.mesh_position import MeshPosition
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from lockstep.models.model_tensors import ModelTensors
     from lockstep.plan.grouping import Grouping
     from lockstep.plan.plan import Machine, Plan
+    from lockstep.sharding import ModelState
     from lockstep.training.parallelize import Parallelized
     from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 
@@ -82,6 +83,8 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
     own = config.optim, plan.groups, given.optimizer, dtype
     optimizer = None if purpose is Purpose.EVALUATE else ConfiguredOptimizer(*own)
     made = parallelize(whole, config, plan, world, optimizer or NoOptimizer(), user_transforms(config, given))
+    if purpose is Purpose.TRAIN:
+        _refuse_not_finite(config.model, made.sharding.state, world)
     engine = build_engine(made, config, plan, world, source, objective, prepared.computed, prepared.masks)
 
     scaled = dtype is torch.float16 or made.sharding.rounds_to_fp16
@@ -120,6 +123,18 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
         draw=partial(whole.draw_sharded, made.sharding) if whole.deferred else _nothing,
     )
     return Session(components)
+
+
+def _refuse_not_finite(model: Model, state: ModelState, world: World) -> None:
+    """Raise ConfigError, on all ranks, if the weights that a run starts from have a NaN or an infinity."""
+    keys = {"init_from": model.init_from, "pretrained": getattr(model, "pretrained", None)}
+    key = next((key for key, place in keys.items() if place is not None), None)
+    if key is None:
+        return
+    names = cast("list[str | None]", world.axis.gather(state.weights_not_finite()))
+    if (name := next(filter(None, names), None)) is not None:
+        why = f"{name} has a NaN or an infinity in {keys[key]}: take weights from before, or undamaged"
+        raise ConfigError(Problem("", f"model.{key}", why))
 
 
 def _evaluator(engine: Engine, made: Parallelized, prepared: _Prepared, config: Config, world: World) -> Evaluator:

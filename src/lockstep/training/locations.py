@@ -131,7 +131,8 @@ def find(path: Path | str, *, trusted: bool = False) -> CheckpointLocation:
     if not path.exists():
         near = did_you_mean_run(path) or "; give a run's folder, its folder of checkpoints, or one of them"
         raise ConfigError(f"{path} doesn't exist{near}")
-    raise ConfigError(f"{path} is neither a run's folder, nor a folder of checkpoints, nor a checkpoint")
+    near = did_you_mean_run(path)
+    raise ConfigError(f"{path} is neither a run's folder, nor a folder of checkpoints, nor a checkpoint{near}")
 
 
 def _at_address(address: str) -> CheckpointLocation:
