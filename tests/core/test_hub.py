@@ -92,3 +92,25 @@ def test_a_gateway_that_refuses_does_not_count_as_the_hub(status: int, connected
     assert hub._answers(f"http://127.0.0.1:{server.server_port}") is connected
     server.shutdown()
     server.server_close()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_snapshot_has_the_weights_of_one_kind(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the copies of the same weights that some models have in other formats and folders."""
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = {"config.json", f"model-00001-of-00002.{kind}", f"model-00002-of-00002.{kind}", "tokenizer.model"}
+    files = [*wanted, "pytorch_model.bin", "consolidated.safetensors", "onnx/model.bin", "original/params.json"]
+    files = files if kind == "safetensors" else [file for file in files if not file.endswith("safetensors")]
+    asked: list[set[str]] = []
+
+    def download(name: str, **patterns: list[str]) -> str:
+        asked.append(set(filter_repo_objects(files, **patterns)))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, name: files)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(hub, "is_connected", lambda: True)
+    assert hub.snapshot("a/b") == tmp_path
+    assert asked == [wanted if kind == "safetensors" else wanted | {"pytorch_model.bin"}]

@@ -133,7 +133,7 @@ def _refuse_not_finite(model: Model, state: ModelState, world: World) -> None:
         return
     names = cast("list[str | None]", world.axis.gather(state.weights_not_finite()))
     if (name := next(filter(None, names), None)) is not None:
-        why = f"{name} has a NaN or an infinity in {keys[key]}: take weights from before, or undamaged"
+        why = f"{name} has a NaN or an infinity in {keys[key]}, which has diverged or is damaged; take an earlier one"
         raise ConfigError(Problem("", f"model.{key}", why))
 
 
