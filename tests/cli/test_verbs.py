@@ -57,6 +57,7 @@ UNTRUSTED = {"trust_remote_code": False, "trust_run": False}
         ("--model.compile run.steps=5", [], [("model.compile", None), ("run.steps", "5")]),
         ("--optim.weight_decay -1", [], [("optim.weight_decay", "-1")]),
         ("--run.folder=a=b lr=", [], [("run.folder", "a=b"), ("lr", "")]),
+        ("--run.folder a=b=c digits", ["digits"], [("run.folder", "a=b=c")]),
         ("-h", ["-h"], []),
     ],
 )

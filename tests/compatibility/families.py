@@ -172,6 +172,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "bert-choices": ("choice", _ENCODER),
     "t5": ("seq2seq", _T5),
+    "switch_transformers": ("seq2seq", {**_T5, "num_experts": 4, "num_sparse_encoder_layers": 1, "router_jitter_noise": 0.0,
+        "num_sparse_decoder_layers": 1}),
     "mt5": ("seq2seq", {**_T5, "feed_forward_proj": "gated-gelu"}),
     "bart": ("seq2seq", _BART),
     "mbart": ("seq2seq", _BART),
@@ -303,7 +305,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "pad_token_id": PADDING,
         "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     }),
-    # Its random blocks depend on the padded length alone; a batch of 14 tokens or fewer makes a rank's attention full
+    # A batch of 14 tokens or fewer makes its attention full for good, by other modules
     "big_bird": ("masked", {**_ENCODER, "attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1}),
     # It convolves over padding
     "convbert": ("masked", {**_ENCODER, "embedding_size": 8, "head_ratio": 1, "conv_kernel_size": 3}),

@@ -202,7 +202,7 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
             "--launch.ranks",
             "--evaluation.every=often",
         ],
-        "--launch.ranks: has no value; write --launch.ranks VALUE\n"
+        "--launch.ranks: has no value; write --launch.ranks=VALUE\n"
         "--model.freeze: 'head.*' is not a list of text; write [head.*]\n"
         "--data.leave_out: 17 is not a list of lists of 2 whole numbers from 0 up to, not including, 2^62; write "
         "[[17, 17]]\n"

@@ -14,6 +14,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.data import huggingface, noise
 from lockstep.data.prepare import prepare
 from lockstep.data.sources import open_source
+from lockstep.data.unreadable import UnfitItem
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "fast", "slow", "and"]
 ROWS = [
@@ -140,9 +141,25 @@ def test_a_row_without_a_text_is_named(suffix, opened, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match=rf"^dataset {file}, split train, row 3 has no text in the column text"):
         opened("gpt", "causal-lm", packed=True, max_length=4, name=str(file))
+    source = opened("gpt", "causal-lm", name=str(file))
+    assert source.fetch(np.array([0, 1])).samples == 2
+    with pytest.raises(UnfitItem, match="row 3 has no text"):
+        source.fetch(np.array([0, 2]))
     if suffix != ".json":
         with pytest.raises(ConfigError, match="row 1 has 0 and no text in the column label"):
             prepare([str(file)], tmp_path / "out", tokenizer="bytes", column="label")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_row_without_a_class_is_named_before_its_column_is_taken_for_numbers(suffix, opened, tmp_path):
+    import pyarrow
+    from pyarrow import csv, parquet
+
+    file = tmp_path / f"rows{suffix}"
+    table = pyarrow.table({"text": ["a cat", "a dog", "a mat"], "label": [0, None, 2]})
+    csv.write_csv(table, file) if suffix == ".csv" else parquet.write_table(table, file)
+    with pytest.raises(ConfigError, match="row 2 has no value in the column label"):
+        opened("bert", "sequence-classification", name=str(file), label="label")
 
 
 def test_fetch_tokenizes_what_is_packed(folder, monkeypatch, tmp_path):

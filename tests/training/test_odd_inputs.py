@@ -87,6 +87,13 @@ class Single(small.Net):
         return super().forward(points)[:, 0]
 
 
+class OwnStep(small.Net):
+    """As a LightningModule has it."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
 class Spares(small.Net):
     def __init__(self) -> None:
         super().__init__()
@@ -190,6 +197,9 @@ ROWS: dict[str, Row] = {
     "metric with the loss's name": Row(OBJECTIVE, objective=Sums(lambda halves: {"loss_sum": halves.sum()})),
     "metric without a name": Row(OBJECTIVE, objective=Sums(lambda halves: {1: halves.sum()})),
     "metrics None": Row(OBJECTIVE, objective=Sums(lambda halves: None)),
+    # modules of other tools
+    "training_step": Row(OBJECTIVE, model=OwnStep, objective=None),
+    "training_step and a loss": Row(model=OwnStep),
     # outputs
     "outputs with None": Row(model=lambda: Returns(lambda logits: (logits, None))),
     "outputs in a list": Row(model=lambda: Returns(lambda logits: [logits]), **CLASSIFIES),

@@ -51,6 +51,39 @@ def test_a_parameter_that_a_forward_writes_to_is_refused_at_once_or_soon(how: st
         assert session.progress.steps == (0 if first == 1 else 4)
 
 
+class Switching(small.Net):
+    """A net that goes on with another module from a forward on, as BigBird does once a batch is short."""
+
+    def __init__(self, first: int, training: bool) -> None:
+        super().__init__()
+        self.first, self.at, self.forwards = first, training, 0
+
+    def forward(self, points: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.training is self.at and self.forwards >= self.first:
+            other = torch.nn.Linear(8, 3)
+            other.weight, other.bias = self.head.weight, self.head.bias
+            self.head = other
+        return super().forward(points)
+
+
+@pytest.mark.parametrize(("first", "steps"), [(1, 0), (4, 4)])
+def test_a_module_that_a_forward_replaces_is_refused_at_once_or_soon(first: int, steps: int) -> None:
+    with _session(Switching(first, training=True)) as session:
+        with pytest.raises(lockstep.ConfigError, match="replaced modules since the start, on rank 0: head"):
+            list(islice(session, 6))
+        assert session.progress.steps == steps
+
+
+def test_a_module_that_an_evaluation_replaces_is_refused() -> None:
+    objects = {"model": Switching(1, training=False), "eval_datasets": {"held": small.points(8)}}
+    asked = {name: section for name, section in small.config().items() if name != "model"}
+    with lockstep.session(asked, **objects) as session:
+        next(iter(session))
+        with pytest.raises(lockstep.ConfigError, match="replaced modules"):
+            session.evaluate()
+
+
 def test_a_forward_that_writes_to_a_buffer_trains() -> None:
     with _session(Following("not")) as session:
         assert len(list(islice(session, 6))) == 6

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*=.*", re.DOTALL)
+_DOTTED = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)  # after a flag, `a=b` is its value
 
 CONFIG_EPILOG = """\
 RECIPE is a recipe (`lockstep recipes`) or a YAML or JSON file; further files are merged over it. Overrides:
@@ -155,7 +156,7 @@ def split(arguments: Sequence[str], flags: dict[str, bool]) -> tuple[list[str], 
             if flags.get(flag) and not equals and rest:
                 own.append(rest.pop(0))
         elif word.startswith("--") and len(word) > 2:
-            has_value = not equals and rest and not rest[0].startswith("--") and not _ASSIGNMENT.fullmatch(rest[0])
+            has_value = not equals and rest and not rest[0].startswith("--") and not _DOTTED.fullmatch(rest[0])
             value = rest.pop(0) if has_value else None
             overrides.append(Override(flag[2:], value) if not equals else Override.parse(word))
         elif _ASSIGNMENT.fullmatch(word):

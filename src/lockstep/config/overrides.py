@@ -76,7 +76,7 @@ def _value(override: Override, path: tuple[str, ...], beneath: Table) -> tuple[N
         at, below = at.inside(key, below), _below(below, key)
     if at.boolean or at.anything:  # an unknown key is reported as unknown
         return Leaf(True, "true", override.place), []
-    missing = Problem(override.place, "", f"has no value; write {override.place} VALUE")
+    missing = Problem(override.place, "", f"has no value; write {override.place}=VALUE")
     return Leaf(None, None, override.place), [missing]
 
 

@@ -78,7 +78,7 @@ def check_first_texts(row: Mapping[str, Any], columns: Sequence[str]) -> None:
     """Raise ConfigError if a column doesn't hold text."""
     for column in columns:
         value = row[column]
-        if isinstance(value, str):
+        if value is None or isinstance(value, str):  # a row without a text is named when it is read
             continue
         if is_chat(value):
             content = "messages; write them as text first, with the tokenizer's apply_chat_template"

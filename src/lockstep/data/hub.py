@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +52,27 @@ def load_rows(name: str, configuration: str | None, split: str) -> Any:
         raise missing("dataset", name, error) from error
 
 
-def check_texts(values: Sequence[object], first: int, column: str, where: str) -> None:
-    """Raise ConfigError for the first value that is not a text.
+def check_texts(
+    values: Sequence[object],
+    rows: Iterable[int],
+    column: str,
+    where: str,
+    error: Callable[[str], Exception] = ConfigError,
+) -> None:
+    """Raise the error for the first value that is not a text.
 
     Args:
-        values: Of a column, in consecutive rows.
-        first: Number of the first of these rows; a dataset's first one is 1.
+        values: Of a column.
+        rows: Their numbers; a dataset's first one is 1.
         column: Its name.
         where: What the rows are of.
     """
-    for number, value in enumerate(values, first):
+    if set(map(type, values)) == {str}:
+        return
+    for number, value in zip(rows, values, strict=False):
         if not isinstance(value, str):
             has = "no text" if value is None else f"{value!r:.60} and no text"
-            raise ConfigError(f"{where}, row {number:,} has {has} in the column {column}; remove the row or correct it")
+            raise error(f"{where}, row {number:,} has {has} in the column {column}; remove the row or correct it")
 
 
 def _load(path: Path, name: str, configuration: str | None, split: str) -> Any:

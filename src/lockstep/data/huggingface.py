@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from itertools import count
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ from lockstep.data.hub import (
 from lockstep.data.order import Indices
 from lockstep.data.packed_cache import FORMAT, TokenBlock, cached_stream
 from lockstep.data.sources import LANGUAGE_MODEL
-from lockstep.data.unreadable import read_or_explain
+from lockstep.data.unreadable import UnfitItem, read_or_explain
 
 _IGNORED = -100
 _COMPLETED = ("causal-lm", LANGUAGE_MODEL)
@@ -69,7 +70,7 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
         raise ConfigError(f"dataset {section.name}, split {section.split}, is empty")
     label_is_text = task in _COMPLETED or task == "seq2seq"
     check_first_texts(rows[0], [column for column in columns if column != section.label or label_is_text])
-    texts = Texts(rows.select_columns(columns), load_tokenizer(name), section)
+    texts = Texts(rows.select_columns(columns), load_tokenizer(name), section, label_is_text=label_is_text)
     own = task in (None, LANGUAGE_MODEL)
     if section.packed:
         return _packed(texts, aligned=not own)
@@ -86,6 +87,7 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
         case ("causal-lm", _) | (_, None):
             return TextSource(texts, "next-token" if own else "causal-lm", partial(_next_token, texts, own))
         case _, str(label):
+            _refuse_unlabeled(rows, label, texts.where)
             numbers = not own and isinstance(rows[0][label], float | list)
             classes = _num_outputs(rows, label) if numbers else _num_classes(rows, label)
             dtype = torch.float32 if numbers else torch.int64
@@ -128,15 +130,23 @@ def _check_options(section: HuggingFaceData, task: str | None) -> None:
 class Texts:
     """The rows of a dataset and their tokenizer."""
 
-    def __init__(self, rows: Any, tokenizer: Any, section: HuggingFaceData) -> None:
+    def __init__(self, rows: Any, tokenizer: Any, section: HuggingFaceData, *, label_is_text: bool) -> None:
         self.rows = rows
         self.tokenizer = tokenizer
         self.section = section
+        self.where = f"dataset {section.name}, split {section.split}"
+        named = (section.text, section.text_pair, section.label if label_is_text else None)
+        self._of_text = [column for column in named if column is not None]
 
     def at(self, indices: Indices) -> dict[str, list[Any]]:
-        """Return the columns of the rows at `indices`."""
-        columns: dict[str, list[Any]] = self.rows[indices.tolist()]
+        """Return the columns of the rows at `indices`. Raises UnfitItem for one without a text."""
+        columns = self._at(indices)
+        for column in self._of_text:
+            check_texts(columns[column], indices + 1, column, self.where, UnfitItem)
         return columns
+
+    def _at(self, indices: Indices) -> dict[str, list[Any]]:
+        return cast("dict[str, list[Any]]", self.rows[indices.tolist()])
 
     def encoded(self, columns: dict[str, list[Any]], **options: Any) -> dict[str, Tensor]:
         """Return the tokenizer's tensors of the rows' texts, [samples, longest] each, as `padded`."""
@@ -159,12 +169,12 @@ class Texts:
         covered = np.unique(np.linspace(0, len(self.rows) - 1, _FINGERPRINT_ROWS).astype(np.int64))
         options = self.section.model_dump(exclude={"name", "tokenizer", "split", "configuration", "train_on_prompt"})
         vocabulary = sorted(self.tokenizer.get_vocab().items())
-        return windows.fingerprint(kind, len(self.rows), read_or_explain(self.at, covered), options, vocabulary)
+        return windows.fingerprint(kind, len(self.rows), read_or_explain(self._at, covered), options, vocabulary)
 
     def stream_key(self, end: int) -> str:
         """Return a hash of all that the documents' tokens depend on."""
         sampled = np.unique(np.linspace(0, len(self.rows) - 1, _FINGERPRINT_ROWS).astype(np.int64))
-        texts = read_or_explain(self.at, sampled)[self.section.text]
+        texts = read_or_explain(self._at, sampled)[self.section.text]
         source = (rows_identity(self.rows), self.section.text, texts)
         return windows.fingerprint("stream", FORMAT, *source, tokenizer_identity(self.tokenizer), end)
 
@@ -309,7 +319,7 @@ def _blocks(texts: Texts, end: int) -> Iterator[TokenBlock]:
     section, number = texts.section, 0
     for columns in texts.rows.iter(batch_size=1000):
         documents = columns[section.text]
-        check_texts(documents, number + 1, section.text, f"dataset {section.name}, split {section.split}")
+        check_texts(documents, count(number + 1), section.text, texts.where)
         ids: list[int] = []
         for encoded in texts.tokenizer(documents, add_special_tokens=False)["input_ids"]:
             ids += encoded
@@ -344,6 +354,18 @@ def _num_outputs(rows: Any, label: str) -> int:
             "list of 0 and 1, one for each class"
         )
     return lengths.pop()
+
+
+def _refuse_unlabeled(rows: Any, label: str, where: str) -> None:
+    """Raise ConfigError for the first row without a label: columns of integers that lack one may be read as floats."""
+    number = 1
+    for table in rows.select_columns([label]).with_format("arrow").iter(batch_size=10_000):
+        if table[label].null_count:
+            number += table[label].to_pylist().index(None)
+            raise ConfigError(
+                f"{where}, row {number:,} has no value in the column {label}; remove the row or correct it"
+            )
+        number += len(table)
 
 
 def _num_classes(rows: Any, label: str) -> int:

@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -176,7 +177,7 @@ def _rows(name: str, configuration: str | None, split: str, column: str) -> Iter
     where = name if local_path(name).expanduser().is_file() else f"dataset {name}, split {split}"
     first = 1
     for batch in rows.select_columns([column]).iter(batch_size=_BATCH):
-        check_texts(batch[column], first, column, where)
+        check_texts(batch[column], count(first), column, where)
         yield from batch[column]
         first += len(batch[column])
 

@@ -14,6 +14,7 @@ any other                       model                   the same
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -92,14 +93,21 @@ class Head:
 
 def head_of(module: nn.Module | None) -> Head | None:
     """Return the head of a transformers model; None for any other model."""
-    if module is None or not is_transformers_model(module):
+    model: Any = None if module is None else _without_adapters(module)
+    if model is None or not is_transformers_model(model):
         return None
-    model: Any = module
     labels = _kind(model)
     balanced = bool(getattr(model.config, "output_router_logits", False))  # experts have an auxiliary loss
     has_own_loss = balanced or any(name in _OWN_LOSS for name in _names(model))
     shifts = labels == "next-token" and not any(name in _UNSHIFTED for name in _names(model))
     return Head(model, "model" if has_own_loss else labels, labels, shifts)
+
+
+def _without_adapters(module: Any) -> Any:
+    """Return the model that peft's wrapper changes in place; any other module, such as one with a learned prompt."""
+    wrapper = getattr(sys.modules.get("peft"), "PeftModel", ())
+    wraps = isinstance(module, wrapper) and not module.active_peft_config.is_prompt_learning
+    return module.get_base_model() if wraps else module
 
 
 def preparation(head: Head, *, with_labels: bool) -> Prepare | None:

@@ -44,6 +44,11 @@ Sources = tuple[Source, dict[str, Source]]
 _ALIGNMENT_SAMPLES = 4  # enough to determine how labels are aligned
 _USERS_DATA = ("custom", "given")
 _NOTHING = DataFacts(0, None)
+_OWN_STEP = (
+    "{}'s training_step and configure_optimizers aren't called: pass the loss that it computes, such as "
+    "objective=nn.CrossEntropyLoss(), and its optimizer as optim.* or optimizer=...; the model is called by its "
+    "forward, so pass the module inside if that is the one trained"
+)
 _EVALUATION = ItemReading(evaluates=True)
 INERT_DATA = ("stdlib-text", "stdlib-functions", "digits")
 """Kinds of data that can be opened before a fork: arrays in memory, read without threads."""
@@ -138,6 +143,8 @@ def make_objective(
     train, evaluation = sources
     head = head_of(model)
     if head is None and config.objective.kind == "auto" and config.model.kind in _USERS_DATA:
+        if callable(getattr(model, "training_step", None)):
+            raise ConfigError(Problem("", "objective", _OWN_STEP.format(type(model).__name__)))
         taking = taking_targets(model)
         if taking is not None:  # as in nanoGPT: forward(idx, targets=None) -> (logits, loss)
             own = {name: PreparedSource(source, taking) for name, source in evaluation.items()}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lockstep.training.session import Session
 
 _SAMPLE_TOKENS = 200
+_BY_YOURSELF = "load the weights in `model` of the run's folder into your module, and generate with that"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,10 @@ def codec_of(model: Model, data: DataSource) -> Codec:
         ConfigError: the model is no language model, or the data has no known tokenizer.
     """
     if not (model.kind == "transformer" or (model.kind == "huggingface" and model.task == "causal-lm")):
-        raise ConfigError(f"a model of kind {model.kind} can't generate text; only language models can")
+        raise ConfigError(
+            "only models of kind transformer, and of kind huggingface with task: causal-lm, generate text here; this "
+            f"one is of kind {model.kind}: {_BY_YOURSELF}"
+        )
     if data.kind == "stdlib-text":
         return _BYTES
     if data.kind == "tokens":
@@ -77,7 +81,7 @@ def codec_of(model: Model, data: DataSource) -> Codec:
         tokenizer = data.tokenizer or model.pretrained
         if tokenizer is not None:
             return _tokenizer(tokenizer, begins=not data.packed)
-    raise ConfigError(f"data of kind {data.kind} has no known tokenizer, so no prompt can be continued")
+    raise ConfigError(f"data of kind {data.kind} has no known tokenizer, so no prompt can be continued: {_BY_YOURSELF}")
 
 
 def sample(session: Session, prompt: str) -> str:

@@ -1,4 +1,4 @@
-"""Refuses what changes parameters outside of the optimizer's step: a forward, a hook, code between two updates.
+"""Refuses what changes parameters outside of the optimizer's step, or replaces modules: a forward, a hook, other code.
 
     update k          sums of bits | forwards, backwards | sums of bits | optimizer's step | sums of bits
     update k + 1      sums of bits | ...                                                      compared with these
@@ -47,12 +47,14 @@ class ParameterWatch:
         config, sharding = components.config, components.sharding
         gathers = find_strategy(components.plan.strategy).variant(config.parallel).state.parameters
         self._model = sharding.state.model
+        self._ranks = components.world.axis
         self._stages = components.position.pipeline  # of which one may hold what is written
         self._in_backward = sharding.updates_in_backward
         self._looks_inside = (gathers or self._in_backward) and not config.model.compile  # hooks would be compiled
         self._names = [name for name, _ in self._model.named_parameters()]
         self.held: list[Tensor] = list(self._model.parameters())
         self.trained = list(map(REQUIRES_GRAD, self.held))
+        self._modules = _with_parameters(self._model)
         self._after_step: dict[str, _Mark] = {}
 
     def accumulate(self, accumulate: Callable[[], None]) -> None:
@@ -67,6 +69,7 @@ class ParameterWatch:
         whole: dict[str, Tensor] = {}
         with _around_forwards(self._model, written, whole) if self._looks_inside else nullcontext():
             accumulate()
+        self.refuse_replaced()
         self._hold(whole)
         if not self._in_backward:
             written |= _changed(before, _marks(self._model))
@@ -81,6 +84,20 @@ class ParameterWatch:
     def forget(self) -> None:
         """Forget them: others may take their place."""
         self._after_step = {}
+
+    def refuse_replaced(self) -> None:
+        """Raise ConfigError, on all ranks, if modules with parameters aren't those of the start on one."""
+        now = _with_parameters(self._model)
+        own = [name for name, module in now.items() if self._modules.get(name) is not module]
+        everywhere = cast("list[list[str]]", self._ranks.gather(own))
+        if replaced := sorted(set().union(*everywhere)):
+            ranks = ", ".join(str(rank) for rank, names in enumerate(everywhere) if names)
+            why = (
+                f"a forward, or code of your own, has replaced modules since the start, on rank {ranks}: "
+                f"{listed(replaced, _NAMED)}. The run would depend on which rank gets which batch; make the model keep "
+                "its modules, as BigBird does with attention_type: original_full, or with batches of more tokens"
+            )
+            raise ConfigError(Problem("", "model", why))
 
     def thawed(self) -> ConfigError:
         """Return the error if `requires_grad` of a parameter has changed since the start."""
@@ -111,7 +128,7 @@ def _around_forwards(model: nn.Module, written: set[str], whole: dict[str, Tenso
         whole: Gets the parameters by name.
     """
     handles = []
-    names = {module: name for name, module in model.named_modules() if next(module.parameters(), None) is not None}
+    names = {module: name for name, module in _with_parameters(model).items()}
     before: dict[nn.Module, dict[str, _Mark]] = {}
     done: set[nn.Module] = set()
 
@@ -135,6 +152,10 @@ def _around_forwards(model: nn.Module, written: set[str], whole: dict[str, Tenso
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _with_parameters(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if next(module.parameters(), None) is not None}
 
 
 def _marks(module: nn.Module) -> dict[str, _Mark]:
