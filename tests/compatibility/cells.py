@@ -57,7 +57,7 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
 DATA_PARALLEL = ("ddp", "fsdp", "zero3")
 BATCH_DEPENDENT = {
     "gpt2-left", "mixtral-balanced", "clip", "fnet", "xlnet", "distilbert-answers", "resnet", "mobilevit", "segformer",
-    "big_bird", "convbert",
+    "convbert",
     "batch norm", "convolutions, batch norm", "a running mean in a buffer", "spectral_norm", "an in-batch loss",
     "adversaries in one module",
 }  # fmt: skip

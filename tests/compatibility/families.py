@@ -172,8 +172,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "bert-choices": ("choice", _ENCODER),
     "t5": ("seq2seq", _T5),
-    "switch_transformers": ("seq2seq", {**_T5, "num_experts": 4, "num_sparse_encoder_layers": 1, "router_jitter_noise": 0.0,
-        "num_sparse_decoder_layers": 1}),
     "mt5": ("seq2seq", {**_T5, "feed_forward_proj": "gated-gelu"}),
     "bart": ("seq2seq", _BART),
     "mbart": ("seq2seq", _BART),

@@ -52,27 +52,6 @@ def test_a_log_gets_all_lines(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().splitlines() == ["line 0", "line 1", "line 2"]
 
 
-_REOPENED = """
-import os
-from pathlib import Path
-from lockstep.launch import streams
-log = Path({log!r})
-{begin}
-    print("before", flush=True)
-    log.unlink()
-    streams.reopen()
-    print("after", flush=True)
-"""
-
-
-@pytest.mark.parametrize("begin", ["with streams.doubled(log):", "streams.redirect(log)\nif True:"])
-def test_a_deleted_log_is_created_again(begin: str, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    done = _run(_REOPENED.replace("{begin}", begin), str(log))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert log.read_text().splitlines() == ["before", "after"]
-
-
 def test_remarks_of_other_ranks_have_no_null_bytes(tmp_path: Path) -> None:
     log_path(tmp_path, 1).write_bytes(b"ERROR: Unexpected segmentation fault encountered in worker.\n\0")
     log_path(tmp_path, 2).write_bytes(b"\0ERROR: another\n")

@@ -116,10 +116,10 @@ def _assert_whole(home: Path) -> None:
 @pytest.mark.parametrize(
     ("act", "ranks", "said"),
     [
-        (_deleted, 1, "or a part of it, was deleted"),
-        (_deleted, 2, "or a part of it, was deleted"),
-        (_emptied, 1, "or a part of it, was deleted"),
-        (_moved, 2, "was moved to {home}/moved"),
+        (_deleted, 1, "or a part of it, was deleted or moved"),
+        (_deleted, 2, "or a part of it, was deleted or moved"),
+        (_emptied, 1, "or a part of it, was deleted or moved"),
+        (_moved, 2, "was deleted or moved"),
         (_without_checkpoints, 1, "checkpoints in {home}/run/checkpoints were deleted"),
         (_without_newest, 1, "checkpoints in {home}/run/checkpoints were deleted"),
         (_without_elsewhere, 2, "checkpoints in {home}/elsewhere were deleted"),

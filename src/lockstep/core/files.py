@@ -209,7 +209,9 @@ def reopened(path: Path, handle: int) -> int:
     except FileExistsError:
         return append_to(path)
     try:
-        copy_rest(handle, new, 0)
+        copied = 0
+        while chunk := os.pread(handle, _CHUNK, copied):
+            copied += os.write(new, chunk)
         os.fsync(new)
     except BaseException:
         os.close(new)
@@ -217,12 +219,3 @@ def reopened(path: Path, handle: int) -> int:
             path.unlink()
         raise
     return new
-
-
-def copy_rest(source: int, target: int, start: int) -> int:
-    """Append the content of `source` from byte `start`; return where it ends. Raises OSError."""
-    while chunk := os.pread(source, _CHUNK, start):
-        start += len(chunk)
-        while chunk:
-            chunk = chunk[os.write(target, chunk) :]
-    return start

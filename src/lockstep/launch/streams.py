@@ -18,16 +18,13 @@ from pathlib import Path
 from threading import get_ident
 from typing import TextIO, cast
 
-from lockstep.core.files import append_to, copy_rest, is_missing, reopened
+from lockstep.core.files import append_to
 from lockstep.core.secrets import masked, secrets_in
-from lockstep.monitor.run_lock import lock_holder
 
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)")
 _REMARK = re.compile(r"\b\w*(Warning|Error|WARNING|ERROR|CRITICAL)\b")
 _REMARKS_SHOWN = 10
 _LONGEST_LINE = 65_536  # characters that wait for the end of their line
-
-_open_logs: list[_OpenLog] = []
 
 
 def log_path(logs: Path, rank: int) -> Path:
@@ -120,42 +117,6 @@ class _DoubledStream:
         return getattr(self._stream, name)  # flush, isatty, fileno, encoding, buffer, ...: the terminal's
 
 
-class _OpenLog:
-    """The file of a log, which may be deleted during the run.
-
-    Args:
-        descriptors: Descriptors of the file; `reopen` makes each refer to the file that it creates.
-    """
-
-    def __init__(self, path: Path, *descriptors: int) -> None:
-        self._path = path
-        self._descriptors = descriptors
-        self._run = path.parent.parent
-        self._holder = lock_holder(self._run)
-
-    def reopen(self) -> None:
-        """Create the file again, with its content, if it was deleted. Raises OSError."""
-        if not is_missing(self._path) or not self._path.parent.is_dir() or lock_holder(self._run) != self._holder:
-            return  # the first rank creates the folder, unless it is another run's
-        old = os.dup(self._descriptors[0])
-        try:
-            new = reopened(self._path, old)
-            end = os.fstat(new).st_size
-            for descriptor in self._descriptors:
-                os.dup2(new, descriptor, inheritable=descriptor in (1, 2))
-            copy_rest(old, new, end)  # what was printed meanwhile
-            os.close(new)
-        finally:
-            os.close(old)
-
-
-def reopen() -> None:
-    """Recreate this process's log with its content if it was deleted. Callable from any thread."""
-    for log in list(_open_logs):
-        with suppress(OSError):
-            log.reopen()
-
-
 @contextmanager
 def doubled(path: Path | None) -> Iterator[None]:
     """Write rank 0's output to its terminal and append it to `path`; to the terminal only if `path` is None."""
@@ -175,12 +136,9 @@ def doubled(path: Path | None) -> Iterator[None]:
         yield
         return
     sys.stdout, sys.stderr = (cast(TextIO, _DoubledStream(stream, log)) for stream in before)
-    open_log = _OpenLog(path, log.fileno())
-    _open_logs.append(open_log)
     try:
         yield
     finally:
-        _open_logs.remove(open_log)
         sys.stdout, sys.stderr = before
         log.close()
 
@@ -206,7 +164,6 @@ def redirect(path: Path) -> None:
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     os.close(file)
-    _open_logs[:] = [_OpenLog(path, 1, 2)]
     # the old streams may be buffered, or not on 1 and 2 at all
     sys.stdout, sys.stderr = (cast(TextIO, _LogStream(descriptor, report)) for descriptor in (1, 2))
 

@@ -240,15 +240,6 @@ class LockedRunFolder:
             return False
         return not any(is_missing(self.path / name) for name in (*self._files, LOGS))
 
-    def moved_to(self) -> Path | None:
-        """Return the new path if the folder was moved; None if it was deleted, or that isn't known."""
-        try:
-            lock = Path(os.readlink(f"/proc/self/fd/{self._locks[-1]}"))
-            is_moved = lock.name == LOCK and is_same_file(lock, self._locks[-1])
-        except OSError:
-            return None
-        return lock.parent if is_moved and lock.parent != self.path else None
-
     def recreate(self) -> None:
         """Write what is missing.
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lockstep.launch import streams
 from lockstep.monitor.folder import LockedRunFolder, RunFolderTaken
 
 if TYPE_CHECKING:
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lockstep")
 _SECONDS_BETWEEN_LOOKS = 0.5
-_ONE_DELETION_S = 10.0  # a folder that is deleted repeatedly is restored silently
 
 
 class FolderWatch:
@@ -36,7 +33,6 @@ class FolderWatch:
         self._history = history
         self._lock = threading.Lock()
         self._taken: RunFolderTaken | None = None
-        self._reported_at = -_ONE_DELETION_S
         self._failed = False
 
     def look(self) -> None:
@@ -50,7 +46,6 @@ class FolderWatch:
                     self._folder.recreate()
                     self._checkpoints.reclaim()
                 self._history.reopen()
-                streams.reopen()
             except RunFolderTaken as error:
                 self._taken = error
                 _log.warning("%s; this run writes nothing there anymore, and fails at its end", error)
@@ -59,7 +54,7 @@ class FolderWatch:
             else:
                 self._failed = False
                 if lost is not None:
-                    self._report(lost)
+                    _log.warning("%s; the files are written there again, and the state is saved now", lost)
 
     def refuse_taken(self) -> None:
         """Raise RunFolderTaken if the folder is another run's now."""
@@ -75,19 +70,10 @@ class FolderWatch:
     def _lost(self) -> str | None:
         """Return what is missing, for messages; None if nothing is."""
         if not self._folder.is_complete():
-            where = self._folder.moved_to()
-            if where is None:
-                return f"the run folder {self._folder.path}, or a part of it, was deleted during the run"
-            return f"the run folder {self._folder.path} was moved to {where} during the run"
+            return f"the run folder {self._folder.path}, or a part of it, was deleted or moved during the run"
         if not self._checkpoints.exist():
             return f"checkpoints in {self._checkpoints.place} were deleted during the run"
         return None
-
-    def _report(self, lost: str) -> None:
-        now = time.monotonic()
-        if now - self._reported_at > _ONE_DELETION_S:
-            _log.warning("%s; the files are written there again, and the state is saved now", lost)
-        self._reported_at = now
 
     def _report_failure(self, lost: str, error: OSError) -> None:
         if self._failed:

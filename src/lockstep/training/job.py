@@ -24,7 +24,6 @@ from lockstep.core.ranks import names_a_rank, started_by_lockstep
 from lockstep.core.records import RestartReport, RunInfo
 from lockstep.core.warnings_on_stderr import prefix_warnings
 from lockstep.distributed.process_group import World, joined
-from lockstep.launch import streams
 from lockstep.launch.other_launchers import launch_environment
 from lockstep.launch.outside_watch import watched_from_outside
 from lockstep.launch.rank import append
@@ -289,8 +288,7 @@ def _watched(session: Session, checkpoints: Checkpoints, folder: Path) -> Iterat
     Yields a function for the first rank that returns the folder, or raises RunFailed if another run has taken it.
     """
     if components_of(session).world.rank != 0:
-        with polling(streams.reopen):
-            yield lambda: folder
+        yield lambda: folder
         return
     assert checkpoints.history is not None, "the first rank writes the history"
     watch = FolderWatch(LockedRunFolder(folder, checkpoints.run), checkpoints, checkpoints.history)
