@@ -275,6 +275,7 @@ def test_plans_of_large_models_need_no_weights_and_no_data(
     [
         (["train_from_python.py"], "'loss'"),
         (["own_loop.py"], "{'sparse': 0."),
+        (["nanogpt.py"], "arrays: 0."),
         (["loop_of_reports.py"], "update "),
         (["own_checkpoints.py", "saves"], "update 200"),
         (["verify_own_model.py", "2"], "fsdp 2 sgd 2 passed"),
