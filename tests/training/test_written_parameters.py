@@ -52,7 +52,7 @@ def test_a_parameter_that_a_forward_writes_to_is_refused_at_once_or_soon(how: st
 
 
 class Switching(small.Net):
-    """A net that goes on with another module from a forward on, as BigBird does once a batch is short."""
+    """A net that continues with another module from a forward on, as BigBird does once a batch is short."""
 
     def __init__(self, first: int, training: bool) -> None:
         super().__init__()
