@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 101_945
-MOST_FILES = 665
+MOST_LINES = 101_938
+MOST_FILES = 663
 
 
 def test_src_keeps_within_its_budget() -> None:
