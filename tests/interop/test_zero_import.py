@@ -403,7 +403,7 @@ def test_latest_must_name_a_checkpoint(copied: Callable[[str], Path], latest: st
 
 def test_init_from_reports_how_to_import_it(saves: Path) -> None:
     for folder in (saves / "2" / "2-fp32", saves / "2" / "2-fp32" / TAG):
-        with pytest.raises(ConfigError, match=rf"convert it with `lockstep ckpt import {folder} WEIGHTS`"):
+        with pytest.raises(ConfigError, match=rf"`lockstep ckpt import {folder} WEIGHTS"):
             read_weights(folder)
 
 
