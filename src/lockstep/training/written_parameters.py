@@ -47,7 +47,6 @@ class ParameterWatch:
         config, sharding = components.config, components.sharding
         gathers = find_strategy(components.plan.strategy).variant(config.parallel).state.parameters
         self._model = sharding.state.model
-        self._ranks = components.world.axis
         self._stages = components.position.pipeline  # of which one may hold what is written
         self._in_backward = sharding.updates_in_backward
         self._looks_inside = (gathers or self._in_backward) and not config.model.compile  # hooks would be compiled
@@ -86,14 +85,11 @@ class ParameterWatch:
         self._after_step = {}
 
     def refuse_replaced(self) -> None:
-        """Raise ConfigError, on all ranks, if modules with parameters aren't those of the start on one."""
+        """Raise ConfigError if modules with parameters aren't those of the start."""
         now = _with_parameters(self._model)
-        own = [name for name, module in now.items() if self._modules.get(name) is not module]
-        everywhere = cast("list[list[str]]", self._ranks.gather(own))
-        if replaced := sorted(set().union(*everywhere)):
-            ranks = ", ".join(str(rank) for rank, names in enumerate(everywhere) if names)
+        if replaced := [name for name, module in now.items() if self._modules.get(name) is not module]:
             why = (
-                f"a forward, or code of your own, has replaced modules since the start, on rank {ranks}: "
+                f"a forward, or code of your own, has replaced modules since the start: "
                 f"{listed(replaced, _NAMED)}. The run would depend on which rank gets which batch; make the model keep "
                 "its modules, as BigBird does with attention_type: original_full, or with batches of more tokens"
             )
