@@ -324,6 +324,9 @@ def test_verify_reads_every_byte(ask: Ask, tmp_path: Path) -> None:
             _flip(file, at)
             assert ask("verify", tmp_path).code == 3, (file.name, at)
             file.write_bytes(contents)
+    _flip(tmp_path / OWNER, 9)
+    assert [entry["name"] for entry in ask("verify", tmp_path, "--json").json["owner"]] == [OWNER]
+    LocalStorage(tmp_path).set_owner(Owner("run", "/runs/a", "a"))
     assert ask("verify", tmp_path).code == 0
 
 

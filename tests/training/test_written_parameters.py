@@ -70,7 +70,7 @@ class Switching(small.Net):
 @pytest.mark.parametrize(("first", "steps"), [(1, 0), (4, 4)])
 def test_a_module_that_a_forward_replaces_is_refused_at_once_or_soon(first: int, steps: int) -> None:
     with _session(Switching(first, training=True)) as session:
-        with pytest.raises(lockstep.ConfigError, match="replaced modules since the start: head"):
+        with pytest.raises(lockstep.ConfigError, match="replaced head since the start, on rank 0"):
             list(islice(session, 6))
         assert session.progress.steps == steps
 
@@ -80,7 +80,7 @@ def test_a_module_that_an_evaluation_replaces_is_refused() -> None:
     asked = {name: section for name, section in small.config().items() if name != "model"}
     with lockstep.session(asked, **objects) as session:
         next(iter(session))
-        with pytest.raises(lockstep.ConfigError, match="replaced modules"):
+        with pytest.raises(lockstep.ConfigError, match="replaced head"):
             session.evaluate()
 
 

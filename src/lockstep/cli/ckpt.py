@@ -112,10 +112,10 @@ def _verify(arguments: Sequence[str]) -> int:
         published.append(result)
         _print([ckpt_text.verified(result)])
     faults = [result for result in results if result.fault is not None]
-    damaged = [(place.place, result) for result in owner]
-    damaged += [(str(run), result) for result in published if result.fault is not None]
+    damaged = [(place.place, each) for each in owner] + [(str(run), each) for each in published if each.fault]
     if args.json:
-        verified = {"checkpoints": list(map(asdict, results)), "weights": list(map(asdict, published))}
+        each_kind = {"checkpoints": results, "owner": owner, "weights": published}
+        verified = {kind: list(map(asdict, of_kind)) for kind, of_kind in each_kind.items()}
         emit({"run": str(args.run), "ok": not faults and not damaged, **verified})
     if faults or damaged:
         messages = [ckpt_text.damaged(place.place, faults, len(results))] if faults else []

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 if TYPE_CHECKING:
     from lockstep.core.protocols import GradientStep
 
-MEMORY_PHASES = ("forward", "backward", "optimizer", "evaluation")
 _MESSAGE = "CUDA out of memory. Tried to allocate 2.00 MiB. (planted)"
 
 
@@ -49,7 +48,7 @@ def plant_in(trained: Trained, phase: str, runs_out: Callable[[bool], bool]) -> 
     """Let a phase of a run raise.
 
     Args:
-        phase: One of `MEMORY_PHASES`.
+        phase: forward, backward, optimizer or evaluation.
         runs_out: Returns whether memory runs out now, in training (true) or in an evaluation.
     """
 

@@ -8,7 +8,7 @@ Nothing in the launcher starts a thread or touches an accelerator, after which n
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
 
 _OWN_MODELS = ("transformer", "text-classifier", "image-classifier")
-"""Kinds of models whose code is Lockstep's."""
+"""Kinds of models whose code is Lockstep's: others run code of their own, or are given."""
 
 
 def imports_ahead(config: Config) -> list[str]:
@@ -47,12 +47,10 @@ def imports_ahead(config: Config) -> list[str]:
 @contextmanager
 def prepared_ahead(config: Config) -> Iterator[None]:
     """Hold what ranks that are forked while the block runs have in common."""
-    if may_fork():
+    forks = may_fork()
+    if forks:
         _import_on_cpu(config)
-    if config.model.kind not in _OWN_MODELS or not may_fork():  # other models run code of their own, or are given
-        yield
-        return
-    with opened_ahead(config):
+    with opened_ahead(config) if forks and config.model.kind in _OWN_MODELS else nullcontext():
         yield
 
 

@@ -19,9 +19,7 @@ _INVARIANT = (
     "run.determinism invariant: each rank computes with one thread on the CPU; training is bitwise identical on any "
     "number of ranks, evaluations may differ in their last digits"
 )
-_NO_RESTARTS = (
-    "recovery.restarts has no effect here: it is lockstep's launcher that starts ranks again, not another one"
-)
+_NO_RESTARTS = "recovery.restarts has no effect here: only Lockstep's own launcher starts ranks again"
 
 
 def run_info(

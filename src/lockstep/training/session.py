@@ -435,7 +435,7 @@ def evaluation_weights(session: Session) -> Iterator[None]:
     session._parameters.forget()  # they may have other values until the block ends
     with components_of(session).sharding.state.evaluation():
         yield
-    session._parameters.refuse_replaced()
+    session._parameters.refuse()
 
 
 def rescue(session: Session, error: BaseException) -> str | None:

@@ -11,7 +11,7 @@ watched, so that a steady update costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
@@ -47,7 +47,7 @@ class ParameterWatch:
         config, sharding = components.config, components.sharding
         gathers = find_strategy(components.plan.strategy).variant(config.parallel).state.parameters
         self._model = sharding.state.model
-        self._stages = components.position.pipeline  # of which one may hold what is written
+        self._ranks = components.world.axis
         self._in_backward = sharding.updates_in_backward
         self._looks_inside = (gathers or self._in_backward) and not config.model.compile  # hooks would be compiled
         self._names = [name for name, _ in self._model.named_parameters()]
@@ -68,13 +68,10 @@ class ParameterWatch:
         whole: dict[str, Tensor] = {}
         with _around_forwards(self._model, written, whole) if self._looks_inside else nullcontext():
             accumulate()
-        self.refuse_replaced()
         self._hold(whole)
         if not self._in_backward:
             written |= _changed(before, _marks(self._model))
-        everywhere = cast("list[set[str]]", self._stages.gather(written))
-        if any(everywhere):
-            raise _written(sorted(set().union(*everywhere)))
+        self.refuse(written)
 
     def updated(self) -> None:
         """Remember the parameters after the step before a watched update."""
@@ -84,16 +81,15 @@ class ParameterWatch:
         """Forget them: others may take their place."""
         self._after_step = {}
 
-    def refuse_replaced(self) -> None:
-        """Raise ConfigError if modules with parameters aren't those of the start."""
-        now = _with_parameters(self._model)
-        if replaced := [name for name, module in now.items() if self._modules.get(name) is not module]:
-            why = (
-                f"a forward, or code of your own, has replaced modules since the start: "
-                f"{listed(replaced, _NAMED)}. The run would depend on which rank gets which batch; make the model keep "
-                "its modules, as BigBird does with attention_type: original_full, or with batches of more tokens"
-            )
-            raise ConfigError(Problem("", "model", why))
+    def refuse(self, written: Set[str] = frozenset()) -> None:
+        """Raise ConfigError, on all ranks, if one has written to parameters, or has replaced modules that have some."""
+        replaced = {name for name, now in _with_parameters(self._model).items() if self._modules.get(name) is not now}
+        everywhere = cast("list[tuple[set[str], Set[str]]]", self._ranks.gather((replaced, written)))
+        all_replaced, all_written = (sorted(set().union(*names)) for names in zip(*everywhere, strict=True))
+        if all_replaced:
+            raise _replaced(all_replaced, [rank for rank, (names, _) in enumerate(everywhere) if names])
+        if all_written:
+            raise _written(all_written)
 
     def thawed(self) -> ConfigError:
         """Return the error if `requires_grad` of a parameter has changed since the start."""
@@ -169,6 +165,15 @@ def _changed(before: dict[str, _Mark], now: dict[str, _Mark]) -> set[str]:
         for name, (parameter, shape, bits) in now.items()
         if name in before and before[name][0] is parameter and before[name][1] == shape and before[name][2] != bits
     }
+
+
+def _replaced(names: list[str], ranks: list[int]) -> ConfigError:
+    why = (
+        f"a forward, or code of your own, has replaced {listed(names, _NAMED)} since the start, on rank "
+        f"{', '.join(map(str, ranks))}: the run would depend on which rank gets which batch; make the model keep its "
+        "modules, as BigBird does with attention_type: original_full, or with batches of more tokens"
+    )
+    return ConfigError(Problem("", "model", why))
 
 
 def _written(names: list[str]) -> ConfigError:
