@@ -100,22 +100,22 @@ def _verify(arguments: Sequence[str]) -> int:
 
     place = _all_of(args.run, "--all verifies") if args.all else find(args.run)
     chosen = choose(place, args.step)
-    results = []
+    results, published = [], []
     for result in verify_all(place.storage) if args.all else [verify(place.storage, chosen)]:
         results.append(result)
         _print([ckpt_text.verified(result)])
-    owner = [result for result in verify_owner(place.storage) if result.fault is not None]
-    _print([*map(ckpt_text.verified, owner)])
+    owner = list(verify_owner(place.storage))
+    _print([ckpt_text.verified(each) for each in owner if each.fault is not None])
     run = place.run if place.name is None and args.step is None else None
-    published = []
     for result in verify_weights(run / MODEL) if run is not None else ():
         published.append(result)
         _print([ckpt_text.verified(result)])
     faults = [result for result in results if result.fault is not None]
-    damaged = [(place.place, each) for each in owner] + [(str(run), each) for each in published if each.fault]
+    files = [(place.place, each) for each in owner] + [(str(run), each) for each in published]
+    damaged = [(folder, each) for folder, each in files if each.fault is not None]
     if args.json:
-        each_kind = {"checkpoints": results, "owner": owner, "weights": published}
-        verified = {kind: list(map(asdict, of_kind)) for kind, of_kind in each_kind.items()}
+        kinds = (("checkpoints", results), ("owner", owner), ("weights", published))
+        verified = {kind: list(map(asdict, each)) for kind, each in kinds}
         emit({"run": str(args.run), "ok": not faults and not damaged, **verified})
     if faults or damaged:
         messages = [ckpt_text.damaged(place.place, faults, len(results))] if faults else []

@@ -60,7 +60,7 @@ class ParameterWatch:
         """Run forwards and backwards of an update.
 
         Raises:
-            ConfigError: They, or something since the update before, have changed parameters.
+            ConfigError: They, or something since the update before, have changed parameters, or replaced modules.
         """
         before = _marks(self._model)
         written = _changed(self._after_step, before)
