@@ -80,7 +80,8 @@ def test_the_summary(runs: Path) -> None:
     for trace in traces:
         assert sum(trace.split.values()) == pytest.approx(trace.seconds, rel=0.001)
     (reduced,) = traces[0].collectives
-    assert (reduced.name, reduced.calls) == ("all_reduce", 2)  # the gradients and the vote
+    assert reduced.name == "all_reduce"
+    assert round(3 * reduced.calls, 6) == 7  # of each update the gradients and the vote; the fifth update is watched
     assert reduced.size > 67 * 4
     text = "\n".join(summary_lines(traces))
     assert "rank 1, updates 4 to 6" in text

@@ -166,8 +166,7 @@ def attempt_id(number: int, attempt: Attempt) -> str:
 
 def last_steps(attempts: Sequence[Attempt]) -> dict[str, float]:
     """Return the last step of each attempt that led to the newest one, by `attempt_id`: where a later one resumed."""
-    steps: dict[str, float] = {}
-    last = math.inf
+    steps, last = dict[str, float](), math.inf
     for number, attempt in reversed([*enumerate(attempts, 1)]):
         steps[attempt_id(number, attempt)] = last
         last = min(last, attempt.step)

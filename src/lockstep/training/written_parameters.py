@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
-from torch import Tensor
+from torch import Tensor, float64, tensor
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.formatting import listed
@@ -84,12 +84,13 @@ class ParameterWatch:
     def refuse(self, written: Set[str] = frozenset()) -> None:
         """Raise ConfigError, on all ranks, if one has written to parameters, or has replaced modules that have some."""
         replaced = {name for name, now in _with_parameters(self._model).items() if self._modules.get(name) is not now}
+        if not self._ranks.sum(tensor(len(replaced) + len(written), dtype=float64)).item():
+            return
         everywhere = cast("list[tuple[set[str], Set[str]]]", self._ranks.gather((replaced, written)))
         all_replaced, all_written = (sorted(set().union(*names)) for names in zip(*everywhere, strict=True))
         if all_replaced:
             raise _replaced(all_replaced, [rank for rank, (names, _) in enumerate(everywhere) if names])
-        if all_written:
-            raise _written(all_written)
+        raise _written(all_written)
 
     def thawed(self) -> ConfigError:
         """Return the error if `requires_grad` of a parameter has changed since the start."""
