@@ -17,16 +17,6 @@ def prose(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("prose")
 
 
-def test_the_prose_follows_the_rules(prose: ModuleType) -> None:
-    problems = [problem for file in prose.files() for problem in prose.problems(file)]
-    assert problems == [], "python docs/prose.py"
-
-
-def test_words_are_spelled_right(prose: ModuleType) -> None:
-    pytest.importorskip("codespell_lib")
-    assert prose.misspelled(prose.files()) == []
-
-
 def test_spelling_is_american(prose: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("codespell_lib")
     page = tmp_path / "page.md"
