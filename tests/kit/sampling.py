@@ -25,7 +25,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "chaos/test_effects.py": {"a_flip_kills_all_ranks": 0},
     "checkpoint/test_corruption.py": {
         "a_run_reports_a_corruption_and_resumes_from_the_checkpoint_before": 1,
-        "each_corruption_is_detected_and_the_checkpoint_before_it_is_used": 3,
+        "each_corruption_is_detected_and_the_checkpoint_before_it_is_used": 2,
     },
     "checkpoint/test_hostile.py": {
         "a_damaged_checkpoint_is_moved_aside_and_the_one_before_it_used": 24,
@@ -58,6 +58,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "cli/test_trust.py": {
         "code_of_another_users_run_is_named_and_not_executed": 5,
         "reading_commands_need_no_trust": 0,
+        "the_users_own_run_needs_no_trust": 0,
     },
     "core/test_hub.py": {"a_gateway_that_refuses_does_not_count_as_the_hub": 2},
     "data/test_order.py": {"each_sample_is_as_likely_at_each_position": 1},
@@ -67,7 +68,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "malloc_settings_of_the_environment_have_priority": 0,
     },
     "distributed/test_shard_boxes.py": {"a_tensor_that_two_axes_shard_is_held_and_gathered_exactly": 1},
-    "docs/test_docs.py": {"examples_run": 6},
+    "docs/test_docs.py": {"examples_run": 4},
     "docs/test_places.py": {"the_command_can_be_launched": 3},
     "docs/test_site.py": {
         "pages_load_nothing_from_the_network": 0,
@@ -100,7 +101,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "interop/test_zero_import.py": {
         "a_run_starts_with_the_moments_and_steps": 6,
         "an_imported_run_can_be_trained": 1,
-        "weights_are_bitwise_identical_to_the_engine_s": 1,
+        "weights_are_bitwise_identical_to_the_engine_s": 0,
     },
     "launch/test_elastic_restarts.py": {"nodes_that_count_restarts_differently_meet": 0},
     "launch/test_further_rounds.py": {"ranks_that_cannot_be_started_at_once_start_later": 0},
@@ -137,7 +138,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "launch/test_hosts_with_bucket.py": {"hosts_with_only_their_checkpoints_in_a_bucket_resume_on_either": 0},
     "launch/test_launch_options.py": {"a_script_without_guard_is_refused_once": 0},
     "launch/test_local.py": {
-        "a_rank_that_hangs_is_named_by_those_that_waited": 1,
+        "a_rank_that_hangs_is_named_by_those_that_waited": 0,
         "a_stop_is_orderly_and_each_rank_gets_one_signal": 3,
         "exit_code_and_first_cause": 8,
         "ranks_are_fresh_interpreters_if_the_process_has_threads": 0,
@@ -161,7 +162,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "instances_that_aws_terminates_end_the_job": 1,
         "results_that_are_not_fetched_from_instances_that_cannot_be_ended": 0,
         "results_that_cannot_be_written_stay_and_nothing_runs": 0,
-        "what_fails_for_a_while_is_borne": 1,
+        "what_fails_for_a_while_is_borne": 0,
         "what_fails_for_long_ends_the_following_and_not_the_job": 0,
     },
     "launchers/test_docker_files.py": {"the_files_are_valid_and_without_findings": 4},
@@ -172,7 +173,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "launchers/test_slurm.py": {"a_preempted_job_is_queued_again_and_completes": 0},
     "launchers/test_ssh.py": {
-        "a_missing_thing_is_named_with_its_remedy": 2,
+        "a_missing_thing_is_named_with_its_remedy": 1,
         "all_that_is_wrong_with_any_host_is_in_one_message": 0,
         "ctrl_c_stops_all_hosts_saved_and_sigkill_leaves_nothing_there": 0,
         "hosts_that_share_no_folder_are_refused": 0,
@@ -182,9 +183,10 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "optim/test_optimizers.py": {"torchs_compiler_is_not_imported_by_a_run_nor_by_building_an_optimizer": 0},
     "profiling/test_command.py": {"a_running_job_of_two_ranks": 0},
     "profiling/test_data_loading.py": {"a_samples_cost": 0, "token_files_and_texts": 0},
-    "profiling/test_planted.py": {"of_one_rank": 1, "perfetto_opens_them": 0, "tensorboards_plugin_opens_them": 0},
-    "profiling/test_planted_explained.py": {"the_meters_name_it_first": 1},
+    "profiling/test_planted.py": {"of_one_rank": 0, "perfetto_opens_them": 0, "tensorboards_plugin_opens_them": 0},
+    "profiling/test_planted_explained.py": {"the_meters_name_it_first": 0},
     "profiling/test_profiled_memory.py": {"the_command_beside_the_plan": 0},
+    "profiling/test_split_beside_trace.py": {"phases_take_as_long_as_torch_profiler_records": 0},
     "proof/test_faults.py": {
         "an_injected_fault_is_found_and_named": 3,
         "the_measured_cause_explains_a_run_that_depends_on_its_micro_batches": 2,
@@ -223,6 +225,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "a_process_answers_and_is_not_waited_for_longer_than_it_may_take": 0,
         "an_out_of_memory_error_names_prediction_category_and_the_change_that_fits": 0,
         "auto_takes_the_largest_micro_batch_that_fits_and_shards_only_where_it_must": 0,
+        "what_fits_nowhere_is_said": 0,
     },
     "simulation/test_estimated_models.py": {
         "ddp_sends_the_order_of_the_buckets_of_hundreds_of_parameters": 0,
@@ -291,7 +294,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "what_is_deleted_is_made_again": 1,
     },
     "training/test_divided_models.py": {
-        "first_weights_are_the_single_process": 1,
+        "first_weights_are_the_single_process": 0,
         "no_rank_ever_holds_the_whole_model": 1,
     },
     "training/test_due_evaluations.py": {
@@ -303,7 +306,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "training/test_ended_readers.py": {"the_run_ends_with_its_name_and_resumes_without_it": 0},
     "training/test_exporting.py": {
         "a_folder_that_holds_more_stays": 1,
-        "a_full_disk_leaves_nothing": 1,
+        "a_full_disk_leaves_nothing": 0,
         "an_export_is_what_the_run_leaves": 2,
         "the_tokenizer_comes_along": 1,
         "what_a_run_leaves_loads_and_answers_alike": 2,
@@ -336,7 +339,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "a_model_that_draws_has_the_metrics_of_the_undisturbed_run_after_a_kill": 0,
         "it_is_done_when_the_run_resumes": 1,
     },
-    "training/test_invariant.py": {"any_number_of_ranks_gives_the_same_bits": 2, "without_it_bits_depend_on_ranks": 1},
+    "training/test_invariant.py": {"any_number_of_ranks_gives_the_same_bits": 1, "without_it_bits_depend_on_ranks": 1},
     "training/test_late_reports.py": {
         "the_history_has_every_update_before_the_run_ends_and_after_it_resumes": 2,
         "two_ranks_agree_with_the_host_too": 0,
