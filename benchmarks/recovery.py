@@ -39,10 +39,10 @@ from pathlib import Path
 from typing import Any
 
 from recovery_loops import LENGTH, NOTES, SAMPLES, TEXT
-from rounds import about_here, markdown, save
+from rounds import RESULTS, about_here, markdown, save
 
 PACKAGES = ("torch",)
-KILLS, SECONDS, EVERY = 200, 600.0, 15.0
+KILLS, SECONDS, EVERY = 60, 300.0, 15.0
 RANKS = 2
 CALM = 5  # updates before the next kill
 AFTERMATH_S = 3.0  # after the first new update, in which updates may be slow
@@ -460,9 +460,20 @@ def main() -> None:
     results = {"command": command_of(arguments), "machine": machine, "rows": rows}
     whole = arguments.kills >= KILLS if arguments.what == "kills" else arguments.seconds >= SECONDS
     name = {"kills": "recovery", "goodput": "goodput"}[arguments.what]
-    if whole and not arguments.only:
-        save(name, results)
+    if whole:
+        save(name, beside_earlier(name, results) if arguments.only else results)
     print((table if arguments.what == "kills" else goodput_table)(results))
+
+
+def beside_earlier(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the saved results with these rows in the place of theirs."""
+    earlier: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    later = {row: f"`{results['command']} --only {row}`, {results['machine']['date']}" for row in results["rows"]}
+    return {
+        **earlier,
+        "rows": {**earlier["rows"], **results["rows"]},
+        "later": {**earlier.get("later", {}), **later},
+    }
 
 
 def command_of(arguments: argparse.Namespace) -> str:
@@ -521,9 +532,10 @@ def provenance_of(results: Mapping[str, Any]) -> str:
     """Return the line under a table."""
     here = results["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
+    later = "".join(f" The row {row} was measured later: {how}." for row, how in results.get("later", {}).items())
     return (
         f"`{results['command']}`, {here['date']}, {here['cores']} cores of {here['processor']} (load before: "
-        f"{here['load_before']}), Python {here['python']}, {versions}."
+        f"{here['load_before']}), Python {here['python']}, {versions}.{later}"
     )
 
 
