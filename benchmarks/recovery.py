@@ -466,7 +466,7 @@ def main() -> None:
 
 
 def beside_earlier(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved results with these rows in the place of theirs."""
+    """Return the saved results with these rows replaced."""
     earlier: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     later = {row: f"`{results['command']} --only {row}`, {results['machine']['date']}" for row in results["rows"]}
     return {
