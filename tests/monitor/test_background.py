@@ -165,57 +165,6 @@ def test_what_waits_keeps_its_order_whoever_puts_it() -> None:
     assert queue.dropped == 1
 
 
-def test_one_wake_passes_on_many_reports_in_order_with_all_else() -> None:
-    class Recorder(Hanging):
-        def see(self, report: object) -> tuple[()]:
-            self.seen.append((report.step, threading.current_thread().name))  # type: ignore[attr-defined]
-            return ()
-
-    writers = [Recorder(), Recorder()]
-    group = BackgroundMonitors([BackgroundMonitor(writer, 1, name=str(at)) for at, writer in enumerate(writers)], 1)
-    group.start(FACTS)
-    assert group.drain(10.0)
-    for step in (1, 2, 3):
-        group.see(report(step))
-    time.sleep(0.1)
-    assert [writer.seen for writer in writers] == [[], []], "reports wait for the next ones"
-    group.saved(SaveReport(3, 1, 0.1, 0.0))
-    group.see(report(4))
-    assert group.drain(10.0)
-    for at, writer in enumerate(writers):
-        thread = f"lockstep-{at}"
-        assert writer.seen == [(1, thread), (2, thread), (3, thread), "saved", (4, thread)]
-    group.see(report(5))
-    group.finish(None)
-    assert [writer.seen[-2:] for writer in writers] == [[(5, f"lockstep-{at}"), None] for at in (0, 1)]
-
-
-def test_reports_are_passed_on_although_no_other_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.monitor.background.LINGER_S", 0.05)
-    writer = Hanging()
-    writer.released.set()
-    group = BackgroundMonitors([BackgroundMonitor(writer, 1)], 1)
-    group.see(report(1))
-    limit = time.monotonic() + 10.0
-    while not writer.seen and time.monotonic() < limit:
-        time.sleep(0.01)
-    assert writer.seen == [1], "an update that hangs holds back none"
-    group.finish(None)
-
-
-def test_a_batch_that_does_not_fit_loses_only_what_does_not(caplog: pytest.LogCaptureFixture) -> None:
-    writer = Hanging()
-    group = BackgroundMonitors([BackgroundMonitor(writer, 1, most=6)], 1)
-    for batch in ((1,), (2, 3, 4), range(5, 12)):
-        for step in batch:
-            group.see(report(step))
-        assert not group.drain(0.05), "the writer hangs"
-    writer.released.set()
-    group.finish(None)
-    assert writer.seen == [1, 2, 3, 4, 5, 6, None]
-    assert caplog.records[-1].message == "Hanging was too slow for 5 reports, which are lost"
-
-
 @pytest.mark.parametrize("before", [0.0, 1.25], ids=["since the end", "for longer than the bound"])
 def test_the_end_waits_longer_for_a_writer_at_work_and_not_for_one_that_hangs(
     caplog: pytest.LogCaptureFixture, before: float
@@ -243,3 +192,15 @@ def test_the_end_waits_longer_for_a_writer_at_work_and_not_for_one_that_hangs(
     assert working.seen == [1, None], "what it had to write isn't lost"
     assert caplog.messages == [f"Hanging has not ended within {bound} s: its last reports are lost"]
     hanging.released.set()
+
+
+def test_a_report_is_written_although_no_other_follows() -> None:
+    writer = Hanging()
+    writer.released.set()
+    group = BackgroundMonitors([BackgroundMonitor(writer, 1)], 1)
+    group.see(report(1))
+    limit = time.monotonic() + 10.0
+    while not writer.seen and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert writer.seen == [1], "an update that hangs holds back none"
+    group.finish(None)

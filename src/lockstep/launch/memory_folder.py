@@ -4,7 +4,6 @@
     |- lock                               held by the launcher and its ranks
     |- attempts                           the run's attempts.jsonl when it was last used
     |- config.yaml, environment.json      of the run's folder, which may be deleted
-    |- reports*.jsonl                     see `monitor.report_buffer`
     |- tensorboard.json                   see `monitor.history`
     '- checkpoints/step-00000470/         snapshots
 

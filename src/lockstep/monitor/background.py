@@ -1,8 +1,9 @@
 """Monitors whose work is done by threads: no update waits for a disk, a network or the reader of standard output.
 
-    update --> see(report) --> WorkQueue --> its thread, once a second:
-               microseconds                  WorkQueue, bounded --> its thread: EventLog.see(report) --> metrics.jsonl
-                                             full: dropped, counted, reported once
+    update --> see(report) --> WorkQueue, bounded --> its thread: EventLog.see(report) --> metrics.jsonl
+               microseconds    full: dropped, counted, reported once
+
+    SIGKILL -> what is in the files stays; the line of the last milliseconds may be missing
 
     save   --> drain: all that was put before is written, unless the disk hangs
     end    --> close: all is written, within a limit
@@ -14,10 +15,8 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from lockstep.core.errors import Failure
 from lockstep.core.records import (
@@ -36,18 +35,12 @@ from lockstep.monitor.monitors import EpochReport, NextReport, ReportWriter, Thr
 from lockstep.monitor.rank_meters import MeterReport
 from lockstep.monitor.work_queue import MOST_WEIGHT, WorkQueue
 
-if TYPE_CHECKING:
-    from lockstep.monitor.report_buffer import ReportBuffer
-
 _log = logging.getLogger("lockstep.monitor")
 _HISTOGRAM_WEIGHT = 10
 _LONGEST_REASON = 400  # characters
 _CHARACTERS = 500  # of a text that weigh as much as a report
 END_S = 20.0
 """How long the end of a run waits for writers that hang; for those at work it waits longer (`ending`)."""
-LINGER_S = 1.0
-"""Seconds that an update's report may wait for the next ones, so that threads wake once a second and not at every
-update. `report_buffer` keeps them if the process is killed meanwhile."""
 
 
 class BackgroundMonitor(ThrottledMonitor):
@@ -90,12 +83,6 @@ class BackgroundMonitor(ThrottledMonitor):
         self._next_step = report.step + self._every - report.step % self._every
         self._put(self._writer.see, report)
         return ()
-
-    def see_all(self, reports: Sequence[StepReport]) -> None:
-        """Take several reports at once."""
-        if not self._failed and not self._queue.put(self._attempt_all, reports, weight=len(reports), counted=False):
-            for report in reports:
-                self.see(report)
 
     def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
         self._put(self._writer.evaluated, report)
@@ -159,10 +146,6 @@ class BackgroundMonitor(ThrottledMonitor):
         if not self._queue.put(self._attempt, act, *arguments, weight=weight) and self._queue.dropped == 1:
             _log.warning("%s can't keep up: the run continues without some of its reports", self._name)
 
-    def _attempt_all(self, reports: Sequence[StepReport]) -> None:
-        for report in reports:
-            self._attempt(self._writer.see, report)
-
     def _attempt(self, act: Callable[..., object], *arguments: object) -> None:
         if self._failed:
             return
@@ -197,75 +180,65 @@ def _at_work(monitors: Sequence[BackgroundMonitor]) -> WritersAtWork:
 
 
 class BackgroundMonitors(ThrottledMonitor):
-    """Passes reports to several background monitors, once a second: an update puts its report into one queue.
+    """Passes reports to several background monitors, and waits for all of them at once.
 
     Args:
         every: steps between the reports that they get.
-        buffer: keeps at once what they write up to a second later; None: nothing does.
     """
 
-    def __init__(self, monitors: Sequence[BackgroundMonitor], every: int, buffer: ReportBuffer | None = None) -> None:
+    def __init__(self, monitors: Sequence[BackgroundMonitor], every: int) -> None:
         self._monitors = monitors
-        self._buffer = buffer
         self._every = every
-        self._queue = WorkQueue("lockstep-monitors", linger=LINGER_S)
         self._next_step = 0
-        self._lock = threading.Lock()
-        self._reports: list[StepReport] | None = None  # those that the next wake passes on
 
     def start(self, info: RunInfo) -> None:
-        self._put(lambda monitor: monitor.start(info))
+        for monitor in self._monitors:
+            monitor.start(info)
 
     def restarted(self, report: RestartReport) -> None:
-        self._put(lambda monitor: monitor.restarted(report))
+        for monitor in self._monitors:
+            monitor.restarted(report)
 
     def next_report(self) -> NextReport:
         return NextReport(self._next_step, math.inf)
 
     def see(self, report: StepReport) -> Iterable[Request]:
         self._next_step = report.step + self._every - report.step % self._every
-        if self._buffer is not None:
-            self._buffer.see(report)
-        with self._lock:
-            reports = self._reports
-            if reports is not None:
-                reports.append(report)
-                return ()
-            self._reports = reports = [report]
-        self._queue.put(self._show, reports, weight=0, hurry=False)
+        for monitor in self._monitors:
+            monitor.see(report)
         return ()
 
     def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
-        if self._buffer is not None:
-            self._buffer.evaluated(report)
-        self._put(lambda monitor: monitor.evaluated(report))
+        for monitor in self._monitors:
+            monitor.evaluated(report)
         return ()
 
     def saved(self, report: SaveReport) -> None:
-        self._put(lambda monitor: monitor.saved(report))
+        for monitor in self._monitors:
+            monitor.saved(report)
 
     def epoch(self, report: EpochReport) -> None:
-        if self._buffer is not None:
-            self._buffer.epoch(report)
-        self._put(lambda monitor: monitor.epoch(report), hurry=False)
+        for monitor in self._monitors:
+            monitor.epoch(report)
 
     def logged(self, step: int, logged: Logged) -> None:
-        if self._buffer is not None:
-            self._buffer.logged(step, logged)
-        self._put(lambda monitor: monitor.logged(step, logged), hurry=False)
+        for monitor in self._monitors:
+            monitor.logged(step, logged)
 
     def measured(self, report: MeterReport) -> None:
-        self._put(lambda monitor: monitor.measured(report), hurry=False)
+        for monitor in self._monitors:
+            monitor.measured(report)
 
     def left_out(self, step: int, samples: Sequence[LeftOutSample]) -> None:
-        self._put(lambda monitor: monitor.left_out(step, samples))
+        for monitor in self._monitors:
+            monitor.left_out(step, samples)
 
     def bad_numbers(self, report: NumbersReport) -> None:
-        self._put(lambda monitor: monitor.bad_numbers(report))
+        for monitor in self._monitors:
+            monitor.bad_numbers(report)
 
     def finish(self, error: BaseException | None) -> None:
         """Let the writers finish, and wait for each up to its limit, for all of them at once."""
-        self._queue.close(END_S)  # it never waits for a writer
         for monitor in self._monitors:
             monitor.begin_finish(error)
         work = _at_work(self._monitors)
@@ -275,22 +248,5 @@ class BackgroundMonitors(ThrottledMonitor):
     def drain(self, seconds: float) -> bool:
         """Wait that long at most until the writers have taken all reports; return False if it takes longer."""
         limit = time.monotonic() + seconds
-        self._queue.drain(seconds)
         late = [monitor for monitor in self._monitors if not monitor.drain(limit - time.monotonic())]
         return not late
-
-    def _show(self, reports: list[StepReport]) -> None:
-        with self._lock:
-            if self._reports is reports:
-                self._reports = None
-        for monitor in self._monitors:
-            monitor.see_all(reports)
-
-    def _put(self, act: Callable[[BackgroundMonitor], object], *, hurry: bool = True) -> None:
-        with self._lock:
-            self._reports = None  # later reports come after this
-        self._queue.put(self._for_all, act, weight=0, hurry=hurry)
-
-    def _for_all(self, act: Callable[[BackgroundMonitor], object]) -> None:
-        for monitor in self._monitors:
-            act(monitor)

@@ -18,52 +18,34 @@ class WorkQueue:
     Args:
         name: of the thread.
         most: weight of the waiting functions, at most. A single one is always taken, and those without weight.
-        linger: seconds between wakes of the thread, for functions that may wait for others.
 
     Attributes:
         dropped: Number of functions that were not called, since the queue was full or closed.
     """
 
-    def __init__(self, name: str, most: int = MOST_WEIGHT, linger: float = 0.0) -> None:
+    def __init__(self, name: str, most: int = MOST_WEIGHT) -> None:
         self._name = name
         self._most = most
-        self._linger = linger
         self._changed = threading.Condition()
         self._waiting: deque[_Work] = deque()
         self._weight = 0
         self._busy_since = math.inf
-        self._hurried = False  # nothing waits for others
-        self._woken = -math.inf  # when the thread last began to work
         self._thread: threading.Thread | None = None
         self._closed = False
         self.dropped = 0
 
-    def put(
-        self,
-        act: Callable[..., object],
-        *arguments: object,
-        weight: int = 1,
-        hurry: bool = True,
-        counted: bool = True,
-    ) -> bool:
-        """Add a call of a function, which must not raise; return whether it fitted. Never waits.
-
-        Args:
-            hurry: false: it may wait for others.
-            counted: false: if it doesn't fit, it isn't counted as dropped.
-        """
+    def put(self, act: Callable[..., object], *arguments: object, weight: int = 1) -> bool:
+        """Add a call of a function, which must not raise; return whether it fitted. Never waits."""
         with self._changed:
             if self._closed or (self._waiting and weight and self._weight + weight > self._most):
-                self.dropped += counted
+                self.dropped += 1
                 return False
             self._waiting.append((act, arguments, weight))
             self._weight += weight
-            hurries = not self._hurried and (hurry or self._weight > self._most // 2)
-            self._hurried |= hurries
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
-            elif hurries or len(self._waiting) == 1:
+            elif len(self._waiting) == 1:
                 self._changed.notify_all()
         return True
 
@@ -71,9 +53,6 @@ class WorkQueue:
         """Wait until all functions have been called; return False if that takes longer, or one already does."""
         limit = time.monotonic() + seconds
         with self._changed:
-            if self._waiting:
-                self._hurried = True
-                self._changed.notify_all()
             while self._waiting or self._busy_since < math.inf:
                 left = min(limit, self._busy_since + seconds) - time.monotonic()
                 if left <= 0:
@@ -105,9 +84,6 @@ class WorkQueue:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
-                since = time.monotonic() - self._woken
-                self._changed.wait_for(lambda: self._hurried or self._closed, max(0.0, self._linger - since))
-                self._woken = time.monotonic()
             while (work := self._next()) is not None:
                 act, arguments, weight = work
                 act(*arguments)
@@ -124,6 +100,5 @@ class WorkQueue:
                 self._busy_since = time.monotonic()
                 return self._waiting.popleft()
             self._busy_since = math.inf
-            self._hurried = False
             self._changed.notify_all()
             return None

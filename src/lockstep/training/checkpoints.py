@@ -332,7 +332,7 @@ class Checkpoints(VoteParticipant):
             return None
         self.look()
         saver, state, best, memory = self._saver, self._failure_state, self._unpublished_best(), self.snapshots.folder
-        rescue = Rescue(self._session, self.storage, saver, state, self._metadata, self.evaluations, best, memory)
+        rescue = Rescue(self._session, self.storage, saver, state, self._metadata, best, memory)
         return rescue.save(error)
 
     def close(self) -> None:

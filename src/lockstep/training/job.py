@@ -28,7 +28,7 @@ from lockstep.launch.other_launchers import launch_environment
 from lockstep.launch.outside_watch import watched_from_outside
 from lockstep.launch.rank import append
 from lockstep.launch.streams import log_path
-from lockstep.monitor import metric_log, report_buffer
+from lockstep.monitor import history, metric_log
 from lockstep.monitor.environment import describe
 from lockstep.monitor.events import summarize
 from lockstep.monitor.folder import LOGS, LockedRunFolder, RunFolder
@@ -39,10 +39,10 @@ from lockstep.monitor.run_lock import lock_holder
 from lockstep.resilience.faults import plant
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
-from lockstep.training import resumed_history, rolling_back
+from lockstep.training import rolling_back
 from lockstep.training.assemble import assemble
 from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt
-from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
+from lockstep.training.checkpoints import HISTORY, TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
 from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
@@ -220,9 +220,10 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
         if checkpoints.resumed_from is None or resume.origin is not None:
             run_folder.archive_attempt()
         else:
-            every = job.config.monitor.every
-            notes += resumed_history.rewind(run_folder, checkpoints.resumed_from, checkpoints, job.memory, every)
-        report_buffer.clear(job.memory)
+            run_folder.rewind(checkpoints.resumed_from, job.memory)
+            notes += history.faults(folder, checkpoints.resumed_environment.get(HISTORY))
+            if checkpoints.evaluations.comes_first:
+                run_folder.remove_evaluations(checkpoints.resumed_from)
         run_folder.write_config(recorded(components.config, checkpoints.run))
         notes += unremembered(components.config, folder)
         run_folder.write_environment({**environment, "run": checkpoints.run})

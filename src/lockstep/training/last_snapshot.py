@@ -15,7 +15,6 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import manifest_bytes, read_manifest
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.errors import Failure
-from lockstep.monitor import report_buffer
 from lockstep.training.locations import storage_of
 from lockstep.training.memory_snapshots import snapshots_in
 
@@ -49,8 +48,6 @@ def after_last_round(
         return _with_checkpoint(result, storage) if result.cut_off else result
     step, fault = saved
     if fault is None:
-        with suppress(OSError):
-            report_buffer.mend(folder, memory.path, step, job.config.monitor.every)
         text = f"the state after step {step:,} was in memory, and is saved in {storage.place}; start it again to resume"
     else:
         memory.leave()

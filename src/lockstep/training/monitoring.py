@@ -26,7 +26,6 @@ from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.nvidia import gpu_gauges
 from lockstep.monitor.prometheus import PrometheusEndpoint
 from lockstep.monitor.rank_meters import RankMeters
-from lockstep.monitor.report_buffer import ReportBuffer
 from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.monitor.trackers import TrackerMonitor
 from lockstep.training.session import components_of
@@ -101,8 +100,7 @@ def make_monitors(job: Job, folder: Path, checkpoints: Checkpoints, meters: Mete
         writers.append(TensorBoard(run_folder.tensorboard, options.every))
     endpoints = [PrometheusEndpoint(options.prometheus)] if options.prometheus is not None else []
     threads = [BackgroundMonitor(writer, options.every) for writer in (*writers, *endpoints)]
-    buffer = ReportBuffer(job.memory) if job.memory is not None else None
-    background = BackgroundMonitors(threads, options.every, buffer)
+    background = BackgroundMonitors(threads, options.every)
     console = Console(options.every, options.progress)
     files = [meters.files] if meters.files is not None else []
     checkpoints.history = history.HistoryFiles(folder, [*writers, *files], [background.drain])

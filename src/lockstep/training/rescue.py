@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from lockstep.checkpoint.saving import Saver, StepMetadata, failure_reason
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
@@ -23,23 +23,18 @@ from lockstep.core.terminal import echo
 from lockstep.distributed import generators
 from lockstep.distributed.collectives import LocalGroup, over_store
 from lockstep.distributed.timeouts import is_timeout
-from lockstep.monitor import report_buffer
 from lockstep.strategies.registry import find_strategy
-from lockstep.training.session import components_of, reports_of, rescue
+from lockstep.training.session import components_of, rescue
 from lockstep.training.whole_state import save_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from lockstep.checkpoint.storage import Storage
-    from lockstep.core.records import SaveReport, TrainingState
+    from lockstep.core.records import SaveReport
     from lockstep.distributed.store_exchange import StoreExchange
     from lockstep.training.components import FailureState
-    from lockstep.training.evaluations import Evaluations
     from lockstep.training.session import Session
-
-_LAST_REPORT, _LAST_EVALUATIONS = "last_report", "last_evaluations"
-"""Keys of a manifest's environment for reports of the update before a save by one rank alone, and its evaluation."""
 
 
 @contextmanager
@@ -70,7 +65,6 @@ class Rescue:
 
     Attributes:
         metadata: describes a state, for its manifest; `marked=False`: without the history, which memory has.
-        evaluations: of the run.
         best: step of the best state if its save is in progress. A later state can't be saved before that one.
         memory: the launcher's folder for snapshots; None: there is none.
     """
@@ -80,7 +74,6 @@ class Rescue:
     saver: Saver
     failure_state: FailureState
     metadata: Callable[..., StepMetadata]
-    evaluations: Evaluations
     best: int | None
     memory: Path | None
 
@@ -130,9 +123,7 @@ class Rescue:
         if self.memory is None or self._is_saved() or self._missing_best() is not None:
             return False
         state, device = self.session.state(synchronized=False), components_of(self.session).world.device
-        return save_whole(
-            self.memory, state, self._metadata_alone(state, marked=False), self.saver.run_metadata, device
-        )
+        return save_whole(self.memory, state, self.metadata(state, marked=False), self.saver.run_metadata, device)
 
     def _inconsistency(self) -> str | None:
         return self.failure_state.inconsistency(components_of(self.session).sharding.state.model)
@@ -216,26 +207,10 @@ class Rescue:
             if first:
                 storage, device = self.storage.with_separate_drafts(), components.world.device
                 saver = Saver(storage, LocalGroup(), device, self.saver.run_metadata)
-                saver.start(state, self._metadata_alone(state))
+                saver.start(state, self.metadata(state))
                 saver.finish()
                 return next((report.failure for report in saver.outcomes()), None)
         until = time.monotonic() + components.config.launch.timeout
         while time.monotonic() < until and self.storage.has_marker(name):
             time.sleep(0.05)
         return None if name in self.storage.names() else "another rank could not save it"
-
-    def _metadata_alone(self, state: TrainingState, *, marked: bool = True) -> StepMetadata:
-        """Describe a state with the last reports: the first rank may have failed before it could write them."""
-        metadata, report = self.metadata(state, marked=marked), reports_of(self.session).newest
-        environment = dict(metadata.environment)
-        if report is not None and report.step == metadata.step:
-            environment[_LAST_REPORT] = report_buffer.entry_of(report)
-        if self.evaluations.is_done:
-            environment[_LAST_EVALUATIONS] = [*map(report_buffer.entry_of_evaluation, self.evaluations.reports)]
-        return replace(metadata, environment=environment)
-
-
-def last_reports(environment: Mapping[str, Any]) -> list[str]:
-    """Return the reports that came with a state, as lines of the buffer of reports."""
-    last = environment.get(_LAST_REPORT)
-    return [*([last] if last is not None else []), *environment.get(_LAST_EVALUATIONS, ())]
