@@ -60,8 +60,8 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines]
 
 
-def assert_same(run: Path, other: Path) -> None:
-    assert losses(run) == losses(other)
+def assert_same(run: Path, other: Path, *, since: int = 0) -> None:
+    assert [line for line in losses(run) if line[0] > since] == [line for line in losses(other) if line[0] > since]
     weights, expected = (load_file(folder / "model" / "model.safetensors") for folder in (run, other))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
 
@@ -92,7 +92,8 @@ def test_a_killed_rank_under_ddp_costs_no_update_if_another_holds_the_state(tmp_
     assert done.returncode == 0, done.stderr
     assert "resumes from step 9 (" in done.stdout
     assert ", which was in memory" in done.stdout  # no disk was waited for
-    assert [step for step, _ in losses(run)] == list(range(1, STEPS + 1))
+    missing = set(range(1, STEPS + 1)) - {step for step, _ in losses(run)}
+    assert missing <= ({8, 9} if rank == 0 else set()), "a killed first rank may not have written its last lines"
     assert [path.name for path in (run / "checkpoints").glob("step-*")] == [f"step-{STEPS:08d}"]
 
 
@@ -144,8 +145,9 @@ def test_memory_outlives_the_run_folder(tmp_path: Path, undisturbed: Path, resta
         assert re.search(r"the state after step [68] was in memory, and is saved in", done.stderr), done.stderr
         done = run_lockstep("train", run, "--trust-run")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"resumes from step [68] ", done.stdout)
-    assert_same(run, undisturbed)
+    resumed = re.search(r"resumes from step ([68]) ", done.stdout)
+    assert resumed is not None
+    assert_same(run, undisturbed, since=int(resumed[1]))
 
 
 def test_a_killed_launcher_leaves_its_memory_to_the_next_start(tmp_path: Path, undisturbed: Path) -> None:
