@@ -10,11 +10,14 @@ Outside of an update, and in a program that has no update in its main thread, no
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal.getsignal` makes an enum member of each answer
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_native_id
 from types import FrameType
 from typing import Any
 
@@ -33,15 +36,15 @@ class Deferral:
 
     def begin(self) -> None:
         """Let handlers wait from now on, if this is the main thread."""
-        if threading.current_thread() is not threading.main_thread():
+        if get_native_id() != os.getpid():  # without the calls of `threading`: each update asks
             return
-        if self._loops and _is_deferrable(signal.getsignal(signal.SIGINT)):  # the loop has set another one
+        if self._loops and _is_deferrable(_signal.getsignal(_signal.SIGINT)):  # the loop has set another one
             _wrap_sigint()
         self._active = True
 
     def end(self) -> None:
         """Run the handlers that wait; what they raise leaves this call."""
-        if threading.current_thread() is not threading.main_thread():
+        if get_native_id() != os.getpid():
             return
         self._active = False
         while self._waiting:
@@ -58,24 +61,6 @@ class Deferral:
         finally:
             if not waited:
                 self.end()
-
-    @contextmanager
-    def to_the_end(self) -> Iterator[None]:
-        """Let handlers wait while the block runs, and no longer."""
-        self.begin()
-        try:
-            yield
-        finally:
-            self.end()
-
-    @contextmanager
-    def ended_by_errors(self) -> Iterator[None]:
-        """Let handlers wait no longer if an error ends the block."""
-        try:
-            yield
-        except BaseException:
-            self.end()
-            raise
 
     def handle(self, handler: Handler, number: int, frame: FrameType | None) -> None:
         """Run a handler, now or at the end of the update. A second Ctrl-C during an update doesn't wait."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 from lockstep.core.errors import Failure, causes
@@ -37,16 +35,6 @@ class ErrorLocation(str):
 
     def __getnewargs__(self) -> tuple[Phase, str]:  # type: ignore[override]  # a str's own has one
         return self.phase, str(self)
-
-
-@contextmanager
-def located(phase: Phase, where: str) -> Iterator[None]:
-    """Note on an error that leaves the block where it was raised, as `note_location` does."""
-    try:
-        yield
-    except Exception as error:
-        note_location(error, phase, where)
-        raise
 
 
 def note_location(error: BaseException, phase: Phase, text: str) -> None:

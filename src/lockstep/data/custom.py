@@ -233,9 +233,10 @@ class ItemSource:
         else:
             items = []
             slots, at = heartbeat.own().sample_slot()
+            evaluates = self._evaluates
             try:
                 for index in numbers:
-                    slots[at] = mark_of(index, self._evaluates)
+                    slots[at] = -index - 1 if evaluates else index + 1  # as `mark_of`
                     items.append(self.dataset[index])
             except Exception as error:  # after any other the process may end; its launcher looks what it was reading
                 slots[at] = 0
@@ -268,18 +269,26 @@ def collate_values(items: list[Any]) -> Any:
     torch itself would make a batch of each position of such lists.
     """
 
-    def with_tensors(item: Any) -> Any:
-        if isinstance(item, Mapping):
-            return {name: _as_tensor(value) for name, value in item.items()}
-        return tuple(map(_as_tensor, item)) if type(item) is tuple else item
-
     try:
-        return collate([with_tensors(item) for item in items], collate_fn_map=_COLLATED)
+        return collate([*map(_with_tensors, items)] if _has_list(items[0]) else items, collate_fn_map=_COLLATED)
     except (TypeError, AttributeError) as error:
+        if not _has_list(items[0]) and any(map(_has_list, items)):
+            return collate([*map(_with_tensors, items)], collate_fn_map=_COLLATED)
         for place, item in enumerate(items):
             if part := _unfit_part(item):
                 raise UnfitItem(part, place) from error
         raise
+
+
+def _has_list(item: Any) -> bool:
+    values = item.values() if isinstance(item, Mapping) else item if type(item) is tuple else ()
+    return list in map(type, values)
+
+
+def _with_tensors(item: Any) -> Any:
+    if isinstance(item, Mapping):
+        return {name: _as_tensor(value) for name, value in item.items()}
+    return tuple(map(_as_tensor, item)) if type(item) is tuple else item
 
 
 def _stacked(tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Any:
@@ -290,7 +299,7 @@ def _stacked(tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Any:
         raise UnfitItem(
             f"the dataset returned {tensors[place].dtype} for it, and {usual} for others: {_ONE_DTYPE}", place
         )
-    if any(tensor.requires_grad for tensor in tensors):
+    if [tensor for tensor in tensors if tensor.requires_grad]:
         place = next(at for at, tensor in enumerate(tensors) if tensor.requires_grad)
         raise UnfitItem("the dataset returned a tensor that requires a gradient for it: return tensor.detach()", place)
     return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)

@@ -122,14 +122,19 @@ def fetch(source: Source, request: FetchRequest) -> Batch:
 
 
 def _fetch(source: Source, request: FetchRequest) -> Batch:
-    if not request.evaluates:
-        raise_planted(request.position)
-    with heartbeat.evaluates(request.indices) if request.evaluates else nullcontext():
-        if request.generator_key is None:
-            return source.fetch(request.indices)
-        noise.use_epoch(request.epoch_key)
-        with noise.keyed_generators(request.generator_key):
-            return source.fetch(request.indices)
+    if request.evaluates:
+        with heartbeat.evaluates(request.indices):
+            return _drawn(source, request)
+    raise_planted(request.position)
+    return _drawn(source, request)
+
+
+def _drawn(source: Source, request: FetchRequest) -> Batch:
+    if request.generator_key is None:
+        return source.fetch(request.indices)
+    noise.use_epoch(request.epoch_key)
+    with noise.keyed_generators(request.generator_key):
+        return source.fetch(request.indices)
 
 
 # --- workers ----------------------------------------------------------------------------------------------------

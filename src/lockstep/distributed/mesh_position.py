@@ -13,7 +13,7 @@ of them counts in a vote. Along `context` each has its positions of them, and it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lockstep.distributed.collectives import LocalGroup, RankGroup, Ring, own_group
@@ -55,6 +55,7 @@ class MeshPosition:
         ring: The ranks that have the other positions of the same samples; None: sequences are whole.
         data_parallel_group: The ranks that hold the same part of the model, sharded or not; None: all ranks.
         device_mesh: The mesh of a partitioned or tensor-parallel model; None for other models.
+        reports_counts, reports_metrics, reports_loss: True if its samples, evaluation sums, or sum of losses count.
     """
 
     mesh: Mesh
@@ -68,20 +69,15 @@ class MeshPosition:
     data_parallel_group: dist.ProcessGroup | None = None
     device_mesh: DeviceMesh | None = None
 
-    @property
-    def reports_counts(self) -> bool:
-        """True if this rank counts the samples of its share in a vote."""
-        return self.reports_metrics and self.coordinates["context"] == 0
+    reports_counts: bool = field(init=False)
+    reports_metrics: bool = field(init=False)
+    reports_loss: bool = field(init=False)
 
-    @property
-    def reports_metrics(self) -> bool:
-        """True if this rank's sums of an evaluation count."""
-        return self.coordinates["pipeline"] == 0 and self.coordinates["tensor"] == 0
-
-    @property
-    def reports_loss(self) -> bool:
-        """True if this rank's sum of losses counts in a vote."""
-        return self.coordinates["tensor"] == 0
+    def __post_init__(self) -> None:
+        metrics = self.coordinates["pipeline"] == 0 and self.coordinates["tensor"] == 0
+        object.__setattr__(self, "reports_metrics", metrics)
+        object.__setattr__(self, "reports_loss", self.coordinates["tensor"] == 0)
+        object.__setattr__(self, "reports_counts", metrics and self.coordinates["context"] == 0)
 
 
 def mesh_position(mesh: Mesh, world: World) -> MeshPosition:

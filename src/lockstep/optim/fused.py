@@ -99,7 +99,7 @@ class FusedOptimizer(Optimizer):
             call.group["lr"] = rate * call.group["lr_scale"]
             grads: Column = take_gradients(call.parameters)
             columns = call.columns
-            if any(grad is None for grad in grads):
+            if [grad for grad in grads if grad is None]:
                 grads, columns = _present(grads, columns)
             if grads:
                 call.run(grads, columns, scale, found_inf)

@@ -40,7 +40,7 @@ def squared_norm(grads: Sequence[Tensor], device: torch.device | None = None) ->
 
 def _squared_norm(grads: Sequence[Tensor]) -> Tensor:
     dtype = grads[0].dtype
-    if dtype not in (torch.float32, torch.float64) or any(grad.dtype is not dtype for grad in grads):
+    if dtype not in (torch.float32, torch.float64) or len({grad.dtype for grad in grads}) > 1:
         wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
         grads = [grad.to(wide) for grad in grads]
     if grads[0].is_cpu:

@@ -11,8 +11,7 @@ then, so checkpoints don't grow with the epochs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -198,11 +197,11 @@ def _refuse_different(shares: Sequence[_Share]) -> None:
             )
 
 
-@contextmanager
-def remedy_named() -> Iterator[None]:
-    """Name the key of the config that leaves out training samples which can't be used."""
-    try:
-        yield
-    except UnusableSamples as error:
-        remedy = "data.bad_samples.policy: skip leaves such samples out; mended data may need --accept-changes"
-        raise RunFailed(f"{error}; {remedy}") from error.__cause__
+def with_remedy(error: Exception) -> Exception:
+    """Return the error; of samples that can't be used, one that names the key of the config that leaves them out."""
+    if not isinstance(error, UnusableSamples):
+        return error
+    remedy = "data.bad_samples.policy: skip leaves such samples out; mended data may need --accept-changes"
+    failure = RunFailed(f"{error}; {remedy}")
+    failure.__cause__ = error.__cause__
+    return failure

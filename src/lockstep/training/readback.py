@@ -90,13 +90,8 @@ class HostReadback:
         """Start reading an update's numbers; return its report."""
         outcome = numbers.outcome
         self._tokens = int(outcome.next_tokens)
-        self._latest = reporter(
-            cast("list[float]", outcome.slots),
-            cast("float", numbers.norm),
-            cast("bool", numbers.keep),
-            cast("float", numbers.scale),
-            cast("float", numbers.count),
-        )
+        here: Any = numbers  # all of them are Python's
+        self._latest = reporter(here.outcome.slots, here.norm, here.keep, here.scale, here.count)
         return PendingReport(self.land, self._latest)
 
     def arrived(self) -> StepReport | None:

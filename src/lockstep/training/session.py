@@ -20,8 +20,8 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from lockstep.core.deferred_signals import DEFERRAL
-from lockstep.core.errors import Paused, PeerFailed, RunFailed, Stopped
-from lockstep.core.out_of_memory import located
+from lockstep.core.errors import Paused, PeerFailed, RunFailed, Stopped, UnusableSamples
+from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase
 from lockstep.core.progress import Progress, running
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
@@ -35,7 +35,7 @@ from lockstep.sharding.buffers import BufferSnapshot
 from lockstep.training.bad_updates import BadUpdates
 from lockstep.training.components import Components, FailureState, VoteParticipant
 from lockstep.training.ledger import Ledger, order_of
-from lockstep.training.left_out import LeftOutSamples, remedy_named
+from lockstep.training.left_out import LeftOutSamples, with_remedy
 from lockstep.training.readback import PendingReport, Reports, UpdateNumbers
 from lockstep.training.repeating import UpdateAttempt, UpdateRepeats
 from lockstep.training.replicas import difference
@@ -69,7 +69,8 @@ class Session:
         self._ledger = Ledger(components.world.size, order_of(components))
         self._left_out = LeftOutSamples(components)
         self._saves = VoteParticipant()
-        self._failure_state = FailureState(components.world.size == 1, BufferSnapshot(components.sharding.state.model))
+        buffers = BufferSnapshot(components.sharding.state.model)
+        self._failure_state = FailureState(components.world.size == 1, buffers if buffers.names else None)
         self._bad_updates = BadUpdates(components, self._verdicts, self._failure_state)
         self._repeats = UpdateRepeats(components, self._failure_state, self._left_out, self._bad_updates)
         self._began = time.perf_counter()
@@ -107,8 +108,10 @@ class Session:
         if self._batch is not None:
             return
         self._batches = self._components.loader.updates(self.progress)
-        with remedy_named():
+        try:
             batch = next(self._batches)
+        except UnusableSamples as error:
+            raise with_remedy(error) from error.__cause__
         self._left_out.begin(batch, self._failure_state)
         count, tokens = self._components.consensus.announce(*reported_counts(batch, self._components.position))
         if not float(count) and not batch.left_out:
@@ -147,74 +150,29 @@ class Session:
         """True once the run has consumed the data that its config grants."""
         return is_finished(self._components.config.run, self.progress, self._components.plan.epoch_samples)
 
-    @DEFERRAL.ended_by_errors()
     def accumulate(self, batch: GlobalBatch) -> None:
         """Run forward and backward of this rank's micro-batches; the vote is opened in between."""
-        self._failure_state.refuse_half_update(self._saves)
-        components, running.progress = self._components, self.progress
-        self._failure_state.discard_attempt(components.sharding, self._rate)  # an interrupted one, which is repeated
-        self._failure_state.begin_forward()
-        self._repeats.begin()
-        if components.sharding.updates_in_backward:
-            DEFERRAL.begin()  # until commit ends
-            self._failure_state.updating = True
-            self._saves.before_update()
-        components.sharding.step.begin_update(batch.samples, self._rate)
-        self._divisor = nonzero_count(self._count)
-        seed_scale = components.scaler.scale / self._divisor
-        if batch.step & (batch.step - 1):  # not one of those that are watched
-            components.engine.accumulate(batch, seed_scale, self._open_vote)
-        else:
-            self._parameters.accumulate(partial(components.engine.accumulate, batch, seed_scale, self._open_vote))
-        if list(map(REQUIRES_GRAD, self._parameters.held)) != self._parameters.trained:
-            raise self._parameters.thawed()
-        if batch.step == 0:
-            refuse_unused(components)
-            note_changed_buffers(self._failure_state.buffers, len(batch.micro_batches))
+        try:
+            self._accumulate(batch)
+        except BaseException:
+            DEFERRAL.end()
+            raise
 
     def request(self, requests: Iterable[Request]) -> None:
         """Make requests, which all ranks receive with the next vote that is opened."""
         self._requests.update(requests)
 
-    @DEFERRAL.to_the_end()
     def commit(self) -> PendingReport:
         """Update parameters and optimizer state with the accumulated gradient, or discard it; the same on all ranks.
 
         Returns:
             This update's report, on its way: `result()` waits for its numbers if they are still on a GPU.
         """
-        components, upcoming = self._components, self._upcoming
-        assert upcoming is not None, "commit() comes after accumulate()"
-        step, scale, clock = components.sharding.step, components.scaler.scale, components.world.clock
-        clock.enter(Phase.OPTIMIZER)
-        before, rate = self.progress, self._rate()
-        attempt, upcoming = self._repeats.settled(self._close_vote(), upcoming, before, rate, self._attempt)
-        batch, norm, decision = attempt.batch, attempt.norm, attempt.decision
-        clock.enter(Phase.SAVE)
-        for observe in components.gradient_observers:
-            observe(batch.step + 1, scale)
-        self._failure_state.updating = True
-        self._saves.before_update()
-        clock.enter(Phase.OPTIMIZER)
-        with located("update", f"in the optimizer's step of update {batch.step + 1}"):
-            step.update(rate, clip_divisor(norm, components.config.optim.clip_norm, scale), decision.keep)
-        components.scaler.update(decision.finite)
-        clock.enter(Phase.HOST)
-        tokens = components.readback.tokens()
-        self.progress = running.progress = before.advance(batch.samples, tokens)
-        numbers = UpdateNumbers(attempt.outcome, norm, decision.keep, scale, attempt.count)
-        reporter = self._books.reporter(batch, self.progress, rate, tokens, decision.limits)
-        self._bad_updates.updated(before)
-        pending = components.readback.push(numbers, reporter)
-        self._batch, self._count, self._upcoming = upcoming, attempt.outcome.next_count, None
-        self._failure_state.updated(decision.keep)
-        if not batch.step & (batch.step + 1):
-            self._parameters.updated()
-        if components.watch is not None:
-            self.request(components.watch.requests(self.progress.steps))
-        self._reports.receive()
-        clock.updated()
-        return pending
+        DEFERRAL.begin()
+        try:
+            return self._commit()
+        finally:
+            DEFERRAL.end()
 
     def evaluate(self, stops: Callable[[], bool] | None = None) -> list[EvaluationReport]:
         """Evaluate on each of the evaluation sets, exactly over all ranks; the reports are the same on every rank."""
@@ -312,11 +270,75 @@ class Session:
 
     # --- parts of an update -------------------------------------------------------------------------------------
 
+    def _accumulate(self, batch: GlobalBatch) -> None:
+        self._failure_state.refuse_half_update(self._saves)
+        components, running.progress = self._components, self.progress
+        self._failure_state.discard_attempt(components.sharding, self._rate)  # an interrupted one, which is repeated
+        self._failure_state.begin_forward()
+        self._repeats.begin()
+        if components.sharding.updates_in_backward:
+            DEFERRAL.begin()  # until commit ends
+            self._failure_state.updating = True
+            self._saves.before_update()
+        components.sharding.step.begin_update(batch.samples, self._rate)
+        self._divisor = nonzero_count(self._count)
+        seed_scale = components.scaler.scale / self._divisor
+        if batch.step & (batch.step - 1):  # not one of those that are watched
+            components.engine.accumulate(batch, seed_scale, self._open_vote)
+        else:
+            self._parameters.accumulate(partial(components.engine.accumulate, batch, seed_scale, self._open_vote))
+        if list(map(REQUIRES_GRAD, self._parameters.held)) != self._parameters.trained:
+            raise self._parameters.thawed()
+        if batch.step == 0:
+            refuse_unused(components)
+            note_changed_buffers(self._failure_state.buffers, len(batch.micro_batches))
+
+    def _commit(self) -> PendingReport:
+        components, upcoming = self._components, self._upcoming
+        assert upcoming is not None, "commit() comes after accumulate()"
+        step, scale, clock = components.sharding.step, components.scaler.scale, components.world.clock
+        clock.enter(Phase.OPTIMIZER)
+        before, rate = self.progress, self._rate()
+        attempt, upcoming = self._repeats.settled(self._close_vote(), upcoming, before, rate, self._attempt)
+        batch, norm, decision = attempt.batch, attempt.norm, attempt.decision
+        clock.enter(Phase.SAVE)
+        for observe in components.gradient_observers:
+            observe(batch.step + 1, scale)
+        self._failure_state.updating = True
+        self._saves.before_update()
+        clock.enter(Phase.OPTIMIZER)
+        try:
+            step.update(rate, clip_divisor(norm, components.config.optim.clip_norm, scale), decision.keep)
+        except Exception as error:
+            note_location(error, "update", f"in the optimizer's step of update {batch.step + 1}")
+            raise
+        components.scaler.update(decision.finite)
+        clock.enter(Phase.HOST)
+        tokens = components.readback.tokens()
+        self.progress = running.progress = before.advance(batch.samples, tokens)
+        numbers = UpdateNumbers(attempt.outcome, norm, decision.keep, scale, attempt.count)
+        reporter = self._books.reporter(batch, self.progress, rate, tokens, decision.limits)
+        self._bad_updates.updated(before)
+        pending = components.readback.push(numbers, reporter)
+        self._batch, self._count, self._upcoming = upcoming, attempt.outcome.next_count, None
+        self._failure_state.updated(decision.keep)
+        if not batch.step & (batch.step + 1):
+            self._parameters.updated()
+        if components.watch is not None:
+            self.request(components.watch.requests(self.progress.steps))
+        self._reports.receive()
+        clock.updated()
+        return pending
+
     def _open_vote(self, loss_sum: Tensor) -> None:
         if self._upcoming is None:  # else an accumulate was interrupted by an error, and is repeated
             assert self._batches is not None, "batches() begins the session"
-            with self._components.world.clock.phase(Phase.DATA):
+            enter = self._components.world.clock.enter
+            before = enter(Phase.DATA)
+            try:
                 self._upcoming = self._next_batch(self._batches)
+            finally:
+                enter(before)
             self.request(self._left_out.fetched(self._upcoming))
         position = self._components.position
         tallies = (float(self._current.digest) if position.reports_counts else 0.0, *self._saves.status())
@@ -340,13 +362,12 @@ class Session:
     def _next_batch(self, batches: Iterator[GlobalBatch]) -> GlobalBatch:
         """Return the next update's batch. If its data fails, all ranks finish the current update and learn of it."""
         try:
-            with remedy_named():
-                return next(batches)
+            return next(batches)
         except (Stopped, KeyboardInterrupt, SystemExit):  # it has ended the iterator; `accumulate` may be repeated
             self._batches = self._components.loader.updates(self.progress.advance(self._current.samples, 0))
             raise
         except Exception as error:
-            self._failure = error
+            self._failure = with_remedy(error)
             self.request((Request.FAIL,))
             return replace(self._current, count=0, tokens=0)
 
