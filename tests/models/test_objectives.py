@@ -305,4 +305,8 @@ def test_other_objects_are_refused(other):
 def test_a_module_with_batch_norm_does_not_decompose():
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2)))
     assert coupling(module) == "batch norm (1, 2.0)"
+    module[1].eval()
+    assert coupling(module) == "batch norm (2.0)", "a frozen one reads its running statistics"
+    assert coupling(module.eval()) == "batch norm (1, 2.0)", "the whole model is set to training"
+    module.train()
     assert coupling(nn.Sequential(nn.GroupNorm(1, 2), nn.LayerNorm(2), nn.InstanceNorm1d(2))) is None

@@ -92,7 +92,7 @@ def _of_another_tool(file: Path, tree: Table) -> Problem | None:
     """Return what to do with a file that has several keys, and none of Lockstep's sections."""
     root = shape.root().section
     assert root is not None
-    if len(tree.entries) < 3 or tree.entries.keys() & shape.fields(root).keys():
+    if len(tree.entries) < 2 or tree.entries.keys() & shape.fields(root).keys():
         return None
     why = "has none of Lockstep's sections; if it is another tool's config, convert it: lockstep config import"
     return Problem(str(file), "", f"{why} {file}")

@@ -233,10 +233,9 @@ class ItemSource:
         else:
             items = []
             slots, at = heartbeat.own().sample_slot()
-            evaluates = self._evaluates
             try:
                 for index in numbers:
-                    slots[at] = -index - 1 if evaluates else index + 1  # as `mark_of`
+                    slots[at] = -index - 1 if self._evaluates else index + 1  # as `mark_of`
                     items.append(self.dataset[index])
             except Exception as error:  # after any other the process may end; its launcher looks what it was reading
                 slots[at] = 0

@@ -153,7 +153,8 @@ def adapt_objective(objective: object) -> EvaluatedObjective:
 
 def coupling(module: nn.Module) -> str | None:
     """Return why a batch's loss isn't the sum of its samples' losses, with the names of modules; None if it is."""
-    norms = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm)]
+    whole = not module.training  # in evaluation: all of it will be trained
+    norms = [at for at, child in module.named_modules() if isinstance(child, _BatchNorm) and child.training | whole]
     causes = [f"batch norm ({listed(norms, 3)})"] if norms else []
     if getattr(getattr(module, "config", None), "output_router_logits", False):  # a transformers mixture of experts
         causes.append("the experts' balancing loss (output_router_logits)")
