@@ -36,16 +36,12 @@ settings.load_profile("suite")
 _YOUNG_OBJECTS = 50_000  # between two collections; servers of tests (moto) have millions of objects, to look at in each
 
 LONGEST_FIRST = (
-    "test_cells.py", "test_table.py", "test_slurm.py", "test_hosts.py", "test_ssh.py", "test_ray.py",
-    "test_hosts_with_bucket.py", "test_aws_follow.py", "test_hostile.py", "test_checkpoint_pairs.py",
-    "test_network_recipes.py", "test_object_stores.py", "test_host_ends.py", "test_proof.py",
-    "test_end_to_end.py", "test_storage_faults.py", "test_guide.py", "test_features.py", "test_deepspeed.py",
-    "test_tensor.py", "test_zero_import.py", "test_families.py", "test_pipeline.py", "test_same_run.py",
-    "test_corruption.py", "test_killed.py", "test_local.py", "test_peak_memory.py", "test_transactions.py",
-    "test_resume.py", "test_context.py", "test_divided_models.py", "test_library.py", "test_unused_parameters.py",
-    "test_activation_checkpointing.py", "test_elastic_restarts.py", "test_deferred_values.py",
-    "test_whole_matrices.py", "test_out_of_memory.py", "test_fsdp.py", "test_estimated_models.py",
-    "test_kubernetes.py",
+    "test_faults.py", "test_proof.py", "test_end_to_end.py", "test_pipeline.py", "test_site.py",
+    "test_hang_watch.py", "test_tensor.py", "test_ssh.py", "test_docs.py", "test_rollback.py",
+    "test_same_run.py", "test_deepspeed.py", "test_invariant.py", "test_aws_follow.py", "test_features.py",
+    "test_exporting.py", "test_table.py", "test_ownership.py", "test_zero_import.py", "test_object_stores.py",
+    "test_local.py", "test_host_waits.py", "test_aws.py", "test_fsdp_precision.py", "test_recovery.py",
+    "test_host_rounds.py", "test_memory_snapshots.py",
 )  # fmt: skip
 """Files that take twenty seconds or more. A file's tests run on one worker, so these must not be the last to begin."""
 

@@ -70,11 +70,6 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "distributed/test_shard_boxes.py": {"a_tensor_that_two_axes_shard_is_held_and_gathered_exactly": 1},
     "docs/test_docs.py": {"examples_run": 4},
     "docs/test_places.py": {"the_command_can_be_launched": 3},
-    "docs/test_site.py": {
-        "pages_load_nothing_from_the_network": 0,
-        "search_finds_the_terms_of_the_field": 0,
-        "the_api_reference_has_signatures_and_descriptions": 0,
-    },
     "doctor/test_diagnosed_runs.py": {
         "a_run_that_really_failed_is_explained": 1,
         "what_has_changed_since_an_earlier_start_is_named": 0,

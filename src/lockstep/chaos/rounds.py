@@ -100,8 +100,8 @@ class ChaosRow:
             after `oom` and `shrink`, to that of the run that is resumed likewise; after `badsample`, to that of the run
             that leaves the same samples out.
         distance: By what part of it a loss differs from the undisturbed run's, at most.
-        updates_unrecorded: Number of updates that metrics.jsonl lacks, but for that of the fault and the two before it,
-            which a first rank that fails may not have written.
+        updates_unrecorded: Number of updates that metrics.jsonl lacks. That in which the first rank itself fails, and
+            the two before it, don't count: it may not have written them.
         evaluations_differ: Number of evaluations that events.jsonl lacks, has twice, or has with other metrics.
         ledger_complete: Whether the run was trained on every sample of its order once.
         output: The file with what the run printed.
@@ -318,7 +318,7 @@ def _row(fault: Fault, plan: Path, code: int, undisturbed: Path, reference: Path
         again["time"] - fired["time"] if again is not None and fired is not None else None,
         max(0, fault.step - again["step"]) if again is not None else None,
         equal,
-        len(expected.keys() - losses.keys() - {*range(fault.step - 2, fault.step + 1)}),
+        len(expected.keys() - losses.keys() - {*(range(fault.step - 2, fault.step + 1) if fault.rank == 0 else ())}),
         evaluations_differ,
         ledger_complete,
         references.distance(losses, usual),
