@@ -25,7 +25,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "chaos/test_effects.py": {"a_flip_kills_all_ranks": 0},
     "checkpoint/test_corruption.py": {
         "a_run_reports_a_corruption_and_resumes_from_the_checkpoint_before": 1,
-        "each_corruption_is_detected_and_the_checkpoint_before_it_is_used": 2,
+        "each_corruption_is_detected_and_the_checkpoint_before_it_is_used": 1,
     },
     "checkpoint/test_hostile.py": {
         "a_damaged_checkpoint_is_moved_aside_and_the_one_before_it_used": 24,
@@ -112,7 +112,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "launch/test_host_ends.py": {
         "a_launcher_that_is_killed_is_named_by_the_others": 1,
         "a_rank_that_hangs_is_named_on_all_hosts": 0,
-        "all_hosts_end_with_the_first_cause": 1,
+        "all_hosts_end_with_the_first_cause": 0,
     },
     "launch/test_host_refusals.py": {"what_differs_is_named_on_all_hosts": 2},
     "launch/test_host_rounds.py": {
@@ -209,7 +209,10 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "the_command_imports_nothing_from_the_working_folder": 2,
     },
     "sharding/test_fsdp_calls.py": {"an_update_makes_few_calls_for_each_parameter": 1},
-    "sharding/test_fsdp_precision.py": {"bytes_that_are_held_and_gathered": 0},
+    "sharding/test_fsdp_precision.py": {
+        "bytes_that_are_held_and_gathered": 0,
+        "the_run_is_that_of_autocast_over_fp32": 0,
+    },
     "simulation/test_cells.py": {
         "buffers_that_a_discarded_update_has_changed_cost_no_wait": 0,
         "every_feature_of_fsdp_runs_as_on_an_accelerator": 0,
@@ -240,11 +243,11 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "fsdp_keeps_no_casts_of_weights": 0,
         "gradients_that_wait_whole_for_the_last_micro_batch_are_the_first_change": 0,
         "shards_and_replicas_hold_what_they_should": 0,
-        "the_prediction_equals_the_measurement_by_category": 2,
+        "the_prediction_equals_the_measurement_by_category": 1,
         "what_does_not_fit_names_the_smallest_change": 0,
     },
     "simulation/test_sent_bytes.py": {"a_simulated_update_gathers_the_bytes_of_the_formula": 1},
-    "simulation/test_zero_start.py": {"no_rank_holds_the_whole_model": 1, "the_peak_has_shards_by_category": 0},
+    "simulation/test_zero_start.py": {"no_rank_holds_the_whole_model": 0, "the_peak_has_shards_by_category": 0},
     "simulation/test_zero_waits.py": {"an_update_waits_only_where_it_must": 1},
     "training/test_ahead.py": {"a_launcher_that_has_prepared_may_fork": 0},
     "training/test_attention_masks.py": {"losses_are_those_of_the_library": 4, "no_forward_reads_a_mask": 4},
@@ -268,7 +271,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "a_parameter_without_gradient_is_refused": 1,
         "a_run_goes_on_to_the_bit_under_the_same_stage": 1,
         "kernels_skip_a_discarded_update": 1,
-        "memory_is_what_the_plan_says": 1,
+        "memory_is_what_the_plan_says": 0,
         "optimizers_and_their_groups": 0,
         "optimizers_that_look_at_shapes_are_refused": 1,
         "options_make_the_same_run": 0,
@@ -307,12 +310,13 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "what_a_run_leaves_loads_and_answers_alike": 2,
     },
     "training/test_families.py": {
+        "a_family_whose_blocks_form_a_chain_goes_through_a_pipeline": 0,
         "every_family_in_two_replicas_of_two_parts": 0,
         "every_family_is_the_single_process": 1,
         "every_strategy_starts_from_the_same_bits": 0,
     },
     "training/test_features.py": {"what_is_tested_is_the_single_process": ("fsdp",)},
-    "training/test_first_losses.py": {"some_heads_of_configs": ("fsdp",)},
+    "training/test_first_losses.py": {"some_heads_of_configs": 0},
     "training/test_flops.py": {
         "each_way_to_divide_a_model_counts_the_whole_of_it": 0,
         "recurrent_layers_are_counted_though_a_cpu_fuses_them": 2,
@@ -334,7 +338,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "a_model_that_draws_has_the_metrics_of_the_undisturbed_run_after_a_kill": 0,
         "it_is_done_when_the_run_resumes": 1,
     },
-    "training/test_invariant.py": {"any_number_of_ranks_gives_the_same_bits": 1, "without_it_bits_depend_on_ranks": 1},
+    "training/test_invariant.py": {"any_number_of_ranks_gives_the_same_bits": 0, "without_it_bits_depend_on_ranks": 1},
     "training/test_late_reports.py": {
         "the_history_has_every_update_before_the_run_ends_and_after_it_resumes": 2,
         "two_ranks_agree_with_the_host_too": 0,
@@ -474,7 +478,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "models_of_every_family_are_computed_again": 0,
     },
     "transforms/test_activation_offload.py": {
-        "an_update_on_an_accelerator_offloads_without_a_wait": 1,
+        "an_update_on_an_accelerator_offloads_without_a_wait": 0,
         "buffers_are_used_again_and_what_nobody_reads_is_freed": 0,
     },
     "transforms/test_recomputing.py": {"full_holds_one_block_and_the_inputs_of_all": 0},
