@@ -154,21 +154,6 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it_and_no_objects(proxy:
     assert storage.names() == ["step-00000001", "step-00000002"]
 
 
-def test_an_outage_is_not_taken_for_a_deletion(proxy: s3.Proxy, address: str) -> None:
-    from lockstep.checkpoint.ownership import Owner
-
-    def storage() -> ObjectStorage:
-        kept = ObjectStorage(S3Store(address, 0.1))
-        kept.set_owner(Owner("run", None, "a"))
-        return kept
-
-    known = storage()
-    proxy.is_down = True
-    assert known.is_held("step-00000001")
-    proxy.is_down = False
-    assert not storage().is_held("step-00000001")
-
-
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 _TRAIN = (

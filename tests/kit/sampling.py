@@ -287,9 +287,8 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "values_can_be_drawn_after_all": 0,
     },
     "training/test_deleted_folder.py": {
-        "a_folder_that_cannot_be_made_again_fails_at_the_end": 1,
+        "a_run_whose_folder_is_gone_ends_with_its_weights": 1,
         "another_runs_folder_is_left_alone": 1,
-        "what_is_deleted_is_made_again": 1,
     },
     "training/test_divided_models.py": {
         "first_weights_are_the_single_process": 0,

@@ -141,9 +141,8 @@ def test_memory_outlives_the_run_folder(tmp_path: Path, undisturbed: Path, resta
     model = {"kind": "custom", "target": f"{__file__}:Deleting", "arguments": {"run": str(run)}}
     file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "model": model}))
     done = run_lockstep("train", file)
-    if not restarts:
-        assert re.search(r"the state after step [68] was in memory, and is saved in", done.stderr), done.stderr
-        done = run_lockstep("train", run, "--trust-run")
+    assert re.search(r"the state after step [68] was in memory, and is saved in", done.stderr), done.stderr
+    done = run_lockstep("train", run, "--trust-run")
     assert done.returncode == 0, done.stderr
     resumed = re.search(r"resumes from step ([68]) ", done.stdout)
     assert resumed is not None

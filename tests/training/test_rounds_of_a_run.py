@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from lockstep.launch.ends import End, EndKind
 from lockstep.launch.memory_folder import MemoryFolder, left_by, note_attempt
 from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Supervisor
-from lockstep.monitor.folder import RunFolder
-from lockstep.monitor.run_lock import held_by
 from lockstep.training import start_run
 from lockstep.training.job import Job
 from lockstep.training.resuming import Resume
@@ -29,7 +26,7 @@ def supervisor_of(folder: Path, resume: Resume) -> Supervisor:
     (folder / "metrics.jsonl").write_text('{"step": 787}\n')
     (folder / "attempts.jsonl").write_text("an earlier attempt\n")
     config = validate(small.config(run={"folder": str(folder), "steps": 900}, recovery={"restarts": 1})).config
-    return start_run._supervisor(SmallerBatches(Job(config, "test", resume=resume), folder, 2), RunFolder(folder))
+    return start_run._supervisor(SmallerBatches(Job(config, "test", resume=resume), folder, 2), folder)
 
 
 @pytest.mark.parametrize("resume", [Resume(fresh=True), Resume(step=4)], ids=["--fresh", "--from"])
@@ -75,49 +72,3 @@ def test_a_launch_that_raises_leaves_the_snapshots_in_memory(
     again = MemoryFolder.make(folder)
     assert again is not None
     again.remove()
-
-
-def test_a_folder_that_was_deleted_is_written_again_before_ranks_start_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The rank that writes it again while the run trains may have been killed."""
-    (memory := tmp_path / "memory").mkdir()
-    folder = RunFolder.create(tmp_path / "run")
-    folder.write_config("description: a run\n")
-    folder.write_environment({"run": "a" * 32})
-    folder.write_attempts("an attempt\n")
-    note_attempt(memory, folder.path)
-    config = validate(small.config(run={"folder": str(folder.path), "steps": 900}, recovery={"restarts": 2})).config
-    supervisor = start_run._supervisor(SmallerBatches(Job(config, "test", memory=memory), folder.path, 2), folder)
-    shutil.rmtree(folder.path)
-    assert supervisor.next_entry(KILLED, LaunchResult(1, "killed")) is not None
-    assert "was deleted during the run; the files are written there again" in capsys.readouterr().err
-    assert folder.config.read_text() == "description: a run\n"
-    assert (folder.path / "attempts.jsonl").read_text() == "an attempt\n"
-    assert held_by(folder.path) is not None
-    assert supervisor.next_entry(KILLED, LaunchResult(1, "killed")) is not None
-    assert "deleted" not in capsys.readouterr().err
-    folder.release()
-    assert held_by(folder.path) is None
-
-
-@pytest.mark.parametrize("holder", ["process 1 on another-host, since 2026-11-27 08:00:00\n", None])
-def test_ranks_do_not_start_again_in_the_folder_of_another_run(tmp_path: Path, holder: str | None) -> None:
-    """One of this launcher's own attempts may have written the other id, and have ended before it was recorded."""
-    (memory := tmp_path / "memory").mkdir()
-    folder = RunFolder.create(tmp_path / "run")
-    folder.write_config("description: a run\n")
-    folder.write_attempts("an attempt\n")
-    folder.write_environment({"run": "a" * 32})
-    note_attempt(memory, folder.path)
-    folder.write_environment({"run": "b" * 32})
-    if holder is not None:
-        (folder.path / "run.lock").unlink()
-        (folder.path / "run.lock").write_text(holder)
-    config = validate(small.config(run={"folder": str(folder.path), "steps": 900}, recovery={"restarts": 2})).config
-    supervisor = start_run._supervisor(SmallerBatches(Job(config, "test", memory=memory), folder.path, 2), folder)
-    again = supervisor.next_entry(KILLED, LaunchResult(1, "killed"))
-    assert (again is None) is (holder is not None)
-    text = supervisor.concluded(LaunchResult(1, "killed")).text
-    assert (f"{folder.path} belongs to another run now (run id bbbbbbbb): its ranks" in text) is (holder is not None)
-    folder.release()

@@ -25,7 +25,7 @@ from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
 from lockstep.checkpoint.patience import repeated
 from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, read_small
-from lockstep.core.files import exists_anew, flush, is_missing, is_same_file
+from lockstep.core.files import exists_anew, flush, is_same_file
 
 _LOCK = ".lock"
 _PUBLISHED, _DRAFT, _DELETED, _MARKER = "step-", ".draft-", ".deleted-", ".witness-"
@@ -56,8 +56,10 @@ class LocalStorage:
         return owner.run if owner is not None else self._run
 
     def owner(self) -> Owner | None:
+        file = self._folder / OWNER
         try:
-            return ownership.from_bytes(read_small(LocalFile(self._folder / OWNER), ownership.MAX_BYTES))
+            recorded = repeated(lambda: read_small(LocalFile(file), ownership.MAX_BYTES), self._retry_seconds, file)
+            return ownership.from_bytes(recorded)
         except OSError:
             return None
 
@@ -187,15 +189,6 @@ class LocalStorage:
         _claims.discard(self)
         if handle is not None:
             os.close(handle)
-
-    def is_held(self, name: str | None) -> bool:
-        held = self._claimed is None or (
-            is_same_file(self._folder / _LOCK, self._claimed) and not is_missing(self._folder / OWNER)
-        )
-        try:
-            return held and (name is None or name in self._names())
-        except OSError:  # the disk can't be read
-            return True
 
     def remove_stale_drafts(self) -> None:
         with contextlib.suppress(OSError):

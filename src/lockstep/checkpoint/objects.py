@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 _PUBLISHED, _MARKER = "step-", ".mark-"
 _AHEAD_BYTES = 2**22
-_BETWEEN_LOOKS_S = 30.0  # each look is two requests, which are paid for
 
 
 class ObjectStorage:
@@ -38,8 +36,6 @@ class ObjectStorage:
     def __init__(self, store: BlobStore, run: str | None = None) -> None:
         self._store = store
         self._run = run
-        self._owned = False
-        self._looked_at = -_BETWEEN_LOOKS_S
 
     @property
     def place(self) -> str:
@@ -56,7 +52,7 @@ class ObjectStorage:
         return None
 
     def set_owner(self, owner: Owner) -> None:
-        self._run, self._owned = owner.run, True
+        self._run = owner.run
         self._store.write(OWNER, memoryview(ownership.to_bytes(owner)))
 
     def names(self) -> list[str]:
@@ -113,17 +109,6 @@ class ObjectStorage:
 
     def release(self) -> None:
         """Do nothing: an object store has no lock."""
-
-    def is_held(self, name: str | None) -> bool:
-        now = time.monotonic()
-        if not self._owned or now - self._looked_at < _BETWEEN_LOOKS_S:
-            return True
-        self._looked_at = now
-        wanted = [OWNER, *([f"{name}/{MANIFEST}"] if name is not None else [])]
-        try:
-            return all(key in self._store.sizes(key) for key in wanted)
-        except OSError:  # unknown: the network may be down
-            return True
 
     def remove_stale_drafts(self) -> None:
         self._store.remove_unfinished(_PUBLISHED)

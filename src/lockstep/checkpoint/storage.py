@@ -106,12 +106,6 @@ class Storage(ReadableStorage, Protocol):
     def release(self) -> None:
         """Give up what `claim` has reserved. Never raises."""
 
-    def is_held(self, name: str | None) -> bool:
-        """Return whether what `claim` and `set_owner` have written, and checkpoint `name`, are still there.
-
-        Never raises: True if it can't be known. An object store is not asked each time.
-        """
-
     def owner(self) -> Owner | None:
         """Return the run that this place belongs to, as far as recorded. Never raises."""
 

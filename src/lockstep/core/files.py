@@ -1,9 +1,4 @@
-"""Reads and writes small files, and appends to files that may be deleted, moved or replaced during a run.
-
-path --> inode 1 <-- handle      normal
-path     inode 1 <-- handle      deleted or moved: `reopened` writes all that the handle leads to into a new file
-path --> inode 2                 replaced: `reopened` continues there
-"""
+"""Reads and writes small files, and appends to files."""
 
 from __future__ import annotations
 
@@ -19,10 +14,8 @@ from pathlib import Path
 MAX_JSON_BYTES = 2**24
 """Limit for a JSON file that Lockstep writes beside a run's data; nearly all have a few thousand bytes."""
 
-_CHUNK = 2**20  # bytes
 _APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT
 _HERE, _EXCHANGE = -100, 2  # Linux: AT_FDCWD, RENAME_EXCHANGE
-_MISSING = (FileNotFoundError, NotADirectoryError)
 
 
 def open_file(path: Path) -> BufferedReader:
@@ -146,7 +139,7 @@ def exchanged(first: Path, second: Path) -> bool:
 
 
 def append_to(path: Path) -> int:
-    """Open a file for appending, and for `reopened` to read it; create it if it is missing. Raises OSError."""
+    """Open a file for appending; create it if it is missing. Raises OSError."""
     try:
         return os.open(path, _APPEND, 0o666)
     except PermissionError:  # it may be written and not read
@@ -178,7 +171,7 @@ def is_same_file(path: Path, handle: int) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(handle))
     except OSError as error:
-        return not isinstance(error, _MISSING)
+        return not isinstance(error, FileNotFoundError | NotADirectoryError)
 
 
 def changed(*files: Path) -> float:
@@ -188,34 +181,3 @@ def changed(*files: Path) -> float:
         with contextlib.suppress(OSError):
             times.append(file.stat().st_mtime)
     return max(times)
-
-
-def is_missing(path: Path) -> bool:
-    """Return whether nothing is at `path`; False if the disk doesn't answer."""
-    try:
-        path.stat()
-    except OSError as error:
-        return isinstance(error, _MISSING)
-    return False
-
-
-def reopened(path: Path, handle: int) -> int:
-    """Return a handle for appending to `path`, which no longer leads to the file behind `handle`. Raises OSError.
-
-    If nothing is at `path`, the file is created with the whole content of the old one.
-    """
-    try:
-        new = os.open(path, _APPEND | os.O_NOFOLLOW | os.O_EXCL, 0o666)
-    except FileExistsError:
-        return append_to(path)
-    try:
-        copied = 0
-        while chunk := os.pread(handle, _CHUNK, copied):
-            copied += os.write(new, chunk)
-        os.fsync(new)
-    except BaseException:
-        os.close(new)
-        with contextlib.suppress(OSError):
-            path.unlink()
-        raise
-    return new

@@ -3,7 +3,6 @@
     /dev/shm/lockstep-1000-3f0c.../       of the user 1000's run in a folder whose path has this hash; mode 0700
     |- lock                               held by the launcher and its ranks
     |- attempts                           the run's attempts.jsonl when it was last used
-    |- config.yaml, environment.json      of the run's folder, which may be deleted
     |- tensorboard.json                   see `monitor.history`
     '- checkpoints/step-00000470/         snapshots
 
@@ -19,17 +18,14 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 from lockstep.core.files import read_bounded
-from lockstep.monitor.folder import ATTEMPTS, CONFIG, ENVIRONMENT
+from lockstep.monitor.folder import ATTEMPTS
 
 ROOT = Path("/dev/shm")
 _LOCK, _ATTEMPTS = "lock", "attempts"
-_KEPT = {ATTEMPTS: _ATTEMPTS, CONFIG: CONFIG, ENVIRONMENT: ENVIRONMENT}
-"""The files of a run's folder that are kept, and their names here."""
 _ABANDONED_S = 3600.0
 _MOST_BYTES = 2**26
 
@@ -63,8 +59,8 @@ class MemoryFolder:
                     break
             else:
                 return None
-            if not _is_of_last_attempt(path, run):
-                _empty(path, [*_KEPT.values()] if hosts else None)
+            if not hosts and not _is_of_last_attempt(path, run):
+                _empty(path)
         except OSError:
             return None
         return cls(path, lock)
@@ -111,16 +107,9 @@ def _is_of_last_attempt(path: Path, run: Path) -> bool:
 
 
 def note_attempt(folder: Path, run: Path) -> None:
-    """Record that what is in the folder belongs to the run's last attempt, and what describes the run."""
+    """Record that what is in the folder belongs to the run's last attempt."""
     with suppress(OSError):
-        for name, kept in _KEPT.items():
-            (folder / kept).write_bytes(_content(run / name))
-
-
-def files_of_run(folder: Path) -> dict[str, str]:
-    """Return the texts by which a run's folder is one, by name, as of its last attempt; empty before one."""
-    texts = {name: _content(folder / kept).decode() for name, kept in _KEPT.items()}
-    return texts if all(texts.values()) else {}
+        (folder / _ATTEMPTS).write_bytes(_content(run / ATTEMPTS))
 
 
 def prefix() -> str:
@@ -161,10 +150,10 @@ def _last_use(path: Path) -> float:
     return max(entry.stat().st_mtime for entry in (path, *path.iterdir(), *path.glob("checkpoints/*")))
 
 
-def _empty(path: Path, names: Collection[str] | None = None) -> None:
-    """Delete what has one of these names; None: all but the lock."""
+def _empty(path: Path) -> None:
+    """Delete all but the lock."""
     for entry in path.iterdir():
-        if entry.name == _LOCK or (names is not None and entry.name not in names):
+        if entry.name == _LOCK:
             continue
         if entry.is_dir():
             shutil.rmtree(entry)

@@ -21,11 +21,6 @@
     └── earlier/1/          lines of an earlier attempt that this one has replaced
 
 The process that starts the run creates the folder (`RunFolder.create`), once; its ranks open it (`RunFolder.open`).
-While the run lasts, its folder may be deleted, moved, or replaced by another run's (`LockedRunFolder`):
-
-    RUN/run.lock is the open file           as it should be
-                 missing, or another file   deleted or moved: `recreate` writes what a start of the run writes
-                 locked by another run      taken: nothing more is written there
 """
 
 from __future__ import annotations
@@ -38,12 +33,12 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
-from lockstep.core.files import MAX_JSON_BYTES, is_missing, is_same_file, read_bounded, write_if_changed
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_if_changed
 from lockstep.core.jobs import JOB_FILES
 from lockstep.core.local_paths import local_path, target_of
 from lockstep.core.near_runs import did_you_mean_run
@@ -184,27 +179,6 @@ class RunFolder:
         if not self.config.exists():
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def recreate(self, files: Mapping[str, str]) -> bool:
-        """Write what is missing of a folder whose ranks have ended, and lock it again; return whether it was deleted.
-
-        Args:
-            files: Texts by name, as `LockedRunFolder` writes them.
-
-        Raises:
-            OSError: It can't be written.
-            RunFolderTaken: It belongs to another run now.
-        """
-        assert self._lock is not None, "a folder is locked until it is released"
-        locks = [self._lock]
-        was_deleted = any(is_missing(self.path / name) for name in (LOCK, *files))
-        try:
-            _recreate(self.path, json.loads(files[ENVIRONMENT])["run"], files, locks)
-            return was_deleted
-        finally:
-            self._lock = locks.pop()
-            for old in locks:
-                os.close(old)
-
     def release(self) -> None:
         """Release the lock."""
         if self._lock is not None:
@@ -214,69 +188,6 @@ class RunFolder:
     def _write(self, name: str, text: str) -> None:
         with _run_failed_on_error("write", self.path / name):
             write_if_changed(self.path / name, text)
-
-
-class RunFolderTaken(RunFailed):
-    """The run's folder belongs to another run now."""
-
-
-class LockedRunFolder:
-    """The folder of a run that is running, on the first rank.
-
-    Args:
-        path: the folder, which exists.
-        run: id of the run.
-    """
-
-    def __init__(self, path: Path, run: str) -> None:
-        self.path = path
-        self._run = run
-        self._files = {name: (path / name).read_text(encoding="utf-8") for name in (CONFIG, ENVIRONMENT, ATTEMPTS)}
-        self._locks = [os.open(path / LOCK, os.O_RDONLY | os.O_NOFOLLOW)]
-
-    def is_complete(self) -> bool:
-        """Return whether it has all that a start of the run writes; True as well if the file system doesn't answer."""
-        if not is_same_file(self.path / LOCK, self._locks[-1]):
-            return False
-        return not any(is_missing(self.path / name) for name in (*self._files, LOGS))
-
-    def recreate(self) -> None:
-        """Write what is missing.
-
-        Raises:
-            OSError: it can't be written.
-            RunFolderTaken: it belongs to another run now.
-        """
-        _recreate(self.path, self._run, self._files, self._locks)
-
-    def close(self) -> None:
-        for handle in self._locks:
-            os.close(handle)
-
-
-def _recreate(path: Path, run: str, files: Mapping[str, str], locks: list[int]) -> None:
-    """Write what is missing of the folder of a run; add the handle of a new lock to those of the run's."""
-    path.mkdir(parents=True, exist_ok=True)
-    other = _recorded(path, "run")
-    if other is not None and other != run:
-        raise RunFolderTaken(f"{path} belongs to another run now (run id {other[:8]})")
-    if not is_same_file(path / LOCK, locks[-1]):
-        locks.append(_locked_again(path, locks))
-    for name in (TENSORBOARD, LOGS):
-        (path / name).mkdir(exist_ok=True)
-    for name, text in files.items():
-        if is_missing(path / name):
-            write_if_changed(path / name, text)
-
-
-def _locked_again(path: Path, locks: Sequence[int]) -> int:
-    handle, holder = open_lock(path)
-    if holder is not None and not any(is_same_file(path / LOCK, lock) for lock in locks):
-        os.close(handle)
-        raise RunFolderTaken(f"{path} belongs to another run now ({holder})")
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, os.pread(locks[0], 1000, 0), 0)
-    return handle
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:

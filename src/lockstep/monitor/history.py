@@ -126,13 +126,8 @@ class HistoryFiles:
                     self._warned = True
                     _log.warning("can't flush %s: %s; a power failure may take its last lines", file.path, error)
 
-    def reopen(self) -> None:
-        """Continue each file that was deleted or moved under its name, in any thread. Raises OSError."""
-        for file in self._files():
-            file.reopen()
-
     def close(self) -> None:
-        """Close all files, which stay open until then: what is behind them may be the only copy."""
+        """Close all files."""
         for file in self._files():
             file.close()
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.files import append_to, flush, is_same_file, reopened
+from lockstep.core.files import append_to, flush
 
 _CHUNK = 2**20
 _strict = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
@@ -121,20 +121,6 @@ class LineFile:
             os.close(handle)
         if is_new:
             flush(self.path.parent)
-
-    def reopen(self) -> None:
-        """Continue at this path, in any thread, if the open file was deleted, moved or replaced. Raises OSError.
-
-        The lines go to a new file with all that was written, or to the file that has replaced it.
-        """
-        with self._lock:
-            if self._file is None or is_same_file(self.path, self._file):
-                return
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            old, self._file = self._file, reopened(self.path, self._file)
-            os.close(old)
-            if os.fstat(self._file).st_size != self.mark.size:  # another file has taken its place
-                self.mark = mark_of(self.path)
 
     def close(self) -> None:
         with self._lock:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
-from lockstep.checkpoint.storage import checkpoint_name
 from lockstep.config.writing import to_public
 from lockstep.core.collection import paused_collection
 from lockstep.core.deferred_signals import DEFERRAL
@@ -25,7 +24,6 @@ from lockstep.core.errors import RunFailed
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Request, SaveReport, TrainingState
-from lockstep.monitor.folder import RunFolderTaken
 from lockstep.monitor.jsonl import finite
 from lockstep.training.best_checkpoint import restore_best
 from lockstep.training.components import FailureState, VoteParticipant
@@ -66,7 +64,6 @@ class Checkpoints(VoteParticipant):
         snapshots: of the run, in memory.
         environment: of this attempt, on the first rank.
         run: id of the run, from `begin` on.
-        look: on the first rank, restores the run's folder if it was deleted.
         history: of the run, on the first rank; flushed before a checkpoint that refers to it exists.
         resumed_environment: of the checkpoint that this attempt resumed from.
         resumed_from: the step that this attempt resumed from; None: it started from the beginning.
@@ -98,13 +95,11 @@ class Checkpoints(VoteParticipant):
         self._saved_evaluation = self._evaluation()
         self._began_at = 0
         self._saves_again = False
-        self._owner: Owner | None = None
         self._newest: int | None = None
         self._wait_for_copies: Callable[[], None] | None = None
         self._failure_state = FailureState(fails_together=True)
         self.environment = environment
         self.snapshots = MemorySnapshots(session, memory, home)
-        self.look: Callable[[], None] = lambda: None
         self.history: HistoryFiles | None = None
         self.resumed_environment: Mapping[str, Any] = {}
         self.resumed_from: int | None = None
@@ -197,8 +192,7 @@ class Checkpoints(VoteParticipant):
         owner = self.storage.owner()
         if self.home is None and owner is not None and owner.run == self.run:
             return
-        self._owner = Owner(self.run, str(self.home) if self.home is not None else None, self._recipe)
-        self.storage.set_owner(self._owner)
+        self.storage.set_owner(Owner(self.run, str(self.home) if self.home is not None else None, self._recipe))
 
     def _published(self, manifest: Manifest) -> None:
         self._newest = manifest.step
@@ -222,10 +216,7 @@ class Checkpoints(VoteParticipant):
     # --- during the run -------------------------------------------------------------------------------------------
 
     def requests(self) -> tuple[Request, ...]:
-        """Return this rank's requests for the next vote: a save by the clock, or instead of one that was lost.
-
-        A save is lost if the disk was full, and now has space, or if its checkpoint was deleted.
-        """
+        """Return this rank's requests for the next vote: a save by the clock, or again after the disk was full."""
         saves_again, self._saves_again = self._saves_again, False
         requests = (*self._trigger.requests(), *self.snapshots.requests())
         if self._axis.rank == 0 and self._unpublished_best() is not None:
@@ -330,7 +321,6 @@ class Checkpoints(VoteParticipant):
         """Save what a run that `error` ends has learned since its last save; return what to report."""
         if self._begun_saver is None or self._session.progress.steps == self._began_at:
             return None
-        self.look()
         saver, state, best, memory = self._saver, self._failure_state, self._unpublished_best(), self.snapshots.folder
         rescue = Rescue(self._session, self.storage, saver, state, self._metadata, best, memory)
         return rescue.save(error)
@@ -342,45 +332,8 @@ class Checkpoints(VoteParticipant):
     def resumes_from(self) -> int | None:
         return self._begun_saver.resumes_from() if self._begun_saver is not None else None
 
-    def exist(self) -> bool:
-        """Return whether the newest checkpoint and the lock on the folder still exist.
-
-        On the first rank, in any thread. True, too, if the disk can't be read.
-        """
-        return self.storage.is_held(checkpoint_name(self._newest) if self._newest is not None else None)
-
-    def reclaim(self) -> None:
-        """Lock a folder that was deleted again, and request a save. On the first rank, in any thread.
-
-        Raises:
-            OSError: it can't be written.
-            RunFolderTaken: another run saves there now.
-        """
-        owner = self.storage.owner()
-        if owner is not None and owner.run != self.run:
-            raise RunFolderTaken(f"{self.place} holds the checkpoints of another run now: {owner}")
-        if not self.storage.is_held(None):
-            if not self.storage.claim():
-                raise RunFolderTaken(f"another run saves to {self.place} now")
-            if self._owner is not None:
-                self.storage.set_owner(self._owner)
-        self._newest = None
-        self._retention.invalidate()
-        self._saves_again = True
-
-    def restore_last(self) -> list[SaveReport]:
-        """Save the last checkpoint again if it was deleted, and wait for it; all ranks together."""
-        is_gone = False
-        if self._axis.rank == 0 and self._saved_at is not None:
-            self.look()
-            is_gone = self._saves_again and checkpoint_name(self._saved_at) not in self.storage.names()
-        if not self._axis.broadcast(is_gone):
-            return []
-        self.save_again()
-        return self.finish()
-
     def save_again(self) -> None:
-        """Start the last save once more: the disk was full and has space now, or it was deleted."""
+        """Start the last save once more: the disk was full and has space now."""
         self._saved_at = None
         self.save()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from lockstep.launch.streams import log_path
 from lockstep.monitor import history, metric_log
 from lockstep.monitor.environment import describe
 from lockstep.monitor.events import summarize
-from lockstep.monitor.folder import LOGS, LockedRunFolder, RunFolder
+from lockstep.monitor.folder import LOGS, RunFolder
 from lockstep.monitor.metric_log import MetricLog
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.profiler import Profiler
@@ -44,7 +44,6 @@ from lockstep.training.assemble import assemble
 from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt
 from lockstep.training.checkpoints import HISTORY, TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
-from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
 from lockstep.training.locations import storage_of
 from lockstep.training.memory_snapshots import snapshots_in
@@ -119,7 +118,8 @@ def run_job(job: Job) -> Finished:
         plant(components.world, session.progress.steps, trained=trained_in(session))
         meters = Meters(session, folder)
         monitors = make_monitors(job, folder, checkpoints, meters) if is_first else Monitors()
-        with _watched(session, checkpoints, folder) as checked_folder:
+        checked_folder = partial(_own_folder, folder, lock_holder(folder))
+        with closing(checkpoints.history) if checkpoints.history is not None else nullcontext():
             with metric_log.recording(MetricLog()) as log, started(monitors, facts), meters.measuring():
                 if (step := checkpoints.resumed_from) is not None:
                     monitors.restarted(RestartReport(ledger_of(session).attempt, step, session.progress.samples))
@@ -282,28 +282,14 @@ def _logged_tracebacks(job: Job, session: Session) -> Iterator[Path]:
             raise
 
 
-@contextmanager
-def _watched(session: Session, checkpoints: Checkpoints, folder: Path) -> Iterator[Callable[[], Path]]:
-    """Restore what is deleted of the run's folder while the block runs.
-
-    Yields a function for the first rank that returns the folder, or raises RunFailed if another run has taken it.
-    """
-    if components_of(session).world.rank != 0:
-        yield lambda: folder
-        return
-    assert checkpoints.history is not None, "the first rank writes the history"
-    watch = FolderWatch(LockedRunFolder(folder, checkpoints.run), checkpoints, checkpoints.history)
-    checkpoints.look = watch.look
-
-    def checked_folder() -> Path:
-        watch.refuse_taken()
-        return folder
-
-    with closing(checkpoints.history), closing(watch), polling(watch.look):
-        yield checked_folder
-
-
 # --- the end ------------------------------------------------------------------------------------------------------
+
+
+def _own_folder(folder: Path, holder: bytes | None) -> Path:
+    """Return the run's folder. Raises RunFailed if another run has begun there, whose lock isn't that of `holder`."""
+    if lock_holder(folder) not in (holder, None):
+        raise RunFailed(f"{folder} belongs to another run now: nothing is written there")
+    return folder
 
 
 def _publish_results(
@@ -326,8 +312,6 @@ def _publish_results(
         publish(session, checked_folder)
     except RunFailed as failure:
         raise RunFailed(f"{failure}; {saved}") from failure
-    if not ends_with_best:
-        checkpoints.restore_last()
     unwritten: RunFailed | None = None
     if world.rank == 0:
         try:

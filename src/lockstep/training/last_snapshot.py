@@ -14,7 +14,9 @@ from lockstep.checkpoint.inspection import verify
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import manifest_bytes, read_manifest
 from lockstep.checkpoint.storage import names_by_step
+from lockstep.config.writing import plain_yaml, to_public
 from lockstep.core.errors import Failure
+from lockstep.monitor.folder import RunFolder, is_run
 from lockstep.training.locations import storage_of
 from lockstep.training.memory_snapshots import snapshots_in
 
@@ -48,6 +50,8 @@ def after_last_round(
         return _with_checkpoint(result, storage) if result.cut_off else result
     step, fault = saved
     if fault is None:
+        if not is_run(folder):  # it was deleted or moved: with the config, the same command resumes
+            RunFolder(folder).write_config(plain_yaml(to_public(job.config)))
         text = f"the state after step {step:,} was in memory, and is saved in {storage.place}; start it again to resume"
     else:
         memory.leave()

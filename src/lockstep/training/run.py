@@ -246,8 +246,5 @@ def _finish(checkpoints: Checkpoints, report_saves: Callable[[Iterable[SaveRepor
         checkpoints.save_again()
         ended = checkpoints.finish()
         report_saves(ended)
-    restored = checkpoints.restore_last()
-    report_saves(restored)
-    ended = restored or ended
     if ended and ended[-1].failure is not None:
         raise SaveFailed(f"the state after step {ended[-1].step:,} could not be saved: {ended[-1].failure}")

@@ -28,19 +28,17 @@ from lockstep.launch.ends_file import append_ends, last_step
 from lockstep.launch.host_rounds import LeaderRounds
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.local import launch
-from lockstep.launch.memory_folder import MemoryFolder, files_of_run
-from lockstep.launch.outcome import LaunchResult, print_on_stderr
+from lockstep.launch.memory_folder import MemoryFolder
+from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Rounds, Supervisor
 from lockstep.monitor.folder import (
     ATTEMPTS,
     CONFIG,
     METRICS,
     RunFolder,
-    RunFolderTaken,
     is_finished,
     recipe_of,
 )
-from lockstep.monitor.run_lock import lock_holder
 from lockstep.plan.schedule import LENGTHS, used_of_budget
 from lockstep.training.ahead import imports_ahead, prepared_ahead
 from lockstep.training.decisions import decision_of
@@ -290,7 +288,6 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
                     supervisor=_rounds(job, sizes, folder, hosts), watchdog=job.config.recovery.watchdog,
                 )  # fmt: skip
             if memory is not None:
-                _recreate(folder, job.memory)
                 ended = after_last_round(job, folder.path, memory, ended, on_hosts=hosts is not None)
             if ended.advice:
                 text = with_prediction(ended.text, ended.advice, sizes.job.config, size, job.given)
@@ -304,40 +301,20 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
     return folder.path, result
 
 
-def _recreate(folder: RunFolder, memory: Path | None) -> str:
-    """Write a run's folder again that was deleted, once its ranks have ended, which do so while they train.
-
-    Returns:
-        Why it isn't the run's any more: another one has been started or moved there; empty: it is.
-    """
-    files = {} if memory is None else files_of_run(memory)
-    try:
-        if files and folder.recreate(files):
-            print_on_stderr(
-                f"lockstep: the run folder {folder.path}, or a part of it, was deleted during the run; the files are "
-                "written there again"
-            )
-    except RunFolderTaken as taken:  # or, if this process has locked it, a start of this run has not got further
-        is_own = (lock_holder(folder.path) or b"").startswith(b"process %d on " % os.getpid())
-        return "" if is_own else str(taken)
-    except OSError:
-        pass
-    return ""
-
-
 def _rounds(job: Job, sizes: SmallerBatches, folder: RunFolder, hosts: Hosts | None) -> Rounds | None:
     """Return what starts ranks again after a failure; None: the config asks for none."""
     if hosts is None:
-        return _supervisor(sizes, folder) if job.config.recovery.ever else None
+        return _supervisor(sizes, folder.path) if job.config.recovery.ever else None
     if not hosts.recovers:
         return None
     wait = job.config.recovery.host_wait
-    return LeaderRounds(hosts, _supervisor(sizes, folder), wait, hosts.elastic, sizes.folder, partial(decision_of, job))
+    return LeaderRounds(
+        hosts, _supervisor(sizes, folder.path), wait, hosts.elastic, sizes.folder, partial(decision_of, job)
+    )
 
 
-def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
-    job, folder = sizes.job, run.path
-    attempts = folder / ATTEMPTS
+def _supervisor(sizes: SmallerBatches, folder: Path) -> Supervisor:
+    job, attempts = sizes.job, folder / ATTEMPTS
     before = _content(attempts)
 
     def resumed() -> Callable[[], int]:
@@ -353,8 +330,7 @@ def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
         steps = list(names_by_step(snapshots_in(job.memory, None).names())) if job.memory is not None else []
         return max((*steps, last_step(folder / METRICS) or 0))
 
-    taken = partial(_recreate, run, job.memory)
-    return Supervisor(job.config.recovery, furthest, resumed, sizes.after, sizes.may_follow, taken)
+    return Supervisor(job.config.recovery, furthest, resumed, sizes.after, sizes.may_follow)
 
 
 def _content(file: Path) -> bytes:
