@@ -29,7 +29,6 @@ ASKED_BY = {
     "selective checkpointing": "memory.activation_checkpointing.mode: selective",
     "checkpointed segments": "memory.activation_checkpointing.mode: segments",
     "checkpointing by budget": "memory.activation_checkpointing.mode: budget",
-    "adaptive checkpointing": "memory.activation_checkpointing.mode: adaptive",
     "activation offload": "memory.activation_offload: cpu",
     "optimizer in backward": "optim.in_backward: true",
     "chunked loss": "memory.loss_chunk: 17",

@@ -39,9 +39,6 @@ ASKS: dict[str, dict[str, Any]] = {
         "memory": {"activation_checkpointing": {"mode": "segments", "segments": 2}},
     },
     "checkpointing by budget": {"memory": {"activation_checkpointing": {"mode": "budget", "budget": 0.6}}},
-    "adaptive checkpointing": {
-        "memory": {"activation_checkpointing": {"mode": "adaptive", "threshold": 1e-9, "look_every": 1}}
-    },
     "activation offload": {"memory": {"activation_offload": "cpu"}},
     "optimizer in backward": {"optim": {"name": "sgd", "lr": 0.1, "clip_norm": None, "in_backward": True}},
     "chunked loss": {"memory": {"loss_chunk": 17}},

@@ -167,7 +167,7 @@ def test_tensors_that_each_forward_makes_again_are_no_state(chain: type[Chain], 
 
 
 def test_a_run_is_refused_in_its_first_update() -> None:
-    options: dict[str, Any] = {"memory": {"activation_checkpointing": {"mode": "adaptive"}}}
+    options: dict[str, Any] = {"memory": {"activation_checkpointing": {"mode": "full"}}}
     data = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.randint(0, 4, (12,)))
     sections = {
         "objective": {"kind": "classification"},

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from kit.worlds import in_world
 from torch import Tensor, nn
-from transforms.test_activation_checkpointing import OWN, Stack, config, held_for_the_backward
+from transforms.test_activation_checkpointing import Stack, held_for_the_backward
 
 import lockstep
 from lockstep.config.schema import ActivationCheckpointing, TransformerModel
@@ -19,7 +17,6 @@ from lockstep.core.records import DataFacts
 from lockstep.measuring.peak import peak_of
 from lockstep.models.build import build_model
 from lockstep.models.transformer import Attention, SwiGLU
-from lockstep.training.session import components_of
 from lockstep.transforms.activation_budget import BlockMemory, choose
 from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 from lockstep.transforms.activation_offload import ActivationsOnHost
@@ -32,7 +29,6 @@ MODES: dict[str, dict[str, Any]] = {
     "selective": {"mode": "selective"},
     "segments": {"mode": "segments", "segments": 2},
     "budget": {"mode": "budget", "budget": 0.6},
-    "adaptive": {"mode": "adaptive", "threshold": 1e-9, "look_every": 1},
 }
 
 
@@ -96,9 +92,7 @@ def test_gradients_are_bitwise_identical(make: Callable[[], nn.Module], inputs: 
     expected = gradients(copy.deepcopy(model), inputs)
     for name, options in MODES.items():
         other = copy.deepcopy(model)
-        made = lockstep.checkpoint_activations(other, **options)
-        assert made.on is (name != "adaptive")
-        assert made.look() is True
+        lockstep.checkpoint_activations(other, **options)
         assert list(other.state_dict()) == list(model.state_dict())
         again = gradients(other, inputs)
         assert all(torch.equal(left, right) for left, right in zip(again, expected, strict=True)), name
@@ -111,7 +105,7 @@ def held(options: dict[str, Any] | None, layers: int = 8) -> int:
     """Return the bytes alive between the second forward and its backward."""
     model = own(layers)
     if options is not None:
-        lockstep.checkpoint_activations(model, **options).look()
+        lockstep.checkpoint_activations(model, **options)
     held_for_the_backward(model)
     return held_for_the_backward(model)
 
@@ -119,7 +113,7 @@ def held(options: dict[str, Any] | None, layers: int = 8) -> int:
 def test_each_mode_holds_less() -> None:
     bytes_of = {name: held(options) for name, options in MODES.items()}
     everything = held(None)
-    assert bytes_of["adaptive"] == bytes_of["full"] < bytes_of["every 2nd"] < everything
+    assert bytes_of["full"] < bytes_of["every 2nd"] < everything
     assert bytes_of["full"] < bytes_of["selective"] < 0.8 * everything
     assert bytes_of["segments"] < 0.6 * everything  # one of two segments
     blocks = everything - bytes_of["full"]
@@ -194,7 +188,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
     assert message in str(refusal.value)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective", "segments", "budget", "adaptive"])
+@pytest.mark.parametrize("mode", ["full", "selective", "segments", "budget"])
 def test_a_second_call_for_the_same_blocks_is_refused(mode: Any) -> None:
     model = own()
     lockstep.checkpoint_activations(model, mode=mode)
@@ -249,52 +243,6 @@ def test_segments_need_a_chain(make: Callable[[], nn.Module], message: str) -> N
     lockstep.checkpoint_activations(model, mode="segments", segments=2)
     with pytest.raises(lockstep.ConfigError, match=message):
         model(torch.ones(2, 4 if make is Stack else 16))
-
-
-# --- adaptive, in a run ---------------------------------------------------------------------------------------------
-
-
-def switched_on_at(full_rank: int) -> list[bool]:
-    """Return whether blocks were computed again after each update; one rank alone has used too much memory."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    options = config(OWN, parallel={"strategy": "ddp"}, run={"steps": 6})
-    options["memory"] = {"activation_checkpointing": {"mode": "adaptive", "look_every": 3}}
-    switched = []
-    try:
-        with lockstep.session(options) as session:
-            watch = components_of(session).watch
-            assert watch is not None
-            used = 0.9 if dist.get_rank() == full_rank else 0.1
-            session._components = replace(components_of(session), watch=replace(watch, peak_share=lambda: used))
-            for _ in session:
-                switched.append(watch.switch.on)
-    finally:
-        dist.destroy_process_group()
-    return switched
-
-
-def test_one_rank_switches_all_of_them_at_the_same_update() -> None:
-    for switched in in_world(2, switched_on_at, 1):
-        assert switched == [False, False, False, True, True, True], "requested after update 3, in the vote of update 4"
-
-
-def adaptive_without_a_run() -> list[bool]:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    try:
-        rank = dist.get_rank()
-        threshold = 1e-9 if rank == 1 else 1.0
-        made = lockstep.checkpoint_activations(own(2), mode="adaptive", threshold=threshold, look_every=2)
-        return [made.on, made.look(), made.look()]
-    finally:
-        dist.destroy_process_group()
-
-
-def test_ranks_agree_without_a_run() -> None:
-    assert in_world(2, adaptive_without_a_run) == [[False, False, True], [False, False, True]]
 
 
 # --- offload --------------------------------------------------------------------------------------------------------

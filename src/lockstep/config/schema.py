@@ -340,7 +340,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _compiles(self) -> Config:
         mode = self.memory.activation_checkpointing.mode
-        if self.model.compile and mode in ("segments", "adaptive"):
+        if self.model.compile and mode == "segments":
             raise ValueError(
                 f"memory.activation_checkpointing.mode {mode} changes between calls what a block does, which is not "
                 "tested compiled; take full, selective or budget, or leave out model.compile"

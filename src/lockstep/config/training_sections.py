@@ -84,13 +84,13 @@ class ActivationCheckpointing(Section):
     The gradient is bitwise identical under each mode; a block must draw random numbers from torch's own generators.
     """
 
-    mode: Literal["none", "full", "selective", "segments", "budget", "adaptive"] = "none"
+    mode: Literal["none", "full", "selective", "segments", "budget"] = "none"
     """none: keep all; full: keep only the inputs of a block and recompute the rest: less memory, a third more
     arithmetic; selective: also keep the outputs of matrix products and attention; segments: of each run of blocks keep
     the inputs of its first one, the last run whole; budget: keep as many blocks whole, the last ones, as `budget`
-    allows; adaptive: none until a rank's memory passes `threshold`; from then on full."""
+    allows."""
     every: Positive = 1
-    """full, selective, adaptive: recompute every Nth module, beginning with the first; 1: all of them."""
+    """full, selective: recompute every Nth module, beginning with the first; 1: all of them."""
     modules: Literal["blocks"] | tuple[str, ...] = "blocks"
     """Modules that are recomputed as a unit: the model's repeated blocks, or the modules of these classes, such as
     `[Attention, SwiGLU]`."""
@@ -99,11 +99,6 @@ class ActivationCheckpointing(Section):
     budget: Fraction = 0.5
     """budget: fraction of what all blocks would keep for the backward, measured in the first forward; under
     `model.compile` torch's own budget, which chooses operations instead of blocks."""
-    threshold: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """adaptive: fraction of a rank's memory, at its peak; on the CPU resident memory, of what the machine or container
-    has for each rank."""
-    look_every: Positive = 100
-    """adaptive: updates between two measurements."""
 
     @model_validator(mode="after")
     def _options_fit_the_mode(self) -> ActivationCheckpointing:
@@ -119,12 +114,10 @@ class ActivationCheckpointing(Section):
 
 
 _OPTIONS_OF_MODES = {
-    "every": ("full", "selective", "adaptive"),
-    "modules": ("full", "selective", "budget", "adaptive"),
+    "every": ("full", "selective"),
+    "modules": ("full", "selective", "budget"),
     "segments": ("segments",),
     "budget": ("budget",),
-    "threshold": ("adaptive",),
-    "look_every": ("adaptive",),
 }
 
 

@@ -142,13 +142,12 @@ class Request(Enum):
     EVALUATE = 1
     SHOW_LOG = 2  # a rank's user code has logged something
     SAVE = 3
-    SAVE_MEMORY = 4  # a rank is short of memory: recompute activations from now on
-    FAIL = 5  # a rank has no data for the next update: all ranks save this one, and the run fails
-    PROFILE = 6  # the first rank has announced a request for a trace
-    LEFT_OUT = 7  # a rank leaves samples out: all ranks exchange which
-    SNAPSHOT = 8  # it is time for a snapshot in memory
-    NO_SNAPSHOT = 9  # the best state is being saved: the run goes back to it if that save is lost
-    PAUSE = 10  # a signal: all ranks save, and stop
+    FAIL = 4  # a rank has no data for the next update: all ranks save this one, and the run fails
+    PROFILE = 5  # the first rank has announced a request for a trace
+    LEFT_OUT = 6  # a rank leaves samples out: all ranks exchange which
+    SNAPSHOT = 7  # it is time for a snapshot in memory
+    NO_SNAPSHOT = 8  # the best state is being saved: the run goes back to it if that save is lost
+    PAUSE = 9  # a signal: all ranks save, and stop
 
 
 class Tally(Enum):

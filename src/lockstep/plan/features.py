@@ -93,7 +93,6 @@ FEATURES: tuple[Feature, ...] = (
     _checkpointing("selective checkpointing", "selective"),
     _checkpointing("checkpointed segments", "segments"),
     _checkpointing("checkpointing by budget", "budget"),
-    _checkpointing("adaptive checkpointing", "adaptive"),
     Feature(
         "activation offload",
         "memory.activation_offload",

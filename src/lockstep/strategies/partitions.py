@@ -49,7 +49,7 @@ _PIPELINE = {
     "checkpointing by budget": _SOME_BLOCKS,
     "chunked loss": refused("the last stage passes logits to the objective; leave it out"),
 }
-_CHECKPOINTING = ("activation checkpointing", "selective checkpointing", "adaptive checkpointing")
+_CHECKPOINTING = ("activation checkpointing", "selective checkpointing")
 _WEIGHTS_APART = {**_PIPELINE, **dict.fromkeys(_CHECKPOINTING, _TWICE)}
 _TENSOR = {
     "compile": refused(

@@ -21,7 +21,6 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts
 from lockstep.data.loader import TrainingLoader, evaluation_batches
 from lockstep.data.sources import PreparedSource
-from lockstep.distributed.memory import peak_memory, rank_memory
 from lockstep.distributed.rng import seed_everything
 from lockstep.engine.input_names import refuse_unknown_names
 from lockstep.models.attention_masks import decide_masks, without_full_mask
@@ -45,13 +44,12 @@ from lockstep.training.evaluate import Evaluator
 from lockstep.training.flops import training_flops
 from lockstep.training.parallelize import WholeModel, load_builder, parallelize, tensor_plan_of
 from lockstep.training.readback import readback_from
-from lockstep.training.requests import MemoryWatch
 from lockstep.training.session import Session
 from lockstep.training.sources import make_objective, open_sources, users_model
 from lockstep.training.user_objects import UserObjects, user_transforms
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import ActivationCheckpointing, Config, Model, Optim, Run, Schedule
+    from lockstep.config.schema import Config, Model, Optim, Run, Schedule
     from lockstep.core.protocols import Engine, EvaluatedObjective, Optimizer, Source
     from lockstep.core.records import Inputs
     from lockstep.distributed.mesh_position import MeshPosition
@@ -63,7 +61,6 @@ if TYPE_CHECKING:
     from lockstep.plan.plan import Machine, Plan
     from lockstep.sharding import ModelState
     from lockstep.training.parallelize import Parallelized
-    from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 
 
 def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose = Purpose.TRAIN) -> Session:
@@ -119,7 +116,6 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
         rate=_rate(config.optim, config.schedule, given.schedule),
         coupled=prepared.coupled,
         flops_per_token=prepared.flops,
-        watch=_memory_watch(config.memory.activation_checkpointing, made.recomputed, world),
         draw=partial(whole.draw_sharded, made.sharding) if whole.deferred else _nothing,
     )
     return Session(components)
@@ -299,21 +295,6 @@ def _refuse_coupled(coupled: str | None, objective: EvaluatedObjective) -> None:
     else:
         return
     raise ConfigError(Problem("", "run.determinism", why))
-
-
-def _memory_watch(
-    options: ActivationCheckpointing, recomputed: RecomputeBlocks | None, world: World
-) -> MemoryWatch | None:
-    if options.mode != "adaptive" or recomputed is None:
-        return None
-    limit = rank_memory(world.device, world.axis, world.machine_ranks)
-    return MemoryWatch(
-        recomputed.switch,
-        peak_share=lambda: peak_memory(world.device) / limit,
-        threshold=options.threshold,
-        check_every=options.look_every,
-        logs=world.rank == 0,
-    )
 
 
 def _rate(optim: Optim, schedule: Schedule, custom: Callable[[int, int | None], float] | None) -> Rate:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from lockstep.sharding.context import Sharding
     from lockstep.training.evaluate import Evaluator
     from lockstep.training.readback import Readback
-    from lockstep.training.requests import MemoryWatch
 
 Rate = Callable[[float, int, int | None], float]
 """The learning rate by fraction of the run done, step from 0, and steps of the run or None."""
@@ -76,7 +75,6 @@ class Components:
     rate: Rate
     coupled: str | None
     flops_per_token: float | None
-    watch: MemoryWatch | None = None
     draw: Callable[[], None] = lambda: None
     gradient_observers: list[GradientObserver] = field(default_factory=list)
 

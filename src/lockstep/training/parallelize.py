@@ -108,14 +108,12 @@ class Parallelized:
         stages: This rank's stages of a pipeline; None: it has the whole model.
         tensor: The tensor-parallel transform; None: matrices are whole.
         context: The context-parallel transform; None: sequences are whole.
-        recomputed: Its activation checkpointing, if any.
     """
 
     position: MeshPosition
     stages: PartitionedModel | None
     tensor: TensorParallel | None
     context: ContextParallel | None
-    recomputed: RecomputeBlocks | None
     sharding: Sharding
 
 
@@ -178,7 +176,7 @@ def parallelize(
     if builder.shard is not None:
         builder.shard(sharding_context)
     sharding = _with_hooks(hooked, _materialized(builder, sharding_context, whole))
-    return Parallelized(position(), stages, tensor, context, recomputed, sharding)
+    return Parallelized(position(), stages, tensor, context, sharding)
 
 
 def _hooks_after(parameter: nn.Parameter) -> object:

@@ -1,17 +1,14 @@
-"""The requests of a rank in votes: an evaluation or a save by the clock, activation checkpointing.
+"""The requests of a rank in votes: an evaluation or a save by the clock.
 
 steps, samples, tokens, epochs    no request: they follow from the progress, which all ranks share
 minutes                           the first rank requests, and all ranks act after the same update
-memory                            0.83 of a rank's memory > 0.8: all ranks switch checkpointing on after the vote
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from lockstep.core.records import Request
@@ -20,11 +17,8 @@ from lockstep.plan.schedule import is_due
 if TYPE_CHECKING:
     from lockstep.config.every import Every
     from lockstep.core.progress import Progress
-    from lockstep.core.records import StepReport
-    from lockstep.transforms.recomputing import Switch
 
 _LOST_AFTER = 16  # updates after which a request that isn't followed was lost with the vote that it was for
-_log = logging.getLogger("lockstep")
 
 
 class OpenRequest:
@@ -83,42 +77,3 @@ class Trigger:
             return True
         every = self._every
         return every is not None and every.unit != "minutes" and is_due(every, before, now, self._epoch_samples)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryWatch:
-    """Switches activation checkpointing on once any rank uses too much memory.
-
-    Gradients stay bitwise identical, so it is no part of a run's state.
-
-    Attributes:
-        peak_share: returns the peak share of its memory that this rank has used.
-        threshold: the share at which a rank requests checkpointing.
-        check_every: updates between two checks.
-        logs: whether this rank prints that checkpointing is on.
-    """
-
-    switch: Switch
-    peak_share: Callable[[], float]
-    threshold: float
-    check_every: int
-    logs: bool
-
-    def requests(self, step: int) -> tuple[Request, ...]:
-        """Return this rank's request for the next vote, after update `step`."""
-        if self.switch.on or step % self.check_every or self.peak_share() <= self.threshold:
-            return ()
-        return (Request.SAVE_MEMORY,)
-
-    def update(self, report: StepReport) -> None:
-        """Switch checkpointing on if a rank has requested it; called between two updates."""
-        if Request.SAVE_MEMORY not in report.requests or self.switch.on:
-            return
-        self.switch.on = True
-        if self.logs:
-            _log.warning(
-                "memory.activation_checkpointing: a rank has used more than %.0f %% of its memory by update %d: "
-                "activations are computed again from here on",
-                100 * self.threshold,
-                report.step,
-            )

@@ -324,8 +324,6 @@ class Session:
         self._failure_state.updated(decision.keep)
         if not batch.step & (batch.step + 1):
             self._parameters.updated()
-        if components.watch is not None:
-            self.request(components.watch.requests(self.progress.steps))
         self._reports.receive()
         clock.updated()
         return pending
@@ -374,8 +372,6 @@ class Session:
     def _receive(self, report: StepReport) -> None:
         """Act on a report that has arrived. Raises RunFailed for one that ends the run."""
         self._note_failure(report)
-        if self._components.watch is not None:
-            self._components.watch.update(report)
         self._left_out.receive(report, self._failure_state)
         self._bad_updates.receive(report)
 

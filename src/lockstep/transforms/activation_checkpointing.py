@@ -4,7 +4,6 @@
     selective   also keeps the results of matrix products and attention in these blocks
     segments    keeps only the input of each run of blocks                              segments.py
     budget      keeps all of as many blocks as there is memory for                      activation_budget.py
-    adaptive    keeps all of all blocks, until a rank's memory passes a threshold: from then on as full
 
 A block's own `forward` is replaced, so that no name changes, and FSDP's hooks run around it: the parameters that FSDP
 gathers for a block's backward exist when the block is computed again.
@@ -25,7 +24,7 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import Transform
 from lockstep.transforms.activation_budget import Broadcast, Budget
 from lockstep.transforms.block_state import StateGuard
-from lockstep.transforms.recomputing import Context, Recompute, Switch, is_replaced, replace_forward
+from lockstep.transforms.recomputing import Context, Recompute, is_replaced, replace_forward
 from lockstep.transforms.segments import run_in_segments, split_into_segments
 
 if TYPE_CHECKING:
@@ -43,12 +42,10 @@ class Recomputation:
         mode: The mode in the config.
         blocks: Names of the modules whose forward was replaced. Those of the last of several segments aren't computed
             again, and `budget` may keep some.
-        switch: Turns recomputation on or off.
     """
 
     mode: str
     blocks: tuple[str, ...]
-    switch: Switch
 
     def __str__(self) -> str:
         shown = ", ".join(self.blocks[:3]) + (f" and {len(self.blocks) - 3} more" if len(self.blocks) > 3 else "")
@@ -76,12 +73,7 @@ class RecomputeBlocks(Transform):
         self._options = options
         self._blocks = blocks
         self._broadcast = broadcast
-        self._recompute = Recompute(options.mode == "selective", muted, Switch(options.mode != "adaptive"))
-
-    @property
-    def switch(self) -> Switch:
-        """Turns recomputation on or off."""
-        return self._recompute.switch
+        self._recompute = Recompute(options.mode == "selective", muted)
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
         chosen = self.chosen(model)
@@ -102,7 +94,7 @@ class RecomputeBlocks(Transform):
     def applied(self, model: nn.Module) -> Recomputation:
         """Apply the transform; return the modules that are computed again."""
         self.apply(model)
-        return Recomputation(self._options.mode, tuple(self.chosen(model)), self.switch)
+        return Recomputation(self._options.mode, tuple(self.chosen(model)))
 
     def chosen(self, model: nn.Module) -> list[str]:
         """Return the names of the modules that are computed again."""
@@ -182,7 +174,6 @@ def _running_means(model: nn.Module, chosen: Sequence[str]) -> str | None:
 _APPLY: Mapping[str, Callable[[RecomputeBlocks, nn.Module, Sequence[str]], None]] = {
     "full": RecomputeBlocks._each,
     "selective": RecomputeBlocks._each,
-    "adaptive": RecomputeBlocks._each,
     "segments": RecomputeBlocks._segments,
     "budget": RecomputeBlocks._budget,
 }

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -42,13 +42,6 @@ _EXPENSIVE = frozenset(
 """Operators whose results selective keeps: torch's matrix products and attentions that this version has."""
 
 
-@dataclass(slots=True)
-class Switch:
-    """Turns recomputation on or off, from the next call on."""
-
-    on: bool = True
-
-
 @dataclass(frozen=True, slots=True)
 class Recompute:
     """Makes calls that are computed again. It is copied with its model.
@@ -60,19 +53,16 @@ class Recompute:
 
     selective: bool = False
     muted: Context = nullcontext
-    switch: Switch = field(default_factory=Switch)
 
     def __call__(self, guard: StateGuard, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
         """Return `forward`'s result.
 
         Args:
-            guard: Checks the first calls of the blocks that `forward` computes, also where the switch is off.
+            guard: Checks the first calls of the blocks that `forward` computes.
         """
         if not torch.is_grad_enabled():
             return forward(*inputs, **named)
         checks = guard.begin() and not torch.compiler.is_compiling()
-        if not (self.switch.on or checks):
-            return forward(*inputs, **named)
         # torch searches the positional inputs alone for tensors, whose device's generator it restores
         call = partial(_call, forward, tuple(named)) if named else forward
         given = (*inputs, *named.values())
