@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from interop import peer_saves
 from interop.peer_saves import DECAY, DONE, NEXT, RATE, SAMPLES, Saved
 from kit import small
@@ -24,7 +25,7 @@ import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
-from lockstep.interop.runs import Beginning, import_run
+from lockstep.interop.runs import import_run
 from lockstep.interop.weights import import_weights
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.exporting import ExportArguments, export
@@ -202,13 +203,77 @@ def test_a_run_begins_where_it_is_asked_to_and_lists_what_differs(tmp_path: Path
     peer_saves.plain(tmp_path / "last.pt")
     settings = config(optim={"name": "adamw", "lr": RATE, "weight_decay": 0.3, "decay": "matrices"})
     settings["run"] = {"steps": 9}
-    beginning = Beginning(step=4, sample=16)
-    imported = import_run(tmp_path / "last.pt", tmp_path / "run", validate(settings).config, "mine", beginning)
+    imported = import_run(tmp_path / "last.pt", tmp_path / "run", validate(settings).config, "mine", step=4, sample=16)
     assert (imported.progress.steps, imported.progress.samples) == (4, 16)
     notes = "\n".join(imported.notes)
-    assert "weight_decay is 0.1 in the checkpoint, 0.3 in the config, for 2 parameters" in notes
+    assert "0.1 in the checkpoint, 0.3 in the config, for 2 parameters (inner.weight, head.weight); set" in notes
     assert "the optimizer has made 2 steps, but the run begins at step 4" in notes
     assert "not imported: epoch, scheduler, loss" in notes
+
+
+Groups = Callable[[torch.nn.Module], torch.optim.Optimizer]
+OTHER_SETTINGS: dict[str, tuple[Groups, str]] = {
+    "decay of all": (
+        lambda net: torch.optim.AdamW(net.parameters(), RATE, weight_decay=DECAY),
+        "inner.bias, head.bias",
+    ),
+    "decay of one": (
+        lambda net: torch.optim.AdamW(
+            [
+                {"params": [(n, p) for n, p in net.named_parameters() if n != "head.weight"], "weight_decay": 0.0},
+                {"params": [("head.weight", net.get_parameter("head.weight"))], "weight_decay": 0.3},
+            ],
+            RATE,
+        ),
+        "inner.weight",
+    ),
+    "adam": (
+        lambda net: torch.optim.Adam(
+            [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in peer_saves.groups(net)],
+            RATE,
+        ),
+        "inner.weight, head.weight",
+    ),
+    "rate and betas": (
+        lambda net: torch.optim.AdamW(peer_saves.groups(net), 0.07, (0.8, 0.99)),
+        "inner.weight, head.weight, inner.bias, head.bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", OTHER_SETTINGS)
+def test_the_keys_that_notes_name_make_the_run_the_peer_s(row: str, tmp_path: Path) -> None:
+    make, names = OTHER_SETTINGS[row]
+    net, _, _ = peer_saves.made()
+    optimizer = make(net)
+    for _ in range(DONE):
+        peer_saves.update(net, optimizer)
+    content = {"model_state_dict": net.state_dict(), "optimizer_state_dict": optimizer.state_dict(), "epoch": 2}
+    torch.save(content, tmp_path / "last.pt")
+    losses = [peer_saves.update(net, optimizer) for _ in range(NEXT)]
+
+    settings = config(schedule={"kind": "constant"})
+    imported = import_run(tmp_path / "last.pt", tmp_path / "first", validate(settings).config, "mine")
+    notes = [note for note in imported.notes if "in the checkpoint" in note]
+    assert any(f"({names}); set optim." in note for note in notes)
+    for note in notes:
+        keys = note.partition("; set ")[2].partition(", and the schedule")[0]
+        chosen = {key.removeprefix("optim."): value for key, value in yaml.safe_load(f"{{{keys}}}").items()}
+        rules = [*settings["optim"].get("rules", ()), *chosen.get("rules", ())]
+        settings["optim"] = {**settings["optim"], **chosen, "rules": rules}
+    imported = import_run(tmp_path / "last.pt", tmp_path / "run", validate(settings).config, "mine")
+    assert not [note for note in imported.notes if "in the checkpoint" in note]
+    assert continued(tmp_path / "run", settings)[1] == pytest.approx(losses, rel=1e-6)
+
+
+def test_a_prefix_imports_weights_alone_and_says_so(tmp_path: Path) -> None:
+    net, optimizer, _ = peer_saves.made()
+    peer_saves.update(net, optimizer)
+    state = {f"net.{name}": value for name, value in net.state_dict().items()}
+    torch.save({"model": {**state, "other": torch.ones(2)}, "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    imported = import_run(tmp_path / "last.pt", tmp_path / "run", validate(config()).config, "mine", prefix="net.")
+    assert imported.steps is None
+    assert "not imported: optimizer, other" in imported.notes
 
 
 def test_a_key_and_a_prefix_choose_a_model(tmp_path: Path) -> None:

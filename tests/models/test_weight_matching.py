@@ -363,6 +363,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "DCP": (".metadata", "`lockstep ckpt import {place} WEIGHTS` converts it"),
     "FSDP": ("pytorch_model_fsdp_0/.metadata", "`lockstep ckpt import {place} WEIGHTS` converts it"),
     "an optimizer": ("optimizer.pt", "has no weights: name its folder, {place}"),
+    "Trainer's arguments": ("training_args.bin", "has no weights: name its folder, {place}"),
 }
 
 
@@ -374,7 +375,7 @@ def test_what_other_programs_save_beside_weights_is_recognized(tmp_path: Path, k
     file.touch()
     if file.suffix == ".pt":
         torch.save({"module": made(1, small.Net).state_dict()}, file)
-    is_file = file.suffix in (".pt", ".safetensors") and "checkpoint-5" not in name
+    is_file = file.suffix in (".pt", ".bin", ".safetensors") and "checkpoint-5" not in name
     assert remedy.format(place=tmp_path) in refusal(made(1, small.Net), file if is_file else tmp_path)
     with pytest.raises(ConfigError) as refused:
         read_peer(file if is_file else tmp_path)

@@ -263,20 +263,13 @@ def _import_run(args: argparse.Namespace, overrides: Sequence[Override]) -> int:
         raise ConfigError("--force is for files of weights; a run needs a new folder")
     loaded, name = approved_config([args.config], overrides, trusted=args.trust_run)
 
-    from lockstep.interop.runs import Beginning, import_run
+    from lockstep.interop.runs import import_run
     from lockstep.training.user_objects import refuse_given
 
     refuse_given(loaded)
-    imported = import_run(
-        args.file,
-        args.folder,
-        loaded.config,
-        name,
-        Beginning(args.step, args.sample),
-        args.key,
-        args.prefix,
-        trust_remote_code=args.trust_remote_code,
-    )
+    options = (args.step, args.sample, args.key, args.prefix)
+    trust = args.trust_remote_code
+    imported = import_run(args.file, args.folder, loaded.config, name, *options, trust_remote_code=trust)
     echo(imported)
     if args.json:
         values = {"run": str(imported.run), "of": str(imported.source), "steps": imported.steps}

@@ -24,6 +24,7 @@ IN_FOLDERS = ("model.safetensors", f"model.safetensors{_INDEX}", "pytorch_model.
 """Files of a folder's weights."""
 BESIDE = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin", "trainer_state.json")
 """Files of HF Trainer and Accelerate beside the weights."""
+_OTHERS = ("training_args.bin", "rng_state.pth", "scaler.pt", "scaler.bin")
 _A_RUN = ("RUN", "--config", "FILE")
 
 
@@ -64,7 +65,7 @@ def part_of_checkpoint(file: Path) -> str | None:
         return _UNMERGED
     if file.name.endswith(("_model_states.pt", "_optim_states.pt")):
         return f"is a part of a checkpoint of DeepSpeed: name its folder, {file.parent}"
-    return f"has no weights: name its folder, {file.parent}" if file.name in BESIDE else None
+    return f"has no weights: name its folder, {file.parent}" if file.name in (*BESIDE, *_OTHERS) else None
 
 
 _UNMERGED = (

@@ -75,6 +75,7 @@ def import_file(
     ranks: int | None = None,
     also: Sequence[Override] = (),
     lenient: bool = False,
+    asks: str = _FLAG,
 ) -> ImportedConfig:
     """Import a file.
 
@@ -83,49 +84,13 @@ def import_file(
         ranks: Number of ranks that it was meant for.
         also: Further settings, which take precedence.
         lenient: Leave keys without a counterpart out of an error's list.
+        asks: How the caller specifies the ranks.
 
     Raises:
         ConfigError: The file can't be read, a number needs `ranks`, or values are invalid; then keys without a
             counterpart are listed, too.
     """
-    return _imported(read_foreign(path, kind), ranks, also, lenient=lenient)
-
-
-def import_config(path: str | os.PathLike[str], *, ranks: int | None = None) -> dict[str, object]:
-    """Return another tool's config, or one of Lockstep's, as a mapping of sections that `lockstep.train` takes.
-
-    It may be a script's YAML, a DeepSpeed JSON, HF TrainingArguments as JSON, or Accelerate's config; `lockstep config
-    import` lists what becomes of each key. The first rank prints on stderr what is left for you to decide; a value that
-    the file leaves open is `???`, and is refused until you assign one.
-
-    Args:
-        ranks: Number of ranks that it was meant for, if a number depends on it. None: that of the file, else
-            WORLD_SIZE, which torchrun sets.
-
-    Raises:
-        ConfigError: As in `import_file`; or a key has no counterpart.
-    """
-    file = read_foreign(Path(path), None)
-    started = os.environ.get("WORLD_SIZE", "")
-    imported = _imported(
-        file, ranks or _ranks_of(file) or (int(started) if started.isdecimal() else None), asks=_ARGUMENT
-    )
-    if imported.unanswered:
-        raise ConfigError([*map(_problem, imported.unanswered)])
-    if os.environ.get("RANK", "0") == "0":
-        for finding in imported.findings:
-            if finding.answer.status == "to do":
-                echo(f"lockstep: to do: {_problem(finding)}", file=sys.stderr)
-    return nested(imported.settings)
-
-
-def _imported(
-    file: ForeignFile,
-    ranks: int | None,
-    also: Sequence[Override] = (),
-    asks: str = _FLAG,
-    lenient: bool = False,
-) -> ImportedConfig:
+    file = read_foreign(path, kind)
     stated, word = _ranks_of(file), asks.rstrip("= N")
     if None not in (ranks, stated) and stated != ranks:
         raise ConfigError(f"{file.path} is for {stated} ranks, but {word} is {ranks}; leave {word} out, or correct it")
@@ -148,6 +113,32 @@ def _imported(
         problems = [_placed(problem, by_key, over) for problem in error.problems]
         raise ConfigError([*problems, *([] if lenient else map(_problem, imported.unanswered))]) from None
     return imported
+
+
+def import_config(path: str | os.PathLike[str], *, ranks: int | None = None) -> dict[str, object]:
+    """Return another tool's config, or one of Lockstep's, as a mapping of sections that `lockstep.train` takes.
+
+    It may be a script's YAML, a DeepSpeed JSON, HF TrainingArguments as JSON, or Accelerate's config; `lockstep config
+    import` lists what becomes of each key. The first rank prints on stderr what is left for you to decide; a value that
+    the file leaves open is `???`, and is refused until you assign one.
+
+    Args:
+        ranks: Number of ranks that it was meant for, if a number depends on it. None: that of the file, else
+            WORLD_SIZE, which torchrun sets.
+
+    Raises:
+        ConfigError: As in `import_file`; or a key has no counterpart.
+    """
+    started = os.environ.get("WORLD_SIZE", "")
+    ranks = ranks or _ranks_of(read_foreign(Path(path), None)) or (int(started) if started.isdecimal() else None)
+    imported = import_file(Path(path), ranks=ranks, asks=_ARGUMENT)
+    if imported.unanswered:
+        raise ConfigError([*map(_problem, imported.unanswered)])
+    if os.environ.get("RANK", "0") == "0":
+        for finding in imported.findings:
+            if finding.answer.status == "to do":
+                echo(f"lockstep: to do: {_problem(finding)}", file=sys.stderr)
+    return nested(imported.settings)
 
 
 def listed(file: ForeignFile, ranks: int | None = None, asks: str = _FLAG) -> tuple[ImportedKey, ...]:

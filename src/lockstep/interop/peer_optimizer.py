@@ -12,7 +12,7 @@ in one group, or in two by one of a few rules; exactly one has to fit all shapes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +55,8 @@ class PeerOptimizer:
         return max((int(state.get("step", 0)) for state in self.states.values()), default=0)
 
     @property
-    def is_named(self) -> bool:
-        return all(isinstance(key, str) for key in self.states)
-
-
-@dataclass(frozen=True, slots=True)
-class NamedOptimizer:
-    """Optimizer state by the names of the model's parameters.
-
-    Attributes:
-        states: State of each parameter that has one.
-        settings: Values of its group, by parameter.
-    """
-
-    states: Mapping[str, Mapping[str, Any]]
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    def settings_by_name(self) -> Mapping[Any, Mapping[str, Any]]:
+        return {name: values for group, values in zip(self.groups, self.settings, strict=False) for name in group}
 
 
 def is_optimizer(value: object) -> bool:
@@ -91,7 +78,7 @@ def peer_optimizer(place: Path, saved: Mapping[Any, Any]) -> PeerOptimizer:
     keys = [[*group.get("param_names", group.get("params", ()))] for group in groups]
     numbers = [number for group in groups for number in group.get("params", ())]
     named = dict(zip(numbers, [key for group in keys for key in group], strict=True))
-    settings = [{key: value for key, value in group.items() if key[:5] != "param"} for group in groups]
+    settings = [{key: _plain(value) for key, value in group.items() if key[:5] != "param"} for group in groups]
     by_key = {named.get(key, key): _checked(place, key, state) for key, state in states.items()}
     return PeerOptimizer(place, by_key, keys, settings)
 
@@ -104,9 +91,13 @@ def _flat(place: Path, saved: Mapping[Any, Any]) -> PeerOptimizer:
         name, _, entry = rest.rpartition(".")
         target = {"state": states, "param_groups": settings}.get(kind)
         if target is not None and name:
-            target.setdefault(name, {})[entry] = value
+            target.setdefault(name, {})[entry] = value if target is states else _plain(value)
     checked = {name: _checked(place, name, state) for name, state in states.items()}
     return PeerOptimizer(place, checked, [[name] for name in settings], [*settings.values()])
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _checked(place: Path, key: object, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +113,7 @@ def _checked(place: Path, key: object, state: Mapping[str, Any]) -> dict[str, An
 
 def named_optimizer(
     peer: PeerOptimizer, model: nn.Module, order: Sequence[str], renamed: Mapping[str, str], *, of_trainer: bool
-) -> NamedOptimizer:
+) -> PeerOptimizer:
     """Return the state under the names of the model's parameters.
 
     Args:
@@ -135,13 +126,12 @@ def named_optimizer(
     """
     keys = [[_name(key, renamed) if isinstance(key, str) else key for key in group] for group in peer.groups]
     states = {_name(key, renamed) if isinstance(key, str) else key: state for key, state in peer.states.items()}
-    if not peer.is_named or any(not isinstance(key, str) for group in keys for key in group):
+    if not all(isinstance(key, str) for group in (states, *keys) for key in group):
         ordered = _only_order(peer, keys, states, model, order, of_trainer=of_trainer)
         names = dict(zip((key for group in keys for key in group), ordered, strict=True))
         states = {names[key]: state for key, state in states.items()}
         keys = [[names[key] for key in group] for group in keys]
-    groups = zip(keys, peer.settings, strict=False)
-    return NamedOptimizer(states, {name: values for group, values in groups for name in group})
+    return replace(peer, states=states, groups=keys)
 
 
 def _name(name: str, renamed: Mapping[str, str]) -> str:
@@ -206,15 +196,14 @@ def _splits(model: nn.Module) -> Sequence[Callable[[str], bool]]:
     )
 
 
-def moments(named: NamedOptimizer, optim: Optim, trained: Mapping[str, nn.Parameter], place: Path) -> dict[str, Tensor]:
+def moments(named: PeerOptimizer, optim: Optim, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return the entries of a saved state for an optimizer of the config.
 
     Raises:
         ConfigError: The state is another optimizer's, or of other parameters.
     """
-    wanted, tensors = ENTRIES[optim.name], {}
-    if optim.name == "sgd" and not optim.momentum:
-        wanted = ()
+    wanted = () if optim.name == "sgd" and not optim.momentum else ENTRIES[optim.name]
+    tensors, place = dict[str, Tensor](), named.place
     states = {name: state for name, state in named.states.items() if state}
     for name in sorted(states.keys() ^ trained.keys()) if wanted else ():
         trains = "trains" if name in trained else "doesn't train"

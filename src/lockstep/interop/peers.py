@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +72,12 @@ def read_peer(source: Path, key: str | None = None, prefix: str = "", *, optimiz
     Args:
         key: Where in a file of torch the model is, such as `net` or `states.net`; None: under one of the usual keys.
         prefix: Take only tensors with this prefix, and remove it.
-        optimizer: Read the optimizer's state, too.
+        optimizer: Read the optimizer's state, too, unless there is a prefix.
 
     Raises:
         ConfigError: It can't be read, is damaged, or needs more than tensors and plain values to be unpickled.
     """
-    place = source.expanduser()
+    place, optimizer = source.expanduser(), optimizer and not prefix
     peer = _of_zero(place, optimizer) if is_zero_checkpoint(place) else _of_torch(place, key, optimizer)
     if not prefix:
         return peer
@@ -88,7 +88,7 @@ def read_peer(source: Path, key: str | None = None, prefix: str = "", *, optimiz
         raise ConfigError(f"{weights.place} has no tensor with the prefix {prefix}; it has {names}")
     others = tuple(name for name in weights.tensors if not name.startswith(prefix))
     chosen = Weights(weights.place, tensors, (*weights.skipped, *others))
-    return PeerCheckpoint(chosen, peer.description, None, step=peer.step, samples=peer.samples, epoch=peer.epoch)
+    return replace(peer, weights=chosen)
 
 
 def _of_zero(place: Path, optimizer: bool) -> PeerCheckpoint:
@@ -152,10 +152,8 @@ def _in_folder(folder: Path, optimizer: bool) -> tuple[dict[Any, Any], str]:
             content |= _mapping(file, read_torch(file))
         elif name.endswith("fsdp.bin"):
             content["model"] = read_torch(file)
-        elif optimizer or not name.startswith("optimizer"):
-            content[file.stem] = read_torch(file)
         else:
-            content[file.stem] = None
+            content[file.stem] = read_torch(file) if optimizer or not name.startswith("optimizer") else None
     return content, f"{folder}: torch.distributed.checkpoint" if parts else ""
 
 

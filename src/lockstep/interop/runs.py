@@ -8,22 +8,24 @@ that another program used what is before it.
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from lockstep.config.schema import Config, Parallel
+from lockstep.config.schema import Config, Optim, Parallel
 from lockstep.config.trust import recorded
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.formatting import counted, listed
 from lockstep.core.progress import Progress
 from lockstep.core.records import TrainingState
-from lockstep.interop.peer_optimizer import ENTRIES, NamedOptimizer, moments, named_optimizer
+from lockstep.interop.peer_optimizer import ENTRIES, PeerOptimizer, moments, named_optimizer
 from lockstep.interop.peers import PeerCheckpoint, read_peer
 from lockstep.models.weight_matching import WeightMatch, match_weights
 from lockstep.monitor.environment import describe
@@ -40,14 +42,6 @@ from lockstep.training.user_objects import UserObjects
 
 if TYPE_CHECKING:
     from lockstep.training.session import Session
-
-
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """The step and sample at which a run begins; None: those of the checkpoint."""
-
-    step: int | None = None
-    sample: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +64,7 @@ class ImportedRun:
 
     def __str__(self) -> str:
         train = command_line("lockstep", "train", self.run)
-        what = "weights (it has no optimizer state)"
+        what = "weights, without optimizer state"
         if self.steps is not None:
             what = f"weights and optimizer state, after {counted(self.steps, 'step')} of its optimizer"
         begins = f"step {self.progress.steps:,} and sample {self.progress.samples:,}"
@@ -83,7 +77,8 @@ def import_run(
     folder: Path,
     config: Config,
     recipe: str,
-    beginning: Beginning = Beginning(),
+    step: int | None = None,
+    sample: int | None = None,
     key: str | None = None,
     prefix: str = "",
     *,
@@ -92,6 +87,7 @@ def import_run(
     """Make a run's folder with a checkpoint that holds weights, optimizer state and progress.
 
     Args:
+        step, sample: Where the run begins; None: where the checkpoint is.
         key, prefix: As for `read_peer`.
 
     Raises:
@@ -113,29 +109,29 @@ def import_run(
     peer = read_peer(source, key, prefix, optimizer=True)
     single = config.model_copy(update={"parallel": Parallel(strategy="single")})
     with opened(single, UserObjects(trust_remote_code=trust_remote_code)) as session:
-        notes = _load(session, peer, beginning)
+        notes = _load(session, peer, step, sample)
         _save(session, folder, config, recipe)
         steps = peer.optimizer.steps if peer.optimizer is not None else None
         return ImportedRun(folder, peer.weights.place, steps, session.progress, notes)
 
 
-def _load(session: Session, peer: PeerCheckpoint, beginning: Beginning) -> tuple[str, ...]:
+def _load(session: Session, peer: PeerCheckpoint, step: int | None, sample: int | None) -> tuple[str, ...]:
     """Restore the session from the checkpoint; return notes for the user."""
     components = components_of(session)
-    model, place = components.sharding.state.model, peer.weights.place
+    model = components.sharding.state.model
     match = match_weights(model, peer.weights, translate=False)
     if not match.whole:
         raise ConfigError(match.mismatches().rstrip())
     match.put(model)
-    progress = _progress(session, peer, beginning)
+    progress = _progress(session, peer, step, sample)
     state = session.state()
     tensors = dict(state.tensors)
     differences: tuple[str, ...] = ()
     if peer.optimizer is not None:
         named = named_optimizer(peer.optimizer, model, *_names(peer, match, model), of_trainer=peer.of_trainer)
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        tensors |= moments(named, components.config.optim, trained, place)
-        differences = _differences(session, named, progress)
+        tensors |= moments(named, components.config.optim, trained)
+        differences = tuple(_differences(session, named, progress))
     ledger = imported_ledger(order_of(components), progress.samples)
     session.restore(TrainingState(tensors, {**state.values, "progress": asdict(progress), "ledger": ledger}))
     skipped = [f"not imported: {listed(peer.weights.skipped, 12)}"] if peer.weights.skipped else []
@@ -153,16 +149,13 @@ def _names(peer: PeerCheckpoint, match: WeightMatch, model: nn.Module) -> tuple[
     return [name for name in dict.fromkeys(renamed.values()) if name in parameters], renamed
 
 
-def _progress(session: Session, peer: PeerCheckpoint, beginning: Beginning) -> Progress:
+def _progress(session: Session, peer: PeerCheckpoint, steps: int | None, samples: int | None) -> Progress:
     """Return where the run begins."""
     components = components_of(session)
     run, plan = components.config.run, components.plan
-    steps = beginning.step
+    samples = peer.samples if samples is None and steps is None else samples
     if steps is None:
         steps = peer.step if peer.step is not None else peer.optimizer.steps if peer.optimizer is not None else 0
-    samples = beginning.sample
-    if samples is None and beginning.step is None and peer.samples is not None:
-        samples = peer.samples
     if samples is None:
         epochs, rest = divmod(steps, plan.epoch_steps)
         samples = epochs * plan.epoch_samples + rest * components.config.batch.global_size
@@ -190,24 +183,55 @@ def _beginning_notes(session: Session, peer: PeerCheckpoint) -> Iterator[str]:
         yield f"the checkpoint is of epoch {peer.epoch:g}, but this sample is at epoch {epoch:.3g}; --sample N sets it"
 
 
-def _differences(session: Session, named: NamedOptimizer, progress: Progress) -> tuple[str, ...]:
-    """Return how the settings of the checkpoint's parameter groups differ from the config's."""
+def _differences(session: Session, named: PeerOptimizer, progress: Progress) -> Iterator[str]:
+    """Yield how the settings of the checkpoint's parameter groups differ from the config's, and what to set."""
     components = components_of(session)
     optim, plan, model = components.config.optim, components.plan, components.sharding.state.model
     done = fraction_done(components.config.run, progress, plan.epoch_samples)
     rate = components.rate(done, progress.steps, plan.steps)
-    differing: dict[str, list[str]] = {}
+    saved, differing = named.settings_by_name, dict[tuple[str, str, str], list[str]]()
     for group in parameter_groups(model.named_parameters(), optim):
-        own = {"lr": rate * group["lr_scale"], "weight_decay": group["weight_decay"]}
-        own |= {"betas": optim.betas, "eps": optim.eps} if optim.name != "sgd" else {"momentum": optim.momentum}
-        for name in group["names"]:
-            saved = named.settings.get(name, {})
-            for key, value in own.items():
-                other = saved.get(key, value)
-                other = other.item() if isinstance(other, Tensor) and other.numel() == 1 else other
-                if not _is_close(other, value):
-                    differing.setdefault(f"{key} is {other} in the checkpoint, {value} in the config", []).append(name)
-    return tuple(f"{what}, for {counted(len(names), 'parameter')}" for what, names in differing.items())
+        own: dict[str, Any] = {"lr": rate * group["lr_scale"], "weight_decay": group["weight_decay"], "maximize": False}
+        if optim.name == "sgd":
+            own |= {"momentum": optim.momentum, "nesterov": optim.nesterov, "dampening": 0.0}
+        else:
+            own |= {"betas": optim.betas, "eps": optim.eps}
+            own |= {"decoupled_weight_decay": optim.name == "adamw"} if group["weight_decay"] else {}
+        for name, (key, value) in itertools.product(group["names"], own.items()):
+            other = saved.get(name, {}).get(key, value)
+            if not _is_close(other, value):
+                differing.setdefault((key, _shown(other), _shown(value)), []).append(name)
+    peaks = {_shown(group.get("initial_lr", group.get("lr", 0.0))) for group in named.settings}
+    for (key, other, value), names in differing.items():
+        rule = f"optim.rules: [{{match: [{listed(names, 8)}], weight_decay: {other}}}]"
+        remedies = {
+            "lr": f"set optim.lr: {' or '.join(sorted(peaks))}, and the schedule that it had",
+            "decoupled_weight_decay": f"set optim.name: {'adamw' if other == 'true' else 'adam'}",
+            **dict.fromkeys(("dampening", "maximize"), "the next updates differ: no key sets it"),
+            "weight_decay": f"set {_decay_of_all(model, optim, saved) or rule}",
+        }
+        remedy = remedies.get(key, f"set optim.{key}: {other}")
+        who = f"for {counted(len(names), 'parameter')} ({listed(names, 4)})"
+        yield f"{key} is {other} in the checkpoint, {value} in the config, {who}; {remedy}"
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a config has it."""
+    numbers = [*value] if isinstance(value, tuple | list) else value
+    return f"{numbers:.7g}" if isinstance(numbers, float) else json.dumps(numbers).strip('"')
+
+
+def _decay_of_all(model: nn.Module, optim: Optim, saved: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return the keys with which every parameter has the checkpoint's weight decay; None: it needs rules."""
+    decays = {name: float(group.get("weight_decay", 0.0)) for name, group in saved.items()}
+    most = max(decays.values())
+    for decay in ("matrices", "all"):
+        chosen = {"decay": decay, "weight_decay": most}
+        groups = parameter_groups(model.named_parameters(), optim.model_copy(update=chosen))
+        if all(_is_close(decays.get(name, 0.0), group["weight_decay"]) for group in groups for name in group["names"]):
+            others = {key: value for key, value in chosen.items() if value != getattr(optim, key)}
+            return ", ".join(f"optim.{key}: {_shown(value)}" for key, value in others.items())
+    return None
 
 
 def _is_close(value: Any, other: Any) -> bool:
