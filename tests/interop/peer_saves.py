@@ -5,6 +5,7 @@ Each update has all samples, so that losses don't depend on the order of samples
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,31 +116,48 @@ def dcp(place: Path, *, flat: bool, top: bool = False) -> Saved:
     return _after(net, save, optimizer, schedule)
 
 
-def dcp_of_rank(place: Path) -> None:
-    """FSDP's shards, as Accelerate saves them; in each of two processes."""
-    import torch.distributed.checkpoint as checkpoint
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+def older_dcp(place: Path) -> Saved:
+    """With metadata as torch wrote it up to 2.2: properties of another module, and no fields that came later."""
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    saved = dcp(place, flat=False)
+    metadata: Any = FileSystemReader(place).read_metadata()
+    for entry in metadata.state_dict_metadata.values():
+        if hasattr(entry, "properties"):
+            entry.properties = TensorProperties(dtype=entry.properties.dtype)
+    for info in metadata.storage_data.values():
+        vars(info).pop("transform_descriptors", None)
+    for later in ("storage_meta", "version"):
+        vars(metadata).pop(later, None)
+    (place / ".metadata").write_bytes(pickle.dumps(metadata))
+    return saved
+
+
+def accelerate_of_rank(place: Path, form: str) -> None:
+    """FSDP2's state by Accelerate's own functions, which it calls on accelerators only; in each of two processes."""
+    from accelerate import PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
     from torch.distributed.fsdp import fully_shard
 
     torch.distributed.init_process_group("gloo")
+    own: Any = PartialState(cpu=True)
     net, _, _ = made()
     fully_shard(net)
     optimizer = torch.optim.AdamW(groups(net), lr=RATE)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, DONE + NEXT)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=form, cpu_offload=False)
 
     def save() -> None:
-        for key, state in (
-            ("model", get_model_state_dict(net)),
-            ("optimizer", get_optimizer_state_dict(net, optimizer)),
-        ):
-            folder = place / {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}[key]
-            checkpoint.save({key: state}, checkpoint_id=str(folder))
+        save_fsdp_model(plugin, own, net, str(place))
+        save_fsdp_optimizer(plugin, own, optimizer, net, str(place))
 
-    torch.save(_after(net, save, optimizer, schedule), place / f"{torch.distributed.get_rank()}.held")
+    torch.save(_after(net, save, optimizer, schedule), place / f"{own.process_index}.held")
 
 
-def dcp_of_two_ranks(place: Path) -> Saved:
-    in_world(2, dcp_of_rank, place)
+def accelerate_of_two_ranks(place: Path, form: str) -> Saved:
+    in_world(2, accelerate_of_rank, place, f"{form}_STATE_DICT")
     saved: Saved = torch.load(place / "0.held")
     return saved
 
@@ -254,10 +272,10 @@ def _next_losses(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[float
     return losses
 
 
-def from_accelerate(file: Path) -> list[float]:
+def from_accelerate(file: Path, kind: Callable[[], nn.Module] = small.Net) -> list[float]:
     from accelerate import Accelerator
 
-    net, _, _ = made(1)
+    net, _, _ = made(1, kind)
     content = torch.load(file, weights_only=True)
     named, saved = dict(net.named_parameters()), content["optimizer_state_dict"]
     optimizer = torch.optim.AdamW(

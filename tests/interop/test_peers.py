@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -64,7 +64,9 @@ PEERS: dict[str, tuple[str, Callable[[Path], Saved]]] = {
     "dcp": ("step-2", partial(peer_saves.dcp, flat=False)),
     "torchtitan": ("step-2", partial(peer_saves.dcp, flat=True, top=True)),
     "torchtitan-2024": ("step-2", partial(peer_saves.dcp, flat=True)),
-    "accelerate-fsdp": ("state", peer_saves.dcp_of_two_ranks),
+    "dcp-2.2": ("step-2", peer_saves.older_dcp),
+    "accelerate-fsdp-sharded": ("state", partial(peer_saves.accelerate_of_two_ranks, form="SHARDED")),
+    "accelerate-fsdp-full": ("state", partial(peer_saves.accelerate_of_two_ranks, form="FULL")),
     "lightning": ("last.ckpt", peer_saves.lightning),
     **{f"deepspeed-{stage}": ("saved", partial(peer_saves.deepspeed_of_two_ranks, stage=stage)) for stage in (1, 2, 3)},
 }
@@ -86,7 +88,7 @@ def test_a_peer_s_checkpoint_continues_with_the_peer_s_losses(peer: str, tmp_pat
     assert continued_losses == pytest.approx(losses, rel=1e-5)
 
 
-CONTINUED: dict[str, tuple[str, str, Callable[[Path], list[float]]]] = {
+CONTINUED: dict[str, tuple[Literal["torch", "dcp"], str, Callable[..., list[float]]]] = {
     "plain": ("torch", "model.pt", peer_saves.from_plain),
     "accelerate": ("torch", "model.pt", peer_saves.from_accelerate),
     "torchtitan": ("dcp", "step-2", partial(peer_saves.from_dcp, top=True)),
@@ -117,20 +119,19 @@ def test_a_peer_continues_an_exported_checkpoint(peer: str, own: tuple[Path, lis
     assert continues(tmp_path / name) == pytest.approx(losses, rel=1e-5)
 
 
-FORMS: dict[str, tuple[str, Callable[[Path, Any], list[float]]]] = {
-    "torch": ("model.pt", peer_saves.from_plain),
-    "dcp": ("step-2", peer_saves.from_dcp),
-}
+OUT = [peer for peer in CONTINUED if peer != "accelerate" or find_spec("accelerate") is not None]
 LAYOUTS = [name for name in STRATEGIES if name != "single"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_plain_torch_and_dcp_continue_what_any_strategy_saved(layout: str, tmp_path: Path) -> None:
+def test_peers_continue_what_any_strategy_saved(layout: str, tmp_path: Path) -> None:
     settings = config(model={"kind": "custom", "target": "kit.chains:Chain"}, parallel=asked(layout)["parallel"])
     losses = in_world(ranks_of(layout, 2), peer_saves.run_of_rank, settings, tmp_path / "run")[0]
-    for form, (name, continues) in FORMS.items():
-        export(tmp_path / "run", ExportArguments(step=DONE, to=tmp_path / name, format=form, optimizer=True))  # type: ignore[arg-type]
-        assert continues(tmp_path / name, Chain) == pytest.approx(losses, rel=1e-6), form
+    for peer in OUT:
+        form, name, continues = CONTINUED[peer]
+        asked_for = ExportArguments(step=DONE, to=tmp_path / name, format=form, optimizer=True, force=True)
+        export(tmp_path / "run", asked_for)
+        assert continues(tmp_path / name, Chain) == pytest.approx(losses, rel=1e-6), peer
 
 
 OF_TRAINER: dict[str, Any] = {

@@ -90,7 +90,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "interop/test_peers.py": {
         "a_peer_continues_an_exported_checkpoint": ("plain",),
         "a_peer_s_checkpoint_continues_with_the_peer_s_losses": ("plain", "torchtitan"),
-        "plain_torch_and_dcp_continue_what_any_strategy_saved": ("pipeline-1f1b",),
+        "peers_continue_what_any_strategy_saved": ("pipeline-1f1b",),
         "trainer_continues_what_any_strategy_saved": 0,
     },
     "interop/test_zero_import.py": {

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 import torch
+from torch.distributed._shard.sharded_tensor import metadata as older
 from torch.distributed.checkpoint import metadata as records
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -31,7 +32,8 @@ from lockstep.models.weight_files import readable
 METADATA = ".metadata"
 _MOST_METADATA = 2**28  # bytes
 _MOST_LIST = 2**20  # items, which torch would make for one index
-_RECORDS = (*(getattr(records, name) for name in records.__all__), records._MEM_FORMAT_ENCODING, _StorageInfo)
+_OLDER = (older.TensorProperties, older.MEM_FORMAT_ENCODING)  # up to torch 2.2
+_RECORDS = (*(getattr(records, name) for name in records.__all__), records._MEM_FORMAT_ENCODING, _StorageInfo, *_OLDER)
 ALLOWED: Mapping[str, Any] = {
     **{f"{kind.__module__}.{kind.__name__}": kind for kind in _RECORDS},
     "torch.Size": torch.Size,

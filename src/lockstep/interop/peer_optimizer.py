@@ -206,8 +206,7 @@ def moments(named: PeerOptimizer, optim: Optim, trained: Mapping[str, nn.Paramet
     tensors, place = dict[str, Tensor](), named.place
     states = {name: state for name, state in named.states.items() if state}
     for name in sorted(states.keys() ^ trained.keys()) if wanted else ():
-        trains = "trains" if name in trained else "doesn't train"
-        has = "has" if name in states else "has no"
+        trains, has = ("trains", "has no") if name in trained else ("doesn't train", "has")
         raise ConfigError(f"the config's model {trains} {name}, but {place} {has} optimizer state of it")
     for name, state in states.items():
         entries = [entry for entry in state if entry != "step" and state[entry] is not None]

@@ -87,8 +87,7 @@ def read_peer(source: Path, key: str | None = None, prefix: str = "", *, optimiz
         names = ", ".join(map(readable, list(weights.tensors)[:4]))
         raise ConfigError(f"{weights.place} has no tensor with the prefix {prefix}; it has {names}")
     others = tuple(name for name in weights.tensors if not name.startswith(prefix))
-    chosen = Weights(weights.place, tensors, (*weights.skipped, *others))
-    return replace(peer, weights=chosen)
+    return replace(peer, weights=Weights(weights.place, tensors, (*weights.skipped, *others)))
 
 
 def _of_zero(place: Path, optimizer: bool) -> PeerCheckpoint:
