@@ -173,6 +173,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-choices": ("choice", _ENCODER),
     "t5": ("seq2seq", _T5),
     "mt5": ("seq2seq", {**_T5, "feed_forward_proj": "gated-gelu"}),
+    "switch_transformers": ("seq2seq", {
+        **_T5, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1,
+        "num_experts": 4, "router_jitter_noise": 0.0,
+    }),
     "bart": ("seq2seq", _BART),
     "mbart": ("seq2seq", _BART),
     "pegasus": ("seq2seq", _BART),
@@ -335,6 +339,9 @@ _UNUSED = {
 }
 """Parameters that these heads never use; they are frozen, as the refusal recommends."""
 
+_SKIPPING = ("switch_transformers",)
+"""Families whose experts are modules of their own, which a batch without a token for them leaves out."""
+
 _TASKS = {
     "causal": "causal-lm", "causal-left": "causal-lm", "causal-balanced": "causal-lm", "masked": "masked-lm",
     "sequence": "sequence-classification", "seq2seq": "seq2seq",
@@ -375,6 +382,7 @@ def sections(name: str) -> dict[str, Any]:
         "model": {**_model(name, head, architecture), "freeze": _UNUSED.get(name, [])},
         **({"objective": _OBJECTIVES[head]} if head in _OBJECTIVES else {}),
         "data": {"train": _data(name, head)},
+        **({"parallel": {"ddp": {"find_unused_parameters": True}}} if name in _SKIPPING else {}),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,14 @@ import pytest
 from kit.commands import Running, _environment, _lead
 from kit.worlds import served
 from lockstep.chaos import namespaces
-from lockstep.chaos.namespaces import folder_of, has_namespaces
+from lockstep.chaos.namespaces import folder_of
 
 __all__ = ["Network", "folder_of", "needs_hosts", "network"]
 
-needs_hosts = pytest.mark.skipif(not has_namespaces(), reason="network namespaces need root and iproute2's `ip`")
+needs_hosts = pytest.mark.skipif(
+    os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))),
+    reason="network namespaces need root and iproute2's `ip`",
+)
 
 
 @dataclass

@@ -12,7 +12,6 @@ from kit.pages import make_run, saved
 from kit.reports import report
 
 from lockstep.core.records import Verdict
-from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.events import EventLog
 from lockstep.monitor.folder import RunFolder
 from lockstep.report import explanation
@@ -127,7 +126,33 @@ def test_a_larger_micro_batch_is_not_proposed_where_it_can_not_be(
     assert "to try are precision.compute: bf16, more ranks." in text
     short = write_run(tmp_path / "short", data=1e-5, forward=5e-4, backward=1e-3, communication=1e-5, optimizer=1e-4)
     (folder / "attempts.jsonl").rename(short / "attempts.jsonl")
-    assert "larger batch.micro_size" not in " ".join(explain(short).sentences)
+    assert "to try: a larger batch.micro_size" not in " ".join(explain(short).sentences)
+
+
+@pytest.mark.parametrize(
+    ("memory", "held", "proposed"),
+    [("{}", 1 << 20, True), ("{activation_checkpointing: {mode: segments}}", 1 << 20, False), ("{}", 3 << 28, False)],
+)
+def test_checkpointing_is_proposed_if_activations_keep_micro_batches_short(
+    tmp_path: Path, memory: str, held: int, proposed: bool
+) -> None:
+    """Of a peak of 1 GiB on the device."""
+    folder = write_run(tmp_path / "run", data=1e-5, forward=5e-4, backward=1e-3, communication=1e-5, optimizer=1e-4)
+    (folder / "config.yaml").write_text(f"run: {{steps: 100}}\nmemory: {memory}\n")
+    attempt = {
+        "launched": 1.0,
+        "began": 2.0,
+        "step": 0,
+        "seconds": 0.0,
+        "accumulation": 4,
+        "planned": {"optimizer": held},
+    }
+    (folder / "attempts.jsonl").write_text("".join(json.dumps({**attempt, "micro_size": n}) + "\n" for n in (4, 2)))
+    lines = (folder / "ranks.jsonl").read_text().replace("memory_resident_peak", "memory_allocated_peak")
+    (folder / "ranks.jsonl").write_text(lines.replace(str(2.0**31), str(2.0**30)))
+    remedy = next(limit.remedy for limit in explain(folder).limits if limit.name == "tiny batches")
+    assert ("memory.activation_checkpointing.mode: full" in remedy) == proposed
+    assert ("batch.global_size" in remedy) != proposed
 
 
 def test_a_running_run_shows_where_the_time_goes_before_its_first_interval_is_over(tmp_path: Path) -> None:
@@ -196,12 +221,12 @@ def test_no_more_workers_are_recommended_than_a_rank_has_cpus(tmp_path: Path) ->
     (folder / "environment.json").write_text('{"cpus": 9}')
     attempt = {"launched": 1.0, "began": 2.0, "step": 0, "seconds": 0.0, "hosts": [["a", 2], ["b", 4]]}
     (folder / "attempts.jsonl").write_text(json.dumps(attempt) + "\n")
-    first = limits(read_run(folder), read_rank_history(folder), read_attempts(folder))[0]
+    first = limits(read_run(folder), read_rank_history(folder))[0]
     assert first.remedy.startswith(
         "data.loader.workers: 4, as many as a rank has CPUs (8 would keep up) (`lockstep pro"
     )
     (folder / "config.yaml").write_text("data: {loader: {workers: 4}}\n")
-    first = limits(read_run(folder), read_rank_history(folder), read_attempts(folder))[0]
+    first = limits(read_run(folder), read_rank_history(folder))[0]
     assert first.remedy.startswith("samples that are prepared beforehand (`lockstep profile data ")
 
 

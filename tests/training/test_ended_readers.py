@@ -76,7 +76,7 @@ def test_the_run_ends_with_its_name_and_resumes_without_it(
     tmp_path: Path, kind: str, fault: str, workers: int, sample: str
 ) -> None:
     sections = {"kind": kind, "faults": {11: fault}, "workers": workers, "data": {"shuffle": False}}
-    done = train(tmp_path / "run", **sections)
+    done = train(tmp_path / "run", "--recovery.watchdog.other=1.0", **sections)  # it is fetched in the first update
     assert done.returncode == 1 or fault.startswith("hang")
     again = done.stderr.count("its ranks start again")
     assert again == 1 or (again == 0 and fault.startswith("exit"))  # not after an exit before the first update

@@ -139,11 +139,6 @@ def folder_of(host: int, folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-of-host-{host}")
 
 
-def has_namespaces() -> bool:
-    """Return whether this user and machine can have hosts in namespaces, as far as that shows without making one."""
-    return os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc")))
-
-
 def refuse_without_namespaces() -> None:
     """Raise ConfigError if this machine can't have hosts in namespaces."""
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]

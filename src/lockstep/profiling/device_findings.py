@@ -59,7 +59,7 @@ def _idle(device: DeviceUse, idle: float, share: float) -> ProfileFinding:
             "host-bound",
             f"the GPU does nothing for {short_time(idle)} of an update, {idle * share:.0%} of its time, and a kernel "
             f"starts {short_time(device.delay)} after its launch: it waits for the host's launches",
-            f"{RAISE_MICRO_SIZE}, so that a kernel has more to do, or set model.compile: true",
+            f"{RAISE_MICRO_SIZE}, so that a kernel has more to do, or set model.compile: true if it isn't set",
             idle * share,
         )
     return ProfileFinding(

@@ -19,7 +19,7 @@ from lockstep.core import formatting
 from lockstep.core.command_lines import command_line
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.launch.last_launch import survived_failures
-from lockstep.monitor.attempts import Attempt, number_or_nan, read_attempts
+from lockstep.monitor.attempts import number_or_nan
 from lockstep.monitor.goodput import Goodput, goodput, saved_steps
 from lockstep.monitor.meter_files import LIVE
 from lockstep.monitor.run_lock import held_by
@@ -59,7 +59,6 @@ class RunExplanation:
 class _Evidence:
     run: RunData
     ranks: RankHistory
-    attempts: Sequence[Attempt]
     causes: list[Limit]
     traced: bool
     roofline: Roofline | None
@@ -78,18 +77,17 @@ def explain(
         peak: Of a rank's device, if it was measured.
         ended: How the run ended, as a sentence; empty if that isn't known, or not unusual.
     """
-    run, ranks, attempts = read_run(folder), read_rank_history(folder), read_attempts(folder)
-    causes = limits(run, ranks, attempts)
+    run, ranks = read_run(folder), read_rank_history(folder)
+    causes = limits(run, ranks)
     known = {cause.name for cause in causes}
     causes += [cause for cause in profiled or () if cause.name not in known]
     seconds = ranks.step_seconds()
     evidence = _Evidence(
         run,
         ranks,
-        attempts,
         causes,
         profiled is not None,
-        Roofline.of(attempts[-1], run.last, seconds, peak) if attempts and seconds else None,
+        Roofline.of(run.attempts[-1], run.last, seconds, peak) if run.attempts and seconds else None,
         goodput(folder),
         ended,
         f"`{command_line('lockstep', 'explain', folder)} --measure` on a host of the run",
@@ -111,7 +109,7 @@ def _sentences(evidence: _Evidence) -> list[str]:
         (1, _split(ranks.split() or _split_so_far(run.folder))),
         (0, [cause.sentences for cause in evidence.causes[:1]]),
         (3, [cause.sentences for cause in evidence.causes[1:]]),
-        (2, memory(evidence.attempts[-1] if evidence.attempts else None, ranks)),
+        (2, memory(run.attempts[-1] if run.attempts else None, ranks)),
         (1, [text] if (text := survived_failures(run.folder, _MOST_SURVIVED)) else []),
         (1, _events(run)),
         (1, _goodput(evidence.goodput, is_finished=run.summary is not None)),
@@ -228,10 +226,8 @@ def _next(evidence: _Evidence) -> Iterator[str]:
         return
     if not evidence.causes and evidence.ranks.split():
         ideas = [*(["precision.compute: bf16"] if run.configured("precision", "compute") == "fp32" else [])]
-        is_divided = not evidence.attempts or evidence.attempts[-1].number("accumulation") != 1
-        ideas += ["a larger batch.micro_size"] if is_divided and allows_larger(evidence.attempts) else []
-        ideas += ["more ranks"]
-        yield f"Nothing but the computation itself limits it; to try are {', '.join(ideas)}."
+        ideas += ["a larger batch.micro_size"] if allows_larger(run.attempts) else []
+        yield f"Nothing but the computation itself limits it; to try are {', '.join([*ideas, 'more ranks'])}."
     if not evidence.traced:
         yield (
             f"What is inside forward and backward (numbers read on the host, small operators) only a profile shows: "

@@ -62,7 +62,7 @@ class Limit:
         return f"{self.fact}; to try: {self.remedy}{gain}."
 
 
-def limits(run: RunData, ranks: RankHistory, attempts: Sequence[Attempt] = ()) -> list[Limit]:
+def limits(run: RunData, ranks: RankHistory) -> list[Limit]:
     """Return what limits a run's speed, the largest first."""
     split = ranks.split()
     if not split:
@@ -71,12 +71,12 @@ def limits(run: RunData, ranks: RankHistory, attempts: Sequence[Attempt] = ()) -
     candidates = (
         _of_stragglers(ranks),
         _of_crowded_host(ranks),
-        _of_data(run, shares, split, attempts),
+        _of_data(run, shares, split),
         _of_communication(run, shares, ranks),
         _of_host(shares, split),
         _of_saves(run, shares),
         _of_optimizer(shares),
-        _of_short_micro_batches(run, split, attempts),
+        _of_short_micro_batches(run, split, ranks),
         _of_evaluations(run, ranks),
     )
     return sorted((limit for limit in candidates if limit is not None), key=lambda limit: -limit.share)
@@ -119,14 +119,12 @@ def _of_crowded_host(ranks: RankHistory) -> Limit | None:
     )
 
 
-def _of_data(
-    run: RunData, shares: Mapping[str, float], split: Mapping[str, float], attempts: Sequence[Attempt]
-) -> Limit | None:
+def _of_data(run: RunData, shares: Mapping[str, float], split: Mapping[str, float]) -> Limit | None:
     share = shares.get("data", 0.0)
     if share <= DATA_SHARE:
         return None
     measured = command_line("lockstep", "profile", "data", run.folder)
-    given, most = _workers(run), _cores_of_a_rank(run, attempts)
+    given, most = _workers(run), _cores_of_a_rank(run)
     needed = _workers_that_keep_up(given, share)
     few = f", as many as a rank has CPUs ({needed} would keep up)" if needed > most else ""
     prepared = "samples that are prepared beforehand"
@@ -157,12 +155,12 @@ def _workers_that_keep_up(workers: int, share: float) -> int:
     return 1 << math.ceil(math.log2(max(1.0, needed)))
 
 
-def _cores_of_a_rank(run: RunData, attempts: Sequence[Attempt]) -> int:
+def _cores_of_a_rank(run: RunData) -> int:
     """Return the CPUs that each rank of the first host has, at least 1; very many if that isn't known."""
     cpus = run.environment.get("cpus")
     if not isinstance(cpus, int) or cpus < 1:
         return sys.maxsize
-    ranks = attempts[-1].hosts[0][1] if attempts and attempts[-1].hosts else 1
+    ranks = run.attempts[-1].hosts[0][1] if run.attempts and run.attempts[-1].hosts else 1
     return max(1, cpus // max(1, ranks))
 
 
@@ -221,27 +219,38 @@ def _of_optimizer(shares: Mapping[str, float]) -> Limit | None:
     )
 
 
-def _of_short_micro_batches(run: RunData, split: Mapping[str, float], attempts: Sequence[Attempt]) -> Limit | None:
-    number = int((attempts[-1].number("accumulation") if attempts else None) or 1)
+def _of_short_micro_batches(run: RunData, split: Mapping[str, float], ranks: RankHistory) -> Limit | None:
+    number = int((run.attempts[-1].number("accumulation") if run.attempts else None) or 1)
     seconds = sum(split.get(phase, 0.0) for phase in ("forward", "backward", "optimizer")) / number
     if seconds >= _SHORT_S:
         return None
     what = f"Its {number:,} micro-batches" if number > 1 else "Its updates"
-    may_grow = number > 1 and allows_larger(attempts)
+    larger = _larger_micro_batches(run, ranks) if number > 1 else ""
     compiling = "" if run.configured("model", "compile") is True else ", model.compile: true"
     return Limit(
         "tiny batches",
         0.5,
         f"{what} are so short ({formatting.short_time(seconds)} each) that operators' fixed costs make up much of them",
-        "a larger batch.micro_size" if may_grow else f"a larger batch.global_size{compiling}",
+        larger or f"a larger batch.global_size{compiling}",
         bounded=False,
     )
 
 
+def _larger_micro_batches(run: RunData, ranks: RankHistory) -> str:
+    """Return what makes micro-batches larger; empty if memory ran out with larger ones, and not of activations."""
+    if allows_larger(run.attempts):
+        return "a larger batch.micro_size"
+    options, peak = run.configured("memory", "activation_checkpointing"), ranks.peak("memory_allocated_peak")
+    is_on = isinstance(options, Mapping) and options.get("mode", "none") != "none"
+    if is_on or (peak is not None and peak[0] < 2 * run.attempts[-1].planned.held):
+        return ""
+    return "memory.activation_checkpointing.mode: full, with which a larger batch.micro_size may fit"
+
+
 def allows_larger(attempts: Sequence[Attempt]) -> bool:
-    """Return whether larger micro-batches may fit: no attempt had them, as one has before memory runs out."""
+    """Return whether there are larger micro-batches, and no attempt had them, as one has before memory runs out."""
     sizes = [attempt.number("micro_size") or 0 for attempt in attempts]
-    return not sizes or sizes[-1] == max(sizes)
+    return not sizes or (sizes[-1] == max(sizes) and attempts[-1].number("accumulation") != 1)
 
 
 def _of_evaluations(run: RunData, ranks: RankHistory) -> Limit | None:
