@@ -14,7 +14,7 @@ from kit.commands import run_lockstep
 from kit.worlds import in_world
 
 import lockstep
-from lockstep.core.errors import ReplicasDiffer
+from lockstep.core.errors import ConfigError, ReplicasDiffer
 from lockstep.resilience.number_faults import flip_bit
 from lockstep.training.replica_check import ReplicaCheck
 from lockstep.training.session import components_of, updates_of
@@ -90,6 +90,12 @@ def test_runs_recover_from_both_kinds_of_faults(tmp_path: Path) -> None:
         assert row["passed"]
         shown = "ranks 0 and 1 hold different copies" if row["fault"] == "diverge" else "it was repeated"
         assert shown in Path(row["output"]).read_text()
+
+
+def test_a_custom_loop_compares_no_copies_and_says_so() -> None:
+    with pytest.raises(ConfigError) as refused, lockstep.session(small.config(recovery={"compare_every": 1})):
+        pass
+    assert [problem.key for problem in refused.value.problems] == ["recovery.compare_every"]
 
 
 def test_one_rank_has_no_copies(tmp_path: Path) -> None:

@@ -97,12 +97,13 @@ def session(config: ConfigLike, *, trust_run: bool = False, **objects: Unpack[Ob
     """
     given = user_objects(objects)
     checked = resolved(config, given, trusted=trust_run)
-    if checked.monitor.early_stopping is not None:
-        text = "a session leaves the loop to you, and can't end it; leave this out, or use lockstep.train"
-        raise ConfigError(Problem("", "monitor.early_stopping", text))
-    if checked.recovery.bad_numbers.rolls_back:
-        text = "rollback starts a run again, and a session leaves the loop to you; write skip, or use lockstep.train"
-        raise ConfigError(Problem("", "recovery.bad_numbers", text))
+    for is_on, key, why in (
+        (checked.monitor.early_stopping, "monitor.early_stopping", "can't end it; leave this out"),
+        (checked.recovery.bad_numbers.rolls_back, "recovery.bad_numbers", "can't start it again; write skip"),
+        (checked.recovery.compare_every, "recovery.compare_every", "compares no copies; leave this out"),
+    ):
+        if is_on:
+            raise ConfigError(Problem("", key, f"a session leaves the loop to you, and {why}, or use lockstep.train"))
     with (
         opened(checked, given) as opened_session,
         rescuing(opened_session),

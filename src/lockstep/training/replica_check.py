@@ -42,6 +42,5 @@ class ReplicaCheck:
         if self.every is None or components.world.size == 1 or self._compared_at == step:
             return
         self._compared_at = step
-        fault = difference(components)
-        if fault is not None:
+        if (fault := difference(components)) is not None:
             raise ReplicasDiffer(f"step {step:,}: {fault.text}; {_CAUSE}", fault.ranks)
