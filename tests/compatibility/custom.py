@@ -674,6 +674,18 @@ class Tokens:
         return F.cross_entropy(outputs.flatten(0, 1), batch.targets.flatten(), reduction="sum")
 
 
+class SoftInPlace(Tokens):
+    """Changes the logits that the forward returned, as a temperature does."""
+
+    def loss_sum(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return super().loss_sum(outputs.div_(2.0), batch)
+
+
+def changed_in_place() -> nn.Sequential:
+    layers = nn.Linear(WIDTH, 16), nn.ReLU(inplace=True), nn.Linear(16, TOKENS)  # what they return are views
+    return nn.Sequential(nn.Embedding(TOKENS, WIDTH), *layers)
+
+
 # --- all of them ----------------------------------------------------------------------------------------------------
 
 
@@ -710,6 +722,7 @@ CUSTOM: dict[str, Custom] = {
     "block.forward": Custom(ByForward, points),
     "a tied head": Custom(Decoder, texts, _next_token()),
     "a tied head by F.linear": Custom(lambda: Decoder(functional=True), texts, _next_token()),
+    "outputs changed in place": Custom(changed_in_place, texts, SoftInPlace()),
     "a layer used twice": Custom(Twice, points),
     "bare parameters": Custom(Scaled, points),
     "an adapter beside a frozen layer": Custom(Adapted, points),

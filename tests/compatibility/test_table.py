@@ -18,7 +18,10 @@ SAMPLE = (
 """One of each kind that was wrong at some time."""
 HYBRID = "nemotron_h"
 """State spaces, attention and experts, in one stack."""
-PARAMETERS = ("a first batch replaces data", "a weight masked by a hook", "blocks that share a module", "block.forward")
+PARAMETERS = (
+    "a first batch replaces data", "a weight masked by a hook", "blocks that share a module", "block.forward",
+    "outputs changed in place",
+)  # fmt: skip
 
 
 def deviations(cells: dict[tuple[str, str], Cell]) -> list[str]:

@@ -348,11 +348,11 @@ class PartitionedModel:
 
 
 class _Received(torch.autograd.Function):
-    """Receives an activation; its gradient is sent, and must be contiguous."""
+    """Receives an activation, not as a view, which a block may change in place; its gradient is sent contiguous."""
 
     @staticmethod
     def forward(ctx: Any, activation: Tensor) -> Tensor:
-        return activation.view_as(activation)
+        return activation.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from lockstep.plan.optimizers import OPTIMIZERS
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Builder, Sharding, ShardingContext
 from lockstep.sharding.fsdp_order import NegotiatedOrder, fixed_order
-from lockstep.sharding.fsdp_units import AutocastGather, initialize, reshard_all
+from lockstep.sharding.fsdp_units import AutocastGather, initialize, reshard_all, return_no_views
 from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.parameter_shards import LocalGradients, ParameterShard, parameter_shards
 from lockstep.sharding.single import NO_SYNC, named_gradients, refuse_other_than_fp32, without_gradient
@@ -85,7 +85,9 @@ def shard(context: ShardingContext) -> None:
     _cast_buffers(model, _DTYPES[precision.buffer_dtype])
     modules = dict(model.named_modules())
     for name in reversed(names):  # inner units come first
+        return_no_views(modules[name])
         fully_shard(modules[name], **arguments)
+    return_no_views(model)
     fully_shard(model, **{**arguments, "reshard_after_forward": False})  # the backward needs it at once
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)  # a loss is divided once, by the count of the whole update

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 
@@ -124,6 +125,39 @@ class FSDPUnit:
     @property
     def _trained(self) -> list[Any]:
         return [param for param in self.group.fsdp_params if _is_trained(param)]
+
+
+class _NoView(torch.autograd.Function):
+    """Returns its input as a tensor with the same memory and version that isn't a view of another."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def return_no_views(module: nn.Module) -> None:
+    """Keep a unit from returning views, as a Linear with a bias does; called before it is sharded.
+
+    A change in place, as by ReLU(inplace=True), takes FSDP2's hook from a view: no gather, or no gradient at all.
+    """
+
+    def without_views(module: nn.Module, inputs: object, outputs: object) -> object:
+        if not torch.is_grad_enabled():
+            return None
+        if not any(map(_is_view, tree_leaves(outputs))):
+            handle.remove()
+        return tree_map_only(_is_view, _NoView.apply, outputs)
+
+    eager: Callable[..., Any] = torch.compiler.disable
+    handle = module.register_forward_hook(eager(without_views))
+
+
+def _is_view(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value._base is not None
 
 
 class AutocastGather:

@@ -16,7 +16,6 @@ more than one module's whole weights.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -73,9 +72,6 @@ class TensorParallel(Transform):
         position = self._position()
         assert position.device_mesh is not None, "a tensor-parallel model has a mesh"
         mesh = position.device_mesh["tensor"]
-        # FSDP2 warns of modules whose output ends in `DTensor.to_local()`, a view: a change in place would lose a hook.
-        # A gathered head's logits do, and an objective that changed them in place would change what others read.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         names: dict[int, list[str]] = {}
         for name, tensor in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(tensor), []).append(name)
