@@ -42,6 +42,11 @@ def test_a_run_whose_labels_are_missing_fails(labeled: int, tmp_path: Path) -> N
     assert not [*(tmp_path / "run" / "checkpoints").glob("step-*")]
 
 
+def test_a_run_without_any_label_fails_in_its_first_updates(tmp_path: Path) -> None:
+    with pytest.raises(lockstep.ConfigError, match="all 10 updates had no valid target"):
+        lockstep.train(small.config(run={"steps": 60, "folder": str(tmp_path / "run")}), objective=Labeled(0))
+
+
 class Broken(torch.optim.SGD):
     """Makes a weight NaN in its fifth step."""
 

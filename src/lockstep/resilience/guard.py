@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DISCARD_LIMIT = 100
+UNLABELED_LIMIT = 10  # from a run's first update: a few samples may have no target
 ADVICE = "a smaller learning rate, optim.clip_norm, or precision.compute bf16 or fp32 are what helps most often"
 
 
@@ -42,10 +43,15 @@ class NoTargets(ConfigError):
 
 
 class DiscardLimit:
-    """Fails a run that no longer learns: after too many updates in a row that were discarded or had no valid target."""
+    """Fails a run that no longer learns: after too many updates in a row that were discarded or had no valid target.
 
-    def __init__(self, limit: int = DISCARD_LIMIT) -> None:
+    Args:
+        unlabeled: Updates after which a run that has seen no valid target yet fails.
+    """
+
+    def __init__(self, limit: int = DISCARD_LIMIT, unlabeled: int = UNLABELED_LIMIT) -> None:
         self._limit = limit
+        self._unlabeled = unlabeled
         self._in_a_row = 0
         self._idle = 0  # in a row, discarded or without a valid target
         self._last = Verdict.KEPT
@@ -77,7 +83,7 @@ class DiscardLimit:
             step: the last update counted.
         """
         if self._in_a_row < self._limit:
-            if self._idle >= self._limit:
+            if self._idle >= self._limit or (self._idle == step >= self._unlabeled and not self.discarded):
                 self._refuse_idle(step)
             return
         spikes = "a spike of the loss or the gradient norm (recovery.bad_numbers)"

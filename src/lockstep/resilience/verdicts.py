@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import StepReport, Verdict
-from lockstep.resilience.guard import DISCARD_LIMIT, DiscardLimit, is_finite
+from lockstep.resilience.guard import DISCARD_LIMIT, UNLABELED_LIMIT, DiscardLimit, is_finite
 from lockstep.resilience.spikes import NO_LIMITS, Limits, Spikes
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Verdicts:
         self._section = section
         self._scaled = scaled
         left_out = 2 * section.rollback_steps if section.rolls_back else 0  # updates whose samples have no weight
-        self._discards = DiscardLimit(max(DISCARD_LIMIT, left_out))
+        self._discards = DiscardLimit(max(DISCARD_LIMIT, left_out), max(UNLABELED_LIMIT, left_out))
         self._spikes = Spikes(section.window, section.threshold) if section.spike != "ignore" else None
         self._keeps_spikes = section.spike in ("ignore", "warn")
 

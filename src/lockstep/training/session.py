@@ -26,7 +26,6 @@ from lockstep.core.phase_clock import Phase
 from lockstep.core.progress import Progress, running
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
 from lockstep.distributed import generators
-from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor import metric_log
 from lockstep.optim.norms import clip_divisor
 from lockstep.plan.schedule import fraction_done, is_finished
@@ -41,7 +40,7 @@ from lockstep.training.repeating import UpdateAttempt, UpdateRepeats
 from lockstep.training.replicas import difference
 from lockstep.training.reporting import Books
 from lockstep.training.unused_parameters import note_changed_buffers, refuse_unused
-from lockstep.training.valid_targets import no_valid_target, nonzero_count, reported_counts
+from lockstep.training.valid_targets import nonzero_count, reported_counts
 from lockstep.training.written_parameters import REQUIRES_GRAD, ParameterWatch
 
 if TYPE_CHECKING:
@@ -114,8 +113,6 @@ class Session:
             raise with_remedy(error) from error.__cause__
         self._left_out.begin(batch, self._failure_state)
         count, tokens = self._components.consensus.announce(*reported_counts(batch, self._components.position))
-        if not float(count) and not batch.left_out:
-            print_once(no_valid_target(self.progress.steps + 1))
         self._count = count
         self._components.readback.start(int(tokens))
         self._batch = batch  # at the end: an interrupted call is repeated

@@ -22,8 +22,3 @@ def nonzero_count(count: float | Tensor) -> float | Tensor:
 def reported_counts(batch: GlobalBatch, position: MeshPosition) -> tuple[float, int]:
     """Return valid targets and tokens of a batch; 0 where another rank with the same samples counts them."""
     return (batch.count, batch.tokens) if position.reports_counts else (0, 0)
-
-
-def no_valid_target(step: int) -> str:
-    """Return the message for an update without a valid target."""
-    return f"lockstep: update {step} has no valid target (all are -100), so nothing is learned; check labels"
