@@ -339,4 +339,4 @@ def lockstep(steps: int) -> dict[str, float]:
     updates = [line for line in lines if "grad_norm" in line and line["step"] >= min(WARM_UP, steps // 2)]
     first, last = updates[0], updates[-1]
     rate = (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"])
-    return {"tokens_per_second": rate, "bits_per_byte": summary["evaluation"]["bits_per_byte"]}
+    return {"tokens_per_second": rate, "bits_per_byte": summary["evaluation"]["held-out"]["bits_per_byte"]}

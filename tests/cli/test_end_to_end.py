@@ -59,7 +59,7 @@ def test_the_summary(digits: tuple[Path, dict[str, Any]]) -> None:
     assert summary["run"] == str(run)
     assert (summary["steps"], summary["samples"], summary["tokens"]) == (12, 600, 600)
     assert summary["seconds"] > 0
-    assert set(summary["evaluation"]) == {"loss", "accuracy"}
+    assert set(summary["evaluation"]["held-out"]) == {"loss", "accuracy"}
     assert (summary["ranks"], summary["strategy"], summary["backend"]) == (2, "ddp", "gloo")
     assert json.loads((run / "summary.json").read_text()) == summary
 
@@ -81,7 +81,7 @@ def test_the_metrics(digits: tuple[Path, dict[str, Any]]) -> None:
     assert all(line["loss"] > 0 and line["grad_norm"] > 0 and line["lr"] >= 0 for line in steps)
     evaluations = [line for line in lines if "evaluation" in line]
     assert [(line["evaluation"], line["step"]) for line in evaluations] == [("held-out", 6), ("held-out", 12)]
-    assert evaluations[-1]["accuracy"] == summary["evaluation"]["accuracy"]
+    assert evaluations[-1]["accuracy"] == summary["evaluation"]["held-out"]["accuracy"]
 
 
 def test_a_finished_run_is_not_trained_again(digits: tuple[Path, dict[str, Any]]) -> None:
@@ -95,7 +95,8 @@ def test_a_finished_run_is_not_trained_again(digits: tuple[Path, dict[str, Any]]
 def test_eval_reproduces_the_last_evaluation_of_the_run(digits: tuple[Path, dict[str, Any]], ranks: int) -> None:
     run, summary = digits
     result = output_of(run_lockstep("eval", run, "--json", "--ranks", ranks, cwd=run.parent))
-    assert result["evaluation"] == pytest.approx(summary["evaluation"], rel=1e-6)
+    of_eval, of_train = (each["evaluation"]["held-out"] for each in (result, summary))
+    assert of_eval == pytest.approx(of_train, rel=1e-6)
 
 
 def test_generate_refuses_a_classifier(digits: tuple[Path, dict[str, Any]]) -> None:
@@ -119,7 +120,7 @@ def test_generate_continues_a_text(tmp_path: Path) -> None:
         run_lockstep("train", "stdlib-lm", "--json", "--run.folder", "run", *words, *QUIET, cwd=tmp_path)
     )
     assert summary["tokens"] == 3 * 8 * 32
-    assert summary["evaluation"]["bits_per_byte"] > 0
+    assert summary["evaluation"]["held-out"]["bits_per_byte"] > 0
     done = run_lockstep("generate", "run", "def ", "--tokens", "7", "--temperature", "0", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("def ")
@@ -180,7 +181,7 @@ def test_a_custom_model_and_dataset(own: Path) -> None:
     summary = output_of(run_lockstep("train", "own.json", "--ranks", "2", "--json", "--run.folder", "cli", cwd=own))
     assert (summary["steps"], summary["samples"], summary["ranks"]) == (4, 32, 2)
     assert summary["parameters"] == 4 * 5 + 5 + 5 * 3 + 3
-    assert set(summary["evaluation"]) == {"loss", "accuracy"}
+    assert set(summary["evaluation"]["few"]) == {"loss", "accuracy"}
 
 
 def test_an_inserted_local_rank(own: Path) -> None:
@@ -290,7 +291,7 @@ def test_a_hugging_face_model_through_the_command(texts: Path) -> None:
     (texts / "gpt2.json").write_text(json.dumps(huggingface(texts, "causal-lm", GPT2)))
     summary = output_of(run_lockstep("train", "gpt2.json", "--ranks", "2", "--json", "--run.folder", "gpt2", cwd=texts))
     assert (summary["steps"], summary["samples"], summary["ranks"]) == (3, 20, 2)
-    assert {"loss", "perplexity"} <= set(summary["evaluation"])
+    assert {"loss", "perplexity"} <= set(summary["evaluation"]["same"])
     done = run_lockstep("generate", "gpt2", "the cat", "--tokens", "3", cwd=texts)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("the cat")
@@ -307,7 +308,7 @@ def test_a_hugging_face_model_through_the_library(texts: Path, monkeypatch: pyte
     summary = lockstep.train(config).summary
     assert summary["steps"] == 3
     assert 0 < summary["trainable"] < summary["parameters"]
-    assert set(summary["evaluation"]) == {"loss", "accuracy"}
+    assert set(summary["evaluation"]["same"]) == {"loss", "accuracy"}
 
 
 # --- going back to a step -----------------------------------------------------------------------------------------

@@ -274,6 +274,9 @@ def test_the_message_is_exact(case: str, tmp_path: Path) -> None:
         ("recovery.snapshot=3", "unknown key; did you mean snapshot_every?"),
         ("data.bad_samples.max=3", "write `data.bad_samples.limit: 3`"),
         ("launch.time_out=3", "unknown key; did you mean timeout?"),
+        ("optim.weight_deca=3", "unknown key; did you mean weight_decay?"),
+        ("optim.learning_rat=3", "did you mean learning_rate? Lockstep's key is optim.lr: write `optim.lr: 3`"),
+        ("optim.warmup_stepz=3", "Lockstep's key is schedule.warmup_steps: write `schedule.warmup_steps: 3`"),
     ],
 )
 def test_a_wrong_key_of_a_section_gets_a_key_of_that_section(override: str, answer: str, tmp_path: Path) -> None:

@@ -63,6 +63,14 @@ def screen(run: Path, width: int = 80, height: int = 24) -> list[str]:
     return [line.text for line in lines]
 
 
+def test_a_ratio_that_is_not_finite_is_a_dash(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    live = json.loads((run / "live.json").read_text())
+    live["stragglers"][0]["ratio"] = None
+    (run / "live.json").write_text(json.dumps(live))
+    assert watch(run).ranks[1].straggler == "- data"
+
+
 def test_a_small_run_is_shown_whole(tmp_path: Path) -> None:
     lines = screen(make_run(tmp_path / "run"), 120)
     assert lines[0].endswith("run  running  2 ranks on host-0")
@@ -244,7 +252,7 @@ def test_odd_values_of_metrics_are_left_out_or_called_not_finite(tmp_path: Path)
             file.write(json.dumps(record) + "\n")
         assert not any(word in line.split() for line in screen(run) for word in ("nan", "norm", "lr", "discarded"))
     assert event_text({"evaluation": "held-out", "step": 3, "loss": None, "f1": 0.5, "x": math.nan}) == (
-        "step 3: evaluation held-out: loss not finite, f1 0.5"
+        "step 3: evaluation held-out: loss not finite, f1 0.5, x not finite"
     )
     assert event_text({"epoch_done": 1, "step": 46, "loss": None}) == "step 46: epoch 2 done, loss not finite"
 

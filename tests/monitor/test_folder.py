@@ -142,7 +142,7 @@ def test_the_summary_of_one_evaluation_set_of_several_and_of_none() -> None:
     summary = summarize(
         FACTS, done, report(30), [evaluation("a", 10, loss=2.0), evaluation("a", 30, loss=1.0, accuracy=0.9)], 3.25
     )
-    assert summary["evaluation"] == {"loss": 1.0, "accuracy": 0.9}
+    assert summary["evaluation"] == {"a": {"loss": 1.0, "accuracy": 0.9}}
     expected = {"run": FACTS.folder, "steps": 30, "samples": 1920, "tokens": 491520, "seconds": 3.25, "discarded": 0}
     assert {name: summary[name] for name in expected} == expected
     assert (summary["loss"], summary["ranks"], summary["strategy"]) == (1 + 1 / 30, 2, "ddp")

@@ -112,7 +112,7 @@ def test_the_accuracy_of_a_custom_model_is_known(tmp_path: Path) -> None:
         evaluation={"every": "2 steps"},
         monitor={"early_stopping": {"metric": "held-out.accuracy"}},
     )
-    assert "accuracy" in lockstep.train(config).summary["evaluation"]
+    assert "accuracy" in lockstep.train(config).summary["evaluation"]["held-out"]
 
 
 def test_another_set_does_not_count_and_a_state_of_another_metric_is_left() -> None:

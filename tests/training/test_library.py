@@ -55,7 +55,7 @@ def test_a_module_is_trained_in_place(tmp_path: Path) -> None:
     finished, model, before = _train_here(tmp_path / "run")
     assert finished.folder == tmp_path / "run"
     assert finished.summary["steps"] == 6
-    assert finished.summary["evaluation"].keys() == {"loss"}
+    assert finished.summary["evaluation"]["held-out"].keys() == {"loss"}
     after = small.weights(model)
     assert all(not np.array_equal(before[name], after[name]) for name in before)
     saved = load_file(tmp_path / "run" / "model" / "model.safetensors")

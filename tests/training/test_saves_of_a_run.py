@@ -108,7 +108,10 @@ def test_a_metric_that_is_not_finite_costs_no_save(tmp_path: Path, capsys: pytes
     saved = {one.step: one for one in (read_manifest(storage, name) for name in storage.names())}
     assert {step: saved[step].metrics["held-out.figure"] for step in saved} == {2: None, 4: 0.5, 6: None, 7: None}
     assert {step: saved[step].state["best"] for step in saved} == {2: None, 4: 0.5, 6: 0.5, 7: 0.5}
-    assert json.loads((run / "summary.json").read_text(), parse_constant=pytest.fail)["evaluation"]["figure"] is None
+    assert (
+        json.loads((run / "summary.json").read_text(), parse_constant=pytest.fail)["evaluation"]["held-out"]["figure"]
+        is None
+    )
     capsys.readouterr()
     assert main(["ckpt", "ls", str(run)]) == 0
     rows = {row.split()[0]: row for row in capsys.readouterr().out.splitlines()[2:]}

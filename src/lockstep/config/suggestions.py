@@ -3,6 +3,7 @@
 optim.momentun   ->   did you mean momentum?
 recovery.budget  ->   did you mean budgets?                   (before a key of another section, or tool)
 lr               ->   write optim.lr
+learnin_rate     ->   did you mean learning_rate? Lockstep's key is optim.lr
 precision.fp16   ->   write `precision.compute: fp16`        (another tool's word)
 checkpoint.steps ->   write `checkpoint.every: 5 steps`
 compute: bf-16   ->   did you mean bf16?
@@ -23,7 +24,7 @@ from lockstep.core.closest import closest_match
 
 
 def other_tools() -> Any:
-    """Return the module that knows other tools' keys, by `key_hint(path, node, tree)` and `value_hint(key, node)`.
+    """Return the module that knows other tools' keys: `key_hint(path, node, tree)`, `value_hint(key, node)`, `words()`.
 
     It is in a package above this one, so `lockstep/__init__.py` names it; it is imported for the first such message.
     """
@@ -36,11 +37,13 @@ def for_key(path: tuple[str, ...], siblings: Sequence[str], node: Node, tree: Ta
         return hint
     if hint := other_tools().key_hint(path, node, tree) or _elsewhere(path):
         return str(hint)
-    if near := closest_match(path[-1], siblings):
-        return f"unknown key; did you mean {near}?"
+    words = (siblings, 0.8), (other_tools().words(), 0.8), (siblings, 0.6)
+    if near := next(filter(None, (closest_match(path[-1], known, cutoff) for known, cutoff in words)), None):
+        hint = "" if near in siblings else other_tools().key_hint((*path[:-1], near), node, tree)
+        return f"unknown key; did you mean {near}? {hint}".rstrip()
     keys = dict.fromkeys(shape.all_keys())
-    words = difflib.get_close_matches(path[-1], {key[-1] for key in keys}, n=1, cutoff=0.75)
-    if far := [".".join(key) for key in keys if key[-1] in words][:3]:
+    alike = difflib.get_close_matches(path[-1], {key[-1] for key in keys}, n=1, cutoff=0.75)
+    if far := [".".join(key) for key in keys if key[-1] in alike][:3]:
         return f"unknown key; did you mean {_or(far)}?"
     return f"unknown key; the keys here are {', '.join(siblings)}"
 

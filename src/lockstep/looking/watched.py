@@ -232,7 +232,9 @@ def _last_interval(run: Path) -> Mapping[str, Any]:
 
 def _stragglers(record: Mapping[str, Any]) -> dict[int, str]:
     return {
-        int(number(item.get("rank"), -1)): f"{number(item.get('ratio')):.1f}x {item.get('phase', '')}"
+        int(number(item.get("rank"), -1)): f"{number(item.get('ratio')):.1f}x {item.get('phase', '')}".replace(
+            "nanx", "-"
+        )
         for item in _objects(record.get("stragglers"))
     }
 
@@ -270,9 +272,9 @@ def event_text(record: Mapping[str, Any]) -> str:
     """Return a sentence about a line of events.jsonl; empty for what users logged."""
     step = f"step {number(record.get('step'), 0):,.0f}: "
     if isinstance(name := record.get("evaluation"), str):
-        values = {key: value for key, value in record.items() if key not in _NO_METRICS}
-        known = {key: None if value is None else number(value) for key, value in values.items()}
-        metrics = {key: value for key, value in known.items() if value is None or math.isfinite(value)}
+        numbers = {key: value for key, value in record.items() if not isinstance(value, str | list | dict)}
+        known = {key: number(value) for key, value in numbers.items() if key not in _NO_METRICS}
+        metrics = {key: value if math.isfinite(value) else None for key, value in known.items()}
         return f"{step}evaluation {name}: {formatting.metrics(metrics)}"
     if "failure" in record:
         return f"{step}not saved: {record['failure']}"

@@ -176,8 +176,8 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the content of summary.json; what isn't finite is null.
 
-    `evaluation` has the last metrics, as `metrics_by_set` returns them. `loss` is the last update's, `seconds` the wall
-    clock of the run over all its attempts, evaluations included.
+    `evaluation` has the last metrics of each set. `loss` is the last update's, `seconds` the wall clock
+    of the run over all its attempts, evaluations included.
     """
     summary: dict[str, Any] = finite(
         {
@@ -197,6 +197,5 @@ def summarize(
 
 
 def metrics_by_set(evaluations: Iterable[EvaluationReport]) -> Mapping[str, Any]:
-    """Return the last metrics of a single set by name; of several sets, by set and name; of none, nothing."""
-    latest = {report.name: dict(report.metrics) for report in evaluations}
-    return next(iter(latest.values())) if len(latest) == 1 else latest
+    """Return the last metrics of each set by name."""
+    return {report.name: dict(report.metrics) for report in evaluations}
