@@ -156,6 +156,11 @@ def test_axolotl_s_yaml_is_imported(tmp_path: Path) -> None:
     assert (result.settings["optim.lr"], result.settings["schedule.kind"]) == (2e-4, "cosine")
     assert result.settings["model.pretrained"] == "gpt2"
     assert statuses(result)["sample_packing"] == "to do"
+    automatic = AXOLOTL.replace("bf16: true", "bf16: auto")
+    file.write_text(f"{automatic}\nevals_per_epoch: 4\nspecial_tokens: {{pad_token: x}}\n")
+    result = import_file(file, ranks=2)
+    assert result.settings["precision.compute"] == "auto"
+    assert [statuses(result)[key] for key in ("evals_per_epoch", "special_tokens.pad_token")] == ["to do"] * 2
 
 
 def test_torchtitan_s_toml_is_imported(tmp_path: Path) -> None:

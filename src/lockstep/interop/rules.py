@@ -282,6 +282,8 @@ def no_switch(value: object) -> Answer:
 def precision(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     """Convert the precision: a switch that is on decides, then a key that names one."""
     value, word = key.value, key.section if key.word == "enabled" else key.word
+    if key.word == "bf16" and value == "auto":  # Axolotl's
+        return _automatic(key, file)
     if key.word in ("bf16", "fp16", "bfloat16", "enabled", "use_amp") and not isinstance(value, bool):
         return NOTHING if value in (None, "auto") else no_switch(value)
     if _belongs_to_disabled_amp(key, file):

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import Problem, RunFailed
 from lockstep.core.records import StepReport, Verdict
-from lockstep.resilience.guard import DISCARD_LIMIT, UNLABELED_LIMIT, DiscardLimit, is_finite
+from lockstep.resilience.guard import ADVICE, DISCARD_LIMIT, UNLABELED_LIMIT, NoTargets, NothingLearned, is_finite
 from lockstep.resilience.spikes import NO_LIMITS, Limits, Spikes
 
 if TYPE_CHECKING:
@@ -47,14 +47,12 @@ class Verdicts:
         self._section = section
         self._scaled = scaled
         left_out = 2 * section.rollback_steps if section.rolls_back else 0  # updates whose samples have no weight
-        self._discards = DiscardLimit(max(DISCARD_LIMIT, left_out), max(UNLABELED_LIMIT, left_out))
+        self._limit, self._unlabeled = max(DISCARD_LIMIT, left_out), max(UNLABELED_LIMIT, left_out)
+        self.discarded = 0  # updates so far
+        self._in_a_row = 0  # discarded, up to the last
+        self._idle = 0  # in a row, discarded or without a valid target
         self._spikes = Spikes(section.window, section.threshold) if section.spike != "ignore" else None
         self._keeps_spikes = section.spike in ("ignore", "warn")
-
-    @property
-    def discarded(self) -> int:
-        """Number of updates discarded so far."""
-        return self._discards.discarded
 
     def decide(
         self, step: int, loss_sum: float | Tensor, count: float | Tensor, norm: float | Tensor
@@ -78,7 +76,9 @@ class Verdicts:
         finite = is_finite(norm + loss)
         spike = limits.reason(loss, norm) if finite else ""
         verdict = Verdict.KEPT if keep else Verdict.SPIKE if finite else self._not_finite
-        self._discards.see(verdict, count)
+        self.discarded += not keep
+        self._in_a_row = 0 if keep else self._in_a_row + 1
+        self._idle = 0 if keep and count else self._idle + 1
         if keep and self._spikes is not None and (loss or norm):  # else all its samples are left out
             self._spikes.see(step, loss, norm)
         return verdict, spike
@@ -94,7 +94,7 @@ class Verdicts:
         return self._section.nonfinite if report.verdict is Verdict.NON_FINITE else ""
 
     def refuse(self, report: StepReport, named: str = "") -> None:
-        """Raise RunFailed at the discard limit, or for an update that the config doesn't tolerate.
+        """Raise RunFailed or NoTargets at a limit, or for an update that the config doesn't tolerate.
 
         Args:
             named: Its numbers, and the samples that are suspected.
@@ -104,22 +104,43 @@ class Verdicts:
             raise RunFailed(
                 f"step {report.step:,}: {kind}{named} (recovery.bad_numbers.{key}: stop); its update was discarded"
             )
-        self._discards.refuse(report.step)
+        step = report.step
+        if self._in_a_row >= self._limit:
+            spikes = "a spike of the loss or the gradient norm (recovery.bad_numbers)"
+            what = spikes if report.verdict is Verdict.SPIKE else "a loss or gradient that was not finite"
+            raise RunFailed(
+                f"step {step}: {self._in_a_row} updates in a row had {what}, so the model has not changed since step "
+                f"{step - self._in_a_row}; {ADVICE}"
+            )
+        if self._idle >= self._limit or (self._idle == step >= self._unlabeled and not self.discarded):
+            self._refuse_idle(step)
 
     def refuse_untrained(self, step: int) -> None:
-        """Raise NothingLearned or NoTargets if the run, whose last update this is, has learned nothing for long."""
-        self._discards.refuse_untrained(step)
+        """Raise NothingLearned or NoTargets for a run that ends without having learned in its second half."""
+        if self._idle > 1 and 2 * self._idle >= step:
+            self._refuse_idle(step)
+
+    def _refuse_idle(self, step: int) -> None:
+        which = f"all {step:,}" if self._idle == step else f"the last {self._idle:,} of {step:,}"
+        if self._in_a_row < self._idle:
+            why = "had no valid target: all labels are -100, or the texts are empty. Nothing was learned from them"
+            raise NoTargets(Problem("", "data.train", f"{which} updates {why}; look at the labels of some samples"))
+        has = "its initial weights" if self._idle == step else f"the weights of step {step - self._idle:,}"
+        raise NothingLearned(
+            f"{which} updates had a loss or gradient that was not finite, and were discarded: nothing was learned, and "
+            f"the model has {has}; {ADVICE}"
+        )
 
     def last_kept(self, step: int) -> int:
         """Return the last update that was kept, of those up to `step`."""
-        return step - self._discards.in_a_row
+        return step - self._in_a_row
 
     def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._discards.state()
+        state = {"discarded": self.discarded, "in_a_row": self._in_a_row, "idle": self._idle}
         return state if self._spikes is None else {**state, _RECENT: self._spikes.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` returned; earlier versions saved no recent numbers."""
-        self._discards.restore(state)
+        self.discarded, self._in_a_row, self._idle = state["discarded"], state["in_a_row"], state["idle"]
         if self._spikes is not None:
             self._spikes.restore(state.get(_RECENT, ()))

@@ -59,12 +59,13 @@ class BadUpdates:
     """The bad updates of an attempt.
 
     Attributes:
+        verdicts: Which updates are kept.
         searched: The samples that make an update bad, as far as a search has found them; read once.
     """
 
     def __init__(self, components: Components, verdicts: Verdicts, failure_state: FailureState) -> None:
         self._components = components
-        self._verdicts = verdicts
+        self.verdicts = verdicts
         self._failure_state = failure_state
         self._losses: deque[tuple[Progress, list[Tensor]]] = deque(maxlen=2)  # an accelerator's reports come late
         self._unseen: deque[NumbersReport] = deque(maxlen=_MOST_UNSEEN)
@@ -82,19 +83,19 @@ class BadUpdates:
             RunFailed: The run ends, or goes back (RollbackDue).
             ReplicasDiffer, StateNotFinite: The state makes it bad, not the samples.
         """
-        answer = self._verdicts.answer(report)
+        answer = self.verdicts.answer(report)
         if answer in ("", "ignore"):
-            self._verdicts.refuse(report)
+            self.verdicts.refuse(report)
             return
         knew, self._failure_state.fails_together = self._failure_state.fails_together, True  # if it fails here
         if not math.isfinite(report.loss):  # from the vote, so all ranks know
-            refuse_bad_state(self._components, report.step, self._verdicts.last_kept(report.step))
+            refuse_bad_state(self._components, report.step, self.verdicts.last_kept(report.step))
         bad = self._named(report, _ACTIONS[answer])
         self._unseen.append(bad)
         text = _text(bad)
         if answer == "rollback":
             raise RollbackDue(f"step {report.step:,}: {text}", bad, report.samples)
-        self._verdicts.refuse(report, text)
+        self.verdicts.refuse(report, text)
         self._failure_state.fails_together = knew
         if self._printed < _MOST_PRINTED:
             self._printed += 1
@@ -106,10 +107,6 @@ class BadUpdates:
         self._unseen.append(report)
         sentence = f"update {report.update:,} had {_text(report)}; {_OUTCOMES[report.action]}"
         print_once(f"lockstep: {sentence.replace('them', 'it') if len(report.samples) == 1 else sentence}")
-
-    def refuse_untrained(self, step: int) -> None:
-        """Raise NothingLearned or NoTargets if the run, whose last update this is, has learned nothing for long."""
-        self._verdicts.refuse_untrained(step)
 
     def take_new(self) -> list[NumbersReport]:
         """Return what became known since the last call."""

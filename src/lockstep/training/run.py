@@ -155,7 +155,7 @@ class _Loop:
             if self.is_ended or early_stopping.reason is not None:
                 break
         if self.last is not None:
-            bad_updates_of(session).refuse_untrained(self.last.step)
+            bad_updates_of(session).verdicts.refuse_untrained(self.last.step)
         return False
 
     def is_followed(self, before: Progress) -> bool:
