@@ -267,6 +267,21 @@ def test_the_keys_that_notes_name_make_the_run_the_peer_s(row: str, tmp_path: Pa
     assert continued(tmp_path / "run", settings)[1] == pytest.approx(losses, rel=1e-6)
 
 
+@pytest.mark.parametrize(("key", "value"), [("lr", "fast"), ("betas", 0.9), ("eps", [1, 2]), ("weight_decay", None)])
+def test_a_setting_that_is_no_number_counts_as_not_recorded(key: str, value: object, tmp_path: Path) -> None:
+    net, optimizer, _ = peer_saves.made()
+    peer_saves.update(net, optimizer)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0][key] = value
+    torch.save({"model": net.state_dict(), "optimizer": saved}, tmp_path / "last.pt")
+    imported = import_run(tmp_path / "last.pt", tmp_path / "run", validate(config()).config, "mine")
+    assert not any(note.startswith(key) and "inner.weight" in note for note in imported.notes)
+    saved["param_groups"][0]["param_names"] = ["inner.weight"]
+    torch.save({"model": net.state_dict(), "optimizer": saved}, tmp_path / "last.pt")
+    with pytest.raises(ConfigError, match="isn't in torch's format"):
+        import_run(tmp_path / "last.pt", tmp_path / "again", validate(config()).config, "mine")
+
+
 def test_a_prefix_imports_weights_alone_and_says_so(tmp_path: Path) -> None:
     net, optimizer, _ = peer_saves.made()
     peer_saves.update(net, optimizer)

@@ -70,17 +70,17 @@ def peer_optimizer(place: Path, saved: Mapping[Any, Any]) -> PeerOptimizer:
     """Return the state of a torch optimizer, checked. Raises ConfigError for another layout."""
     if "param_groups" not in saved:
         return _flat(place, saved)
-    states, groups = saved.get("state", {}), saved["param_groups"]
-    groups = list(groups.values()) if isinstance(groups, Mapping) else groups
-    plain = isinstance(states, Mapping) and isinstance(groups, list | tuple)
-    if not plain or not all(isinstance(item, Mapping) for item in (*states.values(), *groups)):
-        raise ConfigError(f"{place}: the optimizer's state isn't in torch's format")
-    keys = [[*group.get("param_names", group.get("params", ()))] for group in groups]
-    numbers = [number for group in groups for number in group.get("params", ())]
-    named = dict(zip(numbers, [key for group in keys for key in group], strict=True))
-    settings = [{key: _plain(value) for key, value in group.items() if key[:5] != "param"} for group in groups]
-    by_key = {named.get(key, key): _checked(place, key, state) for key, state in states.items()}
-    return PeerOptimizer(place, by_key, keys, settings)
+    try:
+        groups = saved["param_groups"]
+        groups = list(groups.values()) if isinstance(groups, Mapping) else groups
+        numbers = [number for group in groups for number in group.get("params", ())]
+        keys = [[*group.get("param_names", group.get("params", ()))] for group in groups]
+        named = dict(zip(numbers, [key for group in keys for key in group], strict=True))
+        states = {named.get(key, key): {**state} for key, state in saved.get("state", {}).items()}
+        settings = [_settings(group) for group in groups]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{place}: the optimizer's state isn't in torch's format: {error}") from error
+    return PeerOptimizer(place, {key: _checked(place, key, state) for key, state in states.items()}, keys, settings)
 
 
 def _flat(place: Path, saved: Mapping[Any, Any]) -> PeerOptimizer:
@@ -91,13 +91,23 @@ def _flat(place: Path, saved: Mapping[Any, Any]) -> PeerOptimizer:
         name, _, entry = rest.rpartition(".")
         target = {"state": states, "param_groups": settings}.get(kind)
         if target is not None and name:
-            target.setdefault(name, {})[entry] = value if target is states else _plain(value)
+            target.setdefault(name, {})[entry] = value
     checked = {name: _checked(place, name, state) for name, state in states.items()}
-    return PeerOptimizer(place, checked, [[name] for name in settings], [*settings.values()])
+    return PeerOptimizer(place, checked, [[name] for name in settings], [*map(_settings, settings.values())])
 
 
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a group that are numbers, and its betas."""
+    single = {
+        key: each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for key, each in group.items()
+    }
+    several = {key: each if key == "betas" else [each] for key, each in single.items()}
+    plain = {key for key, each in several.items() if isinstance(each, list | tuple) and all(map(_is_number, each))}
+    return {key: each for key, each in single.items() if key in plain}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 def _checked(place: Path, key: object, state: Mapping[str, Any]) -> dict[str, Any]:
