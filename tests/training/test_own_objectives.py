@@ -155,6 +155,17 @@ def test_frozen_parameters_and_those_of_the_model_are_taken() -> None:
     assert losses(objective=Temperature().requires_grad_(False)) == losses()
 
 
+class OfWholeBatch(small.CrossEntropy):
+    decomposes = False
+
+
+def test_what_fsdp_gathers_for_the_outputs_is_no_parameter_of_an_objective() -> None:
+    asked = small.config(parallel={"strategy": "fsdp"})
+    asked["model"]["target"] = "kit.chains:Chain"
+    asked["objective"] = {"kind": "custom", "target": "training.test_own_objectives:OfWholeBatch"}
+    assert in_world(2, small.refusal, asked) == ["", ""]
+
+
 # --- an objective's own state -----------------------------------------------------------------------------------------
 
 

@@ -96,7 +96,7 @@ class CheckedObjective:
     def _with_parameters_checked(self, outputs: object, batch: Batch) -> Tensor:
         loss = self._without_changes(outputs, batch)
         if torch.is_grad_enabled():
-            self._refuse_parameters(loss)
+            self._refuse_parameters(loss, outputs)
             self._loss_sum = self._objective.loss_sum
         return loss
 
@@ -166,11 +166,10 @@ class CheckedObjective:
             values,
         )
 
-    def _refuse_parameters(self, loss: Tensor) -> None:
-        """Raise ConfigError if the loss depends on untrained parameters."""
-        trained = set(map(id, self._model.parameters()))
-        others = [leaf for leaf in _leaves(loss) if id(leaf) not in trained and leaf.requires_grad]
-        others = [leaf for leaf in others if isinstance(leaf, nn.Parameter) or leaf.is_leaf]
+    def _refuse_parameters(self, loss: Tensor, outputs: object = None) -> None:
+        """Raise ConfigError if the loss depends on untrained parameters, otherwise than by the outputs."""
+        trained = set(map(id, self._model.parameters()))  # not what FSDP gathers, of which the outputs are computed
+        others = [leaf for leaf in _leaves(loss, outputs) if id(leaf) not in trained and leaf.requires_grad]
         if not others:
             return
         names = {id(tensor): name for name, tensor in _parameters(self._objective.loss_sum)}
@@ -226,16 +225,16 @@ def _is_number(loss: object) -> bool:
     return isinstance(loss, Tensor) and not loss.dim() and not loss.is_complex()
 
 
-def _leaves(loss: object) -> Iterator[Tensor]:
-    """Yield the tensors in which a gradient of the loss would be accumulated."""
-    pending = [loss.grad_fn] if isinstance(loss, Tensor) and loss.grad_fn is not None else []
-    seen: set[Any] = set(pending)
+def _leaves(loss: object, outputs: object) -> Iterator[Tensor]:
+    """Yield the tensors in which a gradient of the loss would be accumulated, without those behind the outputs."""
+    seen: set[Any] = {None, *(getattr(leaf, "grad_fn", None) for leaf in tree_leaves(outputs))}
+    pending = [node for node in [getattr(loss, "grad_fn", None)] if node not in seen]
     while pending:
         node: Any = pending.pop()
         leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and leaf.is_leaf:
             yield leaf
-        following = {function for function, _ in node.next_functions if function is not None} - seen
+        following = {function for function, _ in node.next_functions} - seen
         seen |= following
         pending += following
 
