@@ -33,7 +33,7 @@ def test_draws_are_those_of_their_micro_batch(generator: int) -> None:
     draws = KeyedDraws(7, 0, torch.device("cpu"))
     drawn = []
     for step, micro_batch in ((3, 0), (3, 1), (4, 0), (3, 0)):
-        draws.set(step, micro_batch)
+        draws._seed_with("forward", step, draws._data_rank, micro_batch)
         drawn.append(numbers()[generator])
     assert drawn[3] == drawn[0]
     assert len(set(drawn)) == 3

@@ -11,9 +11,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 
-MOST_FROM_TENSORS = 215
-MOST_FROM_ITEMS = 290
-MOST_UNDER_DDP = 283
+MOST_FROM_TENSORS = 160
+MOST_FROM_ITEMS = 233
+MOST_UNDER_DDP = 233
 FIRST, STEPS = 35, 62  # updates before 33, and some powers of two, do more
 
 

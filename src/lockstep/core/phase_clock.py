@@ -12,6 +12,7 @@ stream: time in which the host was ahead of it belongs to what the device did.
 from __future__ import annotations
 
 import math
+import operator
 import threading
 import time
 from collections import Counter, deque
@@ -241,7 +242,7 @@ class PhaseClock:
             if self._mark is not None:
                 self._measure_on_device(times, self._mark)
             elif self._updates > 1:
-                times.split = [mine + more for mine, more in zip(times.split, seconds, strict=True)]
+                times.split = list(map(operator.add, times.split, seconds))
                 times.measured += 1
 
     def take(self) -> UpdateTimes:

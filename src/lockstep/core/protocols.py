@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -94,6 +94,10 @@ class EvaluatedObjective(Objective, Protocol):
 
     def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
         """Return the reported metrics, from sums over the whole evaluation set; `loss` is among them."""
+
+
+NO_CONTEXT: AbstractContextManager[object] = nullcontext()
+"""Does nothing; entering it can be left out."""
 
 
 class GradientStep(Protocol):

@@ -17,9 +17,10 @@ On a GPU the copy of the next item overlaps with the computation, on a separate 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import tee
+from itertools import chain, tee
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,6 +40,7 @@ from lockstep.data.order import SampleOrder, digests
 from lockstep.data.sources import skipping_part
 from lockstep.plan.batch import BatchPlan, micro_ranges
 
+_REQUESTS, _INDICES = attrgetter("requests"), attrgetter("indices")
 _BLOCK = 4096  # positions whose order is computed at once: 0.04 us each; 8 us each for a single batch of 8
 
 
@@ -209,11 +211,13 @@ class TrainingLoader:
 
     def _fetched(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
         prefetched, shares = tee(shares)  # workers read requests ahead of the updates that are delivered
-        requests = (self._informed(request) for share in prefetched for request in share.requests)
+        requests: Iterator[FetchRequest] = chain.from_iterable(map(_REQUESTS, prefetched))
+        if self._skipping is not None:
+            requests = map(self._informed, requests)
         batches, beat = fetch_all(self._source, requests, self._workers), heartbeat.own()
         beat.numbers[heartbeat.WORKERS] = self._workers.number
         for share in shares:
-            beat.begin_fetch(share.step, [request.indices for request in share.requests])
+            beat.begin_fetch(share.step, list(map(_INDICES, share.requests)))
             fetched = []
             for micro, request in enumerate(share.requests):
                 beat.fetch(micro, request.indices)
@@ -223,13 +227,16 @@ class TrainingLoader:
 
     def _informed(self, request: FetchRequest) -> FetchRequest:
         """Return the request with what all ranks know of its samples when it is sent to a worker."""
-        left_out = self._skipping.reasons(request.indices) if self._skipping is not None else {}
+        assert self._skipping is not None, "other sources leave nothing out"
+        left_out = self._skipping.reasons(request.indices)
         return request._replace(left_out=left_out) if left_out else request
 
     def _update(self, share: _Share, micro_batches: tuple[Batch, ...]) -> GlobalBatch:
         count, tokens = 0.0, 0
         left_out: tuple[LeftOutSample, ...] = ()
-        batches = [self._lacking(batch, request) for batch, request in zip(micro_batches, share.requests, strict=True)]
+        batches: Sequence[Batch] = micro_batches
+        if self._skipping is not None:
+            batches = list(map(self._lacking, micro_batches, share.requests))
         for batch, request in zip(batches, share.requests, strict=True):
             if batch.samples:
                 count += self._count(batch)
@@ -245,7 +252,8 @@ class TrainingLoader:
 
     def _lacking(self, batch: Batch, request: FetchRequest) -> Batch:
         """Return the batch without samples of which a worker didn't know yet that they are left out."""
-        if self._skipping is None or request.is_padding or self._skipping.lacks(request.indices, batch.left_out):
+        assert self._skipping is not None, "other sources leave nothing out"
+        if request.is_padding or self._skipping.lacks(request.indices, batch.left_out):
             return batch
         return fetch(self._source, request)
 

@@ -46,7 +46,7 @@ class VoteResult:
         loss_sum: Over all valid targets of the update.
         squared_norm: Of the whole accumulated gradient.
         next_count, next_tokens: Of the next update, over all ranks.
-        slots: All sums, for `requests_in`, `tallies_in` and `gradients_agree`.
+        slots: All sums, for `requests_in` and `gradients_agree`.
     """
 
     loss_sum: float | Tensor
@@ -68,11 +68,15 @@ class HostConsensus:
         self._axis = axis
         self._loss_sum = loss_sum
         self._norm_before = _NO_NORM
+        self._own: list[float] | None = None  # those of a single rank, which are the sums
         self._finish: Callable[[], list[float]] = list
 
     def announce(self, count: float, tokens: int) -> tuple[float, float]:
         """Return the sums over the axis of a first update's counts; later ones come with the vote before them."""
-        return tuple(self._start_sum([float(count), float(tokens)])())  # type: ignore[return-value]
+        if self._axis.size == 1:
+            return float(count), float(tokens)
+        numbers = self._axis.start_sum(torch.tensor([float(count), float(tokens)], dtype=torch.float64))().tolist()
+        return numbers[0], numbers[1]
 
     def open(
         self, loss_sum: Tensor, count: float, tokens: int, tallies: Sequence[float], requests: Iterable[Request]
@@ -87,7 +91,11 @@ class HostConsensus:
         slots = [loss_sum.item(), float(count), float(tokens), *self._norm_before, *tallies, *_NO_REQUESTS]
         for request in requests:
             slots[FIRST_REQUEST + request.value] = 1.0
-        self._finish = self._start_sum(slots)
+        if self._axis.size == 1:  # the hot path of a single process makes no tensor
+            self._own = slots
+            return
+        finish = self._axis.start_sum(torch.tensor(slots, dtype=torch.float64))
+        self._finish = lambda: finish().tolist()
 
     def close(self, squared_norm: Callable[[], Tensor]) -> VoteResult:
         """Return the result of the vote.
@@ -98,19 +106,13 @@ class HostConsensus:
         Args:
             squared_norm: Returns that of the gradient summed over ranks, 0-dim; the same on all.
         """
-        slots = self._finish()
+        slots = self._own if self._own is not None else self._finish()
         norm = squared_norm().item()
         if self._axis.size > 1:
             self._norm_before = agreement.slots_of(norm)
         if self._loss_sum is not None:
             slots[LOSS_SUM] = self._loss_sum().item()
         return VoteResult(slots[LOSS_SUM], norm, slots[NEXT_COUNT], slots[NEXT_TOKENS], slots)
-
-    def _start_sum(self, numbers: list[float]) -> Callable[[], list[float]]:
-        if self._axis.size == 1:  # the hot path of a single process makes no tensor
-            return lambda: numbers
-        finish = self._axis.start_sum(torch.tensor(numbers, dtype=torch.float64))
-        return lambda: finish().tolist()
 
 
 class DeviceConsensus:
@@ -177,11 +179,6 @@ def with_next_counts(outcome: VoteResult, count: float | Tensor, tokens: float |
     slots: Any = outcome.slots  # numbers of the same kind
     slots[NEXT_COUNT], slots[NEXT_TOKENS] = count, tokens
     return replace(outcome, next_count=count, next_tokens=tokens)
-
-
-def tallies_in(slots: Sequence[float]) -> tuple[float, ...]:
-    """Return the sums over ranks of the tallies."""
-    return tuple(slots[FIRST_TALLY:FIRST_REQUEST])
 
 
 def gradients_agree(slots: Sequence[float], ranks: int) -> bool:

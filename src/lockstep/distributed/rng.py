@@ -67,11 +67,7 @@ class KeyedDraws:
         """Key the draws of a forward of this rank's `micro_batch`; a pipeline's stages draw different numbers."""
         if self._first_of is not None:
             micro_batch += self._first_of(batch.samples)
-        self.set(batch.step, micro_batch, stage)
-
-    def set(self, step: int, micro_batch: int, stage: int = 0) -> None:
-        """Set the generators to the key of a forward."""
-        self._seed_with("forward", step, self._data_rank, micro_batch, *((stage,) if stage else ()))
+        self._seed_with("forward", batch.step, self._data_rank, micro_batch, *((stage,) if stage else ()))
 
     def set_for_evaluation(self, name: str, first_sample: int, stage: int) -> None:
         """Set the generators to the key of an evaluation's forward: the same where ranks have the same batches.

@@ -22,6 +22,7 @@ from lockstep.core.modes import evaluation_mode
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase as ClockPhase
 from lockstep.core.phase_clock import PhaseClock
+from lockstep.core.protocols import NO_CONTEXT
 from lockstep.engine.input_names import dtypes_misfit, inputs_misfit
 from lockstep.engine.module_calls import not_gathered
 
@@ -36,7 +37,6 @@ Context = Callable[[], AbstractContextManager[object]]
 """Makes a new context at each call."""
 KeyDraws = Callable[["GlobalBatch", int, int], None]
 """Keys what the forward of a micro-batch draws: (update, micro-batch, stage)."""
-_NOTHING: AbstractContextManager[object] = nullcontext()
 _FORWARD: Phase = "forward"
 _BACKWARD: Phase = "backward"
 _OWN_SUMS = ("loss_sum", "count")
@@ -75,48 +75,64 @@ class EagerEngine:
         self._muted = muted
         self._prepare = prepare
         self._clock = clock or PhaseClock()
+        self._phase = _FORWARD  # or the backward of the current micro-batch
         self.losses: list[Tensor] = []
 
     def accumulate(self, batch: GlobalBatch, seed_scale: float | Tensor, announce: Callable[[Tensor], None]) -> None:
-        micro_batches = batch.micro_batches
-        step, objective = self._step, self._objective
-        module, last, enter = step.module, len(micro_batches) - 1, self._clock.enter
-        beat = heartbeat.own().numbers
-        total: Tensor | None = None
-        self.losses = losses = []
-        index, phase = 0, _FORWARD
+        step, micro_batches = self._step, batch.micro_batches
+        last, beat = len(micro_batches) - 1, heartbeat.own().numbers
+        self.losses = []
+        index = 0
         try:
             for index, micro_batch in enumerate(micro_batches):
-                phase = _FORWARD
-                enter(ClockPhase.FORWARD)
+                self._phase = _FORWARD
+                self._clock.enter(ClockPhase.FORWARD)
                 beat[heartbeat.MICRO] = index
                 self._key_draws(batch, index, 0)
-                with step.sync_context(index == last), muted_padding(micro_batch, self._muted):
-                    if self._prepare is not None:
-                        micro_batch = self._prepare(micro_batch)
-                    with self._autocast():
-                        outputs = call(module, micro_batch.inputs)
-                    loss = objective.loss_sum(outputs, micro_batch)
-                    del outputs  # of a vocabulary, they are the largest tensor, and the backward may not need it
-                    if batch.step == 0 or not isinstance(loss, torch.Tensor):
-                        refuse_loss(loss)
-                    counted = loss.detach() if micro_batch.samples else torch.zeros_like(loss)
-                    losses.append(counted)
-                    total = counted if total is None else total + counted
-                    if index == last:
-                        announce(total)
-                    weight = 1.0 if micro_batch.samples else 0.0
-                    phase = _BACKWARD
-                    enter(ClockPhase.BACKWARD)
-                    step.backward(loss, _seed(seed_scale * weight, loss))
+                announced = announce if index == last else None
+                sync = step.sync_context(index == last)
+                if sync is NO_CONTEXT and micro_batch.samples:
+                    self._pass(micro_batch, seed_scale, announced, first=not batch.step)
+                else:
+                    with sync, muted_padding(micro_batch, self._muted):
+                        weight = seed_scale if micro_batch.samples else seed_scale * 0.0
+                        self._pass(micro_batch, weight, announced, first=not batch.step)
         except Exception as error:
             if _ONE_VALUE in str(error):
                 raise _one_sample(micro_batches[index].samples) from error
             where = f"micro-batch {index + 1} of {last + 1}, update {batch.step + 1}"
-            note_location(error, phase, f"in the {phase} pass of {where}")
+            note_location(error, self._phase, f"in the {self._phase} pass of {where}")
             raise
         finally:
-            enter(ClockPhase.HOST)
+            self._clock.enter(ClockPhase.HOST)
+
+    def _pass(
+        self, batch: Batch, seed_scale: float | Tensor, announce: Callable[[Tensor], None] | None, *, first: bool
+    ) -> None:
+        """Run forward and backward of a micro-batch; `announce` gets the sum of the update's losses in between."""
+        padding = not batch.samples
+        if self._prepare is not None:
+            batch = self._prepare(batch)
+        autocast = self._autocast()
+        if autocast is NO_CONTEXT:
+            outputs = call(self._step.module, batch.inputs)
+        else:
+            with autocast:
+                outputs = call(self._step.module, batch.inputs)
+        loss = self._objective.loss_sum(outputs, batch)
+        del outputs  # of a vocabulary, they are the largest tensor, and the backward may not need it
+        if first or not isinstance(loss, torch.Tensor):
+            refuse_loss(loss)
+        self.losses.append(torch.zeros_like(loss) if padding else loss.detach())
+        if announce is not None:
+            announce(sum(self.losses[1:], self.losses[0]))
+        self._phase = _BACKWARD
+        self._clock.enter(ClockPhase.BACKWARD)
+        if isinstance(seed_scale, torch.Tensor):
+            seed = seed_scale.to(loss)
+        else:
+            seed = torch.tensor(seed_scale, dtype=loss.dtype, device=loss.device)
+        self._step.backward(loss, seed)
 
     @torch.no_grad()
     def outputs(self, inputs: Inputs) -> object:
@@ -153,7 +169,7 @@ def call(module: nn.Module, inputs: Inputs, *, hooks: bool = True) -> object:
 
 def muted_padding(batch: Batch, muted: Context) -> AbstractContextManager[object]:
     """Return the context of a batch's forward: what user code logs of padding samples is dropped."""
-    return _NOTHING if batch.samples else muted()
+    return NO_CONTEXT if batch.samples else muted()
 
 
 @torch.no_grad()
@@ -198,13 +214,6 @@ def _numbers(sums: object) -> Iterator[tuple[str, Tensor]]:
             yield name, number.reshape(())
             continue
         raise ConfigError(Problem("", "objective", why))
-
-
-def _seed(scale: float | Tensor, loss: Tensor) -> Tensor:
-    """Return the gradient from which a backward starts."""
-    if isinstance(scale, torch.Tensor):
-        return scale.to(loss)
-    return torch.tensor(scale, dtype=loss.dtype, device=loss.device)
 
 
 def _one_sample(samples: int) -> ConfigError:

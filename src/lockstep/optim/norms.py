@@ -11,6 +11,7 @@ for 2e-5 at worst (all elements equal) and 1e-7 as a rule. NaN and infinity pass
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from lockstep.optim.kernels import flatten
 
+_DTYPE = operator.attrgetter("dtype")
 _SMALL = 16_384
 _ROW = 1_024
 
@@ -40,7 +42,7 @@ def squared_norm(grads: Sequence[Tensor], device: torch.device | None = None) ->
 
 def _squared_norm(grads: Sequence[Tensor]) -> Tensor:
     dtype = grads[0].dtype
-    if dtype not in (torch.float32, torch.float64) or len({grad.dtype for grad in grads}) > 1:
+    if dtype not in (torch.float32, torch.float64) or len(set(map(_DTYPE, grads))) > 1:
         wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
         grads = [grad.to(wide) for grad in grads]
     if grads[0].is_cpu:

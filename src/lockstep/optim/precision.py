@@ -8,7 +8,7 @@ fp16 --> loss x scale --> backward --> gradient / scale --> finite: the scale gr
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from pathlib import Path
 from typing import Literal
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from lockstep.config.schema import LossScale
 from lockstep.core.errors import RunFailed
+from lockstep.core.protocols import NO_CONTEXT
 from lockstep.optim.kernels import scale_update
-
-_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def resolve_compute(compute: Literal["auto", "fp32", "bf16", "fp16"], device: torch.device) -> torch.dtype | None:
@@ -62,7 +61,7 @@ def autocast_context(
             whole model would be all that exists at once.
     """
     if dtype is None:
-        return lambda: _NOTHING
+        return lambda: NO_CONTEXT
     if not keeps_casts:
         return partial(torch.autocast, device.type, dtype=dtype, cache_enabled=False)
     return lambda: torch.autocast(device.type, dtype=dtype, cache_enabled=torch.is_grad_enabled())

@@ -48,7 +48,8 @@ def learning_rate(optim: Optim, schedule: Schedule, done: float, step: int, step
         steps: Updates of the whole run; None if unknown in advance. The warmup's fraction is then estimated from
             `done` and `step`, which is exact at both of its ends.
     """
-    warmup_steps, warmup_share = _warmup(schedule, done, step, steps)
+    warms_up = schedule.warmup_steps or schedule.warmup_ratio
+    warmup_steps, warmup_share = _warmup(schedule, done, step, steps) if warms_up else (0.0, 0.0)
     start = 1.0 - schedule.decay_ratio if schedule.kind == "warmup-stable-decay" else warmup_share
     over = min(1.0, max(0.0, (done - start) / (1.0 - start))) if start < 1.0 else 0.0
     factor = _curve(schedule, over)
@@ -61,8 +62,6 @@ def learning_rate(optim: Optim, schedule: Schedule, done: float, step: int, step
 
 def _warmup(schedule: Schedule, done: float, step: int, steps: int | None) -> tuple[float, float]:
     """Return the warmup in updates, and as a fraction of the run (at most 1)."""
-    if not schedule.warmup_steps and not schedule.warmup_ratio:
-        return 0.0, 0.0
     if steps is not None:
         updates = schedule.warmup_steps if schedule.warmup_ratio is None else round(schedule.warmup_ratio * steps)
         return float(updates or 0), min(1.0, (updates or 0) / steps)

@@ -73,8 +73,8 @@ class Verdicts:
         self, step: int, loss: float, norm: float, limits: Limits, *, count: float, keep: bool
     ) -> tuple[Verdict, str]:
         """Receive an update's numbers, on the host; return its verdict, and what makes it a spike, if it is one."""
-        finite = is_finite(norm + loss)
-        spike = limits.reason(loss, norm) if finite else ""
+        finite = keep or is_finite(norm + loss)
+        spike = limits.reason(loss, norm) if finite and (loss > limits.loss or norm > limits.norm) else ""
         verdict = Verdict.KEPT if keep else Verdict.SPIKE if finite else self._not_finite
         self.discarded += not keep
         self._in_a_row = 0 if keep else self._in_a_row + 1

@@ -20,12 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.phase_clock import Phase
-from lockstep.core.protocols import GradientStep
+from lockstep.core.protocols import NO_CONTEXT, GradientStep
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Builder, Sharding, ShardingContext, SquaredNorm
 from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.single import (
-    NO_SYNC,
     named_gradients,
     present_gradients,
     trainable_parameters,
@@ -108,7 +107,7 @@ class DDPStep(GradientStep):
             self._reduced.size += self._reduced_bytes
         if self._in_buckets is not None:
             self._in_buckets.active = not sync
-        return NO_SYNC if sync else self._ddp.no_sync()
+        return NO_CONTEXT if sync else self._ddp.no_sync()
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         if not self._reduces:

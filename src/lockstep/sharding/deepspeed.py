@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from lockstep.config.deepspeed import derived_of, engine_config
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Problem, RunFailed
-from lockstep.core.protocols import GradientStep
+from lockstep.core.protocols import NO_CONTEXT, GradientStep
 from lockstep.core.slow_imports import not_importable
 from lockstep.distributed.shard_boxes import FlatShard
 from lockstep.sharding.buffers import SyncedBuffers
@@ -44,7 +44,6 @@ from lockstep.sharding.deepspeed_shards import ReachedParameters, ZeroOptimizer
 from lockstep.sharding.deepspeed_swap import swap_folder
 from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.single import (
-    NO_SYNC,
     named_gradients,
     present_gradients,
     refuse_other_than_fp32,
@@ -211,7 +210,7 @@ class DeepSpeedReplicaStep(GradientStep):
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
         self._engine.set_gradient_accumulation_boundary(last)
         self._buffers.before_forward(last)
-        return NO_SYNC
+        return NO_CONTEXT
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         _backward(self._engine, loss, seed)
@@ -262,7 +261,7 @@ class ZeroStep(GradientStep):
         self._zero.clear_backward_seen_flag()  # as the engine's own forward does
         self._buffers.before_forward(last)
         self._order.begin(last=last)
-        return NO_SYNC
+        return NO_CONTEXT
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         _backward(self._engine, loss, seed)

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.protocols import GradientStep
+from lockstep.core.protocols import NO_CONTEXT, GradientStep
 from lockstep.distributed.collectives import LocalGroup, RankGroup
 from lockstep.distributed.row_shards import RowShards
 from lockstep.distributed.shard_boxes import local_tensor
@@ -37,7 +37,7 @@ from lockstep.sharding.fsdp_order import NegotiatedOrder, fixed_order
 from lockstep.sharding.fsdp_units import AutocastGather, initialize, reshard_all, return_no_views
 from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.parameter_shards import LocalGradients, ParameterShard, parameter_shards
-from lockstep.sharding.single import NO_SYNC, named_gradients, refuse_other_than_fp32, without_gradient
+from lockstep.sharding.single import named_gradients, refuse_other_than_fp32, without_gradient
 from lockstep.sharding.wrapping import units
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class FSDPStep(GradientStep):
         self._is_last = self._must_reduce_shared = last
         if self._order is not None:
             self._order.begin(last=reduces)
-        return NO_SYNC
+        return NO_CONTEXT
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         loss.backward(seed)  # type: ignore[no-untyped-call]

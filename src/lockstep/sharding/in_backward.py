@@ -9,13 +9,13 @@ a reduction over ranks, and discarding. A gradient that isn't finite is applied 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 
 from lockstep.core.errors import RunFailed
-from lockstep.core.protocols import GradientStep
+from lockstep.core.protocols import NO_CONTEXT, GradientStep
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,7 +47,7 @@ class StepInBackward(GradientStep):
         self._optimizer.update(self._rate, 1.0, True)
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext()
+        return NO_CONTEXT
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         loss.backward(seed)  # type: ignore[no-untyped-call]

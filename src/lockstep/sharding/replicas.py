@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.core.protocols import GradientStep
+from lockstep.core.protocols import NO_CONTEXT, GradientStep
 from lockstep.sharding.buckets import sum_in_buckets
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Sharding, ShardingContext
 from lockstep.sharding.early_sums import EarlySums
 from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.parameter_shards import LocalGradients, ParameterShard, parameter_shards
-from lockstep.sharding.single import NO_SYNC, named_gradients, unused_parameters, without_gradient
+from lockstep.sharding.single import named_gradients, unused_parameters, without_gradient
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Optimizer
@@ -55,7 +55,7 @@ class ReplicaStep(GradientStep):
         self._reduced = False
         if self._early is not None:
             self._early.begin(last)
-        return NO_SYNC
+        return NO_CONTEXT
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         loss.backward(seed)  # type: ignore[no-untyped-call]

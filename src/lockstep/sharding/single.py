@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.protocols import GradientStep
+from lockstep.core.protocols import NO_CONTEXT, GradientStep
 from lockstep.distributed.shard_boxes import dtype_name
 from lockstep.sharding.context import Builder, Sharding, ShardingContext, SquaredNorm
 from lockstep.sharding.in_backward import StepInBackward
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from lockstep.core.protocols import Optimizer
 
-NO_SYNC: AbstractContextManager[object] = nullcontext()
 _NAMED = 5
 
 
@@ -45,7 +44,7 @@ class LocalStep(GradientStep):
         self._squared_norm = squared_norm
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
-        return NO_SYNC
+        return NO_CONTEXT
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         loss.backward(seed)  # type: ignore[no-untyped-call]

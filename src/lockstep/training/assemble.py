@@ -300,7 +300,7 @@ def _refuse_coupled(coupled: str | None, objective: EvaluatedObjective) -> None:
 def _rate(optim: Optim, schedule: Schedule, custom: Callable[[int, int | None], float] | None) -> Rate:
     if custom is not None:
         return lambda done, step, steps: optim.lr * custom(step, steps)
-    return lambda done, step, steps: learning_rate(optim, schedule, done, step, steps)
+    return partial(learning_rate, optim, schedule)
 
 
 _NO_GROUPS = "doesn't support per-parameter options"  # in the message by which torch's LBFGS refuses groups

@@ -17,7 +17,7 @@ from statistics import median
 from typing import TYPE_CHECKING, cast
 
 from lockstep.core.formatting import listed, value
-from lockstep.core.records import NumbersReport
+from lockstep.core.records import NumbersReport, Verdict
 from lockstep.distributed.user_collectives import print_once
 from lockstep.training.replicas import refuse_bad_state
 from lockstep.training.rolling_back import RollbackDue
@@ -83,6 +83,8 @@ class BadUpdates:
             RunFailed: The run ends, or goes back (RollbackDue).
             ReplicasDiffer, StateNotFinite: The state makes it bad, not the samples.
         """
+        if report.verdict is Verdict.KEPT and report.count and not report.spike:
+            return
         answer = self.verdicts.answer(report)
         if answer in ("", "ignore"):
             self.verdicts.refuse(report)

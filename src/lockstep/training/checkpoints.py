@@ -209,7 +209,8 @@ class Checkpoints(VoteParticipant):
 
     def before_update(self) -> None:
         if self._wait_for_copies is not None:
-            self._wait_for_copies()
+            with components_of(self._session).world.clock.phase(Phase.SAVE):
+                self._wait_for_copies()
             self._wait_for_copies = None
         self.snapshots.before_update()
 

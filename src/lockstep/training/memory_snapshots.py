@@ -196,7 +196,8 @@ class MemorySnapshots:
 
     def before_update(self) -> None:
         if self._wait_for_copies is not None:
-            self._wait_for_copies()
+            with self._world.clock.phase(Phase.SAVE):
+                self._wait_for_copies()
             self._wait_for_copies = None
 
     def finish(self) -> None:

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -26,23 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Reporter = Callable[[list[float], float, bool, float, float], StepReport]
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateNumbers:
-    """The numbers of a report, on the host or on the accelerator.
-
-    Attributes:
-        norm: of the gradient, unscaled, before clipping.
-        keep: whether the update was kept.
-        scale, count: the loss scale, and the number of valid targets by which the loss was divided.
-    """
-
-    outcome: VoteResult
-    norm: float | Tensor
-    keep: bool | Tensor
-    scale: float | Tensor
-    count: float | Tensor
 
 
 class PendingReport:
@@ -86,12 +68,25 @@ class HostReadback:
         """Return the number of tokens of the current update, over all ranks."""
         return self._tokens
 
-    def push(self, numbers: UpdateNumbers, reporter: Reporter) -> PendingReport:
-        """Start reading an update's numbers; return its report."""
-        outcome = numbers.outcome
+    def push(
+        self,
+        outcome: VoteResult,
+        norm: float | Tensor,
+        keep: bool | Tensor,
+        scale: float | Tensor,
+        count: float | Tensor,
+        reporter: Reporter,
+    ) -> PendingReport:
+        """Start reading an update's numbers; return its report.
+
+        Args:
+            norm: Of the gradient, unscaled, before clipping.
+            keep: Whether the update was kept.
+            scale, count: The loss scale, and the number of valid targets by which the loss was divided.
+        """
         self._tokens = int(outcome.next_tokens)
-        here: Any = numbers  # all of them are Python's
-        self._latest = reporter(here.outcome.slots, here.norm, here.keep, here.scale, here.count)
+        report: Any = reporter  # all numbers are Python's
+        self._latest = report(outcome.slots, norm, keep, scale, count)
         return PendingReport(self.land, self._latest)
 
     def arrived(self) -> StepReport | None:
@@ -129,12 +124,19 @@ class DeviceReadback:
         self.land()
         return self._tokens
 
-    def push(self, numbers: UpdateNumbers, reporter: Reporter) -> PendingReport:
+    def push(
+        self,
+        outcome: VoteResult,
+        norm: float | Tensor,
+        keep: bool | Tensor,
+        scale: float | Tensor,
+        count: float | Tensor,
+        reporter: Reporter,
+    ) -> PendingReport:
         self.land()
         self._delivered, self._ready = self._ready, None
-        slots = cast("Tensor", numbers.outcome.slots)
-        rest = [numbers.norm, numbers.keep, numbers.scale, numbers.count]
-        together = torch.cat([slots, *(self._number(value) for value in rest)])
+        slots = cast("Tensor", outcome.slots)
+        together = torch.cat([slots, *(self._number(value) for value in (norm, keep, scale, count))])
         pending = PendingReport(self.land)
         self._pending = (*self._to_host(together), reporter, pending)
         return pending

@@ -35,7 +35,7 @@ from lockstep.training.bad_updates import BadUpdates
 from lockstep.training.components import Components, FailureState, VoteParticipant
 from lockstep.training.ledger import Ledger, order_of
 from lockstep.training.left_out import LeftOutSamples, with_remedy
-from lockstep.training.readback import PendingReport, Reports, UpdateNumbers
+from lockstep.training.readback import PendingReport, Reports
 from lockstep.training.repeating import UpdateAttempt, UpdateRepeats
 from lockstep.training.replicas import difference
 from lockstep.training.reporting import Books
@@ -73,8 +73,9 @@ class Session:
         self._bad_updates = BadUpdates(components, self._verdicts, self._failure_state)
         self._repeats = UpdateRepeats(components, self._failure_state, self._left_out, self._bad_updates)
         self._began = time.perf_counter()
-        later = (lambda: self._saves, lambda: self._began, partial(difference, components))
-        self._books = Books(components.world.axis.size, self._verdicts, self._ledger, *later)
+        compare = partial(difference, components)
+        ranks = components.world.axis.size
+        self._books = Books(ranks, self._verdicts, self._ledger, compare, self._saves, self._began)
         self._parameters = ParameterWatch(components)
         self._failure: Exception | None = None
         self._batches: Iterator[GlobalBatch] | None = None
@@ -97,8 +98,10 @@ class Session:
             if self._failure is not None:
                 raise self._failure
             step = self.progress.steps
-            yield self._current
-            self._failure_state.refuse_half_update(self._saves)
+            assert self._batch is not None, "begin() has fetched it"
+            yield self._batch
+            if self._failure_state.updating:
+                self._failure_state.refuse_half_update(self._saves)
             if self.progress.steps == step:
                 raise RuntimeError("each batch of Session.batches() needs one accumulate(batch) and one commit()")
 
@@ -250,7 +253,7 @@ class Session:
         self._verdicts.restore(values["patience"])
         self._ledger.restore(values["ledger"])
         self._left_out.restore(values.get("left_out", ()), self.progress.samples)
-        self._began = time.perf_counter() - values["seconds"]
+        self._began = self._books.began = time.perf_counter() - values["seconds"]
         self._failure_state.restored()
         self._parameters.forget()
         self._batch = self._upcoming = None
@@ -268,11 +271,14 @@ class Session:
     # --- parts of an update -------------------------------------------------------------------------------------
 
     def _accumulate(self, batch: GlobalBatch) -> None:
-        self._failure_state.refuse_half_update(self._saves)
         components, running.progress = self._components, self.progress
-        self._failure_state.discard_attempt(components.sharding, self._rate)  # an interrupted one, which is repeated
+        if self._failure_state.updating:
+            self._failure_state.refuse_half_update(self._saves)
+        if self._failure_state.accumulating:
+            self._failure_state.discard_attempt(components.sharding, self._rate)  # an interrupted one, to be repeated
         self._failure_state.begin_forward()
-        self._repeats.begin()
+        if self._repeats.enabled:
+            self._repeats.begin()
         if components.sharding.updates_in_backward:
             DEFERRAL.begin()  # until commit ends
             self._failure_state.updating = True
@@ -296,14 +302,14 @@ class Session:
         step, scale, clock = components.sharding.step, components.scaler.scale, components.world.clock
         clock.enter(Phase.OPTIMIZER)
         before, rate = self.progress, self._rate()
-        attempt, upcoming = self._repeats.settled(self._close_vote(), upcoming, before, rate, self._attempt)
+        attempt = self._close_vote()
+        if self._repeats.enabled:
+            attempt, upcoming = self._repeats.settled(attempt, upcoming, before, rate, self._attempt)
         batch, norm, decision = attempt.batch, attempt.norm, attempt.decision
-        clock.enter(Phase.SAVE)
         for observe in components.gradient_observers:
             observe(batch.step + 1, scale)
         self._failure_state.updating = True
         self._saves.before_update()
-        clock.enter(Phase.OPTIMIZER)
         try:
             step.update(rate, clip_divisor(norm, components.config.optim.clip_norm, scale), decision.keep)
         except Exception as error:
@@ -313,10 +319,9 @@ class Session:
         clock.enter(Phase.HOST)
         tokens = components.readback.tokens()
         self.progress = running.progress = before.advance(batch.samples, tokens)
-        numbers = UpdateNumbers(attempt.outcome, norm, decision.keep, scale, attempt.count)
         reporter = self._books.reporter(batch, self.progress, rate, tokens, decision.limits)
         self._bad_updates.updated(before)
-        pending = components.readback.push(numbers, reporter)
+        pending = components.readback.push(attempt.outcome, norm, decision.keep, scale, attempt.count, reporter)
         self._batch, self._count, self._upcoming = upcoming, attempt.outcome.next_count, None
         self._failure_state.updated(decision.keep)
         if not batch.step & (batch.step + 1):
@@ -334,16 +339,19 @@ class Session:
                 self._upcoming = self._next_batch(self._batches)
             finally:
                 enter(before)
-            self.request(self._left_out.fetched(self._upcoming))
+            if self._upcoming.left_out:
+                self.request(self._left_out.fetched(self._upcoming))
+        assert self._batch is not None, "batches() begins the session"
         position = self._components.position
-        tallies = (float(self._current.digest) if position.reports_counts else 0.0, *self._saves.status())
+        tallies = (float(self._batch.digest) if position.reports_counts else 0.0, *self._saves.status())
         loss_sum = loss_sum if position.reports_loss else loss_sum.new_zeros(())
         self._components.consensus.open(loss_sum, *reported_counts(self._upcoming, position), tallies, self._requests)
         self._requests.clear()
 
     def _close_vote(self) -> UpdateAttempt:
         """Return the attempt that the vote is about."""
-        components, batch, count = self._components, self._current, self._count
+        components, batch, count = self._components, self._batch, self._count
+        assert batch is not None, "batches() begins the session"
         outcome = components.consensus.close(components.sharding.step.squared_norm)
         norm = outcome.squared_norm**0.5 / components.scaler.scale
         decision = self._verdicts.decide(batch.step + 1, outcome.loss_sum, self._divisor, norm)
@@ -368,8 +376,9 @@ class Session:
 
     def _receive(self, report: StepReport) -> None:
         """Act on a report that has arrived. Raises RunFailed for one that ends the run."""
-        self._note_failure(report)
-        self._left_out.receive(report, self._failure_state)
+        if report.requests:
+            self._note_failure(report)
+            self._left_out.receive(report, self._failure_state)
         self._bad_updates.receive(report)
 
     def _note_failure(self, report: StepReport) -> None:
@@ -438,7 +447,7 @@ def seconds_of(session: Session) -> float:
 
 def attach(session: Session, saves: VoteParticipant) -> FailureState:
     """Let `saves` take part in each vote; return what it needs to save after a failure."""
-    session._saves = saves
+    session._saves = session._books.saves = saves
     return session._failure_state
 
 
