@@ -15,7 +15,7 @@ from kit.reports import FACTS, report
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import EvaluationReport, SaveReport
-from lockstep.monitor.background import BackgroundMonitor, BackgroundMonitors
+from lockstep.monitor.background import BackgroundMonitor
 from lockstep.monitor.events import EventLog
 from lockstep.monitor.history import HistoryFiles
 from lockstep.monitor.monitors import Monitors, ReportWriter
@@ -180,8 +180,8 @@ def test_the_end_waits_longer_for_a_writer_at_work_and_not_for_one_that_hangs(
 
     bound = 0.4
     working, hanging = Computes(), Hanging()
-    monitors = BackgroundMonitors(
-        [BackgroundMonitor(writer, 1, bound, name=type(writer).__name__) for writer in (hanging, working)], 1
+    monitors = Monitors(
+        [BackgroundMonitor(writer, 1, bound, name=type(writer).__name__) for writer in (hanging, working)]
     )
     monitors.see(report(1))
     time.sleep(before * bound)
@@ -197,7 +197,7 @@ def test_the_end_waits_longer_for_a_writer_at_work_and_not_for_one_that_hangs(
 def test_a_report_is_written_although_no_other_follows() -> None:
     writer = Hanging()
     writer.released.set()
-    group = BackgroundMonitors([BackgroundMonitor(writer, 1)], 1)
+    group = Monitors([BackgroundMonitor(writer, 1)])
     group.see(report(1))
     limit = time.monotonic() + 10.0
     while not writer.seen and time.monotonic() < limit:

@@ -32,6 +32,9 @@ class Recorder:
     def start(self, facts: RunInfo) -> None:
         self.calls.append("start")
 
+    def begin_finish(self, error: BaseException | None) -> None:
+        self.calls.append("begin_finish")
+
     def next_report(self) -> NextReport:
         return NextReport(self.steps[-1] + self.every - self.steps[-1] % self.every, math.inf)
 
@@ -67,7 +70,7 @@ def test_a_monitor_is_shown_the_first_what_it_wants_and_the_last() -> None:
     assert watcher.steps == [1, 10, 20]
     monitors.finish(None)
     assert watcher.steps == [1, 10, 20, 25]
-    assert watcher.calls == ["start", "finish None"]
+    assert watcher.calls == ["start", "begin_finish", "finish None"]
 
 
 def test_discarded_updates_are_always_shown() -> None:

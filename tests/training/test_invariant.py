@@ -144,7 +144,10 @@ def one_after_the_other() -> None:
 def draws_by_rank() -> None:
     from lockstep.distributed.rng import KeyedDraws
 
-    KeyedDraws.__call__ = lambda self, batch, micro_batch, stage: self._seed_with("forward", batch.step, self._data_rank, micro_batch)
+    def by_rank(draws: KeyedDraws, batch: Any, micro_batch: int, stage: int) -> None:
+        draws._seed_with("forward", batch.step, draws._data_rank, micro_batch)
+
+    KeyedDraws.__call__ = by_rank
 
 
 FAULTS = {fault.__name__: fault for fault in (two_terms_change_places, one_after_the_other, draws_by_rank)}

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 from lockstep.core.errors import Failure
@@ -69,6 +68,7 @@ class BackgroundMonitor(ThrottledMonitor):
         self._queue = WorkQueue(f"lockstep-{self._name}", most)
         self._next_step = 0
         self._failed = False
+        self._work: WritersAtWork | None = None  # once it finishes
 
     def start(self, info: RunInfo) -> None:
         self._put(self._writer.start, info)
@@ -112,20 +112,19 @@ class BackgroundMonitor(ThrottledMonitor):
     def bad_numbers(self, report: NumbersReport) -> None:
         self._put(self._writer.bad_numbers, report, weight=0)
 
-    def finish(self, error: BaseException | None) -> None:
-        """Let the writer finish, and wait for it up to the limit."""
-        self.begin_finish(error)
-        self.end_finish(_at_work([self]))
-
     def begin_finish(self, error: BaseException | None) -> None:
         """Let the writer finish, without waiting for it."""
         self._put(self._writer.finish, error, weight=0)
+        self._work = WritersAtWork([self.thread] if self.thread is not None else [], self.end_seconds)
 
-    def end_finish(self, work: WritersAtWork) -> None:
-        """Wait for the writer up to the limit, which begins with `work`, and longer while there is some."""
-        done = self._queue.drain(max(0.0, self.end_seconds - work.seconds))
-        while not done and work.continues():
-            done = self._queue.wait(work.interval)
+    def finish(self, error: BaseException | None) -> None:
+        """Wait for the writer up to the limit, which began with `begin_finish`, and longer while it is at work."""
+        if self._work is None:
+            self.begin_finish(error)
+        assert self._work is not None, "begin_finish has made it"
+        done = self._queue.drain(max(0.0, self.end_seconds - self._work.seconds))
+        while not done and self._work.continues():
+            done = self._queue.wait(self._work.interval)
         if not self._queue.close(0.0):
             _log.warning("%s has not ended within %g s: its last reports are lost", self._name, self.end_seconds)
         elif self._queue.dropped:
@@ -171,82 +170,3 @@ def _known_reason(error: BaseException) -> str | None:
     first = str(error).partition("\n")[0][:_LONGEST_REASON] or repr(error)
     cause = f"{chain.strerror}: {chain.filename}" if chain.strerror and chain.filename else str(chain)
     return first if chain is error or cause[:_LONGEST_REASON] in first else f"{first} ({cause[:_LONGEST_REASON]})"
-
-
-def _at_work(monitors: Sequence[BackgroundMonitor]) -> WritersAtWork:
-    threads = [monitor.thread for monitor in monitors]
-    bound = max((monitor.end_seconds for monitor in monitors), default=0.0)
-    return WritersAtWork([thread for thread in threads if thread is not None], bound)
-
-
-class BackgroundMonitors(ThrottledMonitor):
-    """Passes reports to several background monitors, and waits for all of them at once.
-
-    Args:
-        every: steps between the reports that they get.
-    """
-
-    def __init__(self, monitors: Sequence[BackgroundMonitor], every: int) -> None:
-        self._monitors = monitors
-        self._every = every
-        self._next_step = 0
-
-    def start(self, info: RunInfo) -> None:
-        for monitor in self._monitors:
-            monitor.start(info)
-
-    def restarted(self, report: RestartReport) -> None:
-        for monitor in self._monitors:
-            monitor.restarted(report)
-
-    def next_report(self) -> NextReport:
-        return NextReport(self._next_step, math.inf)
-
-    def see(self, report: StepReport) -> Iterable[Request]:
-        self._next_step = report.step + self._every - report.step % self._every
-        for monitor in self._monitors:
-            monitor.see(report)
-        return ()
-
-    def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
-        for monitor in self._monitors:
-            monitor.evaluated(report)
-        return ()
-
-    def saved(self, report: SaveReport) -> None:
-        for monitor in self._monitors:
-            monitor.saved(report)
-
-    def epoch(self, report: EpochReport) -> None:
-        for monitor in self._monitors:
-            monitor.epoch(report)
-
-    def logged(self, step: int, logged: Logged) -> None:
-        for monitor in self._monitors:
-            monitor.logged(step, logged)
-
-    def measured(self, report: MeterReport) -> None:
-        for monitor in self._monitors:
-            monitor.measured(report)
-
-    def left_out(self, step: int, samples: Sequence[LeftOutSample]) -> None:
-        for monitor in self._monitors:
-            monitor.left_out(step, samples)
-
-    def bad_numbers(self, report: NumbersReport) -> None:
-        for monitor in self._monitors:
-            monitor.bad_numbers(report)
-
-    def finish(self, error: BaseException | None) -> None:
-        """Let the writers finish, and wait for each up to its limit, for all of them at once."""
-        for monitor in self._monitors:
-            monitor.begin_finish(error)
-        work = _at_work(self._monitors)
-        for monitor in self._monitors:
-            monitor.end_finish(work)
-
-    def drain(self, seconds: float) -> bool:
-        """Wait that long at most until the writers have taken all reports; return False if it takes longer."""
-        limit = time.monotonic() + seconds
-        late = [monitor for monitor in self._monitors if not monitor.drain(limit - time.monotonic())]
-        return not late

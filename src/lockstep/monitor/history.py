@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -150,8 +151,9 @@ class HistoryFiles:
 
     def _drain(self, seconds: float) -> None:
         """Wait until the files have all that was reported; a disk that hangs may leave them shorter, but valid."""
+        until = time.monotonic() + seconds
         for drain in self._drains:
-            drain(seconds)
+            drain(max(0.0, until - time.monotonic()))
 
     def _files(self) -> Iterator[LineFile]:
         for monitor in self._monitors:

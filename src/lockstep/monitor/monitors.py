@@ -95,6 +95,10 @@ class ThrottledMonitor(ReportWriter, Protocol):
     def next_report(self) -> NextReport:
         """Return when the next report is wanted; called after each that was shown."""
 
+    def begin_finish(self, error: BaseException | None) -> None:
+        """Prepare `finish`, which may wait: all monitors begin before the first one is waited for."""
+        return
+
 
 class Monitors:
     """Shows reports to all monitors; the requests are the union of their answers.
@@ -164,6 +168,7 @@ class Monitors:
     def finish(self, error: BaseException | None) -> None:
         self._show_last()
         self._show_meters()
+        _for_each(self._throttled, lambda monitor: monitor.begin_finish(error))
         self._for_all(lambda monitor: monitor.finish(error))
 
     def _show_others(self, report: StepReport) -> set[Request]:

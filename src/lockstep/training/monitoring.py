@@ -15,7 +15,7 @@ from lockstep.core.tracking import TrackedRun
 from lockstep.distributed.collective_meter import CollectiveMeter
 from lockstep.distributed.memory import memory_gauges
 from lockstep.monitor import history
-from lockstep.monitor.background import END_S, BackgroundMonitor, BackgroundMonitors
+from lockstep.monitor.background import END_S, BackgroundMonitor
 from lockstep.monitor.console import Console
 from lockstep.monitor.events import EventLog
 from lockstep.monitor.folder import TRACKERS, RunFolder
@@ -100,14 +100,12 @@ def make_monitors(job: Job, folder: Path, checkpoints: Checkpoints, meters: Mete
         writers.append(TensorBoard(run_folder.tensorboard, options.every))
     endpoints = [PrometheusEndpoint(options.prometheus)] if options.prometheus is not None else []
     threads = [BackgroundMonitor(writer, options.every) for writer in (*writers, *endpoints)]
-    background = BackgroundMonitors(threads, options.every)
     console = Console(options.every, options.progress)
     files = [meters.files] if meters.files is not None else []
-    checkpoints.history = history.HistoryFiles(folder, [*writers, *files], [background.drain])
+    checkpoints.history = history.HistoryFiles(folder, [*writers, *files], [thread.drain for thread in threads])
     reports = meters.files.reports if meters.files is not None else None
-    trackers = _tracker_monitors(job, folder, checkpoints)
-    last = [BackgroundMonitors(trackers, options.every)] if trackers else []  # the end of a run waits for their network
-    return Monitors([background, console, *last], user_monitors(job.config, job.given), reports)
+    trackers = _tracker_monitors(job, folder, checkpoints)  # the end of a run waits for their network, last
+    return Monitors([*threads, console, *trackers], user_monitors(job.config, job.given), reports)
 
 
 def _tracker_monitors(job: Job, folder: Path, checkpoints: Checkpoints) -> list[BackgroundMonitor]:
