@@ -139,7 +139,8 @@ def test_what_is_not_finite_is_counted_and_reported_once(tmp_path: Path, caplog:
     ]
 
 
-def test_what_can_t_be_counted_is_refused() -> None:
+def test_what_can_t_be_counted_is_refused(tmp_path: Path) -> None:
+    run = {"steps": 8, "folder": str(tmp_path / "run")}
     with pytest.raises(
         ConfigError, match=r"optim\.in_backward frees each gradient .* monitor\.histograms\.of: weights"
     ):
@@ -147,7 +148,7 @@ def test_what_can_t_be_counted_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"'tail\.\*' matches none of the model's 4 parameters, such as inner\.weight"
     ):
-        lockstep.train(small.config(monitor={"histograms": {"parameters": ["tail.*"]}, "progress": "none"}))
+        lockstep.train(small.config(run=run, monitor={"histograms": {"parameters": ["tail.*"]}, "progress": "none"}))
 
 
 def test_a_large_tensor_is_counted_in_pieces() -> None:

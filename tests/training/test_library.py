@@ -285,3 +285,27 @@ def test_a_save_that_failed_is_made_again_at_the_same_update(ranks: int, tmp_pat
     for first, second, saved in in_world(ranks, _save_again, tmp_path / "checkpoints"):
         assert first == ["Input/output error"]
         assert (second, saved) == ([None], ["step-00000003"])
+
+
+class WithOptimizers(small.Net):
+    """Like a LightningModule, or nanoGPT's model."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        raise AssertionError("it isn't called")
+
+
+def test_an_optimizer_of_the_model_s_own_is_not_ignored_silently(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small.config(run={"steps": 1, "folder": str(tmp_path / "run")})
+    lockstep.train(config, model=WithOptimizers())
+    assert re.search(r"note .*configure_optimizers isn't called; optim.name: \w+", capsys.readouterr().out)
+    config = small.config(run={"steps": 1, "folder": str(tmp_path / "own")})
+    lockstep.train(config, model=WithOptimizers(), optimizer=torch.optim.SGD)
+    assert "configure_optimizers" not in capsys.readouterr().out
+
+
+def test_a_refusal_is_raised_by_one_frame() -> None:
+    with pytest.raises(lockstep.ConfigError, match=r"optim\.lrr") as refused:
+        lockstep.train(small.config(optim={"lrr": 0.1}))
+    assert [Path(entry.path).name for entry in refused.traceback] == ["test_library.py", "api.py"]

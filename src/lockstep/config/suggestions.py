@@ -24,7 +24,7 @@ from lockstep.core.closest import closest_match
 
 
 def other_tools() -> Any:
-    """Return the module that knows other tools' keys: `key_hint(path, node, tree)`, `value_hint(key, node)`, `words()`.
+    """Return the module of other tools' keys: `key_hint(path, node, tree)`, `value_hint(key, node)`, `key_rows()`.
 
     It is in a package above this one, so `lockstep/__init__.py` names it; it is imported for the first such message.
     """
@@ -37,7 +37,7 @@ def for_key(path: tuple[str, ...], siblings: Sequence[str], node: Node, tree: Ta
         return hint
     if hint := other_tools().key_hint(path, node, tree) or _elsewhere(path):
         return str(hint)
-    words = (siblings, 0.8), (other_tools().words(), 0.8), (siblings, 0.6)
+    words = (siblings, 0.8), (other_tools().key_rows(), 0.8), (siblings, 0.6)
     if near := next(filter(None, (closest_match(path[-1], known, cutoff) for known, cutoff in words)), None):
         hint = "" if near in siblings else other_tools().key_hint((*path[:-1], near), node, tree)
         return f"unknown key; did you mean {near}? {hint}".rstrip()

@@ -67,11 +67,6 @@ def _row(path: tuple[str, ...]) -> KeyRow | None:
     return rows.get(".".join(map(plain, path[-2:]))) or rows.get(plain(path[-1]))
 
 
-def words() -> list[str]:
-    """Return other tools' keys that are known by themselves."""
-    return [key for key in key_rows() if "." not in key]
-
-
 def target_of(path: tuple[str, ...]) -> str | None:
     """Return Lockstep's key for another tool's one, if it has one."""
     row = _row(path)

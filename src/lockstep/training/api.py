@@ -73,20 +73,23 @@ def train(
         Paused: a signal stopped the run; its state is saved.
         RunFailed: the run failed.
     """
-    refuse_import_of_script()
-    given = user_objects(objects)
-    resume = Resume(fresh=fresh, accept_changes=accept_changes)
-    job = Job(resolved(config, given, trusted=trust_run, writes=True), name, given=given, resume=resume)
-    if names_a_rank(os.environ) and isinstance(ranks, int):
-        refuse_rank_count(ranks, "ranks")
-    if job.config.launch.nodes != 1 and not names_a_rank(os.environ):  # the leader looks whether anything is left
-        return run_job(job) if ranks is None else _train_in_ranks(job, ranks)
-    finished = None if fresh else _finished(job)
-    if finished is not None:
-        return finished
-    if ranks is None or names_a_rank(os.environ):
-        return run_job(job)
-    return _train_in_ranks(job, ranks)
+    try:
+        refuse_import_of_script()
+        given = user_objects(objects)
+        resume = Resume(fresh=fresh, accept_changes=accept_changes)
+        job = Job(resolved(config, given, trusted=trust_run, writes=True), name, given=given, resume=resume)
+        if names_a_rank(os.environ) and isinstance(ranks, int):
+            refuse_rank_count(ranks, "ranks")
+        if job.config.launch.nodes != 1 and not names_a_rank(os.environ):  # the leader looks whether anything is left
+            return run_job(job) if ranks is None else _train_in_ranks(job, ranks)
+        finished = None if fresh else _finished(job)
+        if finished is not None:
+            return finished
+        if ranks is None or names_a_rank(os.environ):
+            return run_job(job)
+        return _train_in_ranks(job, ranks)
+    except Failure as failure:
+        raise failure.with_traceback(None) from failure.__cause__  # of one frame: the message is for the caller
 
 
 @contextmanager

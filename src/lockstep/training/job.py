@@ -210,6 +210,8 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     storage = storage_of(job.config.checkpoint, folder, job.given.storage)
     checkpoints = Checkpoints(session, storage, environment, folder, job.recipe, job.memory)
     notes = [f"transforms of the model: {', '.join(transforms)}"] if transforms else []
+    if callable(getattr(components.sharding.state.model, "configure_optimizers", None)) and job.given.optimizer is None:
+        notes.append(f"configure_optimizers isn't called; optim.name: {job.config.optim.name}, or pass optimizer=...")
     left_out_of(session).follows_records = resume.origin is None
     of_rollbacks = rolling_back.apply(rollbacks, components, left_out_of(session))
     notes += [*checkpoints.begin(resume), *of_rollbacks]
