@@ -106,7 +106,7 @@ def gradscaler_sequence(section, kept):
 def device_scaler():
     """Return a scaler that works as on a GPU, with its tensors on the CPU."""
     scaler = LossScaler(SECTION, enabled=True, device=torch.device("meta"))
-    scaler._scale, scaler._streak = torch.tensor(SECTION.initial), torch.tensor(0, dtype=torch.int32)
+    scaler.scale, scaler._streak = torch.tensor(SECTION.initial), torch.tensor(0, dtype=torch.int32)
     return scaler
 
 

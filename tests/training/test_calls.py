@@ -11,9 +11,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 
-MOST_FROM_TENSORS = 160
-MOST_FROM_ITEMS = 233
-MOST_UNDER_DDP = 233
+MOST_FROM_TENSORS = 154
+MOST_FROM_ITEMS = 209
+MOST_UNDER_DDP = 219
 FIRST, STEPS = 35, 62  # updates before 33, and some powers of two, do more
 
 

@@ -250,7 +250,7 @@ def test_a_device_that_never_answers_does_not_keep_a_failed_run(monkeypatch: pyt
     monkeypatch.setattr(readback, "_to_host", lambda numbers: (numbers, Never()))
     reports = Reports(readback, lambda report: None)
     outcome = VoteResult(0.0, 0.0, 0.0, 0.0, torch.zeros(16, dtype=torch.float64))
-    readback.push(outcome, 0.0, True, 1.0, 1.0, cast("Any", None))
+    readback.push(outcome, (0.0, True, 1.0, 1.0), cast("Any", None))
     assert list(reports.last(0.01)) == []
 
 

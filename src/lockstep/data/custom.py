@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -280,7 +281,7 @@ def collate_values(items: list[Any]) -> Any:
 
 
 def _has_list(item: Any) -> bool:
-    values = item.values() if isinstance(item, Mapping) else item if type(item) is tuple else ()
+    values = item.values() if isinstance(item, _MAPPING) else item if type(item) is tuple else ()
     return list in map(type, values)
 
 
@@ -292,18 +293,20 @@ def _with_tensors(item: Any) -> Any:
 
 def _stacked(tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Any:
     """Stack tensors as torch does, if they have one dtype: in a worker it would cast them, elsewhere promote them."""
-    if len({tensor.dtype for tensor in tensors}) > 1:
+    if len(set(map(_DTYPE, tensors))) > 1:
         (usual, _), *_ = Counter(tensor.dtype for tensor in tensors).most_common()
         place = next(at for at, tensor in enumerate(tensors) if tensor.dtype != usual)
         raise UnfitItem(
             f"the dataset returned {tensors[place].dtype} for it, and {usual} for others: {_ONE_DTYPE}", place
         )
-    if [tensor for tensor in tensors if tensor.requires_grad]:
+    if any(map(_REQUIRES_GRAD, tensors)):
         place = next(at for at, tensor in enumerate(tensors) if tensor.requires_grad)
         raise UnfitItem("the dataset returned a tensor that requires a gradient for it: return tensor.detach()", place)
     return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
 
 
+_DTYPE, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
+_MAPPING = (dict, Mapping)  # what nearly all are comes first: an abstract class asks Python
 _ONE_DTYPE = "return one dtype, or set collate"
 _COLLATED = {**default_collate_fn_map, Tensor: _stacked}
 
@@ -340,7 +343,7 @@ def as_batch(collated: Any, samples: int) -> Batch:
             "the collate function returned None; to leave samples out, have the dataset raise for them, and set "
             "data.bad_samples: {policy: skip}"
         )
-    if isinstance(collated, Mapping):
+    if isinstance(collated, _MAPPING):
         inputs = dict(collated)
         named = [name for name in TARGETS if name in inputs]
         if len(named) > 1:

@@ -133,8 +133,11 @@ def _drawn(source: Source, request: FetchRequest) -> Batch:
     if request.generator_key is None:
         return source.fetch(request.indices)
     noise.use_epoch(request.epoch_key)
-    with noise.keyed_generators(request.generator_key):
+    states = noise.seed_generators(request.generator_key)
+    try:
         return source.fetch(request.indices)
+    finally:
+        noise.restore_generators(states)
 
 
 # --- workers ----------------------------------------------------------------------------------------------------

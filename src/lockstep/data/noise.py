@@ -47,15 +47,21 @@ def uniform(indices: Indices, draws: int) -> NDArray[np.float64]:
 @contextmanager
 def keyed_generators(key: int) -> Iterator[None]:
     """Seed the CPU generators of the process from `key` within the block; restore them afterwards."""
+    states = seed_generators(key)
+    try:
+        yield
+    finally:
+        restore_generators(states)
+
+
+def seed_generators(key: int) -> _States:
+    """Seed them, and return their states from before."""
     states = generator_states()
     random.seed(key)
     np.random.seed([key & 0xFFFFFFFF, key >> 32])
     torch.default_generator.manual_seed(key)
     generators.seed_on_host(key)
-    try:
-        yield
-    finally:
-        restore_generators(states)
+    return states
 
 
 def generator_states() -> _States:

@@ -12,6 +12,7 @@ one of them at least, and numbers further apart than a cell (4e-5) of none. Exac
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -31,13 +32,12 @@ SLOTS = 8
 def slots_of(number: float) -> tuple[float, ...]:
     """Return the numbers that stand for one of a rank, which ranks sum."""
     if not math.isfinite(number) or number <= 0.0:
-        cell = _ZERO if number == 0.0 else _NOT_FINITE
-        cells = (cell, cell)
+        first = second = _ZERO if number == 0.0 else _NOT_FINITE
     else:
         place = math.log(number) / _CELL + _ORIGIN
-        cells = (math.floor(place), math.floor(place + 0.5))
-    parts = [float(part) for cell in cells for part in divmod(cell, _PART)]
-    return (*parts, *(part * part for part in parts))
+        first, second = math.floor(place), math.floor(place + 0.5)
+    parts = (*map(float, divmod(first, _PART)), *map(float, divmod(second, _PART)))
+    return (*parts, *map(operator.mul, parts, parts))
 
 
 def slots_on_device(number: Tensor) -> Tensor:
@@ -53,6 +53,7 @@ def slots_on_device(number: Tensor) -> Tensor:
 
 def agree(sums: Sequence[float], ranks: int) -> bool:
     """Return whether all ranks had the same number, given the sums over ranks of their slots."""
-    whole = [int(total) for total in sums]
-    same = [ranks * square == total * total for total, square in zip(whole[:4], whole[4:], strict=True)]
-    return all(same[:2]) or all(same[2:])
+    high, low, high_moved, low_moved, *squares = map(int, sums)
+    if ranks * squares[0] == high * high and ranks * squares[1] == low * low:
+        return True
+    return ranks * squares[2] == high_moved * high_moved and ranks * squares[3] == low_moved * low_moved

@@ -91,19 +91,19 @@ def put(states: Mapping[str, Tensor], rank: int) -> None:
 
 def on_host() -> dict[str, Tensor]:
     """Return copies of the states of generators that a data worker can use: those of an accelerator are left out."""
-    return {name: _kind(generator).get(generator) for name, generator in _of_host()}
+    return {name: _kind(generator).get(generator) for name, generator in _of_host()} if _registered else {}
 
 
 def put_on_host(states: Mapping[str, Tensor]) -> None:
     """Set generators to what `on_host` returned."""
-    for name, generator in _of_host():
+    for name, generator in _of_host() if states else ():
         if name in states:
             _kind(generator).put(generator, states[name])
 
 
 def seed_on_host(seed: int) -> None:
     """Seed the generators of `on_host`, each by its name."""
-    for name, generator in _of_host():
+    for name, generator in _of_host() if _registered else ():
         _kind(generator).seed(generator, key(seed, "generator", name))
 
 

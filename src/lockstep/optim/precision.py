@@ -100,33 +100,31 @@ class LossScaler:
 
     Args:
         enabled: If not, the scale is always 1.0.
+
+    Attributes:
+        scale: The factor of losses; 0-dim fp32 on a GPU. `update` doesn't change a value that was read before.
     """
 
     def __init__(self, section: LossScale, *, enabled: bool, device: torch.device) -> None:
         self.enabled = enabled
         self._section = section
-        self._scale: float | Tensor = section.initial if enabled else 1.0
+        self.scale: float | Tensor = section.initial if enabled else 1.0
         self._streak: int | Tensor = 0
         if enabled and device.type != "cpu":
-            self._scale = torch.full((), section.initial, dtype=torch.float32, device=device)
+            self.scale = torch.full((), section.initial, dtype=torch.float32, device=device)
             self._streak = torch.zeros((), dtype=torch.int32, device=device)
-
-    @property
-    def scale(self) -> float | Tensor:
-        """The factor of losses; 0-dim fp32 on a GPU. `update` doesn't change a value that was read before."""
-        return self._scale
 
     def update(self, keep: bool | Tensor) -> None:
         """Adapt the scale after an update; `keep` is whether its gradient was finite."""
         if not self.enabled:
             return
         section = self._section
-        if isinstance(self._scale, Tensor):
+        if isinstance(self.scale, Tensor):
             assert isinstance(self._streak, Tensor)
-            overflow = self._scale.new_tensor(not keep) if isinstance(keep, bool) else keep.logical_not().float()
-            self._scale = self._scale.clone()  # the value that was read before stays as it is
+            overflow = self.scale.new_tensor(not keep) if isinstance(keep, bool) else keep.logical_not().float()
+            self.scale = self.scale.clone()  # the value that was read before stays as it is
             scale_update(
-                self._scale,
+                self.scale,
                 self._streak,
                 overflow,
                 section.growth_factor,
@@ -134,17 +132,17 @@ class LossScaler:
                 section.growth_interval,
             )
         elif not keep:
-            self._scale, self._streak = self._scale * section.backoff_factor, 0
+            self.scale, self._streak = self.scale * section.backoff_factor, 0
         elif self._streak + 1 < section.growth_interval:
             self._streak += 1
         else:
-            grown = self._scale * section.growth_factor
+            grown = self.scale * section.growth_factor
             fits_fp32 = grown <= torch.finfo(torch.float32).max  # as on a GPU, where the scale is fp32
-            self._scale, self._streak = grown if fits_fp32 else self._scale, 0
+            self.scale, self._streak = grown if fits_fp32 else self.scale, 0
 
     def state(self) -> dict[str, float]:
         """Return the state to save, as plain numbers. On a GPU the host waits for them."""
-        return {"scale": float(self._scale), "streak": int(self._streak)} if self.enabled else {}
+        return {"scale": float(self.scale), "streak": int(self._streak)} if self.enabled else {}
 
     def restore(self, state: dict[str, float]) -> None:
         """Resume from `state`; an empty one, saved in another precision, changes nothing.
@@ -156,8 +154,8 @@ class LossScaler:
             return
         if set(state) != {"scale", "streak"}:
             raise RunFailed(f"the saved loss scale has the keys {', '.join(state)}; expected scale and streak")
-        if isinstance(self._scale, Tensor) and isinstance(self._streak, Tensor):
-            self._scale = torch.full_like(self._scale, state["scale"])
+        if isinstance(self.scale, Tensor) and isinstance(self._streak, Tensor):
+            self.scale = torch.full_like(self.scale, state["scale"])
             self._streak = torch.full_like(self._streak, int(state["streak"]))
         else:
-            self._scale, self._streak = float(state["scale"]), int(state["streak"])
+            self.scale, self._streak = float(state["scale"]), int(state["streak"])

@@ -6,8 +6,10 @@ model --> gradient --> optimizer
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Optimizer
 
 _NAMED = 5
+_GRAD, _IS_THERE = operator.attrgetter("grad"), partial(operator.is_not, None)
 
 
 class LocalStep(GradientStep):
@@ -85,7 +88,7 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def present_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Return the gradients that exist, in the parameters' order."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return list(filter(_IS_THERE, map(_GRAD, parameters)))
 
 
 def named_gradients(model: nn.Module, scale: float = 1.0) -> Iterator[tuple[str, Tensor]]:

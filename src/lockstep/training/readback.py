@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Reporter = Callable[[list[float], float, bool, float, float], StepReport]
+Rest = tuple["float | Tensor", "bool | Tensor", "float | Tensor", "float | Tensor"]
+"""Norm of the gradient, unscaled; whether the update was kept; loss scale; the count by which the loss was divided."""
 
 
 class PendingReport:
@@ -68,25 +70,11 @@ class HostReadback:
         """Return the number of tokens of the current update, over all ranks."""
         return self._tokens
 
-    def push(
-        self,
-        outcome: VoteResult,
-        norm: float | Tensor,
-        keep: bool | Tensor,
-        scale: float | Tensor,
-        count: float | Tensor,
-        reporter: Reporter,
-    ) -> PendingReport:
-        """Start reading an update's numbers; return its report.
-
-        Args:
-            norm: Of the gradient, unscaled, before clipping.
-            keep: Whether the update was kept.
-            scale, count: The loss scale, and the number of valid targets by which the loss was divided.
-        """
+    def push(self, outcome: VoteResult, rest: Rest, reporter: Reporter) -> PendingReport:
+        """Start reading an update's numbers; return its report."""
         self._tokens = int(outcome.next_tokens)
         report: Any = reporter  # all numbers are Python's
-        self._latest = report(outcome.slots, norm, keep, scale, count)
+        self._latest = report(outcome.slots, *rest)
         return PendingReport(self.land, self._latest)
 
     def arrived(self) -> StepReport | None:
@@ -124,19 +112,11 @@ class DeviceReadback:
         self.land()
         return self._tokens
 
-    def push(
-        self,
-        outcome: VoteResult,
-        norm: float | Tensor,
-        keep: bool | Tensor,
-        scale: float | Tensor,
-        count: float | Tensor,
-        reporter: Reporter,
-    ) -> PendingReport:
+    def push(self, outcome: VoteResult, rest: Rest, reporter: Reporter) -> PendingReport:
         self.land()
         self._delivered, self._ready = self._ready, None
         slots = cast("Tensor", outcome.slots)
-        together = torch.cat([slots, *(self._number(value) for value in (norm, keep, scale, count))])
+        together = torch.cat([slots, *(self._number(value) for value in rest)])
         pending = PendingReport(self.land)
         self._pending = (*self._to_host(together), reporter, pending)
         return pending

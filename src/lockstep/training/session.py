@@ -141,11 +141,6 @@ class Session:
         return self._components.plan.batch
 
     @property
-    def _current(self) -> GlobalBatch:
-        assert self._batch is not None, "batches() begins the session"
-        return self._batch
-
-    @property
     def finished(self) -> bool:
         """True once the run has consumed the data that its config grants."""
         return is_finished(self._components.config.run, self.progress, self._components.plan.epoch_samples)
@@ -321,7 +316,7 @@ class Session:
         self.progress = running.progress = before.advance(batch.samples, tokens)
         reporter = self._books.reporter(batch, self.progress, rate, tokens, decision.limits)
         self._bad_updates.updated(before)
-        pending = components.readback.push(attempt.outcome, norm, decision.keep, scale, attempt.count, reporter)
+        pending = components.readback.push(attempt.outcome, (norm, decision.keep, scale, attempt.count), reporter)
         self._batch, self._count, self._upcoming = upcoming, attempt.outcome.next_count, None
         self._failure_state.updated(decision.keep)
         if not batch.step & (batch.step + 1):
@@ -331,6 +326,7 @@ class Session:
         return pending
 
     def _open_vote(self, loss_sum: Tensor) -> None:
+        assert self._batch is not None, "batches() begins the session"
         if self._upcoming is None:  # else an accumulate was interrupted by an error, and is repeated
             assert self._batches is not None, "batches() begins the session"
             enter = self._components.world.clock.enter
@@ -341,7 +337,6 @@ class Session:
                 enter(before)
             if self._upcoming.left_out:
                 self.request(self._left_out.fetched(self._upcoming))
-        assert self._batch is not None, "batches() begins the session"
         position = self._components.position
         tallies = (float(self._batch.digest) if position.reports_counts else 0.0, *self._saves.status())
         loss_sum = loss_sum if position.reports_loss else loss_sum.new_zeros(())
@@ -364,15 +359,17 @@ class Session:
 
     def _next_batch(self, batches: Iterator[GlobalBatch]) -> GlobalBatch:
         """Return the next update's batch. If its data fails, all ranks finish the current update and learn of it."""
+        current = self._batch
+        assert current is not None, "batches() begins the session"
         try:
             return next(batches)
         except (Stopped, KeyboardInterrupt, SystemExit):  # it has ended the iterator; `accumulate` may be repeated
-            self._batches = self._components.loader.updates(self.progress.advance(self._current.samples, 0))
+            self._batches = self._components.loader.updates(self.progress.advance(current.samples, 0))
             raise
         except Exception as error:
             self._failure = with_remedy(error)
             self.request((Request.FAIL,))
-            return replace(self._current, count=0, tokens=0)
+            return replace(current, count=0, tokens=0)
 
     def _receive(self, report: StepReport) -> None:
         """Act on a report that has arrived. Raises RunFailed for one that ends the run."""
