@@ -6,6 +6,7 @@ CUSTOM[name]  -->  sections of a config, and objects (`lockstep.session(config, 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from kit.small import Averaged
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 import lockstep
 from lockstep.core.records import Batch
@@ -162,6 +163,16 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter(points())
+
+
+class Endless(Dataset[tuple[Tensor, Tensor]]):
+    """A dataset of samples that are drawn, with the largest length that there is."""
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return points()[index % 24]
 
 
 def listed() -> list[tuple[Tensor, int]]:
@@ -601,6 +612,51 @@ class ByForward(Residual):
         return self.leave(hidden)
 
 
+class Guided(Residual):
+    """Blocks that are also called with other weights, which a buffer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("guide", torch.full((16, 16), 0.1))
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden = self.enter(points)
+        for block in self.blocks:
+            hidden = block(hidden) + torch.func.functional_call(block, {"inner.weight": self.guide}, (hidden,))
+        return self.leave(hidden)
+
+
+class Penalized(Residual):
+    """Returns a penalty on weights, which other modules use."""
+
+    def forward(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        penalty = sum(parameter.square().sum() for parameter in self.parameters())
+        return super().forward(points), 0.01 * len(points) * penalty
+
+
+class Forces(Residual):
+    """Returns an energy and its gradient, as models of molecules do."""
+
+    def forward(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        points = points.detach().requires_grad_()
+        with torch.enable_grad():
+            energies = super().forward(points)
+            (forces,) = torch.autograd.grad(energies.sum(), points, create_graph=True)
+        return energies, forces.square().sum()
+
+
+class TiedByMemory(nn.Module):
+    """Two parameters, one of which is the transposed other: `nn.Parameter` copies nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, CLASSES, bias=False), nn.Linear(CLASSES, WIDTH, bias=False)
+        self.leave.weight = nn.Parameter(self.enter.weight.t())
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.leave(torch.tanh(self.enter(points)))
+
+
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -641,6 +697,12 @@ class Adversarial(_OfSamples):
         one, zero = torch.ones_like(real), torch.zeros_like(made)
         losses = (F.binary_cross_entropy_with_logits(*pair, reduction="sum") for pair in ((real, one), (made, zero)))
         return sum(losses, F.binary_cross_entropy_with_logits(fixed, one, reduction="sum"))
+
+
+class Summed(_OfSamples):
+    def loss_sum(self, outputs: Any, batch: Batch) -> Tensor:
+        logits, more = outputs
+        return F.cross_entropy(logits, batch.targets, reduction="sum") + more
 
 
 class Triplet(_OfSamples):
@@ -720,6 +782,10 @@ CUSTOM: dict[str, Custom] = {
     "a backbone that thaws": Custom(Thawing, points),
     "blocks that share a module": Custom(SharedInBlocks, points),
     "block.forward": Custom(ByForward, points),
+    "blocks called with other weights": Custom(Guided, points),
+    "a penalty on all weights": Custom(Penalized, points, Summed()),
+    "forces of energies": Custom(Forces, points, Summed()),
+    "weights tied by memory": Custom(TiedByMemory, points),
     "a tied head": Custom(Decoder, texts, _next_token()),
     "a tied head by F.linear": Custom(lambda: Decoder(functional=True), texts, _next_token()),
     "outputs changed in place": Custom(changed_in_place, texts, SoftInPlace()),
@@ -736,6 +802,9 @@ CUSTOM: dict[str, Custom] = {
     "batch norm": Custom(lambda: mlp(lambda: nn.BatchNorm1d(16)), points),
     "convolutions, group norm": Custom(lambda: Convolutional(lambda width: nn.GroupNorm(2, width)), images),
     "convolutions, batch norm": Custom(lambda: Convolutional(nn.BatchNorm2d), images),
+    "convolutions, channels last": Custom(
+        lambda: Convolutional(lambda width: nn.GroupNorm(2, width)).to(memory_format=torch.channels_last), images
+    ),
     "a U-Net": Custom(UNet, images),
     "an LSTM": Custom(lambda: Recurrent("LSTM"), series),
     "a GRU both ways": Custom(lambda: Recurrent("GRU", both_ways=True), series),
@@ -765,6 +834,8 @@ CUSTOM: dict[str, Custom] = {
     "custom token counts": Custom(Decoder, texts, Tokens()),
     "items by name": Custom(Sides, Named),
     "a plain list": Custom(mlp, listed),
+    "items of one tensor": Custom(Autoencoder, lambda: Subset(unlabeled(), range(24)), Reconstruction()),
+    "a dataset without end": Custom(mlp, Endless),
     "an iterable dataset": Custom(mlp, Stream),
     "Adagrad": Custom(Residual, points, optimizer=_by(torch.optim.Adagrad)),
     "RMSprop": Custom(Residual, points, optimizer=_by(torch.optim.RMSprop)),

@@ -21,6 +21,7 @@ HYBRID = "nemotron_h"
 PARAMETERS = (
     "a first batch replaces data", "a weight masked by a hook", "blocks that share a module", "block.forward",
     "outputs changed in place",
+    "blocks called with other weights", "a penalty on all weights", "convolutions, channels last",
 )  # fmt: skip
 
 

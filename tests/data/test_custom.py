@@ -48,6 +48,12 @@ def test_the_last_of_a_tuple_is_the_target():
     assert batch.targets.tolist() == [104, 101, 102]
 
 
+def test_a_tuple_of_one_is_an_input_without_target():
+    batch = adapt_dataset(Items(lambda index: (torch.tensor([index]),))).fetch(INDICES)
+    assert [part.tolist() for part in batch.inputs] == [[[4], [1], [2]]]
+    assert (batch.targets, batch.samples) == (None, 3)
+
+
 def test_a_single_tensor_is_an_input_without_target():
     batch = adapt_dataset(Items(lambda index: torch.tensor([index]))).fetch(INDICES)
     assert batch.inputs[0].tolist() == [[4], [1], [2]]

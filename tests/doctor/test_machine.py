@@ -21,11 +21,10 @@ from kit.planted import install
 
 from lockstep.core import hub
 from lockstep.core.errors import RunFailed
-from lockstep.doctor import accelerators, interfaces, locks, network, nvidia, software, system, variables
+from lockstep.doctor import accelerators, interfaces, network, nvidia, software, system, variables
 from lockstep.doctor.checks import CHECKS, Check, examine
 from lockstep.doctor.findings import Finding, FindingState, MachineView, ok, warning, wrong
 from lockstep.doctor.output import as_json, describe, exit_code
-from lockstep.monitor.folder import RunFolder
 
 
 def _machine(environ: Mapping[str, str] | None = None, **parts: Any) -> MachineView:
@@ -434,24 +433,6 @@ def test_every_rule_of_variables_is_tested() -> None:
 def test_harmless_variables_are_fine() -> None:
     environ = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     assert not _bad(variables.contradictions(_machine(environ)))
-
-
-# --- locks ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_lock_that_outlives_its_process_is_named(tmp_path: Path) -> None:
-    run = RunFolder.create(tmp_path / "runs" / "a")
-    (run.path / "config.yaml").write_text("")
-    machine = _machine(folder=tmp_path / "runs")
-    assert not _bad(locks.run_locks(machine))  # this process holds it, and lives
-    lock = run.path / "run.lock"
-    lock.write_text(f"process 99999999 on {socket.gethostname()}, since 2026-01-01 10:00:00\n")
-    text = _wrong(locks.run_locks(machine))
-    assert f"kill {os.getpid()}" in text
-    lock.write_text("process 7 on node9, since 2026-01-01 10:00:00\n")
-    assert "node9" in _warning(locks.run_locks(replace(machine, folder=run.path)))
-    run.release()
-    assert not _bad(locks.run_locks(machine))
 
 
 # --- all together -----------------------------------------------------------------------------------------------------

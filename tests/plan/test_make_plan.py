@@ -1,6 +1,7 @@
 """The whole plan of a run."""
 
 import json
+import sys
 
 import pytest
 
@@ -242,6 +243,8 @@ def test_mistakes_are_refused_without_a_process():
         plan(optim={"rules": ({"match": ("nothing.like.it",)},)})
     with pytest.raises(ConfigError, match="the dataset has no samples"):
         plan(facts=DataFacts(0, None))
+    with pytest.raises(ConfigError, match=r"2\^62 samples"):
+        plan(facts=DataFacts(sys.maxsize, None))
 
 
 @pytest.mark.parametrize("untested", [False, True])

@@ -118,3 +118,10 @@ def test_parameters_of_half_precision_are_refused_if_they_are_trained(dtype: tor
     model.inner.to(dtype)
     with pytest.raises(lockstep.ConfigError, match=r"inner.weight, inner.bias: trained in (bfloat|float)16"):
         _session(model).__enter__()
+
+
+def test_two_parameters_in_one_memory_are_refused() -> None:
+    model = small.Net()
+    model.head.bias = torch.nn.Parameter(model.inner.bias[:3])
+    with pytest.raises(lockstep.ConfigError, match="are two parameters in one memory"), _session(model):
+        pass

@@ -2,7 +2,7 @@
 
     item of the dataset       inputs of the model                   targets
     mapping                   all other keys, by name               its label, labels, target or targets
-    tuple or list             all but the last, in order            the last
+    tuple or list             all but the last, in order            the last; of one alone: none
     a tensor, or a number     itself                                none
 
 Items are first collated, by the user's function or torch's, which gets lists of numbers as tensors; then the batch is
@@ -323,8 +323,7 @@ def _unfit_part(item: Any, place: str = "") -> str:
     kind = f"array of {item.dtype}" if isinstance(item, np.ndarray) else type(item).__name__
     what = "None" if item is None else f"a value of the type {kind}"
     at = f" as {place} of its item" if place else " for it"
-    remedy = "" if item is None else ", which torch can't put into a batch: return tensors or numbers, or set collate"
-    return f"the dataset returned {what}{at}{remedy}"
+    return f"the dataset returned {what}{at}, which torch can't put into a batch: return tensors or numbers, or collate"
 
 
 def _as_tensor(value: Any) -> Any:
@@ -356,10 +355,9 @@ def as_batch(collated: Any, samples: int) -> Batch:
             tokens = int(mask.sum())
         return Batch(inputs, targets, samples, tokens)
     if isinstance(collated, tuple | list):
-        if len(collated) < 2:
-            raise RunFailed(f"a batch of {len(collated)} parts can't be split into inputs and targets")
-        samples = _rows(collated[-1], *collated[:-1], otherwise=samples)
-        return Batch(tuple(collated[:-1]), collated[-1], samples, samples)
+        *parts, targets = collated if len(collated) > 1 else (*collated, None)
+        samples = _rows(targets, *parts, otherwise=samples)
+        return Batch(tuple(parts), targets, samples, samples)
     samples = _rows(collated, otherwise=samples)
     return Batch((collated,), None, samples, samples)
 

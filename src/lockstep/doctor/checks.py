@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from lockstep.doctor import accelerators, locks, network, software, system, variables
+from lockstep.doctor import accelerators, network, software, system, variables
 from lockstep.doctor.findings import Finding, MachineView, warning, wrong
 
 _SECONDS = 2.0
@@ -57,7 +57,6 @@ CHECKS: tuple[Check, ...] = (
     Check("visible GPUs", variables.visible_devices),
     Check("threads", variables.threads),
     Check("variables", variables.contradictions),
-    Check("run locks", locks.run_locks),
 )
 
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _SMALLEST, _STEP = 1 << 10, 16
 _PAIR_BYTES = 4 << 20
 _ALL_PAIRS_UP_TO = 16  # ranks; beyond, the first ranks of hosts, and neighbors
-_OF_ONE_PROCESS = ("rank variables", "port", "threads", "run locks", "clock", "hub")
+_OF_ONE_PROCESS = ("rank variables", "port", "threads", "clock", "hub")
 """Checks of a host that are left out here: other ranks have answered them, or they don't concern the measurement."""
 
 

@@ -100,6 +100,8 @@ class EagerEngine:
         except Exception as error:
             if _ONE_VALUE in str(error):
                 raise _one_sample(micro_batches[index].samples) from error
+            if (misfit := not_gathered(step.module, error)) is not None:  # of the objective, or the backward
+                raise misfit from error
             where = f"micro-batch {index + 1} of {last + 1}, update {batch.step + 1}"
             note_location(error, self._phase, f"in the {self._phase} pass of {where}")
             raise
@@ -231,7 +233,8 @@ def refuse_loss(loss: object) -> None:
     if not isinstance(loss, torch.Tensor):
         why = (
             f"loss_sum returned a {type(loss).__name__}, and an update has one loss: a tensor with the sum over valid "
-            "targets. Train parts with losses of their own (a GAN's) in a run each; else return the sum of the losses"
+            "targets. Return the sum of the losses, and log other values by lockstep.log.mean; train parts with losses "
+            "of their own (a GAN's) in a run each"
         )
     elif loss.dim() or loss.is_complex():
         kind = f"a {'complex ' * loss.is_complex()}tensor of shape {list(loss.shape)}"

@@ -1,17 +1,21 @@
-"""Errors for a model that calls `block.forward(x)`, which runs no hooks.
+"""Errors for a model that uses weights where they are not whole, or calls `block.forward(x)`, which runs no hooks.
 
-Hooks gather the weights under fsdp, and a pipeline's stages replace the call.
+Hooks gather the weights under fsdp and ZeRO 3, and a pipeline's stages replace the call.
 """
 
 from __future__ import annotations
 
+import re
 import traceback
-from itertools import pairwise
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.core.errors import ConfigError, Problem
+
+_OF_FSDP = re.compile(r"mixed torch.Tensor and DTensor|out of bounds for storage of size 0")
+_OF_ZERO3 = re.compile(r"'ds_|_in_forward|PostBackwardFunction|\[0\]|\(0\)|mat2 must be a matrix|and 0x|x0\b")
+"""Messages about weights that a rank doesn't hold, and about hooks of DeepSpeed in transformed or compiled modules."""
 
 
 def forward_called(name: str, key: str, remedy: str = "") -> ConfigError:
@@ -26,14 +30,23 @@ def forward_called(name: str, key: str, remedy: str = "") -> ConfigError:
 
 
 def not_gathered(model: nn.Module, error: Exception) -> ConfigError | None:
-    """Return the error for weights that a forward uses while fsdp has them sharded; None: it has other reasons."""
-    if "mixed torch.Tensor and DTensor" not in str(error):
+    """Return the error for weights that are used while fsdp or ZeRO 3 has them sharded; None: it has other reasons."""
+    is_zero3 = any("ds_tensor" in vars(parameter) for parameter in model.parameters())
+    known = _OF_ZERO3 if is_zero3 else _OF_FSDP if isinstance(model, FSDPModule) else None
+    if known is None or isinstance(error, ConfigError) or not known.search(str(error)):
         return None
     names = {id(module): name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)}
     entered: set[int] = set()
-    for (caller, _), (frame, _) in pairwise(traceback.walk_tb(error.__traceback__)):
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         module = id(frame.f_locals.get("self"))
-        if module in names and module not in entered and caller.f_globals.get("__name__") != nn.Module.__module__:
+        if module in names and module not in entered and frame.f_globals.get("__name__") != nn.Module.__module__:
             return forward_called(names[module], "parallel.strategy", ", or set parallel.fsdp.wrap: root")
         entered.add(module)
-    return None
+    strategy, others = ("ZeRO stage 3", " and a compiled module") if is_zero3 else ("fsdp", "")
+    remedy = "parallel.deepspeed.zero_stage: 2" if is_zero3 else "parallel.fsdp.wrap: root, or parallel.strategy: ddp"
+    why = (
+        f"under {strategy} a module's weights are whole while its own forward runs, so other modules, the objective, "
+        f"torch.func and torch.autograd.grad{others} can't use them: {type(error).__name__}: "
+        f"{str(error).splitlines()[0]}. Set {remedy}"
+    )
+    return ConfigError(Problem("", "parallel.strategy", why))

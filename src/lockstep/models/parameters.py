@@ -16,6 +16,7 @@ from lockstep.distributed.shard_boxes import dtype_name
 
 _FP32 = torch.float32.itemsize
 _NAMED = 3
+_SHARED = "are two parameters in one memory; assign one to both, or use first.weight.t() in the forward"
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
@@ -73,6 +74,12 @@ def refuse_parameters(model: nn.Module, dtypes: Collection[str]) -> None:
             "trained with .float(), and compute in bf16 with precision.compute: bf16"
         )
         problems.append(Problem("", "model", why))
+    first: dict[int, str] = {}
+    problems += [
+        Problem("", "model", f"{first[place]} and {name} {_SHARED}")
+        for name, each in model.named_parameters()
+        if type(each.data) is Tensor and (place := each.data_ptr()) and first.setdefault(place, name) != name
+    ]
     problems += [_unsaved(name, tensor, dtypes) for name, tensor in _kept(model) if not _is_saved(tensor, dtypes)]
     if problems:
         raise ConfigError(problems)

@@ -90,7 +90,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
     tensors: dict[int, Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
-            raise ConfigError(f"the model's {name} is a {type(value).__name__}: only tensors are weights")
+            raise ConfigError(f"the model's {name} is a {type(value).__name__}: only tensors are weights; use buffers")
         names.setdefault(id(value), []).append(name)
         tensors[id(value)] = value
     return [Slot(tuple(names[key]), tensor) for key, tensor in tensors.items()]

@@ -79,7 +79,7 @@ class SyncedBuffers:
         for (name, owner), buffer in zip(self._owners.items(), buffers, strict=True):
             if buffer is not None:
                 device = self._devices.setdefault(name, buffer.device)
-                if buffer.device != device or _is_expanded(buffer):
+                if buffer.device != device or is_expanded(buffer):
                     owner[_key(name)] = buffer.to(device).contiguous()
         specs = _specs(buffers)
         if specs != self._specs:
@@ -140,7 +140,7 @@ def _not_alike(name: str, why: str) -> ConfigError:
     return ConfigError(Problem("", "model", message))
 
 
-def _is_expanded(tensor: Tensor) -> bool:
+def is_expanded(tensor: Tensor) -> bool:
     """Return whether elements share memory, so that nothing can be written to them."""
     return not tensor.is_contiguous() and any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
@@ -260,7 +260,7 @@ def _groups(parts: Sequence[Any], copies: Sequence[Any], indices: Sequence[int] 
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index in range(len(parts)) if indices is None else indices:
         part, copy = parts[index], copies[index]
-        if part is None or copy is None or _is_expanded(part):
+        if part is None or copy is None or is_expanded(part):
             continue
         if (part.shape, part.dtype, part.device) == (copy.shape, copy.dtype, copy.device):
             groups.setdefault((copy.device, copy.dtype), []).append(index)

@@ -107,7 +107,8 @@ def refuse_other_than_fp32(parameters: Iterable[tuple[str, nn.Parameter]], key: 
     """Raise ConfigError if a parameter isn't fp32; `does` completes the sentence ("fsdp keeps parameters")."""
     for name, parameter in parameters:
         if parameter.dtype != torch.float32:
-            why = f"{does} in fp32, and {name} is {dtype_name(parameter.dtype)}; convert the model with .float()"
+            remedy = "convert the model with .float()" if parameter.is_floating_point() else "make it a buffer"
+            why = f"{does} in fp32, and {name} is {dtype_name(parameter.dtype)}; {remedy}"
             raise ConfigError(Problem("", key, why))
 
 

@@ -26,6 +26,7 @@ from lockstep.optim.norms import squared_norm
 from lockstep.optim.precision import resolve_compute
 from lockstep.plan.refusals import before_unused
 from lockstep.plan.stages import stages_of
+from lockstep.sharding.buffers import is_expanded
 from lockstep.sharding.context import Builder, OptimizerFactory, Sharding, ShardingContext
 from lockstep.sharding.partition import ModelPartition
 from lockstep.strategies.record import resolved
@@ -157,6 +158,7 @@ def parallelize(
         stages = PartitionedModel(model, chain, spec, device, whole.sample(), muted_logging, mode)
     model = apply_transforms(model, after, device)
 
+    _lay_out(model, sharded=not find_strategy(plan.strategy).holds_everything)
     sharding_context = ShardingContext(
         model,
         config,
@@ -177,6 +179,13 @@ def parallelize(
         builder.shard(sharding_context)
     sharding = _with_hooks(hooked, _materialized(builder, sharding_context, whole))
     return Parallelized(position(), stages, tensor, context, sharding)
+
+
+def _lay_out(model: nn.Module, *, sharded: bool) -> None:
+    """Make parameters contiguous: all that are sharded as rows or flat, else those whose elements share memory."""
+    for parameter in model.parameters():
+        if not parameter.is_contiguous() and (sharded or is_expanded(parameter)):
+            parameter.data = parameter.data.contiguous()
 
 
 def _hooks_after(parameter: nn.Parameter) -> object:

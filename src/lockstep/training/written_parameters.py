@@ -54,6 +54,7 @@ class ParameterWatch:
         self.held: list[Tensor] = list(self._model.parameters())
         self.trained = list(map(REQUIRES_GRAD, self.held))
         self._modules = _with_parameters(self._model)
+        self._at_rest = dict(self._model.named_parameters(remove_duplicate=False))
         self._after_step: dict[str, _Mark] = {}
 
     def accumulate(self, accumulate: Callable[[], None]) -> None:
@@ -66,7 +67,7 @@ class ParameterWatch:
         written = _changed(self._after_step, before)
         self._after_step = {}
         whole: dict[str, Tensor] = {}
-        with _around_forwards(self._model, written, whole) if self._looks_inside else nullcontext():
+        with _around_forwards(self._model, self._at_rest, written, whole) if self._looks_inside else nullcontext():
             accumulate()
         self._hold(whole)
         if not self._in_backward:
@@ -113,10 +114,13 @@ class ParameterWatch:
 
 
 @contextmanager
-def _around_forwards(model: nn.Module, written: set[str], whole: dict[str, Tensor]) -> Iterator[None]:
+def _around_forwards(
+    model: nn.Module, at_rest: Mapping[str, Tensor], written: set[str], whole: dict[str, Tensor]
+) -> Iterator[None]:
     """Look at parameters around the first forward of each module, when they are whole.
 
     Args:
+        at_rest: Those outside of forwards, under all their names.
         written: Gets the names of those that it changes.
         whole: Gets the parameters by name.
     """
@@ -124,8 +128,19 @@ def _around_forwards(model: nn.Module, written: set[str], whole: dict[str, Tenso
     names = {module: name for name, module in _with_parameters(model).items()}
     before: dict[nn.Module, dict[str, _Mark]] = {}
     done: set[nn.Module] = set()
+    passed: dict[str, Tensor] = {}
+
+    def named(module: nn.Module) -> dict[str, Tensor]:
+        return dict(module.named_parameters(names[module], remove_duplicate=False))
+
+    def enter(module: nn.Module, *unused: object) -> None:
+        passed.update(named(module))
 
     def begin(module: nn.Module, *unused: object) -> None:
+        gathered = {name: parameter for name, parameter in named(module).items() if passed[name] is not parameter}
+        if lost := [name for name in gathered if passed[name] is not at_rest[name]]:
+            raise _overridden(lost)
+        whole.update(gathered)
         if module not in done:
             before[module] = _marks(module)
 
@@ -135,9 +150,9 @@ def _around_forwards(model: nn.Module, written: set[str], whole: dict[str, Tenso
             prefix = f"{names[module]}." if names[module] else ""
             now = _marks(module)
             written.update(prefix + name for name in _changed(before.pop(module), now))
-            whole.update({prefix + name: now[name][0] for name, _ in module.named_parameters(recurse=False)})
 
     for module in names:  # a strategy's hooks gather before, and free after
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_pre_hook(begin))
         handles.append(module.register_forward_hook(end, prepend=True))
     try:
@@ -175,6 +190,15 @@ def _replaced(names: list[str], ranks: list[int]) -> ConfigError:
         "modules, as BigBird does with attention_type: original_full, or with batches of more tokens"
     )
     return ConfigError(Problem("", "model", why))
+
+
+def _overridden(names: list[str]) -> ConfigError:
+    why = (
+        f"the forward calls a module with other tensors instead of {listed(names, _NAMED)} "
+        "(torch.func.functional_call), and fsdp gathers its own there; set parallel.fsdp.wrap: root, or "
+        "parallel.strategy: ddp"
+    )
+    return ConfigError(Problem("", "parallel.strategy", why))
 
 
 def _written(names: list[str]) -> ConfigError:
