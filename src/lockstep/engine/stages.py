@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -279,7 +278,7 @@ class PartitionedModel:
         Raises:
             ConfigError: The model's own code needs more of blocks than their output.
         """
-        with entered_modules(self.model) as inside, patch.object(self.model, "named_parameters", self._some_parameters):
+        with entered_modules(self.model) as inside:
             try:
                 return call(self.model, inputs, hooks=False)
             except Failure:
@@ -291,12 +290,6 @@ class PartitionedModel:
                     f"the forward of {where} fails where blocks are on other ranks ({first_line(error)}): it needs "
                     "more of them than the tensor that each passes on"
                 ) from error
-
-    def _some_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from type(self.model).named_parameters(
-            self.model, *args, **kwargs
-        )  # the first may be all that is asked for
-        raise no_chain("the model's forward uses all parameters, and a stage has its own")
 
     def _refuse_own_error(self, error: Exception) -> None:
         """Raise `error` if it is none of the stages: a statement raised it, or the whole model fails there, too."""
