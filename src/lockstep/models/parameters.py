@@ -78,7 +78,10 @@ def refuse_parameters(model: nn.Module, dtypes: Collection[str]) -> None:
     problems += [
         Problem("", "model", f"{first[place]} and {name} {_SHARED}")
         for name, each in model.named_parameters()
-        if type(each.data) is Tensor and (place := each.data_ptr()) and first.setdefault(place, name) != name
+        if type(each) is nn.Parameter
+        and type(each.data) is Tensor
+        and (place := each.data_ptr())
+        and first.setdefault(place, name) != name
     ]
     problems += [_unsaved(name, tensor, dtypes) for name, tensor in _kept(model) if not _is_saved(tensor, dtypes)]
     if problems:

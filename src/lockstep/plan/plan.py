@@ -117,9 +117,8 @@ def make_plan(
     strategy = choice.strategy
     mesh, layout, batch = _layout_on(config, strategy, ranks, machine)
     if not 0 < facts.samples < 2**62:
-        why = "2^62 samples or more, which can't be ordered; return less from __len__, such as 10**12"
-        nothing = "no samples, so there is nothing to train on"
-        raise ConfigError(Problem("", "data.train", f"the dataset has {why if facts.samples else nothing}"))
+        why = "2^62 samples or more; return less from __len__, such as 10**12" if facts.samples else "no samples"
+        raise ConfigError(Problem("", "data.train", f"the dataset has {why}"))
     epoch_steps, epoch_samples = epoch_length(facts, batch.global_size, config.data.drop_last)
     steps = horizon(config.run, batch.global_size, facts, config.data.drop_last)
     epochs, rest = divmod(steps or 0, epoch_steps)
