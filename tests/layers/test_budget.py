@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 100_939
-MOST_FILES = 659
+MOST_LINES = 100_941
+MOST_FILES = 657
 
 
 def test_src_keeps_within_its_budget() -> None:

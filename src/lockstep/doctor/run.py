@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.core.errors import named_ranks
-from lockstep.core.formatting import duration
+from lockstep.core.formatting import duration, listed
 from lockstep.core.near_runs import not_a_run
 from lockstep.doctor.catalog import Standing
 from lockstep.doctor.evidence import (
@@ -37,7 +37,6 @@ from lockstep.doctor.known_failures import NO_PROGRESS, OTHER_DATA, SAVE_FAILED,
 from lockstep.doctor.losses import finding_of_losses
 from lockstep.doctor.saved import saved_state
 from lockstep.doctor.starts import changes_since_saved, differences_of_hosts
-from lockstep.doctor.suspects import common_suspects
 from lockstep.launch.ends_file import EXITED, LaunchEnds, RankEnd
 from lockstep.launch.last_launch import (
     LastLaunch,
@@ -104,7 +103,7 @@ def diagnose_run(run: Path) -> Diagnosis:
 def _continuing(run: Path, data: RunData, seen: list[SeenFailure], state: str) -> Diagnosis:
     """Return the diagnosis of a run that is finished, or runs: what it survived is no fault."""
     losses = finding_of_losses(data.trained_loss)
-    notes = [*common_suspects(data), *_survived(run), *([losses.text] if losses is not None else [])]
+    notes = [*_common_suspects(data), *_survived(run), *([losses.text] if losses is not None else [])]
     return Diagnosis(run, state, losses is not None and losses.is_wrong, _remarks(seen), (*notes, *data.flaws))
 
 
@@ -197,7 +196,7 @@ def _ended(
 ) -> Diagnosis:
     """Return the diagnosis of a run that has ended, with what a person needs in order to resume it."""
     losses, saved = finding_of_losses(data.trained_loss), saved_state(run, data)
-    texts = [*notes, *common_suspects(data), *([losses.text] if losses is not None else [])]
+    texts = [*notes, *_common_suspects(data), *([losses.text] if losses is not None else [])]
     if failed:
         texts += changes_since_saved(run, data)
     texts += _survived(run)
@@ -286,3 +285,21 @@ def _times(run: Path, names: Sequence[str]) -> list[float]:
         with suppress(OSError):
             times.append((run / name).stat().st_mtime)
     return times
+
+
+_FEWEST = 2  # bad updates: each of one has its samples in common with itself
+_MOST = 3  # samples in common: more are no finding
+
+
+def _common_suspects(data: RunData) -> list[str]:
+    """Return a sentence about the samples that are in the suspected micro-batch of each bad update; none: no such."""
+    suspected = [set(samples) for samples in data.suspected]
+    common = sorted(set.intersection(*suspected).difference(data.left_out)) if len(suspected) >= _FEWEST else []
+    if not 0 < len(common) <= _MOST:
+        return []
+    names, are, it = listed([*map(str, common)], _MOST), *(("are", "them") if len(common) > 1 else ("is", "it"))
+    spans = ", ".join(f"[{sample}, {sample}]" for sample in common)
+    return [
+        f"Sample{'s' * (len(common) > 1)} {names} {are} in the suspected micro-batch of each of {len(suspected)} bad "
+        f"updates: mend {it}, or leave {it} out by data.leave_out='[{spans}]'."
+    ]

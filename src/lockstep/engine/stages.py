@@ -11,6 +11,7 @@ tensor that is computed with weights of other stages.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lockstep.core.errors import Failure
+from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.records import Inputs
 from lockstep.distributed.forward_mode import ALL_SIDES, ForwardMode, Side
@@ -280,7 +281,8 @@ class PartitionedModel:
         """
         with entered_modules(self.model) as inside:
             try:
-                return call(self.model, inputs, hooks=False)
+                with self._refusing_sums_over_weights():
+                    return call(self.model, inputs, hooks=False)
             except Failure:
                 raise
             except Exception as error:  # on all ranks alike
@@ -290,6 +292,26 @@ class PartitionedModel:
                     f"the forward of {where} fails where blocks are on other ranks ({first_line(error)}): it needs "
                     "more of them than the tensor that each passes on"
                 ) from error
+
+    @contextmanager
+    def _refusing_sums_over_weights(self) -> Iterator[None]:
+        """Refuse a forward that takes all parameters of a module with blocks, of which a stage has only some."""
+        blocks = set(map(self.model.get_submodule, self._names))
+        around = [module for module in self.model.modules() if blocks & {*module.modules()} and module not in blocks]
+
+        def to_the_end(module: nn.Module, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+            yield from nn.Module.named_parameters(module, *args, **options)
+            if sys.exc_info()[1] is None:  # else Lockstep looks for a reason
+                why = "the forward takes all parameters, as for a penalty, and a stage has only its own; take ddp"
+                raise ConfigError(Problem("", "parallel.pipeline", why))
+
+        for module in around:
+            vars(module)["named_parameters"] = partial(to_the_end, module)
+        try:
+            yield
+        finally:
+            for module in around:
+                del vars(module)["named_parameters"]
 
     def _refuse_own_error(self, error: Exception) -> None:
         """Raise `error` if it is none of the stages: a statement raised it, or the whole model fails there, too."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from lockstep.core.errors import Failure
@@ -28,7 +29,7 @@ from lockstep.core.records import (
     SaveReport,
     StepReport,
 )
-from lockstep.monitor.ending import WritersAtWork
+from lockstep.core.run_queue import seconds_at_work
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, NextReport, ReportWriter, ThrottledMonitor
 from lockstep.monitor.rank_meters import MeterReport
@@ -39,7 +40,7 @@ _HISTOGRAM_WEIGHT = 10
 _LONGEST_REASON = 400  # characters
 _CHARACTERS = 500  # of a text that weigh as much as a report
 END_S = 20.0
-"""How long the end of a run waits for writers that hang; for those at work it waits longer (`ending`)."""
+"""How long the end of a run waits for writers that hang; for those at work it waits longer (`_AtWork`)."""
 
 
 class BackgroundMonitor(ThrottledMonitor):
@@ -68,7 +69,7 @@ class BackgroundMonitor(ThrottledMonitor):
         self._queue = WorkQueue(f"lockstep-{self._name}", most)
         self._next_step = 0
         self._failed = False
-        self._work: WritersAtWork | None = None  # once it finishes
+        self._work: _AtWork | None = None  # once it finishes
 
     def start(self, info: RunInfo) -> None:
         self._put(self._writer.start, info)
@@ -115,7 +116,7 @@ class BackgroundMonitor(ThrottledMonitor):
     def begin_finish(self, error: BaseException | None) -> None:
         """Let the writer finish, without waiting for it."""
         self._put(self._writer.finish, error, weight=0)
-        self._work = WritersAtWork([self.thread] if self.thread is not None else [], self.end_seconds)
+        self._work = _AtWork([self.thread] if self.thread is not None else [], self.end_seconds)
 
     def finish(self, error: BaseException | None) -> None:
         """Wait for the writer up to the limit, which began with `begin_finish`, and longer while it is at work."""
@@ -170,3 +171,44 @@ def _known_reason(error: BaseException) -> str | None:
     first = str(error).partition("\n")[0][:_LONGEST_REASON] or repr(error)
     cause = f"{chain.strerror}: {chain.filename}" if chain.strerror and chain.filename else str(chain)
     return first if chain is error or cause[:_LONGEST_REASON] in first else f"{first} ({cause[:_LONGEST_REASON]})"
+
+
+_SHARE = 0.5  # of an interval, spent at work by all threads together
+_MOST_ENDS = 4
+
+
+class _AtWork:
+    """States whether threads are at work, from now on: one that hangs, as on a network, uses no core.
+
+    Args:
+        threads: As `threading.Thread.native_id`.
+        bound: Seconds that the end waits for threads that hang. For those at work it waits four times as long at most.
+
+    Attributes:
+        interval: Seconds between two answers of `continues`.
+    """
+
+    def __init__(self, threads: Sequence[int], bound: float) -> None:
+        self._threads, self._most = threads, _MOST_ENDS * bound
+        self.interval = bound / 4
+        self._began = self._asked = time.monotonic()
+        self._worked = seconds_at_work(threads)
+        self._idle = False
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._began
+
+    def continues(self) -> bool:
+        """Return whether they were at work lately; once they weren't, they never are.
+
+        Only a whole interval counts: a shorter one shows nothing, as the system counts in ticks.
+        """
+        now = time.monotonic()
+        if now - self._asked < self.interval:
+            return not self._idle
+        worked = seconds_at_work(self._threads)
+        self._idle |= worked - self._worked < _SHARE * (now - self._asked) or now - self._began > self._most
+        self._asked, self._worked = now, worked
+        return not self._idle

@@ -157,7 +157,6 @@ def parallelize(
         chain = blocks_in_line(model, blocks)
         stages = PartitionedModel(model, chain, spec, device, whole.sample(), muted_logging, mode)
     model = apply_transforms(model, after, device)
-
     _lay_out(model, sharded=not find_strategy(plan.strategy).holds_everything)
     sharding_context = ShardingContext(
         model,
