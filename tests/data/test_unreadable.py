@@ -20,10 +20,10 @@ from lockstep.core.errors import RunFailed, Stopped
 from lockstep.core.out_of_memory import error_location
 from lockstep.core.planted import UnreadableSamples, plant_unreadable
 from lockstep.core.progress import Progress
-from lockstep.core.warnings_on_stderr import prefix_warnings
 from lockstep.data import unreadable
 from lockstep.data.custom import adapt_dataset
 from lockstep.data.sources import skipping
+from lockstep.training.job import prefix_warnings
 
 
 class Failing(IndexSource):

@@ -101,6 +101,14 @@ def test_a_module_is_given_the_state_that_it_makes_itself() -> None:
     assert [(model[0].forwards, model[1].forwards) for model in (second, third)] == [(0, 7)] * 2
 
 
+def test_a_buffer_that_grows_is_refused_at_the_first_save() -> None:
+    model = Tied()
+    state = ModelState(model, Momentum(model))  # type: ignore[arg-type]
+    model.mean = torch.zeros(7)
+    with pytest.raises(ConfigError, match="the buffer mean another shape"):
+        state.live_state()
+
+
 def test_a_buffer_has_the_dtype_that_a_forward_has_given_it() -> None:
     third = torch.full((2,), 1 / 3, dtype=torch.float64)
     first, second = Tied(), Tied()

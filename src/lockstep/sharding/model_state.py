@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.records import TrainingState
 from lockstep.distributed.extra_states import set_extra_states
 from lockstep.distributed.shard_boxes import FlatShard, full_tensor, is_sharded, local_shape, local_tensor, shard_of
@@ -76,7 +76,7 @@ class ModelState:
         self._before_read = before_read
         self._after_restore = after_restore
         self.held = held
-        self._dtypes = {name: buffer.dtype for name, (_, buffer) in self._saved_buffers().items()}
+        self._specs = {name: (buffer.dtype, buffer.shape) for name, (_, buffer) in self._saved_buffers().items()}
 
     def synchronize(self) -> None:
         """Copy the first rank's buffers (running means) to all ranks. All ranks together."""
@@ -169,7 +169,13 @@ class ModelState:
         values = {"optimizer": numbers, "groups": groups, "tied": tied}
         if own := saved.get("own"):
             values["own"] = {kind: _plain_own(kept) for kind, kept in own.items()}
-        if recast := [name for name, dtype in self._dtypes.items() if name in tensors and tensors[name].dtype != dtype]:
+        begun = {name: (*spec, tensors[name]) for name, spec in self._specs.items() if name in tensors}
+        if grown := [name for name, (_, shape, now) in begun.items() if now.shape != shape]:
+            why = (
+                f"forwards have given the buffer {grown[0]} another shape, with which no checkpoint can be loaded: give"
+            )
+            raise ConfigError(Problem("", "model", f"{why} it its last shape, or register it with persistent=False"))
+        if recast := [name for name, (dtype, _, now) in begun.items() if now.dtype != dtype]:
             values["recast"] = recast
         if (train := self.optimizer.evaluate()) is not None:
             entries |= {f"{_EVALUATED}{name}": tensors[name].detach().clone() for name in parameters & tensors.keys()}
@@ -232,7 +238,7 @@ class ModelState:
         """Give buffers the dtypes that they have had where `state` was saved, after a forward had changed them."""
         recast = state.values.get("recast", ())
         for name, (owner, buffer) in self._saved_buffers().items():
-            saved, dtype = state.tensors.get(f"{_MODEL}{name}"), self._dtypes.get(name, buffer.dtype)
+            saved, (dtype, _) = state.tensors.get(f"{_MODEL}{name}"), self._specs.get(name, (buffer.dtype, None))
             if name in recast and saved is not None:
                 dtype = saved.dtype
             if buffer.dtype != dtype:

@@ -6,7 +6,9 @@ Job --(launcher: one process a rank)--> join --> assemble --> run --> weights, s
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -22,7 +24,7 @@ from lockstep.core.errors import Failure, OutOfMemory, RunFailed
 from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.ranks import names_a_rank, started_by_lockstep
 from lockstep.core.records import RestartReport, RunInfo
-from lockstep.core.warnings_on_stderr import prefix_warnings
+from lockstep.core.terminal import echo
 from lockstep.distributed.process_group import World, joined
 from lockstep.launch.other_launchers import launch_environment
 from lockstep.launch.outside_watch import watched_from_outside
@@ -332,3 +334,18 @@ def _weights_alone(session: Session, checked_folder: Callable[[], Path]) -> str:
         return f"its weights are in {publish(session, checked_folder)}"
     except RunFailed as error:
         return f"neither could its weights: {error}"
+
+
+class _OnStandardError(logging.Handler):
+    """Prints what Python would print without a prefix: a handler of the program's own has the record instead."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            echo(f"lockstep: {self.format(record)}", file=sys.stderr, flush=True)
+
+
+def prefix_warnings() -> None:
+    """Print warnings as all other messages, also in the processes that this one forks."""
+    logger = logging.getLogger("lockstep")
+    if not any(isinstance(handler, _OnStandardError) for handler in logger.handlers):
+        logger.addHandler(_OnStandardError(logging.WARNING))
