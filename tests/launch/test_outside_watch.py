@@ -197,7 +197,9 @@ def test_torchrun_starts_the_ranks_again(tmp_path: Path) -> None:
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2", "-m", "lockstep", "train"]
     environ = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path[:3], os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [*map(str, Path(__file__).parents[:2]), *sys.path[:3], os.environ.get("PYTHONPATH", "")]
+        ),
     }
     done = subprocess.run(
         [sys.executable, *words, "small.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=200, env=environ
