@@ -24,6 +24,7 @@ TINY: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2},
     "bert": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
     "t5": {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 2, "num_heads": 2},
+    "rwkv": {"hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 2, "context_length": 40},
 }  # fmt: skip
 TASKS = {"bert": "sequence-classification", "t5": "seq2seq"}
 

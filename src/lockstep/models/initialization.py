@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ def constant(value: float) -> Rule:
     return lambda shape, seed: Constant(shape, value)
 
 
+ASKS_FOR_MEMORY = cast("Any", Tensor).is_meta.__get__
+"""What `trunc_normal_`, `orthogonal_` and others call first, and then do nothing without memory."""
 RuleOf = Callable[[str, Tensor], Rule]
 """Returns the rule of a parameter, given its name and the parameter, for its shape."""
 
@@ -96,7 +98,7 @@ class Draws(TorchFunctionMode):
     """A mode that skips normal draws: on the meta device they only import 800 modules, which takes a second.
 
     Attributes:
-        skipped: The tensors of the skipped draws.
+        skipped: The tensors of the skipped draws, and those that were asked whether they have memory.
     """
 
     def __init__(self) -> None:
@@ -107,7 +109,9 @@ class Draws(TorchFunctionMode):
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.Tensor.normal_, nn.init.normal_):
+        if func == ASKS_FOR_MEMORY:
+            self.skipped.append(args[0])
+        elif func in (torch.Tensor.normal_, nn.init.normal_):
             self.skipped.append(args[0] if args else kwargs["tensor"])
             return self.skipped[-1]
         return func(*args, **kwargs)

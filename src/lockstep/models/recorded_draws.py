@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.core.keys import key
 from lockstep.models.initial_values import Constant, ConstantRow, InitialValue, Normal
-from lockstep.models.initialization import generators_keyed
+from lockstep.models.initialization import ASKS_FOR_MEMORY, generators_keyed
 from lockstep.models.random_slices import BLOCK, draws_of
 
 Resets = Mapping[str, Callable[[], object]]
@@ -97,6 +97,8 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if args and isinstance(args[0], Tensor) and not args[0].is_meta:  # a buffer, which has memory
             return func(*args, **kwargs)
+        if func == ASKS_FOR_MEMORY:
+            raise NotRecorded("is_meta")
         if func in _NORMAL:
             return self._normal(*args, **kwargs)
         if func in _CONSTANT:

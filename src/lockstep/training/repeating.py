@@ -25,7 +25,6 @@ from lockstep.distributed import generators
 from lockstep.distributed.consensus import requests_in, with_next_counts, with_requests
 from lockstep.monitor import metric_log
 from lockstep.training.bad_updates import FOUND
-from lockstep.training.bisecting import worst_sample
 from lockstep.training.valid_targets import nonzero_count, reported_counts
 
 if TYPE_CHECKING:
@@ -238,7 +237,7 @@ class _Search:
 
         guilty: list[int] = []
         while rest and len(guilty) < _MOST_GUILTY:
-            sample = worst_sample(rest, badness, finite=finite)
+            sample = _worst_sample(rest, badness, finite=finite)
             if sample is None:
                 break
             guilty.append(sample)
@@ -264,3 +263,19 @@ class _Search:
         components.readback.land()
         components.readback.start(int(tokens))
         return self.again(part, count)
+
+
+def _worst_sample(samples: Sequence[int], badness: Callable[[Sequence[int]], float], *, finite: bool) -> int | None:
+    """Search halves for the sample that makes samples bad; return None if the last one isn't bad alone.
+
+    Args:
+        badness: Computes a part of the samples; returns infinity if its numbers aren't finite, a number above 0 if they
+            are bad.
+        finite: Whether the numbers of all samples are finite: the half with the larger ones is searched then.
+    """
+    while len(samples) > 1:
+        first, second = samples[: len(samples) // 2], samples[len(samples) // 2 :]
+        of_first = badness(first)
+        is_first = of_first >= badness(second) if finite else of_first == math.inf
+        samples = first if is_first else second
+    return samples[0] if samples and badness(samples) > 0 else None
