@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 100_938
-MOST_FILES = 656
+MOST_LINES = 100_931
+MOST_FILES = 655
 
 
 def test_src_keeps_within_its_budget() -> None:
