@@ -266,7 +266,7 @@ class _Search:
 
 
 def _worst_sample(samples: Sequence[int], badness: Callable[[Sequence[int]], float], *, finite: bool) -> int | None:
-    """Search halves for the sample that makes samples bad; return None if the last one isn't bad alone.
+    """Return the sample that makes samples bad, by searching halves; None if the last one isn't bad alone.
 
     Args:
         badness: Computes a part of the samples; returns infinity if its numbers aren't finite, a number above 0 if they
