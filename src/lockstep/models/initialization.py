@@ -38,7 +38,7 @@ def constant(value: float) -> Rule:
 
 
 ASKS_FOR_MEMORY = cast("Any", Tensor).is_meta.__get__
-"""What `trunc_normal_`, `orthogonal_` and others call first, and then do nothing without memory."""
+"""Called first by `trunc_normal_`, `orthogonal_` and others, which then do nothing without memory."""
 RuleOf = Callable[[str, Tensor], Rule]
 """Returns the rule of a parameter, given its name and the parameter, for its shape."""
 
