@@ -9,10 +9,12 @@ import pytest
 from kit import small
 
 from lockstep.config.loading import validate
+from lockstep.core.errors import RunFailed
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.memory_folder import MemoryFolder, left_by, note_attempt
 from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Supervisor
+from lockstep.monitor.folder import RunFolder
 from lockstep.training import start_run
 from lockstep.training.job import Job
 from lockstep.training.resuming import Resume
@@ -26,7 +28,7 @@ def supervisor_of(folder: Path, resume: Resume) -> Supervisor:
     (folder / "metrics.jsonl").write_text('{"step": 787}\n')
     (folder / "attempts.jsonl").write_text("an earlier attempt\n")
     config = validate(small.config(run={"folder": str(folder), "steps": 900}, recovery={"restarts": 1})).config
-    return start_run._supervisor(SmallerBatches(Job(config, "test", resume=resume), folder, 2), folder)
+    return start_run._supervisor(SmallerBatches(Job(config, "test", resume=resume), folder, 2), RunFolder(folder))
 
 
 @pytest.mark.parametrize("resume", [Resume(fresh=True), Resume(step=4)], ids=["--fresh", "--from"])
@@ -72,3 +74,19 @@ def test_a_launch_that_raises_leaves_the_snapshots_in_memory(
     again = MemoryFolder.make(folder)
     assert again is not None
     again.remove()
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_ranks_do_not_start_again_where_the_folder_was(tmp_path: Path, is_taken: bool) -> None:
+    """They would continue the run that is there now."""
+    folder = RunFolder.create(tmp_path / "run")
+    config = validate(small.config(run={"folder": str(folder.path), "steps": 900}, recovery={"restarts": 2})).config
+    supervisor = start_run._supervisor(SmallerBatches(Job(config, "test"), folder.path, 2), folder)
+    assert supervisor.next_entry(KILLED, LaunchResult(1, "killed")) is not None
+    folder.path.rename(tmp_path / "moved")
+    other = RunFolder.create(tmp_path / "run") if is_taken else None
+    with pytest.raises(RunFailed, match="deleted, moved, or taken"):
+        supervisor.next_entry(KILLED, LaunchResult(1, "killed"))
+    folder.release()
+    if other is not None:
+        other.release()

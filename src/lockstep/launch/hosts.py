@@ -14,15 +14,14 @@ from __future__ import annotations
 import multiprocessing.connection
 import signal
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.errors import Paused, Problem, RunFailed, Stopped
+from lockstep.core.errors import Paused, Problem, RunFailed, Stopped, named_ranks
 from lockstep.launch.ends import End, EndKind, end_fields, end_of_fields
-from lockstep.launch.host_ranks import HostRanks, in_order
 from lockstep.launch.host_waits import HostWaits
 from lockstep.launch.outcome import LaunchResult, print_on_stderr, stopped_by
 from lockstep.launch.relay_process import LOST_RELAY, RelayProcess
@@ -374,3 +373,28 @@ class Hosts:
             if rank not in self._ended:
                 self.ends[rank] = end
                 self._ended.add(rank)
+
+
+@dataclass(frozen=True, slots=True)
+class HostRanks:
+    """A host of the run, and its ranks: `first`, `first + 1`, ..."""
+
+    name: str
+    first: int
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({named_ranks(self.span)})"
+
+    @property
+    def span(self) -> range:
+        return range(self.first, self.first + self.ranks)
+
+
+def in_order(hosts: Sequence[Mapping[str, Any]]) -> list[HostRanks]:
+    """Return the hosts of a round, with `host` and `ranks` of each by node rank, and the ranks of each."""
+    placed: list[HostRanks] = []
+    for host in hosts:
+        first = placed[-1].span.stop if placed else 0
+        placed.append(HostRanks(host["host"], first, host["ranks"]))
+    return placed

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_if_changed
+from lockstep.core.files import MAX_JSON_BYTES, is_same_file, read_bounded, write_if_changed
 from lockstep.core.jobs import JOB_FILES
 from lockstep.core.local_paths import local_path, target_of
 from lockstep.core.near_runs import did_you_mean_run
@@ -178,6 +178,11 @@ class RunFolder:
         """Remove the folder of a run that was refused before it started."""
         if not self.config.exists():
             shutil.rmtree(self.path, ignore_errors=True)
+
+    def refuse_replaced(self) -> None:
+        """Raise RunFailed if the path no longer leads to the folder whose lock this process holds."""
+        if self._lock is not None and not is_same_file(self.path / LOCK, self._lock):
+            raise RunFailed(f"{self.path} was deleted, moved, or taken by another run: no ranks start there")
 
     def release(self) -> None:
         """Release the lock."""

@@ -304,21 +304,20 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
 def _rounds(job: Job, sizes: SmallerBatches, folder: RunFolder, hosts: Hosts | None) -> Rounds | None:
     """Return what starts ranks again after a failure; None: the config asks for none."""
     if hosts is None:
-        return _supervisor(sizes, folder.path) if job.config.recovery.ever else None
+        return _supervisor(sizes, folder) if job.config.recovery.ever else None
     if not hosts.recovers:
         return None
     wait = job.config.recovery.host_wait
-    return LeaderRounds(
-        hosts, _supervisor(sizes, folder.path), wait, hosts.elastic, sizes.folder, partial(decision_of, job)
-    )
+    return LeaderRounds(hosts, _supervisor(sizes, folder), wait, hosts.elastic, sizes.folder, partial(decision_of, job))
 
 
-def _supervisor(sizes: SmallerBatches, folder: Path) -> Supervisor:
-    job, attempts = sizes.job, folder / ATTEMPTS
+def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
+    job, folder, attempts = sizes.job, run.path, run.path / ATTEMPTS
     before = _content(attempts)
 
     def resumed() -> Callable[[], int]:
         """Return the entry of ranks that resume this run, or, if none has begun, start it as they were to."""
+        run.refuse_replaced()
         begun = _content(attempts) != before
         resume = replace(job.resume, fresh=False, step=None, origin=None) if begun else job.resume
         return partial(train_as_rank, replace(sizes.job, resume=resume), folder)
