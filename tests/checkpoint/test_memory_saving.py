@@ -14,7 +14,6 @@ from lockstep.checkpoint import reading
 from lockstep.checkpoint.loading import load_newest
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.memory_saving import MemorySaver
-from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.saving import RunMetadata, StepMetadata
 from lockstep.checkpoint.with_memory import WithMemory
 from lockstep.distributed.collectives import LocalGroup
@@ -110,8 +109,7 @@ def test_a_flipped_byte_is_detected_whichever_thread_reads(
 
 
 def test_another_runs_snapshot_is_not_used(tmp_path: Path) -> None:
-    disk, memory = LocalStorage(tmp_path / "disk"), LocalStorage(tmp_path / "memory", "other")
-    disk.set_owner(Owner("other", None, "other"))
+    disk, memory = LocalStorage(tmp_path / "disk", "other"), LocalStorage(tmp_path / "memory", "other")
     assert save(disk, rank_states({"model.weight": WEIGHT + 5}, 2, 0), 5, "other") == []
     take(tmp_path / "memory", [8])
     assert loaded(WithMemory(disk, memory))[0] == 5

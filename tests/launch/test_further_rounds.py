@@ -7,7 +7,8 @@ import errno
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -18,13 +19,16 @@ from lockstep.core.errors import RunFailed
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.ends_file import read_ends
 from lockstep.launch.group import SignalRequests
+from lockstep.launch.host_rounds import LeaderRounds
 from lockstep.launch.local import _unless_stopped, launch, result_of
+from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.starting import Ranks, Round
 from lockstep.launch.supervision import Supervisor
 
 if TYPE_CHECKING:
     from conftest import ForkServer
 
+    from lockstep.launch.hosts import Hosts
 
 NO_PROCESSES = "[Errno 11] Resource temporarily unavailable"
 KILLED = ["deaf,sleep:30", "kill:9"]
@@ -54,6 +58,22 @@ def test_ranks_that_cannot_be_started_at_all_end_the_run_with_the_reason(monkeyp
     monkeypatch.setattr(Round, "begin", refusing)
     with pytest.raises(RunFailed, match=r"^its ranks can't be started: \[Errno 24\] Too many open files$"):
         launch(lambda: 0, 2, Launch(), None)
+
+
+TAKEN = "/run belongs to another run now"
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "pauses", "ended"), [(EndKind.KILLED, 137, False, 137), (EndKind.PAUSED, 75, True, 1)]
+)
+def test_no_ranks_start_where_another_run_is_now(kind: EndKind, code: int, pauses: bool, ended: int) -> None:
+    """After a failure, and after hosts have paused their ranks for another one."""
+    supervisor = Supervisor(Recovery(restarts=1), lambda: 7, lambda: lambda: 0, taken=lambda: TAKEN)
+    hosts = cast("Hosts", SimpleNamespace(pauses=pauses, has_gone=False))
+    rounds = LeaderRounds(hosts, supervisor, 0.0, elastic=True, folder=Path("/run"), decision=lambda entry: {})
+    result = LaunchResult(code, "rank 0 has ended")
+    assert rounds.next_entry([End(kind, code, "", 0.0)], result) is None
+    assert rounds.concluded(result) == LaunchResult(ended, f"rank 0 has ended\n{TAKEN}: its ranks don't start again")
 
 
 def test_a_launcher_reaps_what_a_rank_that_was_killed_has_left(fork_server: ForkServer, tmp_path: Path) -> None:

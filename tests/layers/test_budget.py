@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 100_925
-MOST_FILES = 654
+MOST_LINES = 100_916
+MOST_FILES = 653
 
 
 def test_src_keeps_within_its_budget() -> None:

@@ -25,6 +25,7 @@ from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
 from lockstep.checkpoint.patience import repeated
 from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, read_small
+from lockstep.core.errors import RunFailed
 from lockstep.core.files import exists_anew, flush, is_same_file
 
 _LOCK = ".lock"
@@ -49,6 +50,7 @@ class LocalStorage:
         self._run = run
         self._draft_prefix = draft_prefix
         self._claimed: int | None = None
+        self._is_owned = False  # by `set_owner`: it isn't made again
 
     @property
     def run(self) -> str | None:
@@ -56,15 +58,13 @@ class LocalStorage:
         return owner.run if owner is not None else self._run
 
     def owner(self) -> Owner | None:
-        file = self._folder / OWNER
         try:
-            recorded = repeated(lambda: read_small(LocalFile(file), ownership.MAX_BYTES), self._retry_seconds, file)
-            return ownership.from_bytes(recorded)
+            return ownership.from_bytes(read_small(LocalFile(self._folder / OWNER), ownership.MAX_BYTES))
         except OSError:
             return None
 
     def set_owner(self, owner: Owner) -> None:
-        self._run = owner.run
+        self._run, self._is_owned = owner.run, True
         if self.owner() == owner:  # a full disk could not take it again
             return
         self._make()
@@ -98,6 +98,8 @@ class LocalStorage:
         draft = self._folder / f"{self._draft_prefix}{name}"
 
         def make() -> None:
+            if self._is_owned and not exists_anew(self._folder / OWNER):
+                raise RunFailed(f"{self._folder} was deleted or moved during the run; move it back to save there")
             self._make()
             draft.mkdir(exist_ok=True)
 

@@ -261,11 +261,9 @@ class Saver:
         """Write this rank's file; then this rank has settled."""
         try:
             save.snapshot.complete()
-            owner, place = self._storage.owner(), self._storage.place
+            owner = self._storage.owner()
             if owner is not None and owner.run != self.run_metadata.run:  # it began where this run's folder was
-                raise RunFailed(f"{place} belongs to another run now: {owner}")
-            if owner is None and self._storage.run is not None:
-                raise RunFailed(f"{place} was deleted or moved during the run; a save succeeds again once it is back")
+                raise RunFailed(f"{self._storage.place} belongs to another run now: {owner}")
             save.draft = self._storage.begin(checkpoint_name(save.metadata.step))
             self._write_file(save, save.draft)
         except Exception as error:

@@ -56,7 +56,7 @@ class LeaderRounds:
         is_lost = cause is not None and ends[cause].kind is EndKind.LOST
         if is_lost and (self.hosts.has_gone or not (self.wait or self.elastic)):
             return None
-        again = self.supervisor.resumed() if self._is_paused(ends) else self.supervisor.next_entry(ends, result)
+        again = self.supervisor.after_pause() if self._is_paused(ends) else self.supervisor.next_entry(ends, result)
         if again is None:
             return None
         try:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+from lockstep.core.errors import Paused, RunFailed
 from lockstep.launch.ends import End, first_cause
 from lockstep.launch.ends_file import gist
 from lockstep.launch.failure_kinds import (
@@ -51,6 +52,7 @@ class Supervisor:
         resumed: Returns the entry of a rank that resumes from what the rounds before have saved.
         smaller: Makes micro-batches smaller after memory has run out; returns what changes, empty if nothing can.
         may_be_smaller: Returns whether `smaller` would change anything.
+        taken: Returns why the run's folder isn't there any more, so that no ranks may start there; empty: it is.
         rounds: Number of rounds that have ended.
     """
 
@@ -59,18 +61,23 @@ class Supervisor:
     resumed: Callable[[], Callable[[], int]]
     smaller: Callable[[End], str] = lambda end: ""
     may_be_smaller: Callable[[End], bool] = lambda end: False
+    taken: Callable[[], str] = lambda: ""
     rounds: int = field(default=0, init=False)
     _furthest: int = field(default=0, init=False)
     _in_vain: Counter[FailureKind] = field(default_factory=Counter, init=False)
     _seen: set[tuple[str, int]] = field(default_factory=set, init=False)
     _last: FailureKind | None = field(default=None, init=False)
     _samples: str = field(default="", init=False)
+    _is_taken: str = field(default="", init=False)
 
     def next_entry(self, ends: Sequence[End], result: LaunchResult) -> Callable[[], int] | None:
         """Return the entry of the next round's ranks, and print why there is one; None: there is none."""
         self.rounds += 1
         cause = first_cause(ends)
         if cause is None or result.code == 0:
+            return None
+        self._is_taken = self.taken()
+        if self._is_taken:
             return None
         step = self.last_step() or 0
         kind, change = kind_of(ends[cause], result.text), ""
@@ -100,6 +107,11 @@ class Supervisor:
         )
         return self.resumed()
 
+    def after_pause(self) -> Callable[[], int] | None:
+        """Return the entry of ranks that were stopped to continue on other hosts; None: the folder is gone."""
+        self._is_taken = self.taken()
+        return None if self._is_taken else self.resumed()
+
     def retries(self, end: End, text: str) -> bool:
         """Return whether another round may follow a failure; `next_entry` decides whether one does."""
         kind, step = kind_of(end, text), self.last_step() or 0
@@ -114,6 +126,9 @@ class Supervisor:
     def concluded(self, result: LaunchResult) -> LaunchResult:
         """Return the result of the last round, with the number of those before, and what to do next."""
         before = self.rounds - 1
+        if self._is_taken:
+            code = RunFailed.exit_code if result.code == Paused.exit_code else result.code
+            return replace(result, code=code, text=f"{result.text}\n{self._is_taken}: its ranks don't start again")
         if result.code == 0 or self._last is None:
             return result
         times = "once" if before == 1 else f"{before} times"

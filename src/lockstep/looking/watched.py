@@ -231,12 +231,12 @@ def _last_interval(run: Path) -> Mapping[str, Any]:
 
 
 def _stragglers(record: Mapping[str, Any]) -> dict[int, str]:
-    return {
-        int(number(item.get("rank"), -1)): f"{number(item.get('ratio')):.1f}x {item.get('phase', '')}".replace(
-            "nanx", "-"
-        )
-        for item in _objects(record.get("stragglers"))
-    }
+    ratios = {}
+    for item in _objects(record.get("stragglers")):
+        ratio = number(item.get("ratio"))
+        times = f"{ratio:.1f}x" if math.isfinite(ratio) else "-"
+        ratios[int(number(item.get("rank"), -1))] = f"{times} {item.get('phase', '')}"
+    return ratios
 
 
 def _split(record: Mapping[str, Any]) -> dict[str, float]:

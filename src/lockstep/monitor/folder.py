@@ -179,10 +179,11 @@ class RunFolder:
         if not self.config.exists():
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def refuse_replaced(self) -> None:
-        """Raise RunFailed if the path no longer leads to the folder whose lock this process holds."""
-        if self._lock is not None and not is_same_file(self.path / LOCK, self._lock):
-            raise RunFailed(f"{self.path} was deleted, moved, or taken by another run: no ranks start there")
+    def taken(self) -> str:
+        """Return why the path no longer leads to the folder whose lock this process holds; empty: it does."""
+        if self._lock is None or is_same_file(self.path / LOCK, self._lock):
+            return ""
+        return f"{self.path} was deleted or moved, or belongs to another run now"
 
     def release(self) -> None:
         """Release the lock."""

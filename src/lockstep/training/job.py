@@ -275,11 +275,13 @@ def _logged_tracebacks(job: Job, session: Session) -> Iterator[Path]:
     """
     world = components_of(session).world
     with _run_folder(job, world) as folder:
+        holder = lock_holder(folder)
         try:
             yield folder
         except Exception as error:
             is_message = out_of_memory_cause(error) or (isinstance(error, Failure) and error.__cause__ is not None)
-            if is_message and job.folder is None and names_a_rank(os.environ):
+            is_held = lock_holder(folder) == holder  # it may have been deleted, or belong to another run now
+            if is_message and is_held and job.folder is None and names_a_rank(os.environ):
                 append(log_path(folder / LOGS, world.rank), "".join(traceback.format_exception(error)))
             raise
 

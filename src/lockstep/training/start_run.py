@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from lockstep.checkpoint.manifest import CorruptCheckpoint
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
-from lockstep.core.errors import ConfigError, Failure, Paused, Problem, Stopped, message_of
+from lockstep.core.errors import ConfigError, Failure, Paused, Problem, RunFailed, Stopped, message_of
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.stopping import blocked_signals, undo_on_stop
@@ -31,18 +31,10 @@ from lockstep.launch.local import launch
 from lockstep.launch.memory_folder import MemoryFolder
 from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Rounds, Supervisor
-from lockstep.monitor.folder import (
-    ATTEMPTS,
-    CONFIG,
-    METRICS,
-    RunFolder,
-    is_finished,
-    recipe_of,
-)
+from lockstep.monitor.folder import ATTEMPTS, CONFIG, METRICS, RunFolder, is_finished, read_summary, recipe_of
 from lockstep.plan.schedule import LENGTHS, used_of_budget
 from lockstep.training.ahead import imports_ahead, prepared_ahead
 from lockstep.training.decisions import decision_of
-from lockstep.training.ended_early import continues_after_early_end, finished_message
 from lockstep.training.finished_run import run_config
 from lockstep.training.job import Job, run_job
 from lockstep.training.last_snapshot import after_last_round
@@ -175,10 +167,10 @@ def has_nothing_to_train(config: Config, folder: Path, given: ObjectStore | None
     then = run_config(folder)
     if all(getattr(then.run, length) == getattr(config.run, length) for length in LENGTHS):
         if finished:
-            if continues_after_early_end(folder, then, config):
+            if _early_end(folder) and then.monitor.early_stopping != config.monitor.early_stopping:
                 return False
             _refuse_other_settings(config, folder)
-            _echo_once(finished_message(folder))
+            _echo_once(_finished_message(folder))
         return finished
     too_long = _too_long(config.run, storage_of(config.checkpoint, folder, given), folder, finished=finished)
     if too_long is None:
@@ -187,6 +179,25 @@ def has_nothing_to_train(config: Config, folder: Path, given: ObjectStore | None
         raise ConfigError(too_long)
     _echo_once(too_long)
     return True
+
+
+def _finished_message(folder: Path) -> str:
+    """Return the message about a finished run that is started again as it was."""
+    if reason := _early_end(folder):
+        return (
+            f"the run in {folder} is finished: it ended early, since {reason}; to train it further, give it a longer "
+            "run.steps (or epochs, ...), or raise monitor.early_stopping.patience if that ended it; --fresh starts over"
+        )
+    return f"the run in {folder} is finished; to resume, give it a longer run.steps (or epochs, ...), or --fresh"
+
+
+def _early_end(folder: Path) -> str:
+    """Return why the finished run has ended early; empty: it hasn't, or that can't be read."""
+    try:
+        reason = (read_summary(folder) or {}).get("stopped_early")
+    except RunFailed:
+        return ""
+    return reason if isinstance(reason, str) else ""
 
 
 def _echo_once(message: str) -> None:
@@ -317,7 +328,6 @@ def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
 
     def resumed() -> Callable[[], int]:
         """Return the entry of ranks that resume this run, or, if none has begun, start it as they were to."""
-        run.refuse_replaced()
         begun = _content(attempts) != before
         resume = replace(job.resume, fresh=False, step=None, origin=None) if begun else job.resume
         return partial(train_as_rank, replace(sizes.job, resume=resume), folder)
@@ -329,7 +339,7 @@ def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
         steps = list(names_by_step(snapshots_in(job.memory, None).names())) if job.memory is not None else []
         return max((*steps, last_step(folder / METRICS) or 0))
 
-    return Supervisor(job.config.recovery, furthest, resumed, sizes.after, sizes.may_follow)
+    return Supervisor(job.config.recovery, furthest, resumed, sizes.after, sizes.may_follow, run.taken)
 
 
 def _content(file: Path) -> bytes:
