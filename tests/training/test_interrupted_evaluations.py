@@ -154,7 +154,7 @@ def test_a_model_that_draws_has_the_metrics_of_the_undisturbed_run_after_a_kill(
     assert history == _history(undisturbed)
     assert [step for step, _ in history] == [3, 6, 9]
     again = in_process(_evaluated_again, killed)
-    assert again["loss"] == pytest.approx(history[-1][1], rel=1e-6)
+    assert again["held-out"]["loss"] == pytest.approx(history[-1][1], rel=1e-6)
 
 
 def test_a_long_evaluation_is_left_within_a_second() -> None:
