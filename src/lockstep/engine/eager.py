@@ -95,8 +95,8 @@ class EagerEngine:
                     self._pass(micro_batch, seed_scale, announced, first=not batch.step)
                 else:
                     with sync, muted_padding(micro_batch, self._muted):
-                        weight = seed_scale if micro_batch.samples else seed_scale * 0.0
-                        self._pass(micro_batch, weight, announced, first=not batch.step)
+                        scale = seed_scale if micro_batch.samples else seed_scale * 0.0
+                        self._pass(micro_batch, scale, announced, first=not batch.step)
         except Exception as error:
             if _ONE_VALUE in str(error):
                 raise _one_sample(micro_batches[index].samples) from error

@@ -171,10 +171,8 @@ class ModelState:
             values["own"] = {kind: _plain_own(kept) for kind, kept in own.items()}
         begun = {name: (*spec, tensors[name]) for name, spec in self._specs.items() if name in tensors}
         if grown := [name for name, (_, shape, now) in begun.items() if now.shape != shape]:
-            why = (
-                f"forwards have given the buffer {grown[0]} another shape, with which no checkpoint can be loaded: give"
-            )
-            raise ConfigError(Problem("", "model", f"{why} it its last shape, or register it with persistent=False"))
+            why = f"a forward has given the buffer {grown[0]} another shape, so that no checkpoint could be loaded"
+            raise ConfigError(Problem("", "model", f"{why}: register it in its last shape, or with persistent=False"))
         if recast := [name for name, (dtype, _, now) in begun.items() if now.dtype != dtype]:
             values["recast"] = recast
         if (train := self.optimizer.evaluate()) is not None:

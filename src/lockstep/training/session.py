@@ -72,10 +72,9 @@ class Session:
         self._failure_state = FailureState(components.world.size == 1, buffers if buffers.names else None)
         self._bad_updates = BadUpdates(components, self._verdicts, self._failure_state)
         self._repeats = UpdateRepeats(components, self._failure_state, self._left_out, self._bad_updates)
-        self._began = time.perf_counter()
         compare = partial(difference, components)
         ranks = components.world.axis.size
-        self._books = Books(ranks, self._verdicts, self._ledger, compare, self._saves, self._began)
+        self._books = Books(ranks, self._verdicts, self._ledger, compare, self._saves, time.perf_counter())
         self._parameters = ParameterWatch(components)
         self._failure: Exception | None = None
         self._batches: Iterator[GlobalBatch] | None = None
@@ -248,7 +247,7 @@ class Session:
         self._verdicts.restore(values["patience"])
         self._ledger.restore(values["ledger"])
         self._left_out.restore(values.get("left_out", ()), self.progress.samples)
-        self._began = self._books.began = time.perf_counter() - values["seconds"]
+        self._books.began = time.perf_counter() - values["seconds"]
         self._failure_state.restored()
         self._parameters.forget()
         self._batch = self._upcoming = None
@@ -439,7 +438,7 @@ def bad_updates_of(session: Session) -> BadUpdates:
 
 def seconds_of(session: Session) -> float:
     """Return the seconds since the run's first update began, in whatever process."""
-    return time.perf_counter() - session._began
+    return time.perf_counter() - session._books.began
 
 
 def attach(session: Session, saves: VoteParticipant) -> FailureState:
