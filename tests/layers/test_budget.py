@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 100_913
-MOST_FILES = 653
+MOST_LINES = 100_557
+MOST_FILES = 651
 
 
 def test_src_keeps_within_its_budget() -> None:

@@ -128,7 +128,6 @@ ALLOWED = {
     "config/reference.py", "plan/features.py",  # write pages of the documentation
     "distributed/user_collectives.py",  # print_once prints for its caller
     "core/json_output.py",  # JSON, where every such sign is escaped
-    "cli/complete.py", "cli/completion_table.py",  # to a shell: words of the committed table, and what was just typed
     "__main__.py",  # a constant sentence, before anything is imported
     "core/terminal.py", "launch/streams.py", "monitor/console.py", "monitor/live.py",
 }  # fmt: skip

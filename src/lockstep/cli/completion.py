@@ -1,117 +1,118 @@
-"""The verb `completion`: lockstep completion bash | zsh | fish."""
+"""The verb `completion`: prints a shell's completion script, which shtab makes from the verbs' parsers.
+
+VERBS --> each verb's parser, caught when it parses --> one tree of argparse parsers --> shtab --> the script
+schema --> --optim.lr, ... as flags of the verbs that take overrides
+"""
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import shtab
 
 from lockstep.cli.arguments import Parser
+from lockstep.cli.launch_command import OF_JOBS
+from lockstep.cli.launch_command import VERBS as VERBS_OF_LAUNCH
+from lockstep.config import shape
+from lockstep.config.recipes import overlays, recipes
+from lockstep.config.shape import ValueShape
 from lockstep.core.terminal import echo
 
 _EPILOG = """\
-  bash  echo 'source <(lockstep completion bash)' >> ~/.bashrc
-  zsh   echo 'source <(lockstep completion zsh)' >> ~/.zshrc        after compinit
+  bash  lockstep completion bash > ~/.local/share/bash-completion/completions/lockstep
+  zsh   lockstep completion zsh > FOLDER/_lockstep        FOLDER is one of $fpath
   fish  lockstep completion fish > ~/.config/fish/completions/lockstep.fish
-The script calls the Python that printed it: print it again after moving that."""
+The script lists what this version has: print it again after an update."""
+_PATH_TYPES = ("path", "path_or_address", "run_path")
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print the script."""
-    parser = Parser(
-        "completion", "Prints a shell's completion script for verbs, flags, recipes and config keys.", _EPILOG
+    parser = Parser("completion", "Prints a shell's completion script for verbs, flags, files and keys.", _EPILOG)
+    parser.add_argument(
+        "shell", choices=shtab.SUPPORTED_SHELLS, metavar="SHELL", help=", ".join(shtab.SUPPORTED_SHELLS)
     )
-    parser.add_argument("shell", choices=tuple(_SCRIPTS), metavar="SHELL", help="bash, zsh or fish")
     args = parser.parse_args(arguments)
-    echo(_SCRIPTS[args.shell].replace("PYTHON", shlex.quote(sys.executable)).strip())
+    echo(shtab.complete(_tree(), args.shell))
     return 0
 
 
-# Words are passed as arguments, and the reply is only compared, sliced and offered: no eval, no compgen -W.
+def _tree() -> argparse.ArgumentParser:
+    """Return one parser for all verbs."""
+    from lockstep.cli.main import VERBS
 
-_BASH = r"""
-# Completes lockstep in bash.
-_lockstep() {
-    local typed=() word raw=${COMP_WORDS[COMP_CWORD]} index joined=0
-    for ((index = 1; index <= COMP_CWORD; index++)); do
-        word=${COMP_WORDS[index]}
-        if [[ $word == [=:@]* && ${#typed[@]} -gt 0 ]] || [[ $joined == 1 && -n $word ]]; then
-            typed[${#typed[@]}-1]+=$word
-        else
-            typed+=("$word")
-        fi
-        [[ $word == *[=:@] ]] && joined=1 || joined=0
-    done
-    [[ $raw == [=:@] ]] && raw=
-    local current=${typed[${#typed[@]}-1]} kind candidate partial=1
-    local prefix=${current%"$raw"}
-    COMPREPLY=()
-    {
-        IFS= read -r kind
-        while IFS=$'\t' read -r candidate _; do
-            COMPREPLY+=("${candidate#"$prefix"}")
-            [[ $candidate == *[=.] ]] || partial=0
-        done
-    } < <(PYTHON -P -m lockstep.cli.complete bash "${typed[@]}" 2>/dev/null)
-    if [[ $kind != files ]]; then
-        compopt +o default 2>/dev/null
-        [[ $partial == 1 ]] && compopt -o nospace 2>/dev/null
-    elif ((${#COMPREPLY[@]})); then  # else readline completes files itself
-        while IFS= read -r candidate; do
-            COMPREPLY+=("$candidate")
-            partial=0
-        done < <(compgen -f -- "$raw")
-        [[ $partial == 1 ]] && compopt -o nospace 2>/dev/null || compopt -o filenames 2>/dev/null
-    fi
-}
-complete -o default -F _lockstep lockstep
-"""
+    root = argparse.ArgumentParser("lockstep")
+    verbs = root.add_subparsers()
+    for name, (module, summary) in VERBS.items():
+        verb = import_module(f"lockstep.cli.{module}")
+        commands = getattr(verb, "COMMANDS", {})
+        own = _added(verbs, name, summary, getattr(verb, "plain", None) if commands else verb.run)
+        inner = own.add_subparsers() if commands else None
+        for command, of in commands.items():
+            parser = _added(inner, command, of.summary, of.run)
+            if name == "launch":
+                parser.add_argument("verb", choices=[*VERBS_OF_LAUNCH, *OF_JOBS])
+    return root
 
-_ZSH = r"""
-#compdef lockstep
-# Completes lockstep in zsh.
-_lockstep() {
-    local kind line word
-    local -a typed lines whole partial whole_shown partial_shown
-    typed=("${(@Q)words[2,CURRENT]}")
-    lines=("${(@f)$(PYTHON -P -m lockstep.cli.complete zsh "${typed[@]}" 2>/dev/null)}")
-    kind=$lines[1]
-    for line in "${(@)lines[2,-1]}"; do
-        word=${line%%$'\t'*}
-        if [[ $word == *[=.] ]]; then
-            partial+=("$word") partial_shown+=("${line/$'\t'/  }")
-        elif [[ -n $word ]]; then
-            whole+=("$word") whole_shown+=("${line/$'\t'/  }")
-        fi
-    done
-    local found=1
-    (( $#whole )) && compadd -l -d whole_shown -a whole && found=0
-    (( $#partial )) && compadd -l -S '' -d partial_shown -a partial && found=0
-    if [[ $kind == files ]]; then
-        [[ $words[CURRENT] == (-|)(-|)[A-Za-z_]*=* ]] && compset -P '*='
-        _files && found=0
-    fi
-    return found
-}
-compdef _lockstep lockstep
-"""
 
-_FISH = r"""
-# Completes lockstep in fish.
-function __lockstep_complete
-    set -l typed (commandline -opc)
-    set -l current (commandline -ct)
-    set -l lines (PYTHON -P -m lockstep.cli.complete fish $typed[2..-1] $current 2>/dev/null)
-    test (count $lines) -gt 1; and printf '%s\n' $lines[2..-1]
-    if test "$lines[1]" = files
-        set -l prefix (string match -r '^-{0,2}[A-Za-z_][^=/]*=' -- $current)
-        set -l start (string length -- "$prefix")
-        for file in (__fish_complete_path (string sub -s (math $start + 1) -- "$current"))
-            printf '%s%s\n' "$prefix" $file
-        end
-    end
-end
-complete -c lockstep -f -a '(__lockstep_complete)'
-"""
+def _added(to: Any, name: str, summary: str, run: Callable[[Sequence[str]], int] | None) -> argparse.ArgumentParser:
+    """Add a parser with the arguments of the one that `run` builds, and with the keys of the config if it reads one."""
+    built = _built(run) if run else argparse.ArgumentParser()
+    parser: argparse.ArgumentParser = to.add_parser(name, help=summary, parents=[built], add_help=False)
+    for action in built._actions:
+        if action.dest == "config":
+            _complete(action, _recipe_or_file())
+        elif getattr(action.type, "__name__", "") in _PATH_TYPES or action.metavar in ("INPUT", "FILE"):
+            _complete(action, shtab.FILE)
+    if "overrides" in (built.usage or ""):
+        for key, words in _keys(shape.root(), "").items():
+            parser.add_argument(f"--{key}", choices=words or None)
+    return parser
 
-_SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+
+class _Built(Exception):
+    def __init__(self, parser: Parser) -> None:
+        self.parser = parser
+
+
+def _built(run: Callable[[Sequence[str]], int]) -> Parser:
+    """Return the parser that a verb builds, by catching it when it parses."""
+
+    def caught(parser: Parser, *_: object) -> NoReturn:
+        raise _Built(parser)
+
+    try:
+        with patch.object(Parser, "parse_args", caught):
+            run(["--help"])
+    except _Built as built:
+        return built.parser
+    raise AssertionError(f"{run} builds no parser")
+
+
+def _complete(action: argparse.Action, how: object) -> None:
+    action.complete = how  # type: ignore[attr-defined]  # where shtab looks
+
+
+def _recipe_or_file() -> dict[str, Any]:
+    """Return how shtab is to complete a recipe; where it can't offer both, files."""
+    names = " ".join(recipe.name for recipe in (*recipes(), *overlays()))
+    bash = f'_lockstep_recipe_or_file() {{ compgen -W \'{names}\' -- "$1"; compgen -f -- "$1"; }}'
+    zsh = f"_lockstep_recipe_or_file() {{ compadd -- {names}; _files; }}"
+    function = "_lockstep_recipe_or_file"
+    return {**shtab.FILE, "bash": function, "zsh": function, "preamble": {"bash": bash, "zsh": zsh}}
+
+
+def _keys(at: ValueShape, path: str) -> dict[str, list[str]]:
+    """Return dotted keys that hold a value, each with its valid words; those below a free name are left out."""
+    keys: dict[str, list[str]] = {}
+    for section in at.sections():
+        for name, inner in shape.fields(section).items():
+            below = _keys(inner, f"{path}{name}.")
+            words = [*inner.choices, *["true", "false"] * inner.boolean]
+            for key, valid in (below or {f"{path}{name}": words}).items():
+                keys[key] = list(dict.fromkeys([*keys.get(key, []), *valid]))
+    return keys
