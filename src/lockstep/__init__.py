@@ -116,14 +116,6 @@ _HOMES = {
     for name in names.split()
 }
 
-_RENAMED = {
-    "Distrust": "lockstep.VerificationError",
-    "GiveUp": "lockstep.RunFailed",
-    "Waited": "lockstep.CollectiveTimeout",
-    "checkpoints": "session.checkpoints(folder)",
-    "steps": "`for report in session`",
-}
-
 __all__ = ["__version__", "log", *sorted(_HOMES)]
 
 
@@ -143,6 +135,4 @@ def __getattr__(name: str) -> "Any":
         if reason is not None:
             raise ImportError(reason)
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in _RENAMED:
-        raise AttributeError(f"lockstep.{name} is now {_RENAMED[name]}")
     raise AttributeError(f"lockstep has no {name!r}; it has {', '.join(__all__)}")

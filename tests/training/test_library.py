@@ -234,30 +234,16 @@ def test_two_sessions_after_one_another() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dataset": []}, "the argument dataset is now called train_dataset"),
-        ({"evaluation": {}}, "the argument evaluation is now called eval_datasets"),
+        ({"train_data": []}, "there is no argument train_data; did you mean train_dataset?"),
         ({"modl": None}, "there is no argument modl; did you mean model?"),
     ],
 )
-def test_renamed_and_unknown_arguments_are_answered(arguments: dict[str, Any], message: str) -> None:
+def test_unknown_arguments_are_answered(arguments: dict[str, Any], message: str) -> None:
     for call in (lockstep.train, lockstep.verify):
         with pytest.raises(TypeError, match=re.escape(message)):
             call(small.config(), **arguments)
     with pytest.raises(TypeError, match=re.escape(message)), lockstep.session(small.config(), **arguments):
         pass
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("GiveUp", "lockstep.GiveUp is now lockstep.RunFailed"),
-        ("steps", "lockstep.steps is now `for report in session`"),
-        ("checkpoints", "lockstep.checkpoints is now session.checkpoints(folder)"),
-    ],
-)
-def test_renamed_names_are_answered(name: str, message: str) -> None:
-    with pytest.raises(AttributeError, match=re.escape(message)):
-        getattr(lockstep, name)
 
 
 def _save_again(folder: Path) -> tuple[list[str | None], list[str | None], list[str | int]]:

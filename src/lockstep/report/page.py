@@ -114,7 +114,7 @@ def _flaws_of_ranks(ranks: RankHistory) -> list[str]:
 
 
 def _config_line(line: str) -> tuple[str, str]:
-    """Return the key with its colon, and the rest, without secrets that an earlier version wrote."""
+    """Return the key with its colon, and the rest, without secrets."""
     key, colon, value = line.partition(": ")
     text = f"{key}{colon}{hidden_setting(key.strip(), value)}" if colon else without_secrets(line)
     name, colon, rest = text.partition(":")

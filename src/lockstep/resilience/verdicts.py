@@ -140,7 +140,7 @@ class Verdicts:
         return state if self._spikes is None else {**state, _RECENT: self._spikes.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned; earlier versions saved no recent numbers."""
+        """Continue from what `state` returned; a run that did not watch for spikes saved no recent numbers."""
         self.discarded, self._in_a_row, self._idle = state["discarded"], state["in_a_row"], state["idle"]
         if self._spikes is not None:
             self._spikes.restore(state.get(_RECENT, ()))

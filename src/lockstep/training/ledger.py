@@ -104,15 +104,8 @@ def imported_ledger(order: OrderFacts, samples: int) -> list[dict[str, Any]]:
 
 
 def left_out_in(state: Iterable[Mapping[str, Any]]) -> list[LeftOutSample]:
-    """Return the samples that a checkpoint lists as left out, each once: earlier versions listed it for each epoch.
-
-    Raises:
-        TypeError: The list isn't of that form.
-    """
-    listed: dict[tuple[int, int | None], LeftOutSample] = {}
-    for sample in (LeftOutSample(**fields) for fields in state):
-        listed.setdefault((sample.index, sample.until), sample)
-    return [*listed.values()]
+    """Return the samples that a checkpoint lists as left out. Raises TypeError if the list isn't of that form."""
+    return [LeftOutSample(**fields) for fields in state]
 
 
 def order_of(components: Components) -> OrderFacts:

@@ -196,7 +196,7 @@ def _occupant(storage: Storage) -> _Occupant | None:
     if not names:
         return None
     owner, newest = storage.owner(), _newest(storage, [names[step] for step in sorted(names, reverse=True)])
-    if owner is None and newest is not None:  # an earlier version wrote no owner.json
+    if owner is None and newest is not None:  # checkpoints that were copied without their owner.json
         owner = Owner(newest.run, None, "a run")
     return _Occupant(owner, newest) if owner is not None else None
 
@@ -217,7 +217,7 @@ def _trains_alike(config: Config, newest: Manifest | None) -> bool:
 
 def _belongs_to(folder: Path, owner: Owner) -> bool:
     run = id_of_run(folder)
-    if run is None:  # a run that was killed before it wrote its id, or one of an earlier version
+    if run is None:  # killed before it wrote its id
         return owner.folder == str(folder) or (owner.folder is None and (folder / CONFIG).is_file())
     is_copy = owner.folder not in (None, str(folder)) and id_of_run(Path(str(owner.folder))) == owner.run
     return run == owner.run and not is_copy

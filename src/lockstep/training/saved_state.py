@@ -126,9 +126,7 @@ def changes(manifest: Manifest, config: Config, data: Mapping[str, Any]) -> list
     lines = []
     for key in _RUN_KEYS:
         then, now = _value(manifest.config, key), _value(current, key)
-        if then is None and now == []:  # a key that earlier versions did not have
-            continue
-        if then != now and not (key == "optim.name" and now == "given"):  # earlier versions recorded another name
+        if then != now:
             lines += _differences(key, then, now)
     then, now = _value(manifest.config, "schedule.kind"), _value(current, "schedule.kind")
     if then == "given" != now:  # a schedule of the config may be changed; one that was passed was only forgotten
@@ -152,8 +150,7 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _differences(key: str, then: Any, now: Any) -> list[str]:
-    """Return the values that differ. A key that is missing then came with a newer version, as its default."""
     if isinstance(then, Mapping) and isinstance(now, Mapping):
-        names = [name for name in then if then[name] != now.get(name)]
-        return [line for name in names for line in _differences(f"{key}.{name}", then[name], now.get(name))]
+        names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+        return [line for name in names for line in _differences(f"{key}.{name}", then.get(name), now.get(name))]
     return [f"{key}: {json.dumps(then)} then, {json.dumps(now)} now"]

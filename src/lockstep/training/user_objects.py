@@ -56,9 +56,6 @@ class Objects(TypedDict, total=False):
     storage: ObjectStore | None
 
 
-_RENAMED = {"dataset": "train_dataset", "evaluation": "eval_datasets"}
-
-
 @dataclass(frozen=True, slots=True)
 class UserObjects:
     """The objects of one call, checked; attributes as of `Objects`.
@@ -110,8 +107,6 @@ def user_objects(arguments: Mapping[str, Any]) -> UserObjects:
     for name in arguments:
         if name in Objects.__annotations__:
             continue
-        if name in _RENAMED:
-            raise TypeError(f"the argument {name} is now called {_RENAMED[name]}")
         near = closest_match(name, Objects.__annotations__)
         raise TypeError(f"there is no argument {name}" + (f"; did you mean {near}?" if near else ""))
     return UserObjects(**{name: value for name, value in arguments.items() if value is not None})
