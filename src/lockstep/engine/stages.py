@@ -241,14 +241,8 @@ class PartitionedModel:
             args, kwargs = _with_first(zeros, args, kwargs)
             raise _Abandoned(_first_tensor(self._calls[own](*args, **kwargs)).dtype)
 
-        try:
-            with self._without_effects(), self._handling(handle):
-                dtype = call(self.model, inputs)
-        except Failure:
-            raise
-        except Exception as error:
-            note_location(error, "forward", _IN_THE_FORWARD if self._failed_whole else _IN_THE_CHECK)
-            raise
+        with self._without_effects(), self._handling(handle):
+            dtype = self._dry_forward(inputs, hooks=True)
         return dtype if isinstance(dtype, torch.dtype) else example.dtype  # not called: `_check_chain` refuses it
 
     @torch.no_grad()
@@ -273,7 +267,7 @@ class PartitionedModel:
         with torch.no_grad(), self._without_effects(), self._without_weights(), self._handling(handle):
             return cast("Tensor", self._dry_forward(inputs))
 
-    def _dry_forward(self, inputs: Inputs) -> object:
+    def _dry_forward(self, inputs: Inputs, *, hooks: bool = False) -> object:
         """Run a forward in which blocks return their inputs, or are left out.
 
         Raises:
@@ -282,10 +276,10 @@ class PartitionedModel:
         with entered_modules(self.model) as inside:
             try:
                 with self._refusing_sums_over_weights():
-                    return call(self.model, inputs, hooks=False)
+                    return call(self.model, inputs, hooks=hooks)
             except Failure:
                 raise
-            except Exception as error:  # on all ranks alike
+            except Exception as error:
                 self._refuse_own_error(error)
                 where = inside[-1] if inside and inside[-1] else "the model"
                 raise no_chain(

@@ -67,7 +67,7 @@ class RecomputeBlocks(Transform):
         self,
         options: ActivationCheckpointing,
         blocks: Sequence[str],
-        muted: Context = nullcontext,
+        muted: Callable[[], Context] = nullcontext,
         broadcast: Broadcast = lambda value: value,
     ) -> None:
         self._options = options

@@ -41,6 +41,7 @@ class StateGuard:
         self._blocks = blocks
         self.shared = False
         self._new = True
+        self._slots: list[dict[str, nn.Parameter | None]] = []
 
     @property
     def stops_early(self) -> bool:
@@ -54,6 +55,8 @@ class StateGuard:
     def begin(self) -> bool:
         """Begin a forward. Return whether it is checked: it is the first."""
         first, self._new = self._new, False
+        if first:
+            self._slots = [module._parameters for block in self._blocks.values() for module in block.modules()]
         self.shared = self.shared or not first
         return first
 
@@ -61,6 +64,16 @@ class StateGuard:
         """Return the context of the forward; `inputs` are those from which the second one will begin."""
         tensors = [item for item in tree_leaves(inputs) if isinstance(item, Tensor) and not item.is_inference()]
         return ChangedInputs(next(iter(self._blocks)), [(tensor, tensor._version) for tensor in tensors])
+
+    def weights(self) -> list[Tensor | None]:
+        """Return the tensors that the blocks' modules now have as parameters."""
+        return [weight for slots in self._slots for weight in slots.values()]
+
+    def check_weights(self, before: Sequence[Tensor | None]) -> None:
+        """Raise ConfigError if the modules don't have the same tensors as parameters as in the forward."""
+        if any(now is not then for now, then in zip(self.weights(), before, strict=True)):
+            names = ", ".join(self._blocks)
+            raise _refusal(f"{names} is called with other tensors than its parameters (torch.func.functional_call)")
 
     def again(self) -> ChangedState:
         """Return the context of the second forward."""

@@ -13,11 +13,11 @@ products and attention, and computes again what lies between them (Korthikanti e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -25,9 +25,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lockstep.transforms.block_state import StateGuard
 
-Context = Callable[[], AbstractContextManager[object]]
-"""Makes a new context at each call."""
-_NOTHING: AbstractContextManager[object] = nullcontext()
+Context = AbstractContextManager[object]
+_NOTHING: Context = nullcontext()
 
 _EXPENSIVE = frozenset(
     operator
@@ -52,7 +51,7 @@ class Recompute:
     """
 
     selective: bool = False
-    muted: Context = nullcontext
+    muted: Callable[[], Context] = nullcontext
 
     def __call__(self, guard: StateGuard, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
         """Return `forward`'s result.
@@ -67,27 +66,22 @@ class Recompute:
         call = partial(_call, forward, tuple(named)) if named else forward
         given = (*inputs, *named.values())
         kept: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
-        if not checks:
-            return checkpoint(call, *given, **kept, **self._contexts())
-        with guard.forward(given):
-
-            def guarded() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-                first, second = self._first_and_second()
-                return first, _BothContexts(guard.again(), second)
-
-            kept["early_stop"] = guard.stops_early  # else the last operations, too, are computed again and checked
-            return checkpoint(call, *given, **kept, context_fn=guarded)
-
-    def _contexts(self) -> Mapping[str, Any]:
         if torch.compiler.is_compiling():  # the compiler supports no contexts but dispatch modes
-            return {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if self.selective else {}
-        return {"context_fn": self._first_and_second}
+            if self.selective:
+                kept["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+            return checkpoint(call, *given, **kept)
+        kept["context_fn"] = partial(self._first_and_second, guard, checks)
+        if not checks:
+            return checkpoint(call, *given, **kept)
+        kept["early_stop"] = guard.stops_early  # else the last operations, too, are computed again and checked
+        with guard.forward(given):
+            return checkpoint(call, *given, **kept)
 
-    def _first_and_second(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        if not self.selective:
-            return _NOTHING, self.muted()
-        first, second = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-        return first, _BothContexts(second, self.muted())
+    def _first_and_second(self, guard: StateGuard, checks: bool) -> tuple[Context, Context]:
+        first, second = _NOTHING, _NOTHING
+        if self.selective:
+            first, second = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+        return first, _Second(guard, (guard.again() if checks else _NOTHING, second), self.muted)
 
 
 def replace_forward(block: nn.Module, forward: Callable[..., Any]) -> None:
@@ -111,15 +105,17 @@ def _policy(_context: object, operator: object, *_inputs: Any, **_named: Any) ->
     return CheckpointPolicy.MUST_SAVE if operator in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _BothContexts(ExitStack):
-    """Two contexts as one, entered when it is."""
+class _Second(ExitStack):
+    """The context of a second forward. A gradient of a gradient enters it once more."""
 
-    def __init__(self, *contexts: AbstractContextManager[object]) -> None:
+    def __init__(self, guard: StateGuard, contexts: Iterable[Context], muted: Callable[[], Context]) -> None:
         super().__init__()
+        self._guard, self._weights = guard, guard.weights()
         self._contexts = contexts
+        self._muted = muted
 
-    def __enter__(self) -> _BothContexts:
-        super().__enter__()
-        for context in self._contexts:
+    def __enter__(self) -> Self:
+        self._guard.check_weights(self._weights)
+        for context in (*self._contexts, self._muted()):
             self.enter_context(context)
         return self
