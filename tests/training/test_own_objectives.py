@@ -20,6 +20,8 @@ from lockstep.core.records import Batch
 
 def losses(steps: int = 4, config: dict[str, Any] | None = None, **given: Any) -> list[float]:
     asked = small.config(run={"steps": steps}, **(config or {}))
+    if "model" in given:
+        del asked["model"]
     if "objective" in given:
         del asked["objective"]
     with lockstep.session(asked, **given) as session:
@@ -111,6 +113,24 @@ def test_samples_that_look_at_each_other_are_warned_of(caplog: pytest.LogCapture
     [record] = caplog.records
     assert "not the sum of its samples' losses" in record.getMessage()
     assert "decomposes = False" in record.getMessage()
+
+
+class Penalized(nn.Linear):
+    """Returns a term of the loss beside the logits, a number for the whole batch."""
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = super().forward(inputs)
+        return outputs, 0.1 * outputs.square().sum()
+
+
+def test_a_term_of_the_whole_batch_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class WithTerm(small.CrossEntropy):
+        def loss_sum(self, outputs: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
+            return super().loss_sum(outputs[0], batch) + outputs[1]
+
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        losses(model=Penalized(4, 3), objective=WithTerm())
+    assert caplog.records == []
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------

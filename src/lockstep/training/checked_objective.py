@@ -90,7 +90,9 @@ class CheckedObjective:
         if is_random:  # another draw is another loss: nothing can be compared
             self._loss_sum = self._objective.loss_sum
         elif all(map(_is_number, half_losses)):
-            self._compare(loss.item(), [half.item() for half in half_losses], batch.samples)
+            terms = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            of_samples = all(leaf.dim() for leaf in terms)  # else each half has a term of the whole batch
+            self._compare(loss.item(), [half.item() for half in half_losses], batch.samples, of_samples)
         return loss
 
     def _with_parameters_checked(self, outputs: object, batch: Batch) -> Tensor:
@@ -134,7 +136,7 @@ class CheckedObjective:
                         if tensor is not None and key not in part._non_persistent_buffers_set:
                             yield f"{inner}.{key}".lstrip("."), tensor
 
-    def _compare(self, whole: float, halves: list[float], samples: int) -> None:
+    def _compare(self, whole: float, halves: list[float], samples: int, of_samples: bool) -> None:
         total, size = sum(halves), sum(map(abs, halves))
         if not math.isfinite(whole + size) or min(map(abs, halves)) <= _TOO_SMALL:
             return
@@ -158,6 +160,8 @@ class CheckedObjective:
                 "update"
             )
             raise ConfigError(Problem("", self._key, why))
+        if not of_samples:
+            return
         self.decomposes = False
         _LOG.warning(
             "%s: the loss of a batch is not the sum of its samples' losses: %s. The run depends on batch.micro_size "
