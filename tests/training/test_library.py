@@ -234,7 +234,8 @@ def test_two_sessions_after_one_another() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"train_data": []}, "there is no argument train_data; did you mean train_dataset?"),
+        ({"dataset": []}, "did you mean train_dataset"),
+        ({"evaluation": {}}, "did you mean eval_datasets"),
         ({"modl": None}, "there is no argument modl; did you mean model?"),
     ],
 )

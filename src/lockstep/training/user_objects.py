@@ -56,6 +56,14 @@ class Objects(TypedDict, total=False):
     storage: ObjectStore | None
 
 
+_OFTEN_CALLED = {
+    "data": "train_dataset",
+    "dataset": "train_dataset",
+    "evaluation": "eval_datasets",
+    "loss": "objective",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class UserObjects:
     """The objects of one call, checked; attributes as of `Objects`.
@@ -107,8 +115,9 @@ def user_objects(arguments: Mapping[str, Any]) -> UserObjects:
     for name in arguments:
         if name in Objects.__annotations__:
             continue
-        near = closest_match(name, Objects.__annotations__)
-        raise TypeError(f"there is no argument {name}" + (f"; did you mean {near}?" if near else ""))
+        near = _OFTEN_CALLED.get(name) or closest_match(name, Objects.__annotations__)
+        hint = f"did you mean {near}?" if near else f"pass {', '.join(Objects.__annotations__)}"
+        raise TypeError(f"there is no argument {name}; {hint}")
     return UserObjects(**{name: value for name, value in arguments.items() if value is not None})
 
 
