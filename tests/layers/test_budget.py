@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 100_532
-MOST_FILES = 651
+MOST_LINES = 100_467
+MOST_FILES = 644
 
 
 def test_src_keeps_within_its_budget() -> None:

@@ -16,7 +16,7 @@ from kit.worlds import in_world
 import lockstep
 from lockstep.core.errors import ConfigError, ReplicasDiffer
 from lockstep.resilience.number_faults import flip_bit
-from lockstep.training.replica_check import ReplicaCheck
+from lockstep.training.run import ReplicaCheck
 from lockstep.training.session import components_of, updates_of
 
 _FLIPPED_AFTER = 3

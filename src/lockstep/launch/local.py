@@ -24,15 +24,21 @@ Ranks of one machine use loopback. The launcher itself binds the store's port an
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import math
 import multiprocessing
+import multiprocessing.process
 import os
 import socket
+import sys
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 from lockstep.config.schema import Launch
@@ -50,7 +56,6 @@ from lockstep.launch.group import SignalRequests, watch
 from lockstep.launch.host_rounds import FollowerRounds, LeaderRounds
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.last_words import all_with_last_words, size_of_stderr
-from lockstep.launch.orphans import Orphans
 from lockstep.launch.other_launchers import (
     read_at_start,
     refuse_unsettable,
@@ -61,6 +66,44 @@ from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.launch.rank import append_end, run_entry, signals_stop
 from lockstep.launch.starting import NotStarted, Ranks, Round, begin_again, begin_first
 from lockstep.launch.supervision import Rounds, Supervisor
+
+_PR_GET_CHILD_SUBREAPER = 37  # linux/prctl.h
+
+
+class Orphans:
+    """The children that this process adopts from now on."""
+
+    def __init__(self) -> None:
+        self._own = children() if adopts() else None
+
+    def reap(self) -> None:
+        """Reap those that have ended. Others wait for what this process starts by itself."""
+        if self._own is None or threading.active_count() > 1:
+            return
+        started = {process.pid for process in multiprocessing.process._children}  # type: ignore[attr-defined]
+        started.add(resource_tracker._resource_tracker._pid)  # type: ignore[attr-defined]
+        for child in children() - self._own - started:
+            with suppress(ChildProcessError):
+                os.waitpid(child, os.WNOHANG)
+
+
+def adopts() -> bool:
+    """Return whether orphans among this process's descendants become its children."""
+    if sys.platform != "linux":
+        return False
+    is_subreaper = ctypes.c_int(0)
+    ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(is_subreaper))
+    return os.getpid() == 1 or bool(is_subreaper.value)
+
+
+def children() -> set[int]:
+    """Return this process's children; none where the kernel doesn't list them."""
+    processes: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            processes.update(map(int, file.read_text().split()))
+    return processes
+
 
 _UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
 _GUARD = (

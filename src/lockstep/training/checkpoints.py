@@ -14,9 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from lockstep.checkpoint.loading import load_newest
 from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
+from lockstep.checkpoint.storage import checkpoint_name
 from lockstep.config.writing import to_public
 from lockstep.core.collection import paused_collection
 from lockstep.core.deferred_signals import DEFERRAL
@@ -25,7 +27,6 @@ from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Request, SaveReport, TrainingState
 from lockstep.monitor.jsonl import finite
-from lockstep.training.best_checkpoint import restore_best
 from lockstep.training.components import FailureState, VoteParticipant
 from lockstep.training.data_identity import identity_of
 from lockstep.training.evaluations import Evaluations
@@ -35,13 +36,55 @@ from lockstep.training.replicas import refuse_not_finite
 from lockstep.training.requests import Trigger
 from lockstep.training.rescue import Rescue
 from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, restore, set_back
+from lockstep.training.saved_state import check_state
 from lockstep.training.session import Session, attach, components_of, seconds_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
+    from lockstep.checkpoint.retention import Retention
     from lockstep.checkpoint.storage import Storage
     from lockstep.core.progress import Progress
     from lockstep.monitor.history import HistoryFiles
+    from lockstep.training.session import Session
+
+_log = logging.getLogger("lockstep")
+
+
+def restore_best(session: Session, storage: Storage, retention: Retention) -> None:
+    """Restore the session from the best checkpoint that is intact; all ranks together. Damaged ones are moved aside.
+
+    Nothing happens if that is the state that the session has, or if there is none.
+    """
+    axis = components_of(session).world.axis
+    if axis.rank == 0:
+        retention.invalidate()  # a checkpoint may have been deleted
+    while True:
+        step = cast("int | None", axis.broadcast(retention.best if axis.rank == 0 else None))
+        if step is None or step == session.progress.steps:
+            return
+        try:
+            loaded = load_newest(storage, axis, session.state(), step, check_state)
+        except RunFailed as failure:  # on all ranks alike
+            if axis.rank == 0:
+                _move_aside(storage, step, failure)
+                retention.invalidate()
+            axis.barrier()
+            continue
+        assert loaded is not None, "a checkpoint of a given step exists, or RunFailed is raised"
+        session.restore(loaded.state)
+        return
+
+
+def _move_aside(storage: Storage, step: int, failure: RunFailed) -> None:
+    try:
+        place = storage.move_aside(checkpoint_name(step), "broken")
+    except OSError:
+        raise failure from None
+    why = str(failure).rpartition("\n")[2].strip()
+    _log.warning(
+        "the best checkpoint can't be used: %s; it is renamed to %s, and the next best one is used", why, place
+    )
+
 
 _log = logging.getLogger("lockstep")
 

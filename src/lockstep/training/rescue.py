@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from lockstep.checkpoint.memory_saving import MemorySaver
 from lockstep.checkpoint.saving import Saver, StepMetadata, failure_reason
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
 from lockstep.core.errors import Rescued, Stopped, blames_a_peer
@@ -22,19 +24,44 @@ from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.terminal import echo
 from lockstep.distributed import generators
 from lockstep.distributed.collectives import LocalGroup, over_store
+from lockstep.distributed.rounds import poll
 from lockstep.distributed.timeouts import is_timeout
 from lockstep.strategies.registry import find_strategy
+from lockstep.training.memory_snapshots import snapshots_in
 from lockstep.training.session import components_of, rescue
-from lockstep.training.whole_state import save_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
+
+    from lockstep.checkpoint.saving import RunMetadata, StepMetadata
     from lockstep.checkpoint.storage import Storage
-    from lockstep.core.records import SaveReport
+    from lockstep.core.records import SaveReport, TrainingState
     from lockstep.distributed.store_exchange import StoreExchange
     from lockstep.training.components import FailureState
     from lockstep.training.session import Session
+
+
+_OTHER_WRITES_S = 30.0  # for another rank to write the state that all have
+
+
+def save_whole(
+    memory: Path, state: TrainingState, metadata: StepMetadata, run: RunMetadata, device: torch.device
+) -> bool:
+    """Save a state without a collective; return whether it is in memory. Of several ranks that do, one writes."""
+    storage, name = snapshots_in(memory, run.run), checkpoint_name(metadata.step)
+    try:
+        Path(storage.place).mkdir(exist_ok=True)  # this may be the first snapshot
+        with storage.try_lock(f"whole-{name}") as is_first:
+            if is_first and name not in storage.names():
+                saver = MemorySaver(storage.with_separate_drafts(), LocalGroup(), device, run)
+                saver.start(state, metadata, time.perf_counter())
+                saver.finish()
+            seconds = 0.0 if is_first else _OTHER_WRITES_S
+            return poll(lambda: name in storage.names(), time.monotonic() + seconds)
+    except OSError:  # memory is full
+        return False
 
 
 @contextmanager

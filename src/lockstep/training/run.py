@@ -25,8 +25,7 @@ from lockstep.resilience.notices import watched_notice
 from lockstep.resilience.signals import RunSignals, run_signals
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.evaluate import EvaluationStopped
-from lockstep.training.replica_check import ReplicaCheck
-from lockstep.training.replicas import StateNotFinite
+from lockstep.training.replicas import CORRUPTED, StateNotFinite, difference
 from lockstep.training.rescue import rescuing
 from lockstep.training.rolling_back import RollbackDue, recorded
 from lockstep.training.session import Session, bad_updates_of, components_of, reports_of, seconds_of, updates_of
@@ -35,7 +34,42 @@ if TYPE_CHECKING:
     from lockstep.core.progress import Progress
     from lockstep.core.protocols import Monitor
     from lockstep.monitor.profiler import Profiler
+    from lockstep.training.session import Session
     from lockstep.training.user_logs import UserLogs
+
+_CAUSE = f"{CORRUPTED}; the checkpoints were compared before they were saved"
+
+
+@dataclass(slots=True)
+class ReplicaCheck:
+    """Compares the replicas of a session's state.
+
+    Attributes:
+        every: Updates between two comparisons; None: none are compared.
+    """
+
+    session: Session
+    every: int | None
+    _compared_at: int = -1
+
+    def follow(self) -> None:
+        """Compare after the update that has ended, if that is scheduled; all ranks together."""
+        if self.every is not None and self.session.progress.steps % self.every == 0:
+            self.compare()
+
+    def compare(self) -> None:
+        """Compare now, before a save, unless that was done after this update; all ranks together.
+
+        Raises:
+            ReplicasDiffer: Copies of a part differ.
+        """
+        components, step = components_of(self.session), self.session.progress.steps
+        if self.every is None or components.world.size == 1 or self._compared_at == step:
+            return
+        self._compared_at = step
+        if (fault := difference(components)) is not None:
+            raise ReplicasDiffer(f"step {step:,}: {fault.text}; {_CAUSE}", fault.ranks)
+
 
 _LAST_REPORT_S = 30.0
 _FOLLOWED = (Request.EVALUATE, Request.SAVE, Request.STOP, Request.PAUSE, Request.SNAPSHOT)
