@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.core.keys import key
-from lockstep.models.initial_values import Constant, ConstantRow, InitialValue, Normal
+from lockstep.models.initial_values import BLOCK, Constant, ConstantRow, InitialValue, Normal, draws_of
 from lockstep.models.initialization import ASKS_FOR_MEMORY, generators_keyed
-from lockstep.models.random_slices import BLOCK, draws_of
 
 Resets = Mapping[str, Callable[[], object]]
 """Functions that draw the initial values of modules, by qualified name."""

@@ -1,4 +1,4 @@
-"""A part of a tensor is drawn to the bits that torch draws for the whole, without the draws before it."""
+"""A part of a tensor is drawn to the bits that torch draws for the whole."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lockstep.distributed.shard_boxes import FlatShard
-from lockstep.models import random_slices
-from lockstep.models.initial_values import ConstantRow, Normal, put
-from lockstep.models.random_slices import draws_of, jump, normal_slice
+from lockstep.models import initial_values
+from lockstep.models.initial_values import ConstantRow, Normal, draws_of, put
 
 SIZES = (16, 17, 31, 32, 33, 1000, 1003, 5000, 20011)
 
@@ -19,16 +18,14 @@ def _whole(elements: int, seed: int = 9) -> torch.Tensor:
     return torch.empty(elements).normal_(0.5, 2.0, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("short", [700, random_slices._SHORT], ids=["jumps", "draws"])
 @pytest.mark.parametrize("elements", SIZES)
-def test_a_slice_is_that_of_the_whole(short: int, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_slices, "_SHORT", short)
-    monkeypatch.setattr(random_slices, "_CHUNK", 64)
+def test_a_slice_is_that_of_the_whole(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initial_values, "_CHUNK", 64)
     whole, n = _whole(elements), elements
     bounds = [(0, n), (0, n // 2), (n // 2, n), (1, n - 1), (n - 3, n), (n // 3, 2 * n // 3), (max(0, n - 17), n - 1)]
     for start, stop in bounds:
         mine = torch.full((stop - start,), 9.0)
-        normal_slice(mine, start, n, 0.5, 2.0, 9)
+        Normal((n,), 0.5, 2.0, 9).fill(mine, start)
         assert torch.equal(mine, whole[start:stop]), (start, stop)
 
 
@@ -38,21 +35,8 @@ def test_draws_before_a_tensor_are_skipped(elements: int) -> None:
     torch.empty(elements).normal_(generator=generator)
     second = torch.empty(1003).normal_(0.5, 2.0, generator=generator)
     mine = torch.empty(500)
-    normal_slice(mine, 400, 1003, 0.5, 2.0, 9, skip=draws_of(elements))
+    Normal((1003,), 0.5, 2.0, 9, skip=draws_of(elements)).fill(mine, 400)
     assert torch.equal(mine, second[400:900])
-
-
-@pytest.mark.parametrize("draws", [624, 1000, 3_000_000])
-@pytest.mark.parametrize("before", [0, 5, 623, 624])
-def test_a_jump_is_as_many_draws(draws: int, before: int) -> None:
-    jumping, drawing = (torch.Generator().manual_seed(2**63 + 1) for _ in range(2))
-    for generator in (jumping, drawing):
-        torch.empty(before, dtype=torch.int32).random_(generator=generator)
-    jump(jumping, draws)
-    torch.empty(draws, dtype=torch.int32).random_(generator=drawing)
-    for _ in range(3):
-        expected = torch.empty(500, dtype=torch.int32).random_(generator=drawing)
-        assert torch.equal(torch.empty(500, dtype=torch.int32).random_(generator=jumping), expected)
 
 
 @pytest.mark.parametrize("shape", [(7, 40), (5,), (3, 4, 33)])
