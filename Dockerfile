@@ -1,12 +1,17 @@
-# Lockstep in a container, for CPUs.
-# Written by `lockstep launch docker --init`, to be read and changed.
+# Lockstep and a project of yours in a container. Written by `lockstep init docker`, to be read and changed.
 #
 #   docker build --tag me/train:1 .                   BuildKit, which Docker has since version 23
 #   docker run --rm --init me/train:1 train digits
 #
+# What to edit, or to give with --build-arg:
+#   BASE_IMAGE    for NVIDIA GPUs, such as nvidia/cuda:13.0.1-devel-ubuntu24.04; without Python, it needs apt
+#   TORCH_INDEX   a further index for pip. PyTorch's index of builds for CPUs, which its page "Get Started" states, saves
+#                 5 GB of CUDA's libraries.
+#   LOCKSTEP      what pip installs as Lockstep. A wheel in the folder `wheels` counts, such as that of a checkout:
+#                 pip wheel --no-deps --wheel-dir wheels PATH
+#   UID, GID      the user in the image. Folders that are mounted must be writable for it.
 # An index that needs a password: docker build --secret id=pip,src=PIP.CONF. It is in no layer of the image.
 
-# For NVIDIA GPUs: lockstep launch docker --init --cuda
 ARG BASE_IMAGE=python:3.12.12-slim-bookworm
 
 FROM ${BASE_IMAGE} AS base
@@ -23,16 +28,17 @@ FROM base AS packages
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /workspace
 RUN python3 -m venv /opt/venv
-# A further index for pip: PyTorch's own has its builds for CPUs, without CUDA's libraries.
-ARG TORCH_INDEX="https://download.pytorch.org/whl/cpu"
-ARG LOCKSTEP=".[digits,hf]"
-COPY . .
+# Only what pip reads, as far as it is there, so that a change of your code installs nothing again. Add what else
+# requirements.txt names.
+COPY .dockerignore requirements.tx[t] constraints.tx[t] wheel[s] ./
+ARG TORCH_INDEX=""
+ARG LOCKSTEP="lockstep-torch[digits,hf]"
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
-    echo "$LOCKSTEP" >/tmp/lockstep.txt \
-    && pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --constraint constraints.txt --requirement /tmp/lockstep.txt
+    touch requirements.txt constraints.txt \
+    && pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --find-links . \
+        --constraint constraints.txt --requirement requirements.txt "$LOCKSTEP"
 
 FROM base
-# A fixed id. Folders that are mounted must be writable for it: --build-arg UID=$(id -u) --build-arg GID=$(id -g)
 ARG UID=1000
 ARG GID=1000
 RUN groupadd --non-unique --gid "$GID" lockstep \

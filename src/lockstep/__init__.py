@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from lockstep.core.jobs import JobStatus as JobStatus
     from lockstep.core.jobs import LaunchedJob as LaunchedJob
     from lockstep.core.jobs import LaunchPlan as LaunchPlan
-    from lockstep.core.jobs import ProjectFiles as ProjectFiles
     from lockstep.core.media import LoggedImage as LoggedImage
     from lockstep.core.media import LoggedTable as LoggedTable
     from lockstep.core.progress import step as step
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Monitor as Monitor
     from lockstep.core.protocols import Objective as Objective
     from lockstep.core.protocols import ObjectStore as ObjectStore
-    from lockstep.core.protocols import ProjectLauncher as ProjectLauncher
     from lockstep.core.protocols import Source as Source
     from lockstep.core.protocols import Transform as Transform
     from lockstep.core.records import Batch as Batch
@@ -86,10 +84,10 @@ _HOMES = {
         "lockstep.cli.launch_jobs": "SubmittedJob",
         "lockstep.config.schema": "Config",
         "lockstep.core.errors": "CollectiveTimeout ConfigError Failure RunFailed VerificationError",
-        "lockstep.core.jobs": "JobCommand JobStatus LaunchPlan LaunchedJob ProjectFiles",
+        "lockstep.core.jobs": "JobCommand JobStatus LaunchPlan LaunchedJob",
         "lockstep.core.media": "LoggedImage LoggedTable",
         "lockstep.core.progress": "step",
-        "lockstep.core.protocols": "Launcher Monitor ObjectStore Objective ProjectLauncher Source Transform",
+        "lockstep.core.protocols": "Launcher Monitor ObjectStore Objective Source Transform",
         "lockstep.core.records": "Batch DataFacts EvaluationReport Request RestartReport RunInfo SaveReport StepReport",
         "lockstep.core.tracking": "Bins TrackedRun Tracker",
         "lockstep.data.weighted": "WeightedDataset",

@@ -48,7 +48,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", STARTS)
+@pytest.mark.parametrize("kind", [kind for kind, start in STARTS.items() if start.template])
 def test_every_template_passes_the_check_and_trains(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     words: list[object] = []
     if STARTS[kind].model is not None:

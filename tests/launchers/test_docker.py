@@ -101,7 +101,7 @@ def test_a_secret_is_named_and_not_written(
     assert main([*LAUNCH, "--dry-run", *IMAGE, "--env", "HF_TOKEN", *TRAIN]) == 0
     written = capsys.readouterr()
     assert "very-secret" not in written.out + written.err
-    assert yaml.safe_load(written.out)["x-node"]["environment"]["HF_TOKEN"] is None
+    assert yaml.safe_load(written.out)["services"]["node0"]["environment"]["HF_TOKEN"] is None
     assert refusal(capsys, *IMAGE, "--env", "HF_TOKEN=hf_x", *TRAIN) == (
         "--env: HF_TOKEN looks like a secret, which would be written down; set it, and give --env HF_TOKEN\n"
     )
@@ -113,11 +113,6 @@ def test_an_image_is_built_from_the_dockerfile_here(here: Path, capsys: pytest.C
     service = dry_run(capsys, *TRAIN)["services"]["node0"]
     assert service["image"] == "my-project:latest"
     assert service["build"]["context"] == str(here)
-
-
-def test_a_verb_that_starts_no_ranks_has_no_health_check(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "healthcheck" in dry_run(capsys, *IMAGE, *TRAIN)["services"]["node0"]
-    assert "healthcheck" not in dry_run(capsys, *IMAGE, "memory", "digits")["services"]["node0"]
 
 
 def test_paths_that_the_containers_do_not_see_are_refused(
@@ -382,13 +377,6 @@ def test_logs_that_can_not_be_kept_leave_the_containers(
     )
     assert not list(Path("runs/a/launch").glob("node*"))
     assert not engine.calls()[-1].words.endswith(" down")
-
-
-def test_what_is_wrong_with_a_node_is_told(engine: Program, capsys: pytest.CaptureFixture[str]) -> None:
-    sick = container(1, "running", Health={"Status": "unhealthy"})
-    engine.answer({"ps": [("id0\n", "")], "inspect": [inspected(container(0, "created"), sick)]})
-    assert main([*LAUNCH, "status", "digits-1"]) == 0
-    assert capsys.readouterr().out == "Docker digits-1: 1 of 2 nodes running (node1 has no ranks)\n"
 
 
 def test_a_job_that_is_canceled_saves_first(engine: Program, here: Path, capsys: pytest.CaptureFixture[str]) -> None:

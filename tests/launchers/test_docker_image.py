@@ -1,4 +1,4 @@
-"""The files of `lockstep launch docker --init` for real: an image is built by buildah, and two containers train."""
+"""The files of `lockstep init docker` for real: an image is built by buildah, and two containers train."""
 
 from __future__ import annotations
 
@@ -41,16 +41,13 @@ pytestmark = [pytest.mark.drill, pytest.mark.skipif(why_not() is not None, reaso
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a project with the files that --init has written, and with much that is not for its image."""
+    """Return a project with the files that `init docker` has written, and with much that is not for its image."""
     folder = tmp_path_factory.mktemp("project")
     recipe = yaml.safe_load((ROOT / "recipes" / "digits.yaml").read_text())
     (folder / "run.yaml").write_text(yaml.safe_dump({**recipe, **CONFIG}))
     (folder / "constraints.txt").write_text((ROOT / "constraints.txt").read_text())
     (folder / "requirements.txt").write_text("einops\n")
     (folder / "mine.py").write_text("NAME = 'mine'\n")
-    (folder / "pyproject.toml").write_text(
-        '[project]\nname = "mine"\nversion = "1"\n[tool.setuptools]\npy-modules=["mine"]\n'
-    )
     (folder / ".env").write_text("PASSWORD=hunter2\n")
     for name in ("data", "runs"):
         (folder / name).mkdir()
@@ -59,12 +56,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.chown(folder / "runs", USER, USER)
     wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*wheel, "--wheel-dir", str(folder / "wheels"), str(ROOT)], check=True, capture_output=True)
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        assert main(["launch", "docker", "--init"]) == 0
-    finally:
-        os.chdir(before)
+    assert main(["init", "docker", "--folder", str(folder)]) == 0
+    compose = folder / "compose.yaml"
+    compose.write_text(compose.read_text().replace("train, digits", "train, run.yaml"))
     return folder
 
 
@@ -93,10 +87,10 @@ def test_the_image_has_the_project_and_no_secret(images: Images, project: Path) 
     assert (uid, gid, folder, name) == (str(USER), str(USER), "/workspace", "mine")
     assert version.startswith("lockstep ")
     assert set(listed) == {
+        ".dockerignore",
         "constraints.txt",
         "data",
         "mine.py",
-        "pyproject.toml",
         "requirements.txt",
         "run.yaml",
         "runs",

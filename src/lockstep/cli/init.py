@@ -16,10 +16,10 @@ from lockstep.core.terminal import echo
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Write a config with comments, and the files it needs; on a terminal ask for what isn't given."""
+    """Write a config with comments, or other first files; on a terminal ask for what isn't given."""
     kinds = "\n".join(f"  {name:<11} {start.summary}" for name, start in STARTS.items())
     parser = Parser("init", "Writes a first config, with comments.", f"KIND is one of\n{kinds}")
-    parser.add_argument("kind", nargs="?", metavar="KIND", help="what to train; on a terminal it is asked for")
+    parser.add_argument("kind", nargs="?", metavar="KIND", help="what to write; on a terminal it is asked for")
     parser.add_argument(
         "--folder", type=path, default=Path(), metavar="FOLDER", help="where to write; by default the current folder"
     )
@@ -38,11 +38,12 @@ def run(arguments: Sequence[str]) -> int:
     data = _ask("Data, a file, a folder or a name", start.data) if asks and not args.data else args.data
     columns = _columns(data, start)
     model, data = _relative_to(args.folder, model), _relative_to(args.folder, data)
-    _write(args.folder, {CONFIG: start.filled_config(model, data, **columns), **start.files})
+    config = {CONFIG: start.filled_config(model, data, **columns)} if start.template else {}
+    _write(args.folder, {**config, **start.files})
     enter = [] if args.folder == Path() else [command_line("cd", args.folder)]
-    check, train = f"lockstep config check {CONFIG}", f"lockstep train {CONFIG}"
+    then = [f"lockstep config check {CONFIG}", f"lockstep train {CONFIG}"] if start.template else []
     echo("\nnext:")
-    for line in (*enter, *start.filled_commands(data), check, train):
+    for line in (*enter, *start.filled_commands(data), *then):
         echo(f"  {line}")
     return 0
 

@@ -12,18 +12,17 @@ import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli.arguments import Command, Parser, collected_notes, run_command
 from lockstep.cli.launch_command import OF_JOBS, VERBS
 from lockstep.cli.launch_flags import refuse_unknown
 from lockstep.cli.launch_jobs import PlannedJobs, SubmittedJob, find_jobs, plan_jobs, submit_jobs
-from lockstep.cli.launch_project import print_files, refuse_others, short, write_project
 from lockstep.cli.section_flags import add_section, section_of
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError
 from lockstep.core.jobs import LaunchPlan
-from lockstep.core.protocols import ProjectLauncher
 from lockstep.core.stopping import undo_on_stop, write_stderr
 from lockstep.core.terminal import echo
 from lockstep.launchers.registry import find_launcher, introduction, summaries
@@ -70,14 +69,9 @@ def _launch(where: str, arguments: Sequence[str]) -> int:
         metavar="KEY=A,B",
         help="train one run for each value of a key; may be repeated, for all combinations",
     )
-    if isinstance(launcher, ProjectLauncher):
-        parser.add_argument("--init", action="store_true", help="write the files that a project needs; takes no VERB")
     own, words = _divided(arguments, parser.flags())
     refuse_unknown(where, own, parser.flags())
     args = parser.parse_args(own)
-    if isinstance(launcher, ProjectLauncher) and args.init:
-        refuse_others(where, args, words)
-        return write_project(launcher, section_of(args, launcher.options), dry_run=args.dry_run)
     if not words:
         raise ConfigError(f"lockstep launch {where} needs the command line to run, such as: train digits --ranks 2")
     if words[0] in OF_JOBS:
@@ -95,7 +89,7 @@ def _launch(where: str, arguments: Sequence[str]) -> int:
     with undo_on_stop(lambda: _show_left(planned)):  # without a gap between the calls
         submitted = submit_jobs(planned)
         for job in submitted.jobs:
-            files = short(job.folder or planned.command.folder)
+            files = _short(job.folder or planned.command.folder)
             echo(f"{where} job {job.number}; its files are in {files}", file=sys.stderr, flush=True)
         if planned.is_attached:
             return submitted.follow()
@@ -114,9 +108,17 @@ def _divided(arguments: Sequence[str], flags: dict[str, bool]) -> tuple[list[str
 
 
 def _print_plan(plan: LaunchPlan) -> None:
-    print_files(plan.files)
+    for path, text in plan.files.items():
+        echo(f"would write {_short(path)}:", file=sys.stderr, flush=True)
+        echo(text, end="", flush=True)
     for words in plan.commands:
         echo(f"would execute: {shlex.join(words)}", file=sys.stderr)
+
+
+def _short(path: Path) -> Path:
+    """Return the path relative to the current folder, if it is below it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _show_left(planned: PlannedJobs) -> None:

@@ -53,6 +53,8 @@ def _meant(where: str, flag: str, known: Sequence[str]) -> str:
     name = flag.lstrip("-").replace("_", "-")
     if name in _RANKS:
         return "belongs to the command, as --ranks N after its verb: train digits --ranks 2"
+    if (where, name) == ("docker", "init"):
+        return "isn't a flag of launch any more: lockstep init docker writes the Dockerfile and compose.yaml"
     if "." in name:
         return f"belongs to the command, after its verb: train digits {flag} ..."
     groups = [group for group in _SAME if name in group]

@@ -25,7 +25,7 @@ from lockstep.core.terminal import echo
 from lockstep.launch.outcome import report_to_torchrun
 
 VERBS = {
-    "init": ("init", "write a first config, with comments"),
+    "init": ("init", "write a first config with comments, or a Dockerfile and compose.yaml"),
     "train": ("train", "train a recipe or a config file"),
     "launch": ("launch", "run a command elsewhere, such as on the nodes of a Slurm cluster"),
     "eval": ("evaluate", "evaluate the model of a run on its evaluation sets"),

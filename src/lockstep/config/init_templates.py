@@ -1,7 +1,8 @@
-"""The first configs that `lockstep init` writes, from the files in `templates/`.
+"""The first files that `lockstep init` writes, from those in `templates/`, and of this project's own folder for Docker.
 
 text         pretrain a language model on your own text      finetune     fine-tune a Hugging Face language model
 classifier   fine-tune a Hugging Face classifier             own          train a custom module on a custom Dataset
+docker       an image of a project, and two containers that train
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 CONFIG = "run.yaml"
 _TEMPLATES = Path(__file__).with_name("templates")
+_PACKAGE = Path(__file__).parents[1]
 _YAML_CONSTANTS = ("null", "true", "false", "yes", "no", "on", "off")
 
 
@@ -23,9 +25,9 @@ class InitTemplate:
 
     Attributes:
         summary: What is trained.
-        template: Name of its file; `{model}` and `{data}` stand for what the user names.
+        template: Name of the config's file; `{model}` and `{data}` stand for what the user names. Empty: no config.
         model, data: The defaults; None: the template has no such thing.
-        prepare: Commands to run before training.
+        prepare: Commands to run first.
         further: Names of further files to write.
     """
 
@@ -39,7 +41,7 @@ class InitTemplate:
     @property
     def files(self) -> dict[str, str]:
         """The texts of further files by name."""
-        return {name: (_TEMPLATES / f"{name}.txt").read_text(encoding="utf-8") for name in self.further}
+        return {name: _file(name).read_text(encoding="utf-8") for name in self.further}
 
     def filled_config(self, model: str | None, data: str | None, text: str = "text", label: str = "label") -> str:
         """Return the config with the user's names, or with the template's own.
@@ -56,6 +58,12 @@ class InitTemplate:
     def filled_commands(self, data: str | None) -> list[str]:
         """Return the commands to run before training, quoted for a shell."""
         return [command.replace("{data}", shlex.quote(data or self.data or "")) for command in self.prepare]
+
+
+def _file(name: str) -> Path:
+    """Return a template, or a file that a wheel has a copy of and a checkout in its root."""
+    places = (_TEMPLATES / f"{name}.txt", _PACKAGE / "docker" / name, _PACKAGE.parents[1] / name)
+    return next(place for place in places if place.exists())
 
 
 def _yaml_quoted(name: str) -> str:
@@ -80,4 +88,14 @@ STARTS: Mapping[str, InitTemplate] = {
         data="train.jsonl",
     ),
     "own": InitTemplate("train a module and a Dataset of your own", "own.yaml", further=("own.py",)),
+    "docker": InitTemplate(
+        "write a Dockerfile and compose.yaml for a project",
+        "",
+        prepare=(
+            "mkdir -p data runs",
+            'export LOCKSTEP_JOB_TOKEN="$(openssl rand -hex 32)"',
+            "docker compose up --build",
+        ),
+        further=("Dockerfile", "compose.yaml", ".dockerignore"),
+    ),
 }

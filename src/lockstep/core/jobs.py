@@ -87,21 +87,6 @@ class LaunchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class ProjectFiles:
-    """The files that a launcher writes into a project's folder, once, for the user to keep and change.
-
-    Attributes:
-        files: Contents by absolute path.
-        next_commands: Lines of a shell that the user enters next.
-        notes: Sentences that the user should read.
-    """
-
-    files: Mapping[Path, str]
-    next_commands: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class LaunchedJob:
     """A submitted job.
 

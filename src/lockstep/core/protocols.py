@@ -12,10 +12,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan, ProjectFiles
+from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.records import (
     Batch,
     DataFacts,
@@ -386,17 +385,3 @@ class Launcher(Protocol):
     @abstractmethod
     def cancel(self, job: LaunchedJob) -> None:
         """Stop the job for good. Raises RunFailed."""
-
-
-@runtime_checkable
-class ProjectLauncher(Launcher, Protocol):
-    """A launcher that also writes files for a project: `lockstep launch WHERE --init`, without a command line."""
-
-    @abstractmethod
-    def project_files(self, folder: Path, options: Any) -> ProjectFiles:
-        """Return the files that the project in `folder` needs, and write none. Raises ConfigError.
-
-        Args:
-            folder: Absolute path of the project.
-            options: An object of the class `options`.
-        """

@@ -21,10 +21,6 @@ def yaml_lines(data: Mapping[str, Any], comments: dict[str, str]) -> Iterator[st
         yield line
 
 
-class OneLine(list[str]):
-    """A list that is written on one line."""
-
-
 class _CommentedDumper(yaml.SafeDumper):
     """Writes a text on one line, and indents lists."""
 
@@ -43,10 +39,5 @@ def _null(dumper: _CommentedDumper, _: None) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:null", "")
 
 
-def _one_line(dumper: _CommentedDumper, words: OneLine) -> yaml.SequenceNode:
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", words, flow_style=True)
-
-
-_CommentedDumper.add_representer(OneLine, _one_line)
 _CommentedDumper.add_representer(str, _text)
 _CommentedDumper.add_representer(type(None), _null)

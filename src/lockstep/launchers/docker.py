@@ -27,13 +27,12 @@ import yaml
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Paused, RunFailed, Stopped, VerificationError
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
-from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan, ProjectFiles
+from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import echo, plain
 from lockstep.launch.meeting import TOKEN
 from lockstep.launchers.docker_compose import FOLDER_LABEL, job_text
 from lockstep.launchers.docker_options import DockerOptions, check, container_user
-from lockstep.launchers.docker_project import project_files
 from lockstep.launchers.tools import execute, job_name, write_files
 
 _NOT_HERE = "install Docker with its plugin Compose; --dry-run prints the compose file anywhere"
@@ -82,7 +81,7 @@ class DockerLauncher:
         write_files(plan.files)
         ((path, text),) = plan.files.items()
         compose = yaml.safe_load(text)
-        _give(path, compose["x-node"]["user"])
+        _give(path, compose["services"]["node0"]["user"])
         with undo_on_stop(lambda: _remove(compose["name"], path.parent)):
             try:
                 for words in plan.commands:
@@ -127,10 +126,6 @@ class DockerLauncher:
             ("docker", "stop", *(each["Id"] for each in state.containers)), _NOT_HERE, patience_s=grace + _STOPPING_S
         )
         _finish(job, _ask(job, canceled=True))
-
-    def project_files(self, folder: Path, options: DockerOptions) -> ProjectFiles:
-        """Return a Dockerfile, compose.yaml and .dockerignore for the project."""
-        return project_files(folder, options)
 
 
 DOCKER = DockerLauncher()
@@ -265,8 +260,6 @@ def _described(containers: Sequence[Mapping[str, Any]], code: int | None) -> str
             reasons.append(f"{name} was killed: out of memory")
         elif state["Status"] in _ENDED and int(state["ExitCode"]) not in _CODES:
             reasons.append(f"{name} ended with exit code {state['ExitCode']}")
-        elif state["Status"] == "running" and state.get("Health", {}).get("Status") == "unhealthy":
-            reasons.append(f"{name} has no ranks")
         if state.get("Error"):
             reasons.append(f"{name}: {plain(state['Error'])}")
     running = sum(state["Status"] == "running" for state in states.values())

@@ -24,8 +24,6 @@ _VARIABLE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)(=(?P<value>[^\0]*))?",
 _SIZE = re.compile(r"[1-9][0-9]{0,9}([kmg]b?)?", re.IGNORECASE)
 _USER = re.compile(r"[1-9][0-9]{0,9}(:[1-9][0-9]{0,9})?")
 _OTHER_THAN_ROOT = "1000:1000"
-_FOR_PROJECTS = ("nodes", "cuda", "gpus_per_node", "shm", "port")
-"""Fields that count with --init."""
 
 
 class DockerOptions(Section, HostOptions, SweepOptions):
@@ -33,8 +31,8 @@ class DockerOptions(Section, HostOptions, SweepOptions):
 
     image: str | None = None
     """Image in which Lockstep is installed; by default it is built from the Dockerfile in the current folder."""
-    nodes: Positive | Auto = "auto"
-    """Number of containers; in each of them one launcher starts the ranks. auto: 1, and 2 with --init."""
+    nodes: Positive = 1
+    """Number of containers; in each of them one launcher starts the ranks."""
     cuda: bool = False
     """Use NVIDIA GPUs: one for each node, or --gpus-per-node."""
     gpus_per_node: Positive | None = None
@@ -57,12 +55,7 @@ class DockerOptions(Section, HostOptions, SweepOptions):
 
     def world_size(self, ranks: int | None) -> int | None:
         """Return the number of ranks on all nodes."""
-        return None if ranks is None else ranks * number_of_nodes(self)
-
-
-def number_of_nodes(options: DockerOptions, auto: int = 1) -> int:
-    """Return the number of containers."""
-    return auto if options.nodes == "auto" else options.nodes
+        return None if ranks is None else ranks * self.nodes
 
 
 def gpus(options: DockerOptions) -> int:
@@ -85,26 +78,9 @@ def check(command: JobCommand, options: DockerOptions, folder: Path) -> None:
         raise ConfigError(problems)
 
 
-def check_for_project(options: DockerOptions) -> None:
-    """Raise ConfigError if an option that is given has no meaning with --init."""
-    problems = [
-        Problem(f"--{name.replace('_', '-')}", "", "is for a job, and --init starts none; leave it out")
-        for name in sorted(options.model_fields_set)
-        if name not in _FOR_PROJECTS
-    ]
-    if not _SIZE.fullmatch(options.shm):
-        problems.append(_bad_size(options))
-    if problems:
-        raise ConfigError(problems)
-
-
-def _bad_size(options: DockerOptions) -> Problem:
-    return Problem("--shm", "", f"{options.shm!r} is not a size; write 8gb")
-
-
 def _malformed(options: DockerOptions, folder: Path) -> Iterator[Problem]:
     if not _SIZE.fullmatch(options.shm):
-        yield _bad_size(options)
+        yield Problem("--shm", "", f"{options.shm!r} is not a size; write 8gb")
     if options.image is not None and (mistake := image_mistake(options.image)):
         yield Problem("--image", "", mistake)
     if options.user is not None and not _USER.fullmatch(options.user):
@@ -136,8 +112,8 @@ def _malformed(options: DockerOptions, folder: Path) -> Iterator[Problem]:
 def _misfitting(command: JobCommand, options: DockerOptions, folder: Path) -> Iterator[Problem]:
     if options.image is None and not (folder / "Dockerfile").is_file():
         yield Problem("--image", "", "is missing, and there is no Dockerfile here to build it from; give an image in "
-                      "which Lockstep is installed, or write a Dockerfile: lockstep launch docker --init")  # fmt: skip
-    if number_of_nodes(options) > 1 and not command.nodes:
+                      "which Lockstep is installed, or write a Dockerfile: lockstep init docker")  # fmt: skip
+    if options.nodes > 1 and not command.nodes:
         message = f"{options.nodes}, but `lockstep {command.words[0]}` runs in one container; leave it out"
         yield Problem("--nodes", "", message)
     if command.sweep:
