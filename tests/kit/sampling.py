@@ -160,7 +160,6 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "what_fails_for_a_while_is_borne": 0,
         "what_fails_for_long_ends_the_following_and_not_the_job": 0,
     },
-    "launchers/test_docker_files.py": {"the_files_are_valid_and_without_findings": 4},
     "launchers/test_kubernetes.py": {
         "a_sweep_is_a_job_for_each_run": 0,
         "a_sweep_that_is_refused_half_way_can_be_canceled": 0,

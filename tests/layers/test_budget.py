@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 100_330
-MOST_FILES = 643
+MOST_LINES = 99_739
+MOST_FILES = 640
 
 
 def test_src_keeps_within_its_budget() -> None:
