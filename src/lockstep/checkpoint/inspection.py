@@ -10,7 +10,7 @@ from __future__ import annotations
 import calendar
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -192,10 +192,14 @@ def verify(storage: ReadableStorage, name: str) -> VerificationResult:
 
 def verify_owner(storage: ReadableStorage) -> Iterator[VerificationResult]:
     """Verify what records the run of the checkpoints, if anything does."""
-    with suppress(FileNotFoundError):
+    data, fault = b"", "it isn't what was written; the next start of the run writes it again"
+    try:
         data = read_small(storage.open("", OWNER), MAX_BYTES)
-        fault = None if from_bytes(data) else "it isn't what was written; the next start of the run writes it again"
-        yield VerificationResult(OWNER, len(data), 0.0, fault)
+    except FileNotFoundError:
+        return
+    except OSError as error:  # too large, or no file
+        fault = error.strerror or str(error)
+    yield VerificationResult(OWNER, len(data), 0.0, None if from_bytes(data) else fault)
 
 
 def verify_weights(folder: Path) -> Iterator[VerificationResult]:

@@ -251,7 +251,7 @@ class Execution(TorchDispatchMode):
     def _on_host(self, leaf: Any) -> Any:
         if isinstance(leaf, FakeTensor):
             return self.value_of(leaf)
-        return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == device.NAME else leaf
+        return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type in (device.NAME, "meta") else leaf
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
-from torch import Tensor, float64, tensor
+from torch import Tensor, float64, nn, tensor
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.formatting import listed
@@ -25,8 +25,6 @@ from lockstep.strategies.registry import find_strategy
 from lockstep.training.replicas import bit_sums
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from lockstep.training.components import Components
 
 _NAMED = 3
@@ -131,7 +129,8 @@ def _around_forwards(
     passed: dict[str, Tensor] = {}
 
     def named(module: nn.Module) -> dict[str, Tensor]:
-        return dict(module.named_parameters(names[module], remove_duplicate=False))
+        # not by the module: a pipeline replaces its method, to refuse a forward that calls it
+        return dict(nn.Module.named_parameters(module, names[module], remove_duplicate=False))
 
     def enter(module: nn.Module, *unused: object) -> None:
         passed.update(named(module))
@@ -167,7 +166,9 @@ def _with_parameters(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _marks(module: nn.Module) -> dict[str, _Mark]:
-    named = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.is_inference()]
+    named = [
+        (name, parameter) for name, parameter in nn.Module.named_parameters(module) if not parameter.is_inference()
+    ]
     held = [local_tensor(parameter) for _, parameter in named]
     sums = bit_sums(held).tolist() if held else []
     marks = zip(named, held, sums, strict=True)
