@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.core.keys import key
 from lockstep.models.initial_values import Constant, InitialValue, Normal, put
@@ -103,17 +104,18 @@ class Draws(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.skipped: list[Tensor] = []
+        self.skipped = WeakIdKeyDictionary()  # it keeps no tensor in memory
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func == ASKS_FOR_MEMORY:
-            self.skipped.append(args[0])
+            self.skipped[args[0]] = True
         elif func in (torch.Tensor.normal_, nn.init.normal_):
-            self.skipped.append(args[0] if args else kwargs["tensor"])
-            return self.skipped[-1]
+            drawn = args[0] if args else kwargs["tensor"]
+            self.skipped[drawn] = True
+            return drawn
         return func(*args, **kwargs)
 
 

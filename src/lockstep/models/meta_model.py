@@ -152,8 +152,7 @@ def resets_stay_in_blocks(module: nn.Module, resets: Resets, blocks: Sequence[st
         with Draws() as draws:
             for name in names:
                 resets.get(name, lambda: None)()
-        drawn = {id(tensor) for tensor in draws.skipped}
-        if [other._version for other in others] != before or any(id(other) in drawn for other in others):
+        if [other._version for other in others] != before or any(other in draws.skipped for other in others):
             return False
     return True
 
