@@ -28,8 +28,6 @@ WAITS = {
     "gathered": "synchronize in deepspeed_accelerator.py:synchronize < deepspeed.py:_step",
     # the host reads gradients that were copied to it
     "offloaded": "Event.synchronize in deepspeed_shards.py:gradients_of",
-    # DeepSpeed: a copy to the host before its memory is reused
-    "bucket": "Event.synchronize in deepspeed_order.py:reduce_ipg_grads",
     # the host updates: it must know whether to, and by what to divide
     "verdict": "item in deepspeed.py:update",
     "divisor": "copy to the host in deepspeed.py:_step",
@@ -42,7 +40,7 @@ CELLS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "zero2": ({"zero_stage": 2}, ["report"]),
     "zero3": ({"zero_stage": 3}, ["reduced", "gathered", "report"]),
     "zero1, optimizer offloaded": ({"zero_stage": 1, "offload_optimizer": "cpu"}, ["offloaded", *HOST]),
-    "zero2, optimizer offloaded": ({"zero_stage": 2, "offload_optimizer": "cpu"}, ["bucket", "offloaded", *HOST]),
+    "zero2, optimizer offloaded": ({"zero_stage": 2, "offload_optimizer": "cpu"}, ["offloaded", *HOST]),
     "zero3, optimizer offloaded": ({"zero_stage": 3, "offload_optimizer": "cpu"}, ["reduced", "gathered", *HOST]),
     "zero3, both offloaded": (
         {"zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}, ["reduced", "gathered", *HOST],
