@@ -567,7 +567,7 @@ def test_ranks_of_two_hosts_that_wait_in_other_collectives(
 def test_time_in_which_the_launcher_was_stopped_does_not_count(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.launch.counted_time._GAP_S", 0.2)
+    monkeypatch.setattr("lockstep.launch.hang_watch._GAP_S", 0.2)
     with watched(tmp_path, waits, hangs, options=Watchdog(least=1.0, end_after=2.0)) as (watch, members):
         look(watch, members, 0.2)
         time.sleep(1.5)
@@ -589,7 +589,7 @@ def test_a_verdict_that_takes_long_is_no_time_in_which_the_launcher_was_stopped(
         time.sleep(0.4)
         return verdict(*arguments, **options)
 
-    monkeypatch.setattr("lockstep.launch.counted_time._GAP_S", 0.2)
+    monkeypatch.setattr("lockstep.launch.hang_watch._GAP_S", 0.2)
     monkeypatch.setattr("lockstep.launch.hang_watch.verdict", slow_verdict)
     with watched(tmp_path, waits, hangs) as (watch, members):
         look(watch, members, 5.0)

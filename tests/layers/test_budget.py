@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 99_739
-MOST_FILES = 640
+MOST_LINES = 99_731
+MOST_FILES = 639
 
 
 def test_src_keeps_within_its_budget() -> None:

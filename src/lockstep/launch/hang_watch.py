@@ -19,7 +19,7 @@ import statistics
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Protocol
 from lockstep.core import heartbeat
 from lockstep.core.heartbeat import Heartbeat, Stage
 from lockstep.core.phase_clock import Phase
-from lockstep.launch.counted_time import CountedTime
 from lockstep.launch.ends import End, EndKind, with_reading
 from lockstep.launch.hang_report import Hang, Sight, Wait, append_report, hang_text, name_text, wait_text, work_of
 from lockstep.launch.hang_verdict import odd_one, suspected, verdict
@@ -37,10 +36,64 @@ from lockstep.launch.rank_stacks import (
     compiles,
     main_frames,
     process_state,
+    seconds_without_processor,
 )
 
 if TYPE_CHECKING:
     from lockstep.config.training_sections import Watchdog
+
+_GAP_S = 1.0  # from a rest to the next look: this process didn't run
+_MOST_GAPS = 64
+_LOADED_S = 0.5  # after which waits for a processor are subtracted
+
+
+class CountedTime:
+    """The ages of the marks of ranks, without the time that doesn't count."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._rested = clock()
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=_MOST_GAPS)
+        self._waited: dict[int, tuple[float, float]] = {}  # for a processor, by place: mark, seconds
+        self._stopped: dict[int, float] = {}  # when it was first seen so, by place
+
+    def rest(self) -> None:
+        """Note that the launcher begins to wait for what comes next."""
+        self._rested = self._clock()
+
+    def look(self) -> float:
+        """Note that the launcher looks at the ranks; return the time."""
+        now = self._clock()
+        if now - self._rested > _GAP_S:
+            self._gaps.append((self._rested, now))
+        self._rested = now
+        return now
+
+    def age(self, place: int, process: int, mark: float, now: float) -> float:
+        """Return the seconds since a rank's mark that count."""
+        age = self._since(mark, now)
+        if age > _LOADED_S:
+            age -= self._without_processor(place, process, mark)
+        return max(0.0, age)
+
+    def stopped(self, place: int, now: float, *, is_stopped: bool) -> float:
+        """Return the seconds that count for which a rank has been seen stopped (SIGSTOP), until now."""
+        if is_stopped:
+            return self._since(self._stopped.setdefault(place, now), now)
+        self._stopped.pop(place, None)
+        return 0.0
+
+    def _since(self, moment: float, now: float) -> float:
+        return now - moment - sum(max(0.0, end - max(start, moment)) for start, end in self._gaps)
+
+    def _without_processor(self, place: int, process: int, mark: float) -> float:
+        seconds = seconds_without_processor(process)
+        then = self._waited.get(place)
+        if then is None or then[0] != mark:
+            self._waited[place] = mark, seconds
+            return 0.0
+        return seconds - then[1]
+
 
 _TICK_S, _TICKS = 0.25, 8  # between two looks, at most; looks within the least limit, at least
 _EARLIER = 2.0  # looks before its limit, so that a rank is named within it, with its stack
