@@ -17,10 +17,9 @@ from kit import small
 from kit.commands import Done, run_lockstep, start_lockstep
 from kit.hosts import needs_hosts
 
-from lockstep.chaos import evaluations
 from lockstep.chaos.drawing import balanced
 from lockstep.chaos.kinds import Cluster, applicable, without_parts
-from lockstep.chaos.rounds import config_of_round
+from lockstep.chaos.rounds import config_of_round, differing
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
 from lockstep.core.phase_clock import PhaseClock
@@ -336,7 +335,7 @@ def test_evaluations_that_are_missing_or_differ_are_counted(
         folder.mkdir()
         lines = [{"evaluation": "held-out", "step": step, "seconds": len(pairs), "loss": loss} for step, loss in pairs]
         (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert evaluations.differing(run, undisturbed, undisturbed, exact=exact) == differ
+    assert differing(run, undisturbed, undisturbed, exact=exact) == differ
 
 
 @pytest.mark.parametrize(("every", "expected"), [("1 minute", "3 steps"), ("2 steps", "2 steps"), (None, "None")])

@@ -22,7 +22,7 @@ from torch import nn
 
 import lockstep
 from lockstep.chaos.drawing import draw_fault
-from lockstep.chaos.effects import has_effect
+from lockstep.chaos.rounds import has_effect
 from lockstep.core.phase_clock import Phase, PhaseClock
 from lockstep.core.planted import plant_unreadable, unreadable_samples
 from lockstep.resilience.disk_faults import newest_of_two

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from kit.commands import run_lockstep, start_lockstep
 
-from lockstep.doctor.kernel_log import kernel_kills_near
+from lockstep.doctor.evidence import kernel_kills_near
 from lockstep.doctor.losses import finding_of_losses
 from lockstep.doctor.run import diagnose_run
 from lockstep.doctor.run_output import describe_run, run_as_json

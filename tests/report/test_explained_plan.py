@@ -20,8 +20,7 @@ from lockstep.config.recipes import resolve_recipe
 from lockstep.config.schema import Loader
 from lockstep.core.records import Batch
 from lockstep.data.loader import evaluation_batches
-from lockstep.measuring.device_peak import peak_of_run, why_uncounted
-from lockstep.measuring.operations import operations_of_run
+from lockstep.measuring.device_peak import operations_of_run, peak_of_run, why_uncounted
 from lockstep.models.build import build_model
 from lockstep.monitor.attempts import Attempt, Planned, attempts_text
 from lockstep.report.explanation import explain

@@ -12,7 +12,7 @@ from lockstep.core.media import LoggedTable
 from lockstep.monitor.metric_log import Logged
 from lockstep.report import write_report
 from lockstep.report.logged_files import MOST
-from lockstep.report.logged_tables import logged_tables
+from lockstep.report.page import logged_tables
 from lockstep.report.run_data import read_run
 
 SCRIPT = "<script>alert(1)</script>"

@@ -17,8 +17,8 @@ from lockstep.core.media import LoggedImage
 from lockstep.monitor.metric_log import Logged
 from lockstep.report import write_report
 from lockstep.report.logged_files import MOST
+from lockstep.report.page import thumbnails
 from lockstep.report.run_data import read_run
-from lockstep.report.thumbnails import thumbnails
 
 
 def shown(step: int, **images: np.ndarray) -> Happening:

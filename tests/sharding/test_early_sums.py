@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.sharding import buckets
-from lockstep.sharding.early_sums import EarlySums
 from lockstep.sharding.parameter_shards import LocalGradients, parameter_shards
+from lockstep.sharding.replicas import EarlySums
 
 CPU = torch.device("cpu")
 

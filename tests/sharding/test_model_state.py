@@ -20,10 +20,10 @@ from lockstep.models.weight_files import Weights
 from lockstep.models.weight_matching import match_weights
 from lockstep.sharding.buffers import BufferSnapshot
 from lockstep.sharding.deepspeed_shards import ZeroShard
+from lockstep.sharding.fsdp import units
 from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.parameter_shards import parameter_shards
 from lockstep.sharding.single import unused_parameters
-from lockstep.sharding.wrapping import units
 
 
 class Momentum(Optimizer):

@@ -15,7 +15,7 @@ import random
 import shutil
 import time
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,23 +23,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.chaos import evaluations, references
+from lockstep.chaos import references
 from lockstep.chaos.drawing import balanced, draw_fault, updates_between_saves
-from lockstep.chaos.effects import has_effect
 from lockstep.chaos.hosts import output_of, train_on_several
 from lockstep.chaos.kinds import Cluster, applicable, prepared, without_parts
 from lockstep.chaos.launchers import Launchers, StopRequest
+from lockstep.chaos.references import distance, left_out
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.config.every import Every
 from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped, VerificationError, message_of
 from lockstep.launch.devices import threads_per_rank
 from lockstep.launch.local import import_ahead
+from lockstep.monitor.attempts import read_attempts
+from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import METRICS
 from lockstep.plan.schedule import LENGTHS
-from lockstep.resilience.disk_faults import FLIP, SAMPLE
-from lockstep.resilience.faults import FAULTS, OOM, Fault, events_of, write_plan
-from lockstep.resilience.number_faults import BAD_SAMPLE
+from lockstep.resilience.disk_faults import DISK_KINDS, FLIP, SAMPLE
+from lockstep.resilience.faults import FAULTS, NETWORK_KINDS, OOM, STOP, Fault, events_of, write_plan
+from lockstep.resilience.number_faults import BAD_SAMPLE, NAN
 from lockstep.training.ahead import imports_ahead
 from lockstep.training.audit import audit
 from lockstep.training.data_identity import continued
@@ -306,7 +308,7 @@ def _row(fault: Fault, plan: Path, code: int, undisturbed: Path, reference: Path
         equal = _have_equal_state(run, reference) and all(expected[step] == loss for step, loss in losses.items())
         ledger_complete = _is_complete(run)
         exact = reference == undisturbed or fault.kind == BAD_SAMPLE
-        evaluations_differ = evaluations.differing(run, undisturbed, reference, exact=exact)
+        evaluations_differ = differing(run, undisturbed, reference, exact=exact)
     return ChaosRow(
         fault.kind,
         fault.rank,
@@ -350,3 +352,71 @@ def _is_complete(run: Path) -> bool:
         return audit(manifest.state, manifest.samples).complete
     except VerificationError:
         return False
+
+
+# --- effects ----------------------------------------------------------------------------------------------------------
+
+
+_BROKEN = "checkpoints/broken-step-*"
+
+
+def has_effect(kind: str, run: Path) -> bool:
+    """Return whether the run in a folder shows the effect of a fault that has fired.
+
+    Raises:
+        OSError, ValueError, Failure: The run has not left what would show it.
+    """
+    if kind in (STOP, SAMPLE, *DISK_KINDS, *NETWORK_KINDS):
+        return True
+    if kind == NAN:
+        lines = (run / EVENTS).read_text(encoding="utf-8").splitlines()
+        return any(json.loads(line).get("bad_numbers") == "repeated" for line in lines)
+    if kind == BAD_SAMPLE:
+        return bool(left_out(run))
+    if kind == FLIP and not any(run.glob(_BROKEN)):
+        return False
+    return len(read_attempts(run)) > 1
+
+
+_TOLERANCE = 1e-2  # of a metric, relatively; the formats of 16 bits need as much
+_OTHER = ("evaluation", "step", "samples", "seconds")
+
+
+def differing(run: Path, undisturbed: Path, reference: Path, *, exact: bool) -> int:
+    """Return the number of evaluations that a run lacks, has twice, or has with other metrics.
+
+    Args:
+        reference: The run with which the round is compared from where that one resumed; else the undisturbed one.
+        exact: Whether metrics must be bitwise equal.
+
+    Raises:
+        OSError, ValueError, KeyError: One of the files can't be read.
+    """
+    expected, recorded = {**_evaluations(undisturbed), **_evaluations(reference)}, _evaluations(run)
+    return sum(
+        not _are_equal(recorded.get(key, ()), expected.get(key, ()), exact=exact)
+        for key in expected.keys() | recorded.keys()
+    )
+
+
+def _evaluations(run: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """Return the metrics by evaluation set and step, once for each time that they were recorded."""
+    evaluations: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    file = run / EVENTS
+    for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        event = json.loads(text)
+        if "evaluation" in event:
+            metrics = {name: value for name, value in event.items() if name not in _OTHER}
+            evaluations.setdefault((event["evaluation"], event["step"]), []).append(metrics)
+    return evaluations
+
+
+def _are_equal(recorded: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]], *, exact: bool) -> bool:
+    if exact or len(recorded) != len(expected):
+        return list(recorded) == list(expected)
+    return all(_are_near(*pair) for pair in zip(recorded, expected, strict=True))
+
+
+def _are_near(metrics: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    defined, also = ({name for name, value in each.items() if value is not None} for each in (metrics, expected))
+    return metrics.keys() == expected.keys() and defined == also and distance(metrics, expected) <= _TOLERANCE

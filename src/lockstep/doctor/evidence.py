@@ -11,7 +11,9 @@ import os
 import re
 import socket
 import stat
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +27,6 @@ from lockstep.doctor.failures_of_hosts import (
     ONE_SAMPLE,
     OUT_OF_MEMORY,
 )
-from lockstep.doctor.kernel_log import kernel_kills_near
 from lockstep.doctor.known_failures import KNOWN, failure_in
 from lockstep.launch.ends_file import LaunchEnds
 from lockstep.launch.last_launch import LastLaunch
@@ -168,3 +169,42 @@ def _lines(file: Path, since: int = 0) -> Iterator[tuple[int, str]]:
             text = part[:_LONGEST_LINE].decode("utf-8", "replace").rstrip()
             more = len(part) - _LONGEST_LINE
             yield number, f"{text} ... {more:,} more bytes" if more > 0 else text
+
+
+# --- the kernel's log -------------------------------------------------------------------------------------------------
+
+
+_LINE = re.compile(r"\d+,(\d+),(\d+),[^;]*;(.*)")
+_KILLED = re.compile(r"Killed process \d+|oom-kill:")
+_NEAR_S = 5.0  # between a line and the moment at which the launcher noticed that the rank had ended
+_MOST_LINES = 200_000
+
+
+def kernel_kills_near(moments: Sequence[float], log: Path = Path("/dev/kmsg")) -> list[tuple[int, str]]:
+    """Return number and text of this host's lines about processes that it killed at these times, seconds of the epoch.
+
+    Nothing is returned if the log can't be read, or has forgotten that time.
+    """
+    started = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC)
+    lines = []
+    for text in _read(log) if moments else ():
+        match = _LINE.match(text)
+        if match is None or not _KILLED.search(match[3]):
+            continue
+        moment = started + int(match[2]) / 1e6
+        if any(abs(moment - ended) < _NEAR_S for ended in moments):
+            lines.append((int(match[1]), match[3]))
+    return lines
+
+
+def _read(log: Path) -> list[str]:
+    """Return the log's lines; each read returns one."""
+    lines: list[str] = []
+    with suppress(OSError):
+        handle = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while len(lines) < _MOST_LINES and (data := os.read(handle, 1 << 16)):
+                lines += data.decode("utf-8", "replace").splitlines()
+        finally:
+            os.close(handle)
+    return lines

@@ -13,12 +13,17 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from lockstep.core.errors import named_ranks
+from lockstep.checkpoint.manifest import CorruptCheckpoint
+from lockstep.checkpoint.reading import read_manifest
+from lockstep.checkpoint.storage import names_by_step
+from lockstep.core.command_lines import command_line
+from lockstep.core.errors import Failure, named_ranks
 from lockstep.core.formatting import duration, listed
 from lockstep.core.near_runs import not_a_run
 from lockstep.doctor.catalog import Standing
@@ -35,8 +40,6 @@ from lockstep.doctor.failures_of_hosts import DISK_FULL, OUT_OF_MEMORY
 from lockstep.doctor.failures_of_samples import LIMIT, TOO_MANY, with_higher_limit
 from lockstep.doctor.known_failures import NO_PROGRESS, OTHER_DATA, SAVE_FAILED, failure_in, failure_named
 from lockstep.doctor.losses import finding_of_losses
-from lockstep.doctor.saved import saved_state
-from lockstep.doctor.starts import changes_since_saved, differences_of_hosts
 from lockstep.launch.ends_file import EXITED, LaunchEnds, RankEnd
 from lockstep.launch.last_launch import (
     LastLaunch,
@@ -45,9 +48,13 @@ from lockstep.launch.last_launch import (
     last_launch,
     survived_failures,
 )
+from lockstep.launch.memory_folder import left_by
 from lockstep.monitor.folder import ENVIRONMENT, LOGS, is_finished, is_run, refuse_escaping_links
 from lockstep.monitor.run_lock import held_by
 from lockstep.report.run_data import RunData, read_run
+from lockstep.training.finished_run import run_config
+from lockstep.training.locations import storage_of
+from lockstep.training.memory_snapshots import snapshots_in
 
 _SHORTEST_HANG_S = 10.0
 _MOST_SURVIVED = 5  # failures in a note
@@ -288,18 +295,150 @@ def _times(run: Path, names: Sequence[str]) -> list[float]:
 
 
 _FEWEST = 2  # bad updates: each of one has its samples in common with itself
-_MOST = 3  # samples in common: more are no finding
+_MOST_COMMON = 3  # samples in common: more are no finding
 
 
 def _common_suspects(data: RunData) -> list[str]:
     """Return a sentence about the samples that are in the suspected micro-batch of each bad update; none: no such."""
     suspected = [set(samples) for samples in data.suspected]
     common = sorted(set.intersection(*suspected).difference(data.left_out)) if len(suspected) >= _FEWEST else []
-    if not 0 < len(common) <= _MOST:
+    if not 0 < len(common) <= _MOST_COMMON:
         return []
-    names, are, it = listed([*map(str, common)], _MOST), *(("are", "them") if len(common) > 1 else ("is", "it"))
+    names, are, it = listed([*map(str, common)], _MOST_COMMON), *(("are", "them") if len(common) > 1 else ("is", "it"))
     spans = ", ".join(f"[{sample}, {sample}]" for sample in common)
     return [
         f"Sample{'s' * (len(common) > 1)} {names} {are} in the suspected micro-batch of each of {len(suspected)} bad "
         f"updates: mend {it}, or leave {it} out by data.leave_out='[{spans}]'."
     ]
+
+
+_OF_HOSTS = ("--nodes", "--rendezvous", "--job-id", "--ranks")
+"""Flags that a resumed run needs again: its config has what the others set."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """The newest saved state of a run.
+
+    Attributes:
+        note: What is saved where.
+        resume: The command that resumes from it; empty: there is nothing to resume.
+    """
+
+    note: str
+    resume: str = ""
+
+
+def saved_state(run: Path, data: RunData) -> SavedState:
+    """Return where the newest state of a run that has ended is, and how it is resumed."""
+    own = max(_steps(run), default=None) if (run / ENVIRONMENT).exists() else None
+    if own is None:
+        own = max((save.step for save in data.saves if save.failure is None), default=None)
+    memory = left_by(run)
+    in_memory = max(names_by_step(snapshots_in(memory, None).names()), default=-1) if memory is not None else -1
+    if in_memory > (-1 if own is None else own):
+        return SavedState(
+            f"The state after step {in_memory:,} is in this host's memory, in {memory}.", _resume(run, data)
+        )
+    if own is None:
+        return SavedState("No checkpoint exists: the run starts from the beginning.", _resume(run, data))
+    return SavedState(f"The newest checkpoint is that of step {own:,}.", _resume(run, data))
+
+
+def _resume(run: Path, data: RunData) -> str:
+    return command_line("lockstep", "train", run, *_flags_of_hosts(data))
+
+
+def _flags_of_hosts(data: RunData) -> list[str]:
+    """Return the flags of the recorded command line by which several hosts met; none if it was one host."""
+    typed = data.environment.get("command_line")
+    words = [word for word in typed if isinstance(word, str)] if isinstance(typed, list) else []
+    if not any(word.partition("=")[0] == "--nodes" for word in words):
+        return []
+    flags = []
+    for number, word in enumerate(words):
+        name, equals, _ = word.partition("=")
+        if name in _OF_HOSTS:
+            flags += [word] if equals else words[number : number + 2]
+    return flags
+
+
+def _steps(run: Path) -> list[int]:
+    """Return the steps of a run's checkpoints; none if they can't be listed."""
+    with suppress(Failure, OSError):
+        return [*names_by_step(storage_of(run_config(run).checkpoint, run).names())]
+    return []
+
+
+_PLAIN = ("host", "python", "executable", "platform", "cpu", "working_directory")
+_OF_A_LAUNCH = ("RANK", "MASTER_", "WORLD_SIZE", "LOCAL_", "GROUP_", "LOCKSTEP_", "TORCHELASTIC_", "SLURM_", "OMP_NUM")
+"""Variables that differ from start to start, and mean nothing."""
+_CREATED = "created"  # when a start was described; a rank that saves while others fail describes nothing
+_CHECKPOINTS = 5  # the newest, in which a description is looked for
+_MOST_NAMED = 8  # differences in a note
+
+
+def changes_since_saved(run: Path, data: RunData) -> list[str]:
+    """Return a sentence about what differs between the last start and an earlier one, by its newest checkpoint."""
+    this = data.environment
+    if _CREATED not in this:
+        return []
+    try:
+        storage = storage_of(run_config(run).checkpoint, run)
+        steps = sorted(names_by_step(storage.names()).items(), reverse=True)[:_CHECKPOINTS]
+        for step, name in steps:
+            before = read_manifest(storage, name).environment
+            changed = list(_differences(before, this)) if _CREATED in before else []
+            if changed:
+                return [
+                    f"An earlier start saved step {step}; since then this has changed: {listed(changed, _MOST_NAMED)}."
+                ]
+            if before.get(_CREATED, this[_CREATED]) != this[_CREATED]:
+                return []
+    except (Failure, CorruptCheckpoint, OSError):
+        return []
+    return []
+
+
+def differences_of_hosts(records: Sequence[LaunchEnds]) -> list[str]:
+    """Return a sentence for each host whose environment differs from node 0's."""
+    notes = []
+    for record in records[1:]:
+        changed = [text for text in _differences(records[0].environment, record.environment) if text[:5] != "host "]
+        if changed:
+            first, other = (_text(entry.environment.get("host")) for entry in (records[0], record))
+            notes.append(f"From host {first} to host {other} this differs: {listed(changed, _MOST_NAMED)}.")
+    return notes
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    for name in _PLAIN:
+        if name in before and name in after and before[name] != after[name]:
+            yield f"{name.replace('_', ' ')} {_text(before[name])} -> {_text(after[name])}"
+    for section in ("packages", "variables"):
+        old, new = (_mapping(environment.get(section)) for environment in (before, after))
+        for name in sorted({*old, *new}):
+            if old.get(name) != new.get(name) and not name.startswith(_OF_A_LAUNCH):
+                sign = "=" if section == "variables" else " "
+                yield f"{name}{sign}{_text(old.get(name))} -> {_text(new.get(name))}"
+    if before.get("gpus") != after.get("gpus") and "gpus" in before and "gpus" in after:
+        yield f"GPUs {_gpus(before['gpus'])} -> {_gpus(after['gpus'])}"
+    commits = [_mapping(environment.get("git")).get("commit") for environment in (before, after)]
+    if None not in commits and commits[0] != commits[1]:
+        yield f"commit {_text(commits[0])[:10]} -> {_text(commits[1])[:10]}"
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _gpus(value: object) -> str:
+    names: dict[str, int] = {}
+    for gpu in value if isinstance(value, list) else []:
+        with suppress(TypeError):
+            names[_text(_mapping(gpu).get("name"))] = names.get(_text(_mapping(gpu).get("name")), 0) + 1
+    return " + ".join(f"{number} x {name}" for name, number in names.items()) or "none"
+
+
+def _text(value: object) -> str:
+    return "none" if value is None else str(value)

@@ -11,18 +11,20 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from lockstep.config.schema import Config, Memory
+from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, OutOfMemory, Paused, RunFailed, Stopped
 from lockstep.core.formatting import size
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks, count_accelerators
 from lockstep.launch.local import launch
-from lockstep.measuring.modes import configs
 from lockstep.training.ahead import imports_ahead
 from lockstep.training.session import components_of
 from lockstep.training.user_objects import UserObjects, refuse_given
@@ -159,3 +161,42 @@ def _measure(mode: str, session: Session, steps: int) -> ModeMeasurement:
     peak = peak_of(update, world.device)
     peaks = cast("list[int]", world.axis.gather(peak))
     return ModeMeasurement(mode, max(peaks), held, 1000 * min(times))
+
+
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "full": {"activation_checkpointing": {"mode": "full"}},
+    "full-every-2": {"activation_checkpointing": {"mode": "full", "every": 2}},
+    "selective": {"activation_checkpointing": {"mode": "selective"}},
+    "segments": {"activation_checkpointing": {"mode": "segments"}},
+    "budget": {"activation_checkpointing": {"mode": "budget"}},
+    "loss-chunk": {"loss_chunk": 256},
+    "offload": {"activation_offload": "cpu"},
+    "full+offload": {"activation_checkpointing": {"mode": "full"}, "activation_offload": "cpu"},
+    "full+loss-chunk": {"activation_checkpointing": {"mode": "full"}, "loss_chunk": 256},
+}
+
+
+OWN = "yours"
+"""The mode that the config itself sets."""
+
+
+def configs(config: Config, names: str) -> dict[str, Config]:
+    """Return a config for each mode. `none`, with which all are compared, comes first even if it isn't named.
+
+    Args:
+        names: Modes separated by commas, or `all`.
+
+    Raises:
+        ConfigError: There is no such mode.
+    """
+    known = {
+        name: config.model_copy(update={"memory": Memory.model_validate(section)}) for name, section in MODES.items()
+    }
+    if config.memory != Memory():
+        known[OWN] = config
+    chosen = list(known) if names == "all" else [name.strip() for name in names.split(",")]
+    for name in chosen:
+        if name not in known:
+            raise ConfigError(f"--modes: there is no mode {name!r}; {did_you_mean(name, known)}")
+    return {name: known[name] for name in dict.fromkeys(["none", *chosen])}

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.protocols import Optimizer
 from lockstep.distributed.shard_boxes import local_tensor
 from lockstep.optim.named_state import changed_groups, group_state, load_group_state, load_named_state, named_state
-from lockstep.optim.own_state import load_own_state, own_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -165,3 +164,40 @@ def _with_gradient(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]
     return [
         parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
     ]
+
+
+_OF_TORCH = frozenset({"state", "param_groups"})
+
+
+def own_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Return what the optimizer keeps neither in parameters nor in groups, live; {} if there is nothing.
+
+    An attribute that `state_dict` doesn't return isn't seen.
+
+    Raises:
+        RunFailed: A key of `state` is neither a parameter nor a string.
+    """
+    kept: Mapping[Any, Any] = optimizer.state
+    shared: dict[Any, Any] = {key: value for key, value in kept.items() if not isinstance(key, Tensor)}
+    for key in shared:
+        if not isinstance(key, str):
+            raise RunFailed(
+                f"the optimizer's state has the key {key!r}: it can't be saved; parameters and strings can be keys"
+            )
+    entries: dict[str, Any] = {}
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        entries = {key: value for key, value in optimizer.state_dict().items() if key not in _OF_TORCH}
+    return {"shared": shared, "entries": entries} if shared or entries else {}
+
+
+def load_own_state(optimizer: torch.optim.Optimizer, own: dict[str, dict[str, Any]]) -> None:
+    """Load what `own_state` has returned: entries by the optimizer's own `load_state_dict`."""
+    if entries := own.get("entries"):
+        state, groups = optimizer.state, optimizer.param_groups
+        of_torch = torch.optim.Optimizer.state_dict(optimizer)
+        optimizer.load_state_dict({**of_torch, "state": {}, **entries})
+        optimizer.state, optimizer.param_groups = state, groups  # those of parameters are loaded by name
+    kept: MutableMapping[Any, Any] = optimizer.state
+    for key in [key for key in kept if isinstance(key, str)]:  # of a later moment than the saved one
+        del kept[key]
+    kept.update(own.get("shared", {}))

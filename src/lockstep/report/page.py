@@ -7,15 +7,23 @@ Needs no torch.
 
 from __future__ import annotations
 
+import base64
+import json
 import os
+import struct
 import time
+import zlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lockstep import __version__
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import write_atomically
+from lockstep.core.formatting import counted
+from lockstep.core.media import LoggedImage
 from lockstep.core.near_runs import did_you_mean_run
 from lockstep.core.secrets import hidden_setting, without_secrets
 from lockstep.monitor.folder import CONFIG, is_run, refuse_escaping_links
@@ -24,13 +32,11 @@ from lockstep.report import facts
 from lockstep.report.charts import Marks, draw
 from lockstep.report.curves import MAX_LOGGED, charts
 from lockstep.report.html import render
-from lockstep.report.logged_files import remark
-from lockstep.report.logged_tables import logged_tables
+from lockstep.report.logged_files import MOST_BYTES, content, newest_of_each, remark
 from lockstep.report.rank_charts import draw_filled, filled_charts, gauge_charts, straggler_rows
 from lockstep.report.rank_history import RankHistory, read_rank_history
 from lockstep.report.restarts import restart_table, restarts
-from lockstep.report.run_data import RunData, read_run
-from lockstep.report.thumbnails import thumbnails
+from lockstep.report.run_data import LoggedFile, RunData, read_run
 
 REPORT = "report.html"
 
@@ -134,3 +140,137 @@ def check_run(folder: Path) -> None:
     runs = sorted((entry for entry in folder.iterdir() if is_run(entry)), key=lambda entry: entry.stat().st_mtime)
     near = f"; the newest runs in it are {', '.join(str(entry) for entry in runs[-_NEAR_RUNS:])}" if runs else ""
     raise RunFailed(f"{folder} is not the folder of a run: it has no {CONFIG}{near}")
+
+
+_MOST_ROWS, _MOST_COLUMNS = 20, 20
+_LONGEST_CELL = 200
+
+
+@dataclass(frozen=True, slots=True)
+class ShownTable:
+    """A table, or the part of it that a page shows.
+
+    Attributes:
+        columns: Each name, and whether all of the column's cells are numbers or empty.
+        cut: What isn't shown, and where it is; empty if all is.
+    """
+
+    step: int
+    name: str
+    columns: list[tuple[str, bool]]
+    rows: list[list[str]]
+    cut: str
+
+
+def logged_tables(run: RunData) -> list[ShownTable]:
+    """Return the last table of each name, as far as they can be read."""
+    shown = (_table(run, table) for table in newest_of_each(run.tables))
+    return [table for table in shown if table is not None]
+
+
+def _table(run: RunData, file: LoggedFile) -> ShownTable | None:
+    try:
+        record = json.loads(content(run, file))
+        columns, rows, left_out = record["columns"], record["rows"], record.get("left_out", 0)
+        if not columns or any(len(row) != len(columns) for row in rows):
+            return None
+        kept = [row[:_MOST_COLUMNS] for row in rows[:_MOST_ROWS]]
+        numeric = [all(_is_number(row[at]) for row in kept) for at in range(min(len(columns), _MOST_COLUMNS))]
+        more = (len(rows) - len(kept) + left_out, len(columns) - len(numeric))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    named = [(_text(name), is_numeric) for name, is_numeric in zip(columns, numeric, strict=False)]
+    texts = [[_text(cell) for cell in row] for row in kept]
+    return ShownTable(file.step, file.name, named, texts, _cut(*more, left_out, file.file))
+
+
+def _cut(rows: int, columns: int, left_out: int, file: str) -> str:
+    parts = [counted(number, what) for number, what in ((rows, "row"), (columns, "column")) if number > 0]
+    if not parts:
+        return ""
+    lost = f", but for {counted(left_out, 'row')} that the run didn't keep" if left_out else ""
+    return f"{' and '.join(parts)} more: all are in {file}{lost}."
+
+
+def _is_number(cell: Any) -> bool:
+    return cell is None or (isinstance(cell, int | float) and not isinstance(cell, bool))
+
+
+def _text(cell: Any) -> str:
+    text = "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+    return text if len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
+
+
+_SIDE = 256  # pixels of a thumbnail, at most
+_SMALLEST = 96  # pixels on the screen, to which smaller images are enlarged
+_CHANNELS = {0: 1, 2: 3, 6: 4}  # by the color type of a PNG
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Thumbnail:
+    """A small image.
+
+    Attributes:
+        source: The PNG as an address of the scheme `data`.
+        width, height: Pixels on the screen.
+        size: Of the whole image, such as `640 x 480`.
+    """
+
+    step: int
+    name: str
+    source: str
+    width: int
+    height: int
+    size: str
+
+
+def thumbnails(run: RunData) -> list[Thumbnail]:
+    """Return the last image of each name, as far as they can be read."""
+    shown = (_thumbnail(run, image) for image in newest_of_each(run.images))
+    return [thumbnail for thumbnail in shown if thumbnail is not None]
+
+
+def _thumbnail(run: RunData, image: LoggedFile) -> Thumbnail | None:
+    try:
+        decoded = _decoded(content(run, image))
+    except (OSError, ValueError, IndexError, struct.error, zlib.error):
+        return None
+    small = _shrunk(decoded)
+    shown = max(1, round(_SMALLEST / max(small.width, small.height)))
+    source = "data:image/png;base64," + base64.b64encode(small.png()).decode()
+    size = f"{decoded.width} x {decoded.height}"
+    return Thumbnail(image.step, image.name, source, small.width * shown, small.height * shown, size)
+
+
+def _decoded(data: bytes) -> LoggedImage:
+    """Return the image of a PNG that a run has written. Raises ValueError for any other file."""
+    if not data.startswith(_SIGNATURE):
+        raise ValueError("not a PNG")
+    chunks: dict[bytes, bytes] = {}
+    at = len(_SIGNATURE)
+    while at < len(data) and b"IEND" not in chunks:
+        length, kind = struct.unpack(">I4s", data[at : at + 8])
+        chunks[kind] = chunks.get(kind, b"") + data[at + 8 : at + 8 + length]
+        at += length + 12
+    width, height, bits, color, *rest = struct.unpack(">IIBBBBB", chunks.get(b"IHDR", b""))
+    channels = _CHANNELS.get(color, 0)
+    stride = 1 + width * channels
+    if bits != 8 or not channels or any(rest) or not 0 < height * stride <= MOST_BYTES:
+        raise ValueError("not as a run writes it")
+    pixels = zlib.decompressobj().decompress(chunks.get(b"IDAT", b""), height * stride)
+    if len(pixels) != height * stride or any(pixels[::stride]):
+        raise ValueError("not as a run writes it")
+    rows = np.frombuffer(pixels, np.uint8).reshape(height, stride)
+    return LoggedImage(width, height, channels, rows[:, 1:].tobytes())
+
+
+def _shrunk(image: LoggedImage) -> LoggedImage:
+    """Return the means of squares of pixels that make it small enough; what is left of them at the edges is cut."""
+    factor = -(-max(image.width, image.height) // _SIDE)
+    width, height = image.width // factor, image.height // factor
+    if factor == 1 or not width or not height:
+        return image
+    whole = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, image.channels)
+    cut = whole[: height * factor, : width * factor].reshape(height, factor, width, factor, image.channels)
+    return LoggedImage(width, height, image.channels, cut.mean(axis=(1, 3)).round().astype(np.uint8).tobytes())

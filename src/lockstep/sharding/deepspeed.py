@@ -20,7 +20,7 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
@@ -37,8 +37,6 @@ from lockstep.distributed.shard_boxes import FlatShard
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Builder, Sharding, ShardingContext
 from lockstep.sharding.deepspeed_accelerator import use_accelerator
-from lockstep.sharding.deepspeed_gather import gather_in
-from lockstep.sharding.deepspeed_meta import partition, restore_functions
 from lockstep.sharding.deepspeed_order import deepspeed_order
 from lockstep.sharding.deepspeed_shards import ReachedParameters, ZeroOptimizer
 from lockstep.sharding.deepspeed_swap import swap_folder
@@ -369,3 +367,110 @@ def _release(engine: Any) -> None:
     restore_functions()
     groups._release_process_group_references()
     deepspeed.comm.comm.cdb = None
+
+
+def partition(model: nn.Module, config: Mapping[str, Any], device: torch.device) -> None:
+    """Partition all parameters, which are on the meta device; shards have no values yet.
+
+    `zero.Init` gives values from torch's generators while modules are constructed; here they depend on names only.
+
+    Args:
+        config: The `config` argument of `deepspeed.initialize`.
+    """
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    comm.init_distributed(get_accelerator().communication_backend_name(), verbose=False, dist_init_required=False)
+    init: Any = Init(config_dict_or_path=dict(config))
+    if init.mem_efficient_linear:
+        init._enable_mem_efficient_linear()
+    for parameter in model.parameters():
+        whole = torch.empty(parameter.shape, dtype=init.dtype, device=device)
+        swap_tensors: Any = torch.utils.swap_tensors
+        swap_tensors(parameter, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        init._convert_to_deepspeed_param(parameter)
+        parameter.partition()  # type: ignore[attr-defined]
+
+
+def restore_functions() -> None:
+    """Restore what was replaced for stage 3: torch's linear function, and DeepSpeed's comparison of gathers."""
+    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, utils
+
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = utils.assert_ints_same_as_other_ranks
+    if nn.functional.linear is partition_parameters.zero3_linear_wrap:  # it saves the parameter for the backward
+        nn.functional.linear = partition_parameters.InsertPostInitMethodToModuleSubClasses.linear_bk
+
+
+_COMM_DTYPE = "comm_dtype"  # deepspeed.runtime.torch_autocast.PARAM_COMM_DTYPE_ATTR_NAME
+
+
+def gather_in(dtype: torch.dtype, names: Collection[str], model: nn.Module, zero: Any) -> None:
+    """Let DeepSpeed's stage 3 gather these weights in `dtype`.
+
+    Args:
+        names: Parameters that autocast casts to it wherever they are used.
+        zero: DeepSpeed's optimizer around the model.
+    """
+    if zero.partition_count == 1:
+        return  # nothing is gathered
+    _keep_dtype_of_gathered()
+    for name, parameter in model.named_parameters():
+        weight: Any = parameter
+        if name in names and not weight.ds_persist:  # those are always there, and gathered once an update
+            setattr(weight, _COMM_DTYPE, dtype)
+            weight.data = torch.empty(0, dtype=dtype, device=weight.device)
+    zero.dtype = torch.bfloat16  # else a gradient larger than a bucket is reduced in its own dtype, not in fp32
+
+
+def _keep_dtype_of_gathered() -> None:
+    """Replace the ends of DeepSpeed's gathers, which cast what they have gathered to the dtype of the shards."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    single: Any = partition_parameters.AllGatherHandle
+    several: Any = partition_parameters.AllGatherCoalescedHandle
+    begin, wait = single.__init__, several.wait
+    if begin.__module__ == __name__:
+        return  # an earlier session has
+
+    def begin_single(
+        handle: Any,
+        work: Any,
+        param: Any,
+        quantization: Any = None,
+        param_buffer: Any = None,
+        original_dtype: torch.dtype | None = None,
+    ) -> None:
+        kept = original_dtype if param_buffer is None else param.dtype
+        begin(handle, work, param, quantization, param_buffer, kept)
+
+    def end_several(handle: Any, handle_dependency: bool = True) -> None:
+        if handle.complete or handle.params[0].dtype == handle.params[0].ds_tensor.dtype:
+            wait(handle, handle_dependency)
+        else:
+            _end_gather(handle)
+
+    single.__init__, several.wait = begin_single, end_several
+
+
+def _end_gather(handle: Any) -> None:
+    """Set the parameters to what has been gathered, in its dtype."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    handle.allgather_handle.wait()
+    waits_in_stream = not get_accelerator().is_synchronized_device()
+    offset = 0
+    for parameter in handle.params:
+        length = parameter.ds_tensor.ds_numel  # of each rank's shard, the last ones perhaps padded
+        shards = [
+            partition.narrow(0, offset, min(parameter.ds_numel - rank * length, length))
+            for rank, partition in enumerate(handle.partitions)
+            if rank * length < parameter.ds_numel
+        ]
+        parameter.data = torch.cat(shards).view(parameter.ds_shape)
+        parameter.ds_status = ZeroParamStatus.AVAILABLE
+        for shard in shards if waits_in_stream else ():
+            shard.record_stream(get_accelerator().current_stream())
+        offset += length
+    handle.complete = True

@@ -10,22 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.core.protocols import NO_CONTEXT, GradientStep
-from lockstep.sharding.buckets import sum_in_buckets
+from lockstep.sharding.buckets import BucketSums, buckets, sum_in_buckets
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Sharding, ShardingContext
-from lockstep.sharding.early_sums import EarlySums
 from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.parameter_shards import LocalGradients, ParameterShard, parameter_shards
 from lockstep.sharding.single import named_gradients, unused_parameters, without_gradient
 
 if TYPE_CHECKING:
-    from lockstep.core.protocols import Optimizer
+    from lockstep.core.protocols import Axis, Optimizer
+    from lockstep.sharding.parameter_shards import ParameterShard
 
 
 class ReplicaStep(GradientStep):
@@ -101,3 +103,57 @@ def build(context: ShardingContext) -> Sharding:
     by_name = {shard.name: shard for shard in shards}
     state = ModelState(model, optimizer, buffers=buffers, partition=context.partition, shards=by_name)
     return Sharding(ReplicaStep(context, shards, optimizer, buffers), state)
+
+
+class EarlySums:
+    """The sums over one axis that begin in a backward.
+
+        last backward    head   block 3   block 2   block 1   block 0   embedding
+        sent                     [head, block 3 ----->    [block 2, 1 ---->     [block 0, embedding ->
+
+    A bucket is sent when all of its gradients are there and all buckets before it have been sent, as under
+    DistributedDataParallel. What a rank's last backward doesn't reach is summed after it.
+
+    Args:
+        shards: In the order in which a backward reaches them.
+        device: The device of collectives.
+    """
+
+    def __init__(self, shards: Sequence[ParameterShard], axis: Axis, device: torch.device) -> None:
+        self._axis = axis
+        self._device = device
+        self._sums = BucketSums(axis, device)
+        by_memory = {id(shard.local): shard for shard in shards}
+        self._buckets = [[by_memory[id(local)] for local in bucket] for bucket in buckets(s.local for s in shards)]
+        self._missing: list[int] = []
+        self._next = len(self._buckets)
+        self._sent = 0
+        for number, bucket in enumerate(self._buckets):
+            for shard in bucket:
+                shard.whole.register_post_accumulate_grad_hook(partial(self._arrived, number))  # type: ignore[no-untyped-call]
+
+    def begin(self, last: bool) -> None:
+        """Begin a backward; sums begin in the last one of an update."""
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._sums = BucketSums(self._axis, self._device)  # without what an interrupted backward has begun
+        self._sent = 0
+        self._next = 0 if last else len(self._buckets)
+
+    def finish(self) -> frozenset[str]:
+        """Wait for the sums, which replace the gradients; return the names of the parameters whose sums had begun."""
+        self._sums.finish()
+        sent = self._buckets[: self._sent]
+        self._sent, self._next = 0, len(self._buckets)
+        return frozenset(shard.name for bucket in sent for shard in bucket)
+
+    @torch.no_grad()
+    def _arrived(self, number: int, parameter: Tensor) -> None:
+        if self._next == len(self._buckets):
+            return
+        self._missing[number] -= 1
+        while self._next < len(self._buckets) and not self._missing[self._next]:
+            gradients = [shard.gradient for shard in self._buckets[self._next]]
+            present = [gradient for gradient in gradients if gradient is not None]
+            self._sums.start(present)
+            self._next += 1
+            self._sent += 1

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass_type
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.simulation import attention, autocast, device, kernels, python_errors, repeats
+from lockstep.simulation import autocast, device, kernels, python_errors, repeats
 from lockstep.simulation.failing import is_users, place
 
 aten, prim = torch.ops.aten, torch.ops.prim
@@ -265,7 +265,6 @@ def simulated_execution(place: str = device.NAME) -> Iterator[Execution]:
     """
     module = device.register()
     autocast.register()
-    attention.register()
     kernels.register()
     execution = Execution(place, FakeTensorMode(allow_non_fake_inputs=True))
     with ExitStack() as stack:
