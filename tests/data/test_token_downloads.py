@@ -17,7 +17,7 @@ from kit.worlds import served
 from lockstep.config.schema import Tokens
 from lockstep.core import cache_files
 from lockstep.core.errors import ConfigError
-from lockstep.data import token_downloads
+from lockstep.data import tokens as token_files
 from lockstep.data.prepare import prepare
 from lockstep.data.sources import open_source
 from lockstep.data.tokens import tokenizer_name
@@ -77,7 +77,7 @@ def test_downloads_on_a_file_system_without_locks_do_not_disturb_each_other(
     proxy: s3.Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_files, "_try_lock", lambda handle: True)
-    download, others = token_downloads._download_file, []
+    download, others = token_files._download_file, []
 
     def interrupted(*arguments: Any) -> None:
         download(*arguments)
@@ -87,7 +87,7 @@ def test_downloads_on_a_file_system_without_locks_do_not_disturb_each_other(
             others[0].start()
             others[0].join(60)
 
-    monkeypatch.setattr(token_downloads, "_download_file", interrupted)
+    monkeypatch.setattr(token_files, "_download_file", interrupted)
     open_source(Tokens(kind="tokens", folder=ADDRESS, length=16), task=None, tokenizer=None)
     assert others[0].exitcode == 0
     assert len([entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]) == 1

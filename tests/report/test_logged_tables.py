@@ -11,8 +11,7 @@ from kit.pages import Happening, Page, make_run, page_of
 from lockstep.core.media import LoggedTable
 from lockstep.monitor.metric_log import Logged
 from lockstep.report import write_report
-from lockstep.report.logged_files import MOST
-from lockstep.report.page import logged_tables
+from lockstep.report.page import MOST, logged_tables
 from lockstep.report.run_data import read_run
 
 SCRIPT = "<script>alert(1)</script>"

@@ -16,8 +16,7 @@ from PIL import Image as Pillow
 from lockstep.core.media import LoggedImage
 from lockstep.monitor.metric_log import Logged
 from lockstep.report import write_report
-from lockstep.report.logged_files import MOST
-from lockstep.report.page import thumbnails
+from lockstep.report.page import MOST, thumbnails
 from lockstep.report.run_data import read_run
 
 

@@ -6,12 +6,12 @@ A gain is the share of an update that is saved if the time that the finding name
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.core import formatting
 from lockstep.core.formatting import short_time
 from lockstep.monitor.rank_meters import RankTimes, stragglers_of
-from lockstep.profiling.finding import RAISE_MICRO_SIZE, RAISE_SIZES, ProfileFinding
 from lockstep.profiling.traces import Trace
 from lockstep.report.limits import COMMUNICATION_SHARE, CROWDED_SHARE, DATA_SHARE, SAVE_SHARE
 
@@ -242,3 +242,27 @@ def device_line(device: DeviceUse, seconds: float) -> str:
     parts["is otherwise idle"] = max(0.0, device.idle - device.stalled)
     further = ", ".join(f"{name} {part / seconds:.0%}" for name, part in parts.items())
     return f"computes {device.busy:.0%}, {further}; a kernel starts {short_time(device.delay)} after its launch"
+
+
+RAISE_MICRO_SIZE = "raise batch.micro_size (auto: the largest that fits in memory)"
+RAISE_SIZES = (
+    "raise batch.global_size or batch.micro_size (auto: the largest that fits in memory): an update exchanges as much "
+    "for more samples"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFinding:
+    """A cause that limits a run.
+
+    Attributes:
+        name: Such as `data`, for programs.
+        text: A sentence.
+        remedy: What to try.
+        gain: Share of an update that it would save at most.
+    """
+
+    name: str
+    text: str
+    remedy: str
+    gain: float

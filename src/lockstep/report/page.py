@@ -13,6 +13,7 @@ import os
 import struct
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,18 @@ import numpy as np
 
 from lockstep import __version__
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.core.files import write_atomically
+from lockstep.core.files import read_bounded, write_atomically
 from lockstep.core.formatting import counted
 from lockstep.core.media import LoggedImage
 from lockstep.core.near_runs import did_you_mean_run
 from lockstep.core.secrets import hidden_setting, without_secrets
 from lockstep.monitor.folder import CONFIG, is_run, refuse_escaping_links
+from lockstep.monitor.media_folder import MEDIA
 from lockstep.monitor.meter_files import RANKS
 from lockstep.report import facts
 from lockstep.report.charts import Marks, draw
 from lockstep.report.curves import MAX_LOGGED, charts
 from lockstep.report.html import render
-from lockstep.report.logged_files import MOST_BYTES, content, newest_of_each, remark
 from lockstep.report.rank_charts import draw_filled, filled_charts, gauge_charts, straggler_rows
 from lockstep.report.rank_history import RankHistory, read_rank_history
 from lockstep.report.restarts import restart_table, restarts
@@ -274,3 +275,28 @@ def _shrunk(image: LoggedImage) -> LoggedImage:
     whole = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, image.channels)
     cut = whole[: height * factor, : width * factor].reshape(height, factor, width, factor, image.channels)
     return LoggedImage(width, height, image.channels, cut.mean(axis=(1, 3)).round().astype(np.uint8).tobytes())
+
+
+MOST = 12
+"""Images in a page at most, and tables."""
+MOST_BYTES = 1 << 25
+"""Bytes of a file at most, and of an image's pixels; a run logs at most 2,048 x 2,048 pixels."""
+
+
+def newest_of_each(files: Sequence[LoggedFile]) -> list[LoggedFile]:
+    """Return the last file of each name, in the order in which names first came, up to `MOST`."""
+    return list({file.name: file for file in files}.values())[:MOST]
+
+
+def content(run: RunData, file: LoggedFile) -> bytes:
+    """Return the bytes of a file. Raises OSError, and ValueError for a link or one outside of the run's folder."""
+    place = run.folder / file.file
+    if place.is_symlink() or place.parent != run.folder / MEDIA:
+        raise ValueError(f"{place} is not a file in {MEDIA}")
+    return read_bounded(place, MOST_BYTES)
+
+
+def remark(files: Sequence[LoggedFile], shown: Sequence[Any]) -> str:
+    """Return where the other files are; empty if all are shown."""
+    others = len(files) - len(shown)
+    return f"The last of each name; {others:,} more {'is' if others == 1 else 'are'} in {MEDIA}/." if others else ""
