@@ -234,7 +234,8 @@ def _make_group(environment: RankEnvironment, backend: str, device: torch.device
         place = f"{environment.master_addr}:{environment.master_port}"
         who = f"rank {environment.rank} could not join the other {environment.world_size - 1} ranks"
         reason, seconds = str(error).splitlines()[0], time.monotonic() - began
-        if blames_a_peer(error) and seconds < timeout:  # which has ended, and reports why
+        no_way = "unreachable" in reason or "No route to host" in reason  # to an address, whoever listens there
+        if blames_a_peer(error) and seconds < timeout and not no_way:  # it has ended, and reports why
             raise PeerFailed(f"{who} at {place}: one of them has ended ({reason})") from error
         reasons = [reason, *(other_interfaces(environment, store) if store is not None else ())]
         raise RunFailed(f"{who} at {place} in {seconds:.3g} of {timeout:g} s: {'; '.join(reasons)}") from error
