@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 99_350
-MOST_FILES = 611
+MOST_LINES = 99_349
+MOST_FILES = 610
 
 
 def test_src_keeps_within_its_budget() -> None:

@@ -67,6 +67,7 @@ def test_a_rank_that_fails_once(tmp_path: Path, undisturbed: Path, how: str) -> 
     done = train(folder, 1, {"how": how, "at": 7, "once": str(tmp_path / "once")})
     assert done.returncode == 0, done.stderr
     assert "its ranks start again, from the newest state" in done.stderr
+    assert done.stdout.count("  strategy ") == 1, "the run is described once"
     assert how != "raise" or re.search(
         r"lockstep: rank 1 failed: .* \(at .*failing_models\.py:\d+ in \w+\)", done.stderr
     )

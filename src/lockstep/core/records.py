@@ -300,6 +300,7 @@ class RunInfo:
         resumed_from: Step of the checkpoint that this attempt resumed from; None if it started from the beginning.
         shares: Number of ranks that get different samples; None for all.
         notes: Further facts for the user, one sentence each.
+        again: Whether the launcher has started the ranks again.
     """
 
     recipe: str
@@ -321,3 +322,4 @@ class RunInfo:
     resumed_from: int | None = None
     shares: int | None = None
     notes: tuple[str, ...] = ()
+    again: bool = False

@@ -349,7 +349,9 @@ class Output:
 
 def run_info(facts: RunInfo) -> list[str]:
     """Return the lines that are printed before the first step."""
-    ranks = f"{facts.ranks} rank{'s' if facts.ranks > 1 else ''}"
+    ranks, notes = formatting.counted(facts.ranks, "rank"), [_row("note", note) for note in facts.notes]
+    if facts.again:
+        return [f"{facts.recipe} again, on {ranks}", *notes]
     batch = BatchPlan(facts.global_size, facts.micro_size, facts.accumulation, facts.shares or facts.ranks)
     frozen = facts.parameters - facts.trainable
     parts = f" ({facts.trainable:,} trained, {frozen:,} frozen)" if frozen else ""
@@ -363,7 +365,6 @@ def run_info(facts: RunInfo) -> list[str]:
         "steps": "until the budget is used up" if facts.steps is None else f"{facts.steps:,}{epoch}",
         "folder": _shortest_path(facts.folder),
     }
-    notes = (_row("note", note) for note in facts.notes)
     return [facts.recipe, *(_row(name, text) for name, text in rows.items()), *notes]
 
 

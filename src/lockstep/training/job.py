@@ -46,7 +46,7 @@ from lockstep.training.assemble import assemble
 from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt
 from lockstep.training.checkpoints import HISTORY, TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
-from lockstep.training.launch_folder import keep_folder, kept_folder, mark_begun, resumed
+from lockstep.training.launch_folder import has_begun, keep_folder, kept_folder, mark_begun, resumed
 from lockstep.training.locations import storage_of
 from lockstep.training.memory_snapshots import snapshots_in
 from lockstep.training.micro_sizes import factors_of
@@ -74,6 +74,7 @@ class Job:
         folder: of the run; None: the first rank makes one.
         given: objects that were passed in Python.
         memory: the launcher's folder in memory; None: there is none.
+        again: whether the launcher starts the ranks of a run again that has begun.
     """
 
     config: Config
@@ -82,6 +83,7 @@ class Job:
     given: UserObjects = field(default_factory=UserObjects)
     resume: Resume = field(default_factory=Resume)
     memory: Path | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +107,10 @@ def run_job(job: Job) -> Finished:
         codec_of(config.model, config.data.train)  # refuses a model that makes no text, before training
     refuse_missing_packages(config)
     with opened(config, job.given, job=job) as session, _logged_tracebacks(job, session) as folder:
-        job = replace(job, resume=resumed(job.resume, components_of(session).world, folder))
-        is_first = components_of(session).world.rank == 0
+        world = components_of(session).world
+        again = job.again or has_begun(world)
+        job = replace(job, resume=resumed(job.resume, world))
+        is_first = world.rank == 0
         continues = is_first and not job.resume.fresh and job.resume.origin is None
         earlier = EarlierAttempts.of(folder) if continues else NO_ATTEMPTS
         checkpoints, notes, rollbacks = _begin(job, session, folder)
@@ -116,6 +120,8 @@ def run_job(job: Job) -> Finished:
         if late := profiler.begins_after(components.plan.steps):
             notes.append(late)
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
+        if again:  # the first start has printed the others
+            facts = replace(facts, again=True, notes=tuple(notes))
         checkpoints.snapshots.begin_attempt(record_attempt(session, folder, earlier, facts, job.memory))
         plant(components.world, session.progress.steps, trained=trained_in(session))
         meters = Meters(session, folder)

@@ -74,7 +74,12 @@ def mark_begun(world: World, folder: Path) -> None:
         world.launcher_store.set(_BEGUN, "")
 
 
-def resumed(resume: Resume, world: World, folder: Path | None) -> Resume:
+def has_begun(world: World) -> bool:
+    """Return whether the launcher starts the ranks of this run again."""
+    return world.launcher_store is not None and world.launcher_store.check([_BEGUN])
+
+
+def resumed(resume: Resume, world: World) -> Resume:
     """Return how a run begins: as the command has it, or, after a restart, from its newest checkpoint."""
     store, starts = world.launcher_store, resume.fresh or resume.step is not None or resume.origin is not None
     if starts and store is None and "TORCHELASTIC_RUN_ID" in os.environ and not started_by_lockstep(os.environ):
@@ -82,8 +87,7 @@ def resumed(resume: Resume, world: World, folder: Path | None) -> Resume:
             "--fresh, --from and --fork would start over at each restart: this launcher has no store that outlives its "
             "ranks; unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE, or begin the run once without torchrun"
         )
-    has_begun = store is not None and store.check([_BEGUN])
-    return replace(resume, fresh=False, step=None, origin=None) if has_begun else resume
+    return replace(resume, fresh=False, step=None, origin=None) if has_begun(world) else resume
 
 
 def is_first_start() -> bool:

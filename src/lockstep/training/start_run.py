@@ -330,7 +330,7 @@ def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
         """Return the entry of ranks that resume this run, or, if none has begun, start it as they were to."""
         begun = _content(attempts) != before
         resume = replace(job.resume, fresh=False, step=None, origin=None) if begun else job.resume
-        return partial(train_as_rank, replace(sizes.job, resume=resume), folder)
+        return partial(train_as_rank, replace(sizes.job, resume=resume, again=begun), folder)
 
     def furthest() -> int | None:
         starts_over = job.resume.fresh or job.resume.step is not None
