@@ -174,7 +174,7 @@ def test_paths_that_the_containers_do_not_see_are_refused(
             [*IMAGE, "--volume", "..:/a", "--volume", "..:/a/", *TRAIN],
             "--volume: containers would see two folders at /a",
         ),
-        ([*IMAGE, "--nodes", "2", "memory", "digits"], "--nodes: 2, but `lockstep memory` runs in one container"),
+        ([*IMAGE, "--nodes", "2", "plan", "digits"], "--nodes: 2, but `lockstep plan` runs in one container"),
         ([*IMAGE, "--sweep", "optim.lr=1,2", *TRAIN], "--sweep: needs a queue, which Docker has not"),
         ([*IMAGE, "train", "digits", "run.folder=/elsewhere/a"], "run.folder: would be lost with the container"),
         ([*IMAGE, "train", "digits", "run.folder=../a"], "run.folder: would be lost with the container"),

@@ -363,7 +363,7 @@ def test_names_are_host_names(name: str) -> None:
             "run.folder: would be lost with the pod: /work/runs/a is in the read-only volume work; give it without :ro",
         ),
         ([*PLAIN, "--kind", "pod", *TRAIN], "--kind: invalid choice: 'pod'"),
-        ([*PLAIN, "--nodes", "2", "memory", "digits"], "--nodes: 2, but `lockstep memory` runs in one pod"),
+        ([*PLAIN, "--nodes", "2", "plan", "digits"], "--nodes: 2, but `lockstep plan` runs in one pod"),
         ([*PLAIN, "--memory", "200GB", *TRAIN], "--memory: '200GB' is not a size above 0; write 200Gi"),
         ([*PLAIN, "--memory", "4Gi", "--shm", "5Gi", *TRAIN], "--shm: 5Gi is more than --memory 4Gi"),
         ([*PLAIN, "--volume", "work", *TRAIN], "--volume: 'work' is not CLAIM:/PATH"),

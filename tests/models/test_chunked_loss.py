@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.families import family
+from kit.peak import peak_of
 from kit.runs import differences, recorded_all
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +19,6 @@ import lockstep
 from lockstep.config.loading import validate
 from lockstep.config.schema import TransformerModel
 from lockstep.core.records import Batch, DataFacts
-from lockstep.measuring.peak import peak_of
 from lockstep.models.build import build_model
 from lockstep.models.building_objectives import FunctionObjective
 from lockstep.models.chunked_loss import ChunkedHeadLoss, chunk_head_loss, chunked_cross_entropy

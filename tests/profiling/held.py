@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kit import small
+from kit.peak import held_by, peak_of
 from torch.utils._pytree import tree_leaves
 
 from lockstep.config.loading import validate
-from lockstep.measuring.peak import held_by, peak_of
 from lockstep.simulation.memory import MemoryLedger, Peak, Watched, resizes_seen
 from lockstep.simulation.updates import run_updates
 from lockstep.training.job import opened

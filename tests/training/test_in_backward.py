@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.peak import peak_of
 from kit.runs import recorded_all
 from kit.small import config as small_config
 from training.test_same_run import config
 
 import lockstep
-from lockstep.measuring.peak import peak_of
 from lockstep.training.session import components_of
 
 CPU = torch.device("cpu")

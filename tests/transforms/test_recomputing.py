@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from kit.peak import peak_of
 from torch import Tensor, nn
 from transforms.test_activation_checkpointing import Stack, held_for_the_backward
 
 import lockstep
 from lockstep.config.schema import ActivationCheckpointing, TransformerModel
 from lockstep.core.records import DataFacts
-from lockstep.measuring.peak import peak_of
 from lockstep.models.build import build_model
 from lockstep.models.transformer import Attention, SwiGLU
 from lockstep.transforms.activation_budget import BlockMemory, choose

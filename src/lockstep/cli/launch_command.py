@@ -22,7 +22,7 @@ from lockstep.core.jobs import JOB_FILES, JobCommand
 from lockstep.core.secrets import HIDDEN
 from lockstep.monitor.environment import hide_arguments
 
-VERBS = {"train": "train", "eval": "evaluate", "verify": "verify", "memory": "memory", "doctor": "doctor"}
+VERBS = {"train": "train", "eval": "evaluate", "verify": "verify", "plan": "plan", "doctor": "doctor"}
 """Verbs that a launcher can run -> their modules, each with a function `prepare`."""
 OF_JOBS = {
     "status": "print the state of a job",

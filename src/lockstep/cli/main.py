@@ -26,8 +26,9 @@ from lockstep.launch.outcome import report_to_torchrun
 
 VERBS = {
     "init": ("init", "write a first config with comments, or a Dockerfile and compose.yaml"),
+    "recipes": ("recipes", "list the configs that come with Lockstep"),
+    "plan": ("plan", "show what a run will be, without starting it; measure what memory it takes"),
     "train": ("train", "train a recipe or a config file"),
-    "launch": ("launch", "run a command elsewhere, such as on the nodes of a Slurm cluster"),
     "eval": ("evaluate", "evaluate the model of a run on its evaluation sets"),
     "generate": ("generate", "continue a text with the language model of a run"),
     "export": ("export", "write a run's model for other tools"),
@@ -39,11 +40,9 @@ VERBS = {
     "profile": ("profile", "record where time and memory of a run go, and explain it; measure its data loader"),
     "verify": ("verify", "check on your model that every strategy trains as a single process does"),
     "chaos": ("chaos", "prove that a run recovers from faults by itself, and ends as the undisturbed one"),
-    "plan": ("plan", "show what a run will be, without starting it"),
-    "memory": ("memory", "measure on your model what each way to save memory saves and costs"),
     "doctor": ("doctor", "find what is wrong with a machine, its links, or a run"),
+    "launch": ("launch", "run a command elsewhere, such as on the nodes of a Slurm cluster"),
     "config": ("config", "show, check, or describe configs"),
-    "recipes": ("recipes", "list the configs that come with Lockstep"),
     "data": ("data", "fetch what a recipe needs; turn text into tokens"),
     "ckpt": ("ckpt", "list, verify, compare and prune checkpoints"),
     "completion": ("completion", "print a shell's completion script for verbs, flags and keys"),
@@ -51,11 +50,12 @@ VERBS = {
 }
 
 _GROUPS = {
-    "init": "start here\n",
-    "eval": "\nuse a model\n",
-    "ls": "\nlook at runs\n",
-    "verify": "\ncheck before and after\n",
-    "config": "\nconfigs, data, checkpoints\n",
+    "init": "start\n",
+    "train": "\nrun\n",
+    "ls": "\nlook\n",
+    "verify": "\nprove\n",
+    "launch": "\nelsewhere\n",
+    "config": "\nfiles\n",
 }
 """Headings of groups of verbs, by the first verb of each."""
 
@@ -159,6 +159,7 @@ _VERBS_OF_OTHER_TOOLS = {
     **dict.fromkeys(("resume", "continue"), "lockstep train RUN resumes a run; --from and --fork begin from one"),
     **dict.fromkeys(("save", "convert", "merge-weights", "push"), "lockstep export RUN writes a model for other tools"),
     **dict.fromkeys(("checkpoint", "checkpoints"), "lockstep ckpt ls RUN lists them"),
+    "memory": "lockstep plan RECIPE --measure --modes all measures what ways to save memory save and cost",
     **dict.fromkeys(("estimate-memory", "dry-run"), "lockstep plan shows a run without starting it"),
     **dict.fromkeys(("tune", "sweep"), "lockstep launch slurm --sweep KEY=A,B train RECIPE trains once for each value"),
 }

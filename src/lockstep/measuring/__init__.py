@@ -1,1 +1,1 @@
-"""Measures how much memory the ways to save it save on the user's model, and what they cost."""
+"""Measures what a run's devices can do."""

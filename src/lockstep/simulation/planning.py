@@ -7,8 +7,10 @@ measured      real updates on ranks of this machine, whose tensors are counted i
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,8 +21,9 @@ import torch
 from torch import nn
 
 from lockstep.config.loading import LoadedConfig
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import ConfigError, OutOfMemory, Paused, RunFailed, Stopped
 from lockstep.core.formatting import size
+from lockstep.core.ranks import RankEnvironment
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import muted_stderr
 from lockstep.distributed.memory import peak_memory
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.plan.choosing import Decision
     from lockstep.training.api import ConfigLike
+    from lockstep.training.session import Session
 
 Extent = Literal["all", "planned"]
 """The strategies whose peak is simulated."""
@@ -213,25 +217,56 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
     if predicted is not None and estimator.memory is not None and predicted.bytes > estimator.memory:
         held = f"{size(predicted.bytes)}, and has {size(estimator.memory)}"
         raise RunFailed(f"a rank would take {held} here; measure fewer ranks, or a smaller model")
-    measured, held_bytes = max(_measured(config, given, ranks), key=lambda pair: pair[0].bytes)
-    return MeasuredMemory(predicted, why, measured, held_bytes, ranks, on_cpu)
+    measured = measured_rank(config, given, ranks)
+    return MeasuredMemory(predicted, why, measured.peak, measured.held, ranks, on_cpu)
 
 
-def _measured(config: Config, given: UserObjects, ranks: int) -> list[tuple[Peak, int]]:
-    """Return each rank's peak, and what it held in all, over three updates in new processes."""
+@dataclass(frozen=True, slots=True)
+class MeasuredRank:
+    """What was measured of a rank.
+
+    Attributes:
+        held: As of `MeasuredMemory`.
+        milliseconds: Time of the fastest of the timed updates, as other processes only add to it; 0: none was timed.
+    """
+
+    peak: Peak
+    held: int
+    milliseconds: float
+
+
+def measured_rank(config: Config, given: UserObjects, ranks: int, timed: int = 0) -> MeasuredRank:
+    """Run updates in new processes, and return the measurement of the rank that needs most memory.
+
+    Args:
+        timed: Updates that are timed, on the CPU in processor time, after three in which memory is counted.
+
+    Raises:
+        ConfigError: The ranks refuse the config.
+        OutOfMemory: They ran out of memory.
+        RunFailed: They ended without a result.
+        Stopped: A signal asked them to stop.
+    """
+    length = {"steps": _MEASURED_UPDATES + timed, "samples": None, "tokens": None, "epochs": None}
+    config = config.model_copy(update={"run": config.run.model_copy(update=length)})
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plan-"))
     remove = partial(shutil.rmtree, folder, ignore_errors=True)
     try:
         with undo_on_stop(remove):
-            entry = partial(_measure_rank, config, given, folder)
+            entry = partial(_measure_rank, config, given, timed, folder)
             code = launch(entry, ranks, config.launch, None, own_process=True, preload=imports_ahead(config)).show()
-            files = [folder / f"{rank}.json" for rank in range(ranks)]
-            if not all(file.exists() for file in files):
-                raise RunFailed(f"memory can't be measured: the ranks ended with exit code {code}")
-            records = [json.loads(file.read_text()) for file in files]
+            records = [json.loads(file.read_text()) for file in folder.glob("*.json")]
     finally:
         remove()
-    return [(Peak(**record["peak"]), record["held"]) for record in records]
+    if code in (Stopped.exit_code, Paused.exit_code):
+        raise Stopped("stopped")
+    for record in records:
+        if "refused" in record:
+            raise OutOfMemory(record["refused"]) if record["memory"] else ConfigError(record["refused"])
+    if len(records) < ranks:
+        raise RunFailed(f"memory can't be measured: the ranks ended with exit code {code}")
+    measured = [MeasuredRank(Peak(**record["peak"]), record["held"], record["milliseconds"]) for record in records]
+    return max(measured, key=lambda each: each.peak.bytes)
 
 
 def computes_on_cpu(config: Config) -> bool:
@@ -247,14 +282,28 @@ def _settled(config: Config, estimator: Estimator) -> Config:
     return config.model_copy(update={"parallel": parallel, "batch": batch})
 
 
-def _measure_rank(config: Config, given: UserObjects, folder: Path) -> int:
-    with opened(config, given) as session:
-        world = components_of(session).world
-        ledger = MemoryLedger(world.device.type)
-        with Watched(ledger), resizes_seen(ledger):
-            run_updates(session, ledger, _MEASURED_UPDATES)
-        on_cpu = world.device.type == "cpu"
-        held = peak_memory(world.device) if on_cpu else torch.get_device_module(world.device).max_memory_reserved()
-        record = {"peak": asdict(ledger.peak()), "held": held}
-        (folder / f"{world.rank}.json").write_text(json.dumps(record))
+def _measure_rank(config: Config, given: UserObjects, timed: int, folder: Path) -> int:
+    record: dict[str, Any]
+    rank = RankEnvironment.read(os.environ).rank
+    try:
+        with opened(config, given) as session:
+            record = _record(session, timed)
+    except (ConfigError, OutOfMemory) as refusal:
+        record = {"refused": str(refusal), "memory": isinstance(refusal, OutOfMemory)}
+    (folder / f"{rank}.json").write_text(json.dumps(record))
     return 0
+
+
+def _record(session: Session, timed: int) -> dict[str, Any]:
+    device = components_of(session).world.device
+    ledger, on_cpu = MemoryLedger(device.type), device.type == "cpu"
+    with Watched(ledger), resizes_seen(ledger):
+        run_updates(session, ledger, _MEASURED_UPDATES)
+    held = peak_memory(device) if on_cpu else torch.get_device_module(device).max_memory_reserved()
+    clock, times, start = (time.process_time if on_cpu else time.perf_counter), [], 0.0
+    for batch in session.batches() if timed else ():
+        start = clock()
+        session.accumulate(batch)
+        session.commit().result()
+        times.append(clock() - start)
+    return {"peak": asdict(ledger.peak()), "held": held, "milliseconds": 1000 * min(times, default=0.0)}
