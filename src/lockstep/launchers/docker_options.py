@@ -13,7 +13,6 @@ from pydantic import Field
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.jobs import HostOptions, JobCommand, SweepOptions
 from lockstep.core.secrets import names_a_secret
-from lockstep.launchers.container_names import image_mistake
 from lockstep.launchers.mounts import Mount, is_seen, mounting, unseen_problems
 from lockstep.launchers.tools import seconds_to_save
 from lockstep.stores.addresses import is_address
@@ -81,8 +80,6 @@ def check(command: JobCommand, options: DockerOptions, folder: Path) -> None:
 def _malformed(options: DockerOptions, folder: Path) -> Iterator[Problem]:
     if not _SIZE.fullmatch(options.shm):
         yield Problem("--shm", "", f"{options.shm!r} is not a size; write 8gb")
-    if options.image is not None and (mistake := image_mistake(options.image)):
-        yield Problem("--image", "", mistake)
     if options.user is not None and not _USER.fullmatch(options.user):
         yield Problem("--user", "", f"{options.user!r} is not UID or UID:GID, numbers other than 0, such as 1000:1000")
     for text in options.env:
