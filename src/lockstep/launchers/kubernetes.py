@@ -4,7 +4,7 @@ plan      the manifests, and the calls of kubectl       submit    tried by the s
 status    the job's conditions, and its pods            cancel    kubectl delete: the pods save and end
 follow    the log of the first pod, and of those that replace it, then the exit code of the run
 
-A job's identifier is NAMESPACE/KIND/NAME, with CONTEXT/ before it where the context was given.
+A job's identifier is NAMESPACE/job/NAME, with CONTEXT/ before it where the context was given.
 """
 
 from __future__ import annotations
@@ -27,27 +27,18 @@ from lockstep.core.errors import ConfigError, Paused, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import echo, plain
-from lockstep.launchers.kubernetes_manifests import REPLICATED, TOKEN, documents, text_of
+from lockstep.launchers.kubernetes_manifests import TOKEN, documents, text_of
 from lockstep.launchers.kubernetes_options import KubernetesOptions, check, workdir
 from lockstep.launchers.tools import execute, job_name, write_files
 
 _NOT_HERE = "install it, with a context for your cluster; --dry-run prints the manifests anywhere"
-_RESOURCES = {
-    "Job": ("jobs.batch", "batch.kubernetes.io/job-name={}"),
-    "JobSet": ("jobsets.jobset.x-k8s.io", "jobset.sigs.k8s.io/jobset-name={}"),
-    "TrainJob": (
-        "trainjobs.trainer.kubeflow.org",
-        f"jobset.sigs.k8s.io/jobset-name={{}},jobset.sigs.k8s.io/replicatedjob-name={REPLICATED}",
-    ),
-}
-"""Kind -> its resource, and the label by which its pods are selected."""
+_LABEL = "batch.kubernetes.io/job-name={}"  # by which its pods are selected
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _ITS_UID = "{.metadata.uid}"
 _UID = "UID"  # instead of it, in a planned call
 _POLL_S = 2.0
 _PATIENCE_S = 300.0  # without an answer of the API server, while a job is followed
 _REMEDIES = {
-    "no matches for kind|could not find the requested resource": "--kind job runs on every cluster",
     "forbidden|Forbidden": "`kubectl auth can-i --list` prints what you may do",
     'current-context|context ".*" does not exist': "`kubectl config get-contexts` lists the contexts",
     "[Cc]onnection|Unable to connect": "`kubectl cluster-info` checks the connection",
@@ -66,15 +57,14 @@ class KubernetesLauncher:
         manifests = documents(command, options, name)
         kubectl = _kubectl(options.context, options.namespace)
         path = command.folder / "job.yaml"
-        kind, version = manifests[-1]["kind"], manifests[-1]["apiVersion"]
         owned = [f"service/{name}"] * (len(manifests) > 1) + [f"secret/{name}"] * (options.nodes > 1)
         commands = [(*kubectl, "create", "--dry-run=server", f"--filename={path}")]
         if options.nodes > 1:
             commands.append((*kubectl, "create", "secret", "generic", name, f"--from-file={TOKEN}=/dev/stdin"))
         commands.append((*kubectl, "create", f"--filename={path}"))
         if owned:
-            commands.append((*kubectl, "get", f"{_RESOURCES[kind][0]}/{name}", f"--output=jsonpath={_ITS_UID}"))
-            owner = {"apiVersion": version, "kind": kind, "name": name, "uid": _UID}
+            commands.append((*kubectl, "get", f"jobs.batch/{name}", f"--output=jsonpath={_ITS_UID}"))
+            owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": _UID}
             patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
             commands += [(*kubectl, "patch", each, "--type=merge", f"--patch={patch}") for each in owned]
         return LaunchPlan({path: text_of(manifests, command)}, tuple(commands), tuple(_notes(command, options)))
@@ -83,12 +73,12 @@ class KubernetesLauncher:
         """Create the job with what belongs to it; delete what was created if a call fails."""
         (text,) = plan.files.values()
         manifests = [manifest for manifest in yaml.safe_load_all(text) if manifest]
-        kind, name = manifests[-1]["kind"], manifests[-1]["metadata"]["name"]
+        name = manifests[-1]["metadata"]["name"]
         kubectl = plan.commands[0][: plan.commands[0].index("create")]
         namespace = _namespace(kubectl)
         write_files(plan.files)
         _asked(plan.commands[0])  # the server tries the manifests
-        resources = [f"{_RESOURCES[kind][0]}/{name}", f"service/{name}", f"secret/{name}"]
+        resources = [f"jobs.batch/{name}", f"service/{name}", f"secret/{name}"]
         with undo_on_stop(lambda: _delete(kubectl, resources)):
             try:
                 _create(plan.commands[1:])
@@ -96,7 +86,7 @@ class KubernetesLauncher:
                 _undo(kubectl, resources, failure)
                 raise
         context = [word.partition("=")[2] for word in kubectl if word.startswith("--context=")]
-        return "/".join([*context, namespace, kind.lower(), name])
+        return "/".join([*context, namespace, "job", name])
 
     def status(self, job: LaunchedJob) -> JobStatus:
         """Return the job's state."""
@@ -147,11 +137,6 @@ def _notes(command: JobCommand, options: KubernetesOptions) -> list[str]:
         notes.append(
             f"without {' and '.join(missing)} the pods request none, so that a node may have too little for them, or "
             "evict them first"
-        )
-    if options.kind == "trainjob":
-        notes.append(
-            f"the runtime {options.runtime} decides how often a pod is started again; a run that was stopped and saved "
-            f"(exit code {Paused.exit_code}) counts as a failure there, unless its Job has a podFailurePolicy"
         )
     return notes
 
@@ -220,13 +205,12 @@ class _Target:
     """A job by its identifier."""
 
     kubectl: tuple[str, ...]
-    kind: str
     name: str
     identifier: str
 
     @property
     def resource(self) -> str:
-        return f"{_RESOURCES[self.kind][0]}/{self.name}"
+        return f"jobs.batch/{self.name}"
 
     def __str__(self) -> str:
         return self.identifier
@@ -243,12 +227,9 @@ class _ClusterJob:
 
 def _named(number: str) -> _Target:
     *context, namespace, kind, name = ["", "", *number.rsplit("/", 3)]
-    kinds = {each.lower(): each for each in _RESOURCES}
-    if kind not in kinds or not namespace or not name:
-        raise ConfigError(
-            f"{number!r} is neither NAMESPACE/KIND/NAME of a job ({', '.join(kinds)}) nor the folder of its run"
-        )
-    return _Target(_kubectl(context[-1] or None, namespace), kinds[kind], name, number)
+    if kind != "job" or not namespace or not name:
+        raise ConfigError(f"{number!r} is neither NAMESPACE/job/NAME of a job nor the folder of its run")
+    return _Target(_kubectl(context[-1] or None, namespace), name, number)
 
 
 def _ask(target: _Target) -> _ClusterJob:
@@ -261,7 +242,7 @@ def _ask(target: _Target) -> _ClusterJob:
         raise ConfigError(
             f"Kubernetes knows no {target}: it was canceled, or ended more than a week ago, or is in another context"
         ) from None
-    selector = _RESOURCES[target.kind][1].format(target.name)
+    selector = _LABEL.format(target.name)
     listed = _asked((*target.kubectl, "get", "pods", f"--selector={selector}", "--output=json"))
     pods = sorted(json.loads(listed)["items"], key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
     conditions = {

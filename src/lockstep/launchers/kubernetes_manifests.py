@@ -1,8 +1,6 @@
-"""The manifests of a job on Kubernetes.
+"""The manifests of a job on Kubernetes: an Indexed Job, and for several pods a headless Service.
 
-job        a headless Service, and an Indexed Job         NAME-0.NAME          is the first pod's address
-jobset     a JobSet of one such Job, with its own Service NAME-node-0-0.NAME
-trainjob   a TrainJob of Kubeflow Trainer                 PET_MASTER_ADDR, which its runtime sets
+NAME-0.NAME is the first pod's address.
 
 Of several pods each has a launcher. The job's token is in no manifest, only the name of the Secret that holds it.
 """
@@ -30,10 +28,7 @@ from lockstep.launchers.kubernetes_options import (
 from lockstep.launchers.tools import as_comment, program_words
 
 TOKEN = "LOCKSTEP_JOB_TOKEN"
-CONTAINERS = {"job": "lockstep", "jobset": "lockstep", "trainjob": "node"}
-"""Kind -> the name of the container that runs the launcher; that of a TrainJob is given by its runtime."""
-REPLICATED = "node"
-
+_CONTAINER = "lockstep"
 _KEPT_S = 7 * 24 * 3600
 _COMMENTS = {
     "publishNotReadyAddresses": "The first pod's name resolves as soon as the pod exists.",
@@ -42,22 +37,15 @@ _COMMENTS = {
     "ttlSecondsAfterFinished": "The job and its logs are deleted a week after its end.",
     "terminationGracePeriodSeconds": "After SIGTERM all ranks save and stop, within these seconds.",
     "envFrom": "Secrets, by name: their values are in no manifest.",
-    "numNodes": "One launcher in each pod starts the ranks, whatever numProcPerNode is.",
 }
 """Key -> a comment above its first line."""
 
 
 def documents(command: JobCommand, options: KubernetesOptions, name: str) -> list[dict[str, Any]]:
     """Return the manifests, the job's last."""
-    match options.kind:
-        case "job":
-            service = [_service(options, name)] if options.nodes > 1 else []
-            head = {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(options, name)}
-            return [*service, {**head, "spec": _job_spec(command, options, name, ttl=True)}]
-        case "jobset":
-            return [_jobset(command, options, name)]
-        case "trainjob":
-            return [_trainjob(command, options, name)]
+    service = [_service(options, name)] if options.nodes > 1 else []
+    head = {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(options, name)}
+    return [*service, {**head, "spec": _job_spec(command, options, name)}]
 
 
 def text_of(manifests: Sequence[Mapping[str, Any]], command: JobCommand) -> str:
@@ -101,14 +89,14 @@ def _service(options: KubernetesOptions, name: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(options, name), "spec": spec}
 
 
-def _job_spec(command: JobCommand, options: KubernetesOptions, name: str, *, ttl: bool) -> dict[str, Any]:
+def _job_spec(command: JobCommand, options: KubernetesOptions, name: str) -> dict[str, Any]:
     return {
         "completionMode": "Indexed",
         "completions": options.nodes,
         "parallelism": options.nodes,
         "backoffLimit": options.retries * options.nodes,
         **_failures(options),
-        **({"ttlSecondsAfterFinished": _KEPT_S} if ttl else {}),
+        "ttlSecondsAfterFinished": _KEPT_S,
         "template": {"metadata": {"labels": _labels(options, name)}, "spec": _pod_spec(command, options, name)},
     }
 
@@ -117,12 +105,11 @@ def _failures(options: KubernetesOptions) -> dict[str, Any]:
     """Return which ends of a pod count as failures of the job."""
     if not options.restart:
         return {}
-    container = CONTAINERS[options.kind]
 
     def on_code(action: str, operator: str, *codes: int) -> dict[str, Any]:
         return {
             "action": action,
-            "onExitCodes": {"containerName": container, "operator": operator, "values": list(codes)},
+            "onExitCodes": {"containerName": _CONTAINER, "operator": operator, "values": list(codes)},
         }
 
     taken = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
@@ -134,54 +121,6 @@ def _failures(options: KubernetesOptions) -> dict[str, Any]:
     }
 
 
-def _jobset(command: JobCommand, options: KubernetesOptions, name: str) -> dict[str, Any]:
-    job = {"spec": _job_spec(command, options, name, ttl=False)}
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": _metadata(options, name),
-        "spec": {
-            "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": 0},
-            "ttlSecondsAfterFinished": _KEPT_S,
-            "replicatedJobs": [{"name": REPLICATED, "replicas": 1, "template": job}],
-        },
-    }
-
-
-def _trainjob(command: JobCommand, options: KubernetesOptions, name: str) -> dict[str, Any]:
-    container = _container(command, options, name)
-    trainer = {key: container[key] for key in ("image", "command", "args", "env")}
-    trainer["command"] = ["env", f"--chdir={container['workingDir']}", *container["command"]]  # it has no workingDir
-    if "resources" in container:
-        trainer["resourcesPerNode"] = container["resources"]
-    patched = {key: container[key] for key in ("name", "securityContext", "volumeMounts")}
-    pod = {key: value for key, value in _pod_spec(command, options, name).items() if key in _PATCHED_BY_TRAINJOB}
-    template = {"spec": {"containers": [patched], **pod}}
-    jobs = [{"name": REPLICATED, "template": {"spec": {"template": template}}}]
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _metadata(options, name),
-        "spec": {
-            "runtimeRef": {"name": options.runtime},
-            "trainer": {"numNodes": options.nodes, **trainer},
-            "runtimePatches": [
-                {
-                    "manager": "lockstep.launch/kubernetes",
-                    "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}},
-                }
-            ],
-        },
-    }
-
-
-_PATCHED_BY_TRAINJOB = {
-    "terminationGracePeriodSeconds", "serviceAccountName", "securityContext", "imagePullSecrets", "nodeSelector",
-    "tolerations", "volumes",
-}  # fmt: skip
-
-
 # --- pods -----------------------------------------------------------------------------------------------------------
 
 
@@ -190,7 +129,7 @@ def _pod_spec(command: JobCommand, options: KubernetesOptions, name: str) -> dic
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": grace_seconds(command, options),
-        "subdomain": name if options.kind == "job" and options.nodes > 1 else None,
+        "subdomain": name if options.nodes > 1 else None,
         "serviceAccountName": options.service_account,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -212,7 +151,7 @@ def _pod_spec(command: JobCommand, options: KubernetesOptions, name: str) -> dic
 def _container(command: JobCommand, options: KubernetesOptions, name: str) -> dict[str, Any]:
     return _without_empty(
         {
-            "name": CONTAINERS[options.kind],
+            "name": _CONTAINER,
             "image": options.image,
             "imagePullPolicy": options.image_pull_policy,
             "command": program_words(options.program),
@@ -236,14 +175,8 @@ def _arguments(command: JobCommand, options: KubernetesOptions, name: str) -> It
     yield from (word.replace("$(", "$$(") for word in command.words)  # $(NAME) is what Kubernetes replaces
     if options.nodes == 1:
         return
-    addresses = {
-        "job": f"{name}-0.{name}:{options.port}",
-        "jobset": f"{name}-{REPLICATED}-0-0.{name}:{options.port}",
-        "trainjob": "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)",
-    }
-    rank = "$(PET_NODE_RANK)" if options.kind == "trainjob" else "$(JOB_COMPLETION_INDEX)"
-    yield from ("--nodes", str(options.nodes), "--rendezvous", addresses[options.kind])
-    yield from ("--node-rank", rank, "--job-id", name)
+    yield from ("--nodes", str(options.nodes), "--rendezvous", f"{name}-0.{name}:{options.port}")
+    yield from ("--node-rank", "$(JOB_COMPLETION_INDEX)", "--job-id", name)
 
 
 def _environment(options: KubernetesOptions, name: str) -> Iterator[dict[str, Any]]:

@@ -21,8 +21,6 @@ from lockstep.launchers.tools import seconds_to_save
 from lockstep.stores.addresses import is_address
 from lockstep.strategies.section import Auto, Positive, Section
 
-Kind = Literal["job", "jobset", "trainjob"]
-
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([^\0]*)", re.DOTALL)
 _MODES = {"ro": True, "rw": False}
 _SIZE = re.compile(r"(?P<number>[0-9]{1,15}(\.[0-9]{1,9})?)(?P<unit>k|[MGTPE]|[KMGTPE]i)?")
@@ -39,8 +37,6 @@ class KubernetesOptions(Section):
 
     image: str | None = None
     """Container image in which Lockstep is installed, such as registry.example/me/train:1; required."""
-    kind: Kind = "job"
-    """Kind of job: an Indexed Job with a headless Service, a JobSet, or a TrainJob of Kubeflow Trainer."""
     nodes: Positive = 1
     """Number of pods; in each of them one launcher starts the ranks."""
     gpus: Positive | None = None
@@ -91,8 +87,6 @@ class KubernetesOptions(Section):
     """How many times the pods are also started again when the run fails with exit code 1."""
     port: Annotated[int, Field(ge=1024, le=65535)] = 29500
     """Port of the first pod at which the launchers meet."""
-    runtime: str = "torch-distributed"
-    """ClusterTrainingRuntime of a TrainJob."""
     program: str = "lockstep"
     """Program that starts Lockstep in the image."""
 
@@ -197,7 +191,6 @@ def _misfitting(command: JobCommand, options: KubernetesOptions) -> list[Problem
         for name in variables(options)
         if names_a_secret(name)
     ]  # fmt: skip
-    problems += _trainjob_problems(options)
     return problems
 
 
@@ -232,27 +225,6 @@ def _lost(command: JobCommand, options: KubernetesOptions) -> Problem:
 def _kept_folder(command: JobCommand, options: KubernetesOptions) -> PurePosixPath:
     place = command.checkpoint_folder or run_folder(command, options)
     return PurePosixPath(os.path.normpath(PurePosixPath(workdir(options), place)))
-
-
-def _trainjob_problems(options: KubernetesOptions) -> list[Problem]:
-    """Return the options that a TrainJob can't hold: its runtime decides them."""
-    if options.kind != "trainjob":
-        is_given = options.runtime != KubernetesOptions.model_fields["runtime"].default
-        return [Problem("--runtime", "", "is for a TrainJob; give --kind trainjob too")] if is_given else []
-    given = {
-        "--no-restart": not options.restart,
-        "--retries": options.retries,
-        "--image-pull-policy": options.image_pull_policy,
-        "--priority-class": options.priority_class,
-        "--env-secret SECRET": any(":" not in text for text in options.env_secret),
-        "--port": options.port != KubernetesOptions.model_fields["port"].default,
-    }
-    return [
-        Problem(flag, "", "can't be given for a TrainJob, whose runtime decides it; leave it out, or give "
-                + ("--env-secret SECRET:KEY" if "SECRET" in flag else "--kind job"))
-        for flag, value in given.items()
-        if value
-    ]  # fmt: skip
 
 
 def shm_size(options: KubernetesOptions) -> str:

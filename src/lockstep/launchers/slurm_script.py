@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,13 +19,29 @@ from lockstep.core.errors import ConfigError, Paused, Problem
 from lockstep.core.jobs import JobCommand, SweepOptions
 from lockstep.core.terminal import plain_line, shortened
 from lockstep.launchers.mounts import Mount, is_seen, mounting, unseen_problems
-from lockstep.launchers.slurm_grammar import bash_problems, limit_seconds, passed_problems
 from lockstep.launchers.tools import as_comment, bash_array, own_program, program_words, seconds_to_save
 from lockstep.stores.addresses import is_address
 from lockstep.strategies.section import Auto, Positive, Section
 
 _MOUNT = re.compile(r"[^:,\s][^:,\n]*(:/[^:,\n]*(:[a-z+-]+)?)?")
-_MOST_NODES, _MOST_OF_16_BITS = 65_533, 65_535
+_TIME = re.compile(
+    r"(?:(?P<days>[0-9]{1,6})-(?P<hours>[0-9]{1,6})(?::(?P<minutes>[0-9]{1,6})(?::(?P<seconds>[0-9]{1,6}))?)?"
+    r"|(?P<rest>[0-9]{1,9}(?::[0-9]{1,9}){0,2}))"
+)
+_NO_LIMIT = ("0", "INFINITE", "UNLIMITED")
+_OWN = {
+    "array": "--sweep KEY=A,B trains several runs",
+    "cpus-per-task": "give --cpus-per-task",
+    "gpus-per-node": "give --gpus-per-node",
+    "nodes": "give --nodes",
+    "ntasks": "the ranks are --ranks of the command",
+    "ntasks-per-node": "the ranks are --ranks of the command",
+    "signal": "give --signal-before",
+    "time": "give --time",
+}
+"""Options of sbatch that Lockstep's script relies on -> what to write instead."""
+_MOST_OF_16_BITS = 65_535
+_SHORT = {"-a": "array", "-c": "cpus-per-task", "-N": "nodes", "-n": "ntasks", "-t": "time"}
 _CPUS_OF_A_GPU = 4
 
 
@@ -95,9 +111,8 @@ def check(command: JobCommand, options: SlurmOptions) -> None:
             for word in words
             if not re.fullmatch(r"--?[A-Za-z][^\n]*", word)
         ]
-    problems += [*passed_problems(options.sbatch), *bash_problems(options.setup)]
-    problems += [*_unreadable(command, options), *_unseen(command, options)]
-    limit, before = limit_seconds(options.time), signal_before(command, options)
+    problems += [*_contradicting(options.sbatch), *_unreadable(command, options), *_unseen(command, options)]
+    limit, before = _limit_seconds(options.time), signal_before(command, options)
     if limit is not None and 2 * before > limit:
         message = (
             f"{options.time} is {limit} s, and the ranks are asked to stop {before} s before its end, to save; give a "
@@ -106,6 +121,28 @@ def check(command: JobCommand, options: SlurmOptions) -> None:
         problems.append(Problem("--time", "", message))
     if problems:
         raise ConfigError(problems)
+
+
+def _contradicting(words: Sequence[str]) -> Iterator[Problem]:
+    """Yield which further options of sbatch the script sets itself."""
+    for word in words:
+        name = word[2:].partition("=")[0] if word.startswith("--") else _SHORT.get(word[:2], "")
+        if name in _OWN:
+            yield Problem("--sbatch", "", f"{shortened(word)} would contradict the script; {_OWN[name]} instead")
+
+
+def _limit_seconds(time: str | None) -> int | None:
+    """Return the seconds of a time limit: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None if it isn't one."""
+    match = _TIME.fullmatch(time or "")
+    if match is None or time in _NO_LIMIT:
+        return None
+    if match["rest"] is None:
+        days, hours, minutes, seconds = (int(match[unit] or 0) for unit in ("days", "hours", "minutes", "seconds"))
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    numbers = [int(part) for part in match["rest"].split(":")]
+    if len(numbers) == 1:
+        return 60 * numbers[0]
+    return sum(number * factor for number, factor in zip(reversed(numbers), (1, 60, 3600), strict=False))
 
 
 def _unreadable(command: JobCommand, options: SlurmOptions) -> Iterator[Problem]:
@@ -124,8 +161,6 @@ def _unreadable(command: JobCommand, options: SlurmOptions) -> Iterator[Problem]
         if not _MOUNT.fullmatch(value):
             message = f"{shortened(value)} is not FOLDER:/PATH, such as /data:/data"
             yield Problem("--container-mounts", "", message)
-    if options.nodes > _MOST_NODES:
-        yield Problem("--nodes", "", f"{options.nodes} is more than Slurm can have; give at most {_MOST_NODES}")
     for flag, number in (("--cpus-per-task", options.cpus_per_task), ("--signal-before", options.signal_before)):
         if number != "auto" and number > _MOST_OF_16_BITS:
             yield Problem(flag, "", f"{number} is more than Slurm takes; give at most {_MOST_OF_16_BITS}")

@@ -223,7 +223,7 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRank:
-    """What was measured of a rank.
+    """The measured memory and time of a rank.
 
     Attributes:
         held: As of `MeasuredMemory`.
