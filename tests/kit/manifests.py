@@ -13,7 +13,6 @@ kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.sche
 
 VERSIONS = ("1.31", "1.37")  # of Kubernetes: from when podFailurePolicy was stable, to the newest one known here
 _MODELS = {
-    "JobSet": ("jobset_v1alpha2_job_set", "JobsetV1alpha2JobSet", "jobset.x-k8s.io/v1alpha2"),
     "TrainJob": ("trainer_v1alpha1_train_job", "TrainerV1alpha1TrainJob", "trainer.kubeflow.org/v1alpha1"),
 }
 _JOB_SPEC = ("io_k8s_api_batch_v1_job_spec", "IoK8sApiBatchV1JobSpec")
@@ -30,9 +29,7 @@ def problem_of(manifest: Mapping[str, Any], version: str = VERSIONS[-1]) -> str:
     module, name, api = _MODELS[kind]
     if manifest.get("apiVersion") != api:
         return f"apiVersion: {manifest.get('apiVersion')!r}"
-    return _model_problem(manifest, module, name) or next(
-        filter(None, (_native_problem(job, version) for job in _jobs_in(manifest))), ""
-    )
+    return _model_problem(manifest, module, name)
 
 
 def _model_problem(given: Mapping[str, Any], module: str, name: str) -> str:
@@ -54,13 +51,6 @@ def _native_problem(manifest: Mapping[str, Any], version: str) -> str:
     except kubernetes_validate.ValidationError as error:
         return f"{'.'.join(map(str, error.path))}: {error.message}"
     return _model_problem(manifest["spec"], *_JOB_SPEC) if manifest["kind"] == "Job" else ""
-
-
-def _jobs_in(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the Jobs of a JobSet."""
-    jobs = manifest["spec"].get("replicatedJobs", [])
-    head = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
-    return [{**head, "spec": job["template"]["spec"]} for job in jobs]
 
 
 def _difference(given: Any, parsed: Any, path: str = "") -> str:

@@ -24,8 +24,7 @@ PLENTY = [
     *("--service-account", "trainer", "--image-pull-secret", "registry", "--node-selector", "pool=h100"),
     *("--toleration", "nvidia.com/gpu:NoSchedule", "--toleration", "team=vision", "--label", "team=vision"),
 ]
-IN_JOBS = [*PLENTY, "--image-pull-policy", "Always", "--priority-class", "high", "--env-secret", "tracker"]
-KINDS = {"job": IN_JOBS, "jobset": [*IN_JOBS, "--kind", "jobset"], "trainjob": [*PLENTY, "--kind", "trainjob"]}
+ALL = [*PLENTY, "--image-pull-policy", "Always", "--priority-class", "high", "--env-secret", "tracker"]
 
 
 @pytest.fixture(autouse=True)
@@ -59,11 +58,9 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
         [*PLAIN, "--nodes", "3", "--retries", "2", *TRAIN],
         ["--image", "me/train:1", "train", "digits", "checkpoint.folder=s3://bucket/a"],
         ["--image", "me/train:1", "--nodes", "2", "doctor", "--ranks", "2"],
-        [*PLAIN, "--kind", "jobset", *TRAIN],
-        [*PLAIN, "--kind", "trainjob", *TRAIN],
-        *([*options, *TRAIN] for options in KINDS.values()),
+        [*ALL, *TRAIN],
     ],
-    ids=["plain", "once", "retries", "bucket", "doctor", "jobset", "trainjob", *(f"{kind}-all" for kind in KINDS)],
+    ids=["plain", "once", "retries", "bucket", "doctor", "all"],
 )
 def test_manifests_are_valid(words: list[str], version: str, capsys: pytest.CaptureFixture[str]) -> None:
     for manifest in dry_run(capsys, *words):
@@ -96,9 +93,8 @@ ENUMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_misspelt_key_is_noticed(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for manifest in dry_run(capsys, *KINDS[kind], *TRAIN):
+def test_each_misspelt_key_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+    for manifest in dry_run(capsys, *ALL, *TRAIN):
         paths = [path for path in places(manifest) if len(path) > 1 and not FREE & set(path[:-1])]
         assert len(paths) > 5
         for path in paths:
@@ -108,9 +104,8 @@ def test_each_misspelt_key_is_noticed(kind: str, capsys: pytest.CaptureFixture[s
             assert problem_of(wrong), path
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_wrong_type_is_noticed(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for manifest in dry_run(capsys, *KINDS[kind], *TRAIN):
+def test_each_wrong_type_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+    for manifest in dry_run(capsys, *ALL, *TRAIN):
         for path in places(manifest):
             value = at(manifest, path)
             wrong = copy.deepcopy(manifest)
@@ -121,16 +116,15 @@ def test_each_wrong_type_is_noticed(kind: str, capsys: pytest.CaptureFixture[str
                 assert problem_of(wrong), path
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_wrong_enum_value_is_noticed(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_wrong_enum_value_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
     checked = set()
-    for manifest in dry_run(capsys, *KINDS[kind], *TRAIN):
+    for manifest in dry_run(capsys, *ALL, *TRAIN):
         for path in (path for path in places(manifest) if path[-1] in ENUMS):
             wrong = copy.deepcopy(manifest)
             at(wrong, path[:-1])[path[-1]] = at(manifest, path).lower() + "x"
             assert problem_of(wrong), path
             checked.add(path[-1])
-    assert checked >= ({"kind", "apiVersion", "effect", "operator"} if kind == "trainjob" else ENUMS)
+    assert checked >= ENUMS
 
 
 # --- what they ask for ----------------------------------------------------------------------------------------------
@@ -182,21 +176,11 @@ def test_pods_meet_at_the_first(capsys: pytest.CaptureFixture[str]) -> None:
         *TRAIN, "--nodes", "2", "--rendezvous", f"{name}-0.{name}:29500", "--node-rank", "$(JOB_COMPLETION_INDEX)",
         "--job-id", name,
     ]  # fmt: skip
-    [jobset] = dry_run(capsys, *PLAIN, "--nodes", "2", "--kind", "jobset", *TRAIN)
-    name, spec = jobset["metadata"]["name"], jobset["spec"]
-    [replicated] = spec["replicatedJobs"]
-    assert spec["network"]["subdomain"] == name
-    words = pod_of(replicated["template"])["containers"][0]["args"]
-    assert f"{name}-{replicated['name']}-0-0.{name}:29500" in words
-    [trainjob] = dry_run(capsys, *PLAIN, "--nodes", "2", "--kind", "trainjob", *TRAIN)
-    trainer = trainjob["spec"]["trainer"]
-    assert trainer["command"] == ["env", "--chdir=/work", "lockstep"]
-    assert "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)" in trainer["args"]
     assert len(dry_run(capsys, *PLAIN, *TRAIN)) == 1
 
 
 def test_pods_have_what_the_options_say(capsys: pytest.CaptureFixture[str]) -> None:
-    pod = pod_of(dry_run(capsys, *IN_JOBS, *TRAIN)[-1])
+    pod = pod_of(dry_run(capsys, *ALL, *TRAIN)[-1])
     container = pod["containers"][0]
     assert container["resources"]["limits"] == {"cpu": "16", "memory": "200Gi", "nvidia.com/gpu": "8"}
     assert container["resources"]["requests"] == container["resources"]["limits"]
@@ -307,7 +291,6 @@ def test_names_are_host_names(name: str) -> None:
             [*PLAIN[:2], "--volume", "work:/work:ro", "--workdir", "/work", *TRAIN],
             "run.folder: would be lost with the pod: /work/runs/a is in the read-only volume work; give it without :ro",
         ),
-        ([*PLAIN, "--kind", "pod", *TRAIN], "--kind: invalid choice: 'pod'"),
         ([*PLAIN, "--nodes", "2", "plan", "digits"], "--nodes: 2, but `lockstep plan` runs in one pod"),
         ([*PLAIN, "--memory", "200GB", *TRAIN], "--memory: '200GB' is not a size above 0; write 200Gi"),
         ([*PLAIN, "--memory", "4Gi", "--shm", "5Gi", *TRAIN], "--shm: 5Gi is more than --memory 4Gi"),
@@ -319,8 +302,6 @@ def test_names_are_host_names(name: str) -> None:
         ([*PLAIN, *TRAIN, "--fresh"], "--fresh, --from, --fork: would start over with each pod"),
         ([*PLAIN, "--no-restart", "--retries", "1", *TRAIN], "--retries: needs pods that start again"),
         ([*PLAIN, "--user", "0", *TRAIN], "--user: '0' is not a whole number above 0"),
-        ([*PLAIN, "--kind", "trainjob", "--retries", "1", *TRAIN], "--retries: can't be given for a TrainJob"),
-        ([*PLAIN, "--kind", "trainjob", "--env-secret", "s", *TRAIN], "--env-secret SECRET: can't be given"),
         ([*PLAIN, "train", "digits", "--optim.lrr", "1"], "--optim.lrr: unknown key; did you mean lr?"),
     ],
 )

@@ -28,6 +28,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["slurm", "--time", "9:00", "--image", "x"], f"--image: {NO_SUCH} slurm; did you mean --container-image?"),
         (["kubernetes", "--gpus-per-node", "8"], f"--gpus-per-node: {NO_SUCH} kubernetes; did you mean --gpus?"),
         (["ssh", "--nodes", "2"], f"--nodes: {NO_SUCH} ssh; did you mean --hosts?"),
+        (["kubernetes", "--kind", "jobset"], "--kind: there is no such flag any more: a Job runs on every cluster"),
         (["slurm", "--frobnicate"], f"--frobnicate: {NO_SUCH} slurm; lockstep launch slurm --help prints"),
         (["slurm", "--ranks", "2"], "--ranks: belongs to the command, as --ranks N after its verb: train digits"),
         (["slurm", "--optim.lr=2"], "--optim.lr: belongs to the command, after its verb: train digits --optim.lr"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 99_349
-MOST_FILES = 610
+MOST_LINES = 98_925
+MOST_FILES = 606
 
 
 def test_src_keeps_within_its_budget() -> None:

@@ -25,6 +25,10 @@ _SAME = (
     ("env", "environment", "export"),
 )
 """Flags of one meaning: of launchers, and of other tools."""
+_GONE = {
+    ("docker", "init"): "lockstep init docker writes the Dockerfile and compose.yaml",
+    ("kubernetes", "kind"): "a Job runs on every cluster; docs/other-schedulers.md has a TrainJob",
+}
 _RANKS = ("ranks", "nproc", "nproc-per-node", "np", "ntasks", "ntasks-per-node")
 
 
@@ -53,8 +57,8 @@ def _meant(where: str, flag: str, known: Sequence[str]) -> str:
     name = flag.lstrip("-").replace("_", "-")
     if name in _RANKS:
         return "belongs to the command, as --ranks N after its verb: train digits --ranks 2"
-    if (where, name) == ("docker", "init"):
-        return "isn't a flag of launch any more: lockstep init docker writes the Dockerfile and compose.yaml"
+    if (where, name) in _GONE:
+        return f"there is no such flag any more: {_GONE[where, name]}"
     if "." in name:
         return f"belongs to the command, after its verb: train digits {flag} ..."
     groups = [group for group in _SAME if name in group]

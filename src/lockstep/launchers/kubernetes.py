@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.core.errors import ConfigError, Paused, RunFailed, Stopped
+from lockstep.core.errors import ConfigError, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import echo, plain
