@@ -199,7 +199,6 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "report/test_comparison.py": {"no_content_of_the_files_stops_a_comparison": 0},
     "report/test_in_browser.py": {"nothing_overflows": 2, "paper_has_all_that_a_wide_page_shows": 1},
     "report/test_report.py": {"no_content_of_the_files_stops_a_report": 0},
-    "report/test_thumbnails.py": {"a_page_has_so_many_images_and_no_more": 0},
     "security/test_hostile_files.py": {"hostile_files": 0},
     "security/test_limits.py": {"a_config_of_deepspeed": 0, "configs": 0, "reports": 0},
     "security/test_safe_path.py": {

@@ -10,9 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-import struct
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +22,6 @@ from lockstep import __version__
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import read_bounded, write_atomically
 from lockstep.core.formatting import counted
-from lockstep.core.media import LoggedImage
 from lockstep.core.near_runs import did_you_mean_run
 from lockstep.core.secrets import hidden_setting, without_secrets
 from lockstep.monitor.folder import CONFIG, is_run, refuse_escaping_links
@@ -202,15 +199,14 @@ def _text(cell: Any) -> str:
     return text if len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
 
 
-_SIDE = 256  # pixels of a thumbnail, at most
-_SMALLEST = 96  # pixels on the screen, to which smaller images are enlarged
-_CHANNELS = {0: 1, 2: 3, 6: 4}  # by the color type of a PNG
-_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_SMALLEST, _SIDE = 96, 256  # pixels on the screen, to which images are enlarged or shrunk
+_MOST_IMAGE_BYTES = 1 << 20
+_BEGIN, _END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
 
 
 @dataclass(frozen=True, slots=True)
 class Thumbnail:
-    """A small image.
+    """An image that the browser shows small.
 
     Attributes:
         source: The PNG as an address of the scheme `data`.
@@ -234,53 +230,22 @@ def thumbnails(run: RunData) -> list[Thumbnail]:
 
 def _thumbnail(run: RunData, image: LoggedFile) -> Thumbnail | None:
     try:
-        decoded = _decoded(content(run, image))
-    except (OSError, ValueError, IndexError, struct.error, zlib.error):
+        data = content(run, image, _MOST_IMAGE_BYTES)
+    except (OSError, ValueError):
         return None
-    small = _shrunk(decoded)
-    shown = max(1, round(_SMALLEST / max(small.width, small.height)))
-    source = "data:image/png;base64," + base64.b64encode(small.png()).decode()
-    size = f"{decoded.width} x {decoded.height}"
-    return Thumbnail(image.step, image.name, source, small.width * shown, small.height * shown, size)
-
-
-def _decoded(data: bytes) -> LoggedImage:
-    """Return the image of a PNG that a run has written. Raises ValueError for any other file."""
-    if not data.startswith(_SIGNATURE):
-        raise ValueError("not a PNG")
-    chunks: dict[bytes, bytes] = {}
-    at = len(_SIGNATURE)
-    while at < len(data) and b"IEND" not in chunks:
-        length, kind = struct.unpack(">I4s", data[at : at + 8])
-        chunks[kind] = chunks.get(kind, b"") + data[at + 8 : at + 8 + length]
-        at += length + 12
-    width, height, bits, color, *rest = struct.unpack(">IIBBBBB", chunks.get(b"IHDR", b""))
-    channels = _CHANNELS.get(color, 0)
-    stride = 1 + width * channels
-    if bits != 8 or not channels or any(rest) or not 0 < height * stride <= MOST_BYTES:
-        raise ValueError("not as a run writes it")
-    pixels = zlib.decompressobj().decompress(chunks.get(b"IDAT", b""), height * stride)
-    if len(pixels) != height * stride or any(pixels[::stride]):
-        raise ValueError("not as a run writes it")
-    rows = np.frombuffer(pixels, np.uint8).reshape(height, stride)
-    return LoggedImage(width, height, channels, rows[:, 1:].tobytes())
-
-
-def _shrunk(image: LoggedImage) -> LoggedImage:
-    """Return the means of squares of pixels that make it small enough; what is left of them at the edges is cut."""
-    factor = -(-max(image.width, image.height) // _SIDE)
-    width, height = image.width // factor, image.height // factor
-    if factor == 1 or not width or not height:
-        return image
-    whole = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, image.channels)
-    cut = whole[: height * factor, : width * factor].reshape(height, factor, width, factor, image.channels)
-    return LoggedImage(width, height, image.channels, cut.mean(axis=(1, 3)).round().astype(np.uint8).tobytes())
+    if not data.startswith(_BEGIN) or not data.endswith(_END):
+        return None
+    width, height = (int.from_bytes(data[at : at + 4]) for at in (16, 20))
+    side = max(width, height, 1)
+    scale = min(max(1, round(_SMALLEST / side)), _SIDE / side)
+    source = "data:image/png;base64," + base64.b64encode(data).decode()
+    return Thumbnail(image.step, image.name, source, round(width * scale), round(height * scale), f"{width} x {height}")
 
 
 MOST = 12
 """Images in a page at most, and tables."""
 MOST_BYTES = 1 << 25
-"""Bytes of a file at most, and of an image's pixels; a run logs at most 2,048 x 2,048 pixels."""
+"""Bytes of a table's file at most."""
 
 
 def newest_of_each(files: Sequence[LoggedFile]) -> list[LoggedFile]:
@@ -288,12 +253,12 @@ def newest_of_each(files: Sequence[LoggedFile]) -> list[LoggedFile]:
     return list({file.name: file for file in files}.values())[:MOST]
 
 
-def content(run: RunData, file: LoggedFile) -> bytes:
+def content(run: RunData, file: LoggedFile, most: int = MOST_BYTES) -> bytes:
     """Return the bytes of a file. Raises OSError, and ValueError for a link or one outside of the run's folder."""
     place = run.folder / file.file
     if place.is_symlink() or place.parent != run.folder / MEDIA:
         raise ValueError(f"{place} is not a file in {MEDIA}")
-    return read_bounded(place, MOST_BYTES)
+    return read_bounded(place, most)
 
 
 def remark(files: Sequence[LoggedFile], shown: Sequence[Any]) -> str:

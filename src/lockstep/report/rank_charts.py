@@ -278,7 +278,6 @@ def _area_color(name: str) -> int:
 
 
 def _band(edges: Numbers, top: Numbers, floor: Numbers) -> str:
-    """Return the path of what lies between two lines."""
     upper = [f"{x:.1f} {y:.1f}" for x, y in zip(edges, top, strict=True)]
     lower = [f"{x:.1f} {y:.1f}" for x, y in zip(edges, floor, strict=True)]
     return f"M{'L'.join([*upper, *reversed(lower)])}z"
