@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 KEY_HINTS = "lockstep.interop.hints"
-"""The module with other tools' keys, which `config.suggestions` imports when a config has an unknown key."""
+"""The module with other tools' keys, which `config.validation_errors` imports when a config has an unknown key."""
 
 _HOMES = {
     name: module

@@ -239,7 +239,6 @@ class _Rounds:
         return _row(fault, plan, code, self.undisturbed, expected)
 
     def _train(self, job: Job, ranks: int, plan: Path | None = None) -> int:
-        """Train on ranks of this host; return the exit code."""
         output = output_of(Path(job.config.run.folder or "").parent)
         environment = {FAULTS: str(plan)} if plan is not None else {}
         with Launchers(self._stop, self._limit_s) as launchers:

@@ -193,7 +193,6 @@ def _scheduler(config: Config, derived: Derived) -> dict[str, Any] | None:
 
 
 def _inexpressible(config: Config, derived: Derived, train_batch: int) -> Iterator[Problem]:
-    """Yield what DeepSpeed's own config can't express."""
     global_size, schedule = config.batch.global_size, config.schedule
     if train_batch != global_size:
         yield Problem(

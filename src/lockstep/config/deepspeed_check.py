@@ -144,7 +144,6 @@ def _section_problems(parallel: Parallel) -> list[Problem]:
 
 
 def _bf16_problems(config: Config) -> list[Problem]:
-    """Return what doesn't go with `bf16_weights`."""
     section, compute, key = config.parallel.deepspeed, config.precision.compute, "parallel.deepspeed.bf16_weights"
     if not section.bf16_weights:
         return []
@@ -157,7 +156,6 @@ def _bf16_problems(config: Config) -> list[Problem]:
 
 
 def _expected_values(config: Config, derived: Derived) -> dict[str, Any]:
-    """Return the value that each compared key must have."""
     optim, schedule, zero, scale = config.optim, config.schedule, config.parallel.deepspeed, config.precision.loss_scale
     return {
         "train_batch_size": config.batch.global_size,
@@ -332,7 +330,6 @@ class _Comparison:
 
 
 def _is_off(value: Any) -> bool:
-    """Return whether a section requests nothing."""
     return not value or value == AUTO or (isinstance(value, Mapping) and value.get("enabled") is False)
 
 

@@ -76,7 +76,7 @@ __all__ = [
 
 
 def _only_known_keys(schema: dict[str, Any]) -> None:
-    """Refuse unknown keys in the JSON Schema, but for sections of a strategy that has to be imported first."""
+    """Refuse unknown keys in the JSON Schema, except in sections of a strategy that has to be imported first."""
     schema["additionalProperties"] = {"type": "object"}
     schema["if"] = {"properties": {"strategy": {"enum": [*names()]}}}
     schema["then"] = {"propertyNames": {"enum": [*dict.fromkeys([*schema["properties"], *option_sections()])]}}

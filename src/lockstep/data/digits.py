@@ -70,5 +70,4 @@ def _load() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
 
 @cache
 def _rows(file: Path) -> NDArray[np.float64]:
-    """Return the rows of a file, which training and evaluation share."""
     return np.loadtxt(file, delimiter=",")

@@ -251,7 +251,7 @@ class TrainingLoader:
         )
 
     def _lacking(self, batch: Batch, request: FetchRequest) -> Batch:
-        """Return the batch without samples of which a worker didn't know yet that they are left out."""
+        """Drop samples that were left out after the worker got its request."""
         assert self._skipping is not None, "other sources leave nothing out"
         if request.is_padding or self._skipping.lacks(request.indices, batch.left_out):
             return batch

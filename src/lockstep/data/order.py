@@ -82,7 +82,6 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _permute(cells: NDArray[np.uint64], rows: int, columns: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply all rounds to cells of the grid."""
     width = np.uint64(columns)
     row, column = np.divmod(cells, width)
     sizes = (np.uint64(rows), width)

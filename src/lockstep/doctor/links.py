@@ -138,7 +138,7 @@ def _slow_inside(pair: Any, inside: Sequence[Any], places: Sequence[RankPlace]) 
 
 
 def _between_hosts(pairs: Sequence[Any], places: Sequence[RankPlace]) -> dict[tuple[str, str], Any]:
-    """Return for each two hosts their fastest pair of ranks: one pair may have been slow by chance."""
+    """Return the fastest pair of ranks for each two hosts: one pair may have been slow by chance."""
     links: dict[tuple[str, str], Any] = {}
     for pair in pairs:
         hosts = places[pair.first].host, places[pair.second].host

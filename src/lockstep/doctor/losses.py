@@ -46,7 +46,6 @@ def finding_of_losses(loss: Series) -> LossFinding | None:
 
 
 def _exploded(loss: Series) -> str | None:
-    """Return a sentence if the last losses are a thousand times the first."""
     values, steps = loss.known, loss.known_steps
     if len(values) < 2:
         return None

@@ -169,7 +169,7 @@ def _shown_by(end: LaunchEnds, seen: Sequence[SeenFailure]) -> list[SeenFailure]
 
 
 def _unrecorded(run: Path, data: RunData, last: LastLaunch, seen: list[SeenFailure]) -> Diagnosis:
-    """Return the diagnosis of a launch of which no record was left, or that another launcher has started."""
+    """Diagnose a launch that left no record, or that another launcher started."""
     if last.was_killed:
         if (full := _full_disk(run)) is not None:
             seen = [full, *(item for item in seen if item.failure is not full.failure)]
@@ -286,7 +286,6 @@ def _kernel_kills_at_the_end(run: Path, data: RunData) -> list[LogEvidence]:
 
 
 def _times(run: Path, names: Sequence[str]) -> list[float]:
-    """Return when these files were written, as far as they are there."""
     times = []
     for name in names:
         with suppress(OSError):
@@ -299,7 +298,7 @@ _MOST_COMMON = 3  # samples in common: more are no finding
 
 
 def _common_suspects(data: RunData) -> list[str]:
-    """Return a sentence about the samples that are in the suspected micro-batch of each bad update; none: no such."""
+    """Return a sentence about samples that are in the suspected micro-batch of every bad update, if any."""
     suspected = [set(samples) for samples in data.suspected]
     common = sorted(set.intersection(*suspected).difference(data.left_out)) if len(suspected) >= _FEWEST else []
     if not 0 < len(common) <= _MOST_COMMON:

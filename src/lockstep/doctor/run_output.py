@@ -109,7 +109,7 @@ def _of_ranks(diagnosis: Diagnosis, width: int | None) -> Iterator[str]:
 
 
 def _end_of(rank: RankEnd, in_full: Sequence[str]) -> str:
-    """Return how a rank ended; of a message that these other texts have in full, its first sentence."""
+    """Return how a rank ended; only the first sentence of a message that is in `in_full`."""
     if not rank.text or rank.end == "peer_failed":
         return _ENDS.get(rank.end, rank.end)
     return first_sentence(rank.text) if any(rank.text in text for text in in_full) else rank.text

@@ -187,7 +187,6 @@ def _installed(machine: MachineView) -> dict[str, metadata.Distribution]:
 
 
 def _wanted_names(machine: MachineView) -> list[str]:
-    """Return the names of all installed packages."""
     paths = [path or os.getcwd() for path in machine.search_path]
     names = (entry for path in paths if os.path.isdir(path) for entry in os.listdir(path))
     infos = (entry for entry in names if entry.endswith((".dist-info", ".egg-info")))

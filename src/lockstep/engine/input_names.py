@@ -99,7 +99,6 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _plain(signature: inspect.Signature) -> inspect.Signature:
-    """Return the signature without annotations."""
     parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
     return inspect.Signature(parameters)
 

@@ -438,7 +438,6 @@ _IN_THE_CHECK = (
 
 
 def _with_first(value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return a block's arguments with another first one."""
     if args:
         return (value, *args[1:]), kwargs
     return args, {**kwargs, next(iter(kwargs)): value}

@@ -4,7 +4,7 @@
     gradient_accumulation_steps: 4          ->   write `batch.global_size: 64` and `batch.micro_size: 16`
       beside per_device_train_batch_size: 16
 
-The answers are those of an import, one key at a time. `config.suggestions` calls this module.
+The answers are those of an import, one key at a time. `config.validation_errors` calls this module.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _yaml(value: object) -> str:
 
 
 def _batch_hint(file: ForeignFile) -> str:
-    """Return the global batch from micro-batch, accumulation and ranks, of which one may be unknown."""
+    """Return the global batch from micro-batch, accumulation and ranks; one may be unknown."""
     micro = file.number(*keys_for("batch", "batch.micro_size"))
     accumulation = file.number(*keys_for("accumulation", "batch.global_size"))
     ranks = file.number("launch.ranks", *keys_for("ranks", "launch.ranks"))

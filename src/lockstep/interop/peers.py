@@ -135,7 +135,7 @@ def _of_torch(place: Path, key: str | None, optimizer: bool) -> PeerCheckpoint:
 
 
 def _in_folder(folder: Path, optimizer: bool) -> tuple[dict[Any, Any], str]:
-    """Return the values of all files of a folder but those of transformers' weights."""
+    """Return the values of all files of a folder, except transformers' weights."""
     content: dict[Any, Any] = {}
     parts = [folder / part for part in _PARTS if is_dcp(folder / part)]
     for part in parts:

@@ -116,7 +116,6 @@ def import_run(
 
 
 def _load(session: Session, peer: PeerCheckpoint, step: int | None, sample: int | None) -> tuple[str, ...]:
-    """Restore the session from the checkpoint; return notes for the user."""
     components = components_of(session)
     model = components.sharding.state.model
     match = match_weights(model, peer.weights, translate=False)
@@ -150,7 +149,6 @@ def _names(peer: PeerCheckpoint, match: WeightMatch, model: nn.Module) -> tuple[
 
 
 def _progress(session: Session, peer: PeerCheckpoint, steps: int | None, samples: int | None) -> Progress:
-    """Return where the run begins."""
     components = components_of(session)
     run, plan = components.config.run, components.plan
     samples = peer.samples if samples is None and steps is None else samples
@@ -216,7 +214,6 @@ def _differences(session: Session, named: PeerOptimizer, progress: Progress) -> 
 
 
 def _shown(value: Any) -> str:
-    """Return a value as a config has it."""
     numbers = [*value] if isinstance(value, tuple | list) else value
     return f"{numbers:.7g}" if isinstance(numbers, float) else json.dumps(numbers).strip('"')
 

@@ -215,7 +215,6 @@ class OptimizerFile:
         return self.contents.get("optimizer_state_dict" if self.stage == 3 else "base_optimizer_state")
 
     def _states(self) -> list[dict[str, Any]]:
-        """Return the optimizer's state for each tensor of `values`."""
         optimizer = self._optimizer
         if isinstance(optimizer, list):  # with `elastic_checkpoint`
             return [_of_type(self.file, "base_optimizer_state", state, dict) for state in optimizer]

@@ -136,7 +136,7 @@ _Column = tuple[str, Callable[[WatchedRank], str]]
 
 
 def _ranks(ranks: Sequence[WatchedRank], width: int, height: int) -> list[ScreenLine]:
-    """Return a table of all ranks; of more than fit, one of their hosts, and the worst ranks."""
+    """Return a table of all ranks or, if they don't fit, of their hosts and the worst ranks."""
     if not ranks or height < 3:
         return []
     if len(ranks) + 1 <= height:
@@ -205,7 +205,7 @@ def _host_table(ranks: Sequence[WatchedRank], width: int, height: int) -> list[S
 
 
 def _aligned(cells: list[list[str]], width: int, left: Sequence[str]) -> list[str]:
-    """Return rows, the head first; columns without any value are left out, and as many as don't fit."""
+    """Return rows, the head first, without columns that are empty or don't fit."""
     head = cells[0]
     columns = [n for n in range(len(head)) if any(row[n] for row in cells[1:])]
     widths = {n: max(len(row[n]) for row in cells) for n in columns}

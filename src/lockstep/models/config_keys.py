@@ -103,7 +103,6 @@ def override(config: Any, overrides: Mapping[str, Any]) -> None:
 
 
 def _known(config: Any) -> set[str]:
-    """Return the keys that can be set without translation."""
     kind = type(config)
     settable = {name for name in dir(kind) if getattr(getattr(kind, name, None), "fset", None) is not None}
     declared = {name for name in (*vars(config), *config.to_dict()) if not name.startswith("_")}

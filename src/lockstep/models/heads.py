@@ -186,7 +186,6 @@ def _names(model: Any) -> list[str]:
 
 @cache
 def _registered(registry: str) -> Collection[str]:
-    """Return the names of a registry's classes."""
     from transformers.models.auto import modeling_auto
 
     entries = getattr(modeling_auto, f"MODEL_FOR_{registry}_MAPPING_NAMES").values()

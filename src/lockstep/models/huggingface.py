@@ -213,7 +213,6 @@ def sketch_huggingface(section: HuggingFaceModel, facts: DataFacts, *, trust_rem
 
 
 def _config(section: HuggingFaceModel, facts: DataFacts, trust_remote_code: bool) -> Any:
-    """Return transformers' config, with the configured keys and the properties of the data."""
     from transformers import AutoConfig
 
     overrides = dict(section.architecture or {})

@@ -106,7 +106,6 @@ def readable(name: str) -> str:
 
 
 def _main_file(place: Path) -> Path:
-    """Return the file with the weights or their index."""
     if place.is_file():
         refuse_part(place)
         return place

@@ -94,7 +94,6 @@ def partial_sums(batch: BatchConfig, ranks: int) -> int:
 
 
 def _place_partitioned(layout: RunLayout, state: State, mesh: Mesh) -> Placement:
-    """Return the row of an even part of the model, under the strategy of its state."""
     shards = mesh.with_context(divided=layout.variant.state.gradients).shard
     whole = State(state.parallel, state.optim, state.parameters)
     row = _place(layout.strategy, layout.variant, whole, shards)

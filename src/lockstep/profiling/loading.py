@@ -250,7 +250,6 @@ def _opened(config: Config, given: UserObjects) -> _OpenedData:
 
 
 def _cost(data: _OpenedData, seconds: float) -> SampleCost:
-    """Time samples in this process."""
     times = StageTimes(time.perf_counter() + seconds)
     read, total = 0, 0.0
     batches: list[tuple[int, float]] = []

@@ -88,7 +88,6 @@ def _has_begun(run: Path) -> bool:
 
 
 def _starts(run: Path) -> int:
-    """Return how often the run was started."""
     try:
         return read_bounded(run / ATTEMPTS, MAX_JSON_BYTES).count(b"\n")
     except OSError:

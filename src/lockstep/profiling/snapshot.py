@@ -183,7 +183,7 @@ def _peak(size: int, allocations: Iterable[_Allocation], owners: Sequence[tuple[
 
 
 def _owner(allocation: _Allocation, owners: Sequence[tuple[int, str, str]]) -> tuple[Category, str] | None:
-    """Return what a block holds, of those that live at the end: then the addresses were taken."""
+    """Return what a block that lives at the end holds: the addresses were taken then."""
     if not allocation.at_end:
         return None
     first = bisect_right(owners, (allocation.address,))

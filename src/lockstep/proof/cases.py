@@ -251,7 +251,6 @@ def _comparable(config: Config, precision: Precise) -> tuple[Config, list[str]]:
 
 
 def _without_rounding(parallel: Parallel) -> tuple[Parallel, list[str]]:
-    """Return the section without the options that round, and their keys."""
     keys = []
     for strategy in registered():
         for name in (name for name, _ in changed_options(parallel, strategy) if name in strategy.rounding):
@@ -271,7 +270,6 @@ def _with_sgd(config: Config) -> Config:
 
 
 def _with_layout(config: Config, layout: RunLayout, ranks: int) -> Config:
-    """Return the config under a layout on `ranks` ranks, which determine its degrees."""
     others = {*(config.parallel.model_extra or ())} - {layout.strategy.section}
     kept = config.parallel.model_dump(exclude_unset=True, exclude=others)
     degrees = {"data": "auto", "shard": "auto", "pipeline": 1, "context": 1, "tensor": 1}

@@ -148,7 +148,6 @@ def compose(recipe: str, result: ComparedRuns, steps: int, precision: str, verdi
 
 
 def _figures(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """Return the largest differences, each as (name, value, unit)."""
     compared = [row for row in rows if row.passed is not None]
     normalizing = [row.max_weight_difference for row in compared if row.optimizer in NORMALIZING_OPTIMIZERS]
     linear = [row.max_weight_difference for row in compared if row.optimizer not in NORMALIZING_OPTIMIZERS]

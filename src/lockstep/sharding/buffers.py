@@ -268,7 +268,7 @@ def _groups(parts: Sequence[Any], copies: Sequence[Any], indices: Sequence[int] 
 
 
 def _chosen(unless: Tensor, buffer: Any, copy: Any) -> Any:
-    """Return a buffer that a forward has made as it is to be: `copy`, unless that doesn't fit or isn't wanted."""
+    """Return `copy` for a buffer that a forward made, unless it doesn't fit or isn't wanted."""
     if buffer is None or copy is None or is_sharded(buffer):
         return buffer
     if (buffer.shape, buffer.dtype, buffer.device) != (copy.shape, copy.dtype, copy.device):

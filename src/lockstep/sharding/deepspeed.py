@@ -338,7 +338,6 @@ class ZeroStep(GradientStep):
 
 
 def _backward(engine: Any, loss: Tensor, seed: Tensor) -> None:
-    """Run the engine's backward."""
     scaled: Any = loss * seed
     # The engine's own forward, which would turn autocast off, registers this hook on its outputs
     scaled.register_hook(lambda grad: engine._backward_prologue())

@@ -233,7 +233,7 @@ class ModelState:
         self.values_changed()
 
     def _cast_buffers(self, state: TrainingState) -> None:
-        """Give buffers the dtypes that they have had where `state` was saved, after a forward had changed them."""
+        """Give buffers the dtypes that they had when `state` was saved: a forward may have changed them."""
         recast = state.values.get("recast", ())
         for name, (owner, buffer) in self._saved_buffers().items():
             saved, (dtype, _) = state.tensors.get(f"{_MODEL}{name}"), self._specs.get(name, (buffer.dtype, None))

@@ -43,7 +43,6 @@ def answer(question: Question) -> Decision | Explanation | str:
 
 
 def _decided(config: Config, estimator: Estimator) -> Config:
-    """Return the config with what `auto` takes."""
     if not decides(config, estimator.ranks):
         return config
     decision = decide(estimator)

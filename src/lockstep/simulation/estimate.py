@@ -269,7 +269,6 @@ def _options_that_save(config: Config, strategy: Strategy) -> Iterator[dict[str,
 
 
 def _with(config: Config, change: Mapping[str, object]) -> Config:
-    """Return the config with other values under some keys."""
     for key, value in change.items():
         if key == _STRATEGY:
             strategy = find_strategy(str(value))

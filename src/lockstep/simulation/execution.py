@@ -230,7 +230,7 @@ class Execution(TorchDispatchMode):
         self._forget_values(outputs)
 
     def _forget_values(self, outputs: Sequence[Tensor]) -> None:
-        """Let outputs that were changed in place by what has no values read as ones."""
+        """Drop the values of outputs that an operation without values changed in place: they read as ones."""
         for output in outputs:
             if _is_small(output) and output in self._values:
                 with _disable_current_modes():
@@ -302,7 +302,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _replacements(execution: Execution) -> list[tuple[str, Any]]:
-    """Return what torch does otherwise with a device of C++: the name of each function, and what replaces it."""
+    """Return the functions of torch that need a device in C++, by name, and what replaces each."""
     clear = torch.clear_autocast_cache
 
     def clear_both() -> None:

@@ -68,7 +68,7 @@ def _sized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], without_dat
 
 
 def _is_fused_update(func: Any) -> bool:
-    """Return whether it is a fused kernel of an optimizer, of which torch has none that computes shapes alone."""
+    """Return whether it is an optimizer's fused kernel: torch has none that computes only shapes."""
     return func._schema.name.startswith("aten::_fused_") and not func._schema.returns
 
 

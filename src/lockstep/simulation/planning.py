@@ -275,7 +275,6 @@ def computes_on_cpu(config: Config) -> bool:
 
 
 def _settled(config: Config, estimator: Estimator) -> Config:
-    """Return the config with what `auto` takes."""
     plan = replace(estimator, decision=decision_of(estimator)[0]).planned(estimator.config)
     parallel = config.parallel.model_copy(update={"strategy": plan.strategy})
     batch = config.batch.model_copy(update={"micro_size": plan.batch.micro_size})

@@ -123,7 +123,6 @@ def _hidden(output: Any, name: str) -> Tensor:
 
 
 def _further(inputs: tuple[Any, ...], named: Mapping[str, Any]) -> list[Any]:
-    """Return all arguments but the first."""
     return tree_leaves((inputs[1:], named) if inputs else list(named.values())[1:])
 
 
