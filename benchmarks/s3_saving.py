@@ -42,7 +42,7 @@ def main() -> None:
     if arguments.contestant:
         report(be_contestant(arguments.contestant))
         return
-    machine = about_here(("torch", "boto3", "moto"))
+    machine = about_here(("torch", "obstore", "moto"))
     context = mp.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     server = context.Process(target=_serve, args=(sender,), daemon=True)

@@ -36,7 +36,7 @@ from kit.s3 import Fault
 from lockstep.checkpoint.inspection import verify
 from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.checkpoint.storage import names_by_step
-from lockstep.stores.s3 import S3Store
+from lockstep.stores.buckets import Bucket
 
 RESULTS = Path(__file__).parent / "results"
 ADDRESS = f"s3://{s3.BUCKET}/drill"
@@ -92,7 +92,7 @@ class Drill:
         self._folder = folder
         self._server = server
         self._proxy = proxy
-        self._storage = ObjectStorage(S3Store(ADDRESS))
+        self._storage = ObjectStorage(Bucket(ADDRESS))
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         os.environ["AWS_ENDPOINT_URL"] = server
         self._storage.names()  # its client goes past the proxy

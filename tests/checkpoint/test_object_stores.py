@@ -1,4 +1,4 @@
-"""Checkpoints in S3: a real server on loopback, real boto3, and faults on the wire between them."""
+"""Checkpoints in a bucket: a real server on loopback, the real client, and faults on the wire between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from botocore.loaders import JSONFileLoader
 from kit import s3, small
 from kit.commands import run_lockstep, start_lockstep
 from kit.s3 import BUCKET, Fault
@@ -24,16 +23,13 @@ from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.cli.main import main
 from lockstep.core.errors import ConfigError
 from lockstep.stores.addresses import checked_address
-from lockstep.stores.aws_session import new_session
 from lockstep.stores.blobs import BlobStore
-from lockstep.stores.filesystems import FileSystemStore
-from lockstep.stores.opening import open_store
-from lockstep.stores.s3 import S3Store
+from lockstep.stores.buckets import Bucket, open_store
 
 _MIB = 2**20
 _CALLS = (
     "POST .*uploads", "PUT .*partNumber=2", "POST .*uploadId=", "PUT .*/small", "PUT .*/new", "GET .*list-type=2",
-    "HEAD", "GET .*/large", "PUT .*/copied", "DELETE", "POST .*delete",
+    "HEAD", "GET .*/large", "PUT .*/copied", "POST .*delete",
 )  # fmt: skip
 
 
@@ -87,19 +83,21 @@ def _use_every_call(store: BlobStore) -> None:
 def test_every_call_is_repeated_after_a_fault(kind: Any, proxy: s3.Proxy, address: str, server: str) -> None:
     faults = [Fault(pattern, kind) for pattern in _CALLS]
     proxy.plan(*faults)
-    _use_every_call(S3Store(address, 10.0, 5 * _MIB))
+    _use_every_call(Bucket(address, 10.0, 5 * _MIB))
     assert [fault.pattern for fault in faults if not fault.made] == []
-    S3Store(address).remove_unfinished("")  # of an upload whose beginning was not answered
-    assert _uploads(server) == []
+    left = _uploads(server)
+    assert len(left) == (kind == "lost")  # the one whose name was lost, which only a rule of the bucket can delete
+    for upload in left:
+        s3.client(server).abort_multipart_upload(Bucket=BUCKET, Key=upload["Key"], UploadId=upload["UploadId"])
 
 
 def test_a_server_that_is_started_again_is_waited_for(server: str, proxy: s3.Proxy, address: str) -> None:
-    store = S3Store(address, 30.0)
+    store = Bucket(address, 30.0)
     assert store.sizes("") == {}
     port = int(proxy.endpoint.rpartition(":")[2])
     proxy.close()
-    with pytest.raises(OSError, match=r"is not reached .* tried for 0.2 s"):
-        S3Store(address, 0.2).sizes("")
+    with pytest.raises(OSError, match=r"is not reached, tried for 0.2 s"):
+        Bucket(address, 0.2).sizes("")
     again: list[s3.Proxy] = []
     restart = threading.Timer(0.5, lambda: again.append(s3.Proxy(server, port)))
     restart.start()
@@ -110,26 +108,13 @@ def test_a_server_that_is_started_again_is_waited_for(server: str, proxy: s3.Pro
         again[0].close()
 
 
-def test_a_store_of_fsspec_has_the_same_calls() -> None:
-    _use_every_call(FileSystemStore("memory://tests/calls"))
-
-
 @pytest.mark.parametrize("pattern", ["PUT .*partNumber=2", "POST .*uploadId="])
 def test_an_upload_that_fails_for_too_long_is_aborted(pattern: str, proxy: s3.Proxy, address: str, server: str) -> None:
     proxy.plan(Fault(pattern, "503", times=1000))
     with pytest.raises(OSError, match=r"failed for 0.3 s \(SlowDown"):
-        S3Store(address, 0.3, 5 * _MIB).write("large", memoryview(bytes(6 * _MIB)))
+        Bucket(address, 0.3, 5 * _MIB).write("large", memoryview(bytes(6 * _MIB)))
     assert any(line.startswith("DELETE") for line in proxy.requests)
     assert _uploads(server) == []
-
-
-def test_a_start_aborts_what_a_killed_process_was_uploading(proxy: s3.Proxy, address: str, server: str) -> None:
-    prefix = address.partition(f"{BUCKET}/")[2]
-    s3.client(server).create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}/step-00000007/rank-00000.safetensors")
-    s3.client(server).create_multipart_upload(Bucket=BUCKET, Key="other/step-00000007/rank-00000.safetensors")
-    ObjectStorage(open_store(address)).remove_stale_drafts()
-    assert [upload["Key"] for upload in _uploads(server)] == ["other/step-00000007/rank-00000.safetensors"]
-    S3Store(f"s3://{BUCKET}/other").remove_unfinished("")
 
 
 # --- saves ----------------------------------------------------------------------------------------------------------
@@ -140,12 +125,12 @@ def _states(value: float) -> Sequence[Any]:
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_before_it_and_no_objects(proxy: s3.Proxy, address: str) -> None:
-    storage = ObjectStorage(S3Store(address, 0.2))
+    storage = ObjectStorage(Bucket(address, 0.2))
     assert save(storage, _states(1.0), 1) == []
     for pattern in ("PUT .*rank-00001.safetensors", "PUT .*rank-00001.json", "PUT .*manifest.json"):
         proxy.plan(Fault(pattern, "500", times=1000))
         (failure,) = save(storage, _states(2.0), 2)
-        assert "PutObject failed for 0.2 s (InternalError: planned)" in failure
+        assert "failed for 0.2 s (InternalError: planned)" in failure
         proxy.plan()
         assert storage.names() == ["step-00000001"]
         assert not open_store(address).sizes("step-00000002/")
@@ -206,29 +191,12 @@ def test_a_run_that_is_killed_in_a_save_resumes_from_the_newest_complete_checkpo
     assert not open_store(address).sizes("step-00000004/")
 
 
-def test_a_session_saves_to_an_address() -> None:
+def test_a_session_saves_to_an_address(proxy: s3.Proxy, address: str) -> None:
     with lockstep.session(small.config()) as session:
-        checkpoints = session.checkpoints("memory://tests/session")
+        checkpoints = session.checkpoints(address)
         checkpoints.save()
         checkpoints.finish()
-    assert ObjectStorage(FileSystemStore("memory://tests/session")).names() == ["step-00000000"]
-
-
-def test_clients_share_what_describes_the_services_and_nothing_else(
-    proxy: s3.Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = new_session()
-    of_first = first.client("s3")
-    monkeypatch.setattr(JSONFileLoader, "load_file", lambda self, path: pytest.fail(f"reads {path}"))
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another")
-    second = new_session()
-    of_second = second.client("s3")
-    assert (first.get_credentials().access_key, of_first.meta.region_name) == (s3.KEY_ID, "us-east-1")
-    assert (second.get_credentials().access_key, of_second.meta.region_name) == ("another", "eu-west-1")
-    assert new_session(region="us-west-2").client("s3").meta.region_name == "us-west-2"
-    of_first.put_object(Bucket=BUCKET, Key="shared/descriptions", Body=b"x")
-    assert list(S3Store(f"s3://{BUCKET}/shared").sizes("")) == ["descriptions"]
+    assert ObjectStorage(open_store(address)).names() == ["step-00000000"]
 
 
 # --- sentences ------------------------------------------------------------------------------------------------------
@@ -238,13 +206,14 @@ def test_clients_share_what_describes_the_services_and_nothing_else(
     ("change", "sentence"),
     [
         ({"bucket": "other-bucket"}, "there is no bucket other-bucket at http.* create it"),
-        ({"bucket": "_"}, "'_' is not the name of a bucket|an s3 address is"),
-        ({"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}, "no complete AWS credentials; set AWS_PROFILE"),
-        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "http://127.0.0.1:9 is not reached .* check the network"),
-        ({"AWS_ENDPOINT_URL": "nonsense"}, "settings can't be used .* correct AWS_PROFILE"),
+        ({"bucket": "_"}, "an address is s3://bucket/prefix"),
+        ({"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}, "no complete credentials; set AWS_PROFILE"),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "http://127.0.0.1:9 is not reached.* check the network"),
+        ({"AWS_ENDPOINT_URL": "nonsense"}, "settings can't be used .*nonsense.* correct AWS_PROFILE"),
+        ({"AWS_ENDPOINT_URL": ""}, "settings can't be used .* correct AWS_PROFILE"),
         ({"AWS_PROFILE": "absent"}, "settings can't be used .*absent.* correct AWS_PROFILE"),
-        ({"fault": "403"}, r"PutObject is not allowed \(AccessDenied\); these credentials need s3:PutObject"),
-        ({"boto3": None}, r"needs the package boto3: pip install 'lockstep-torch\[s3\]'"),
+        ({"fault": "403"}, r"PUT is not allowed \(AccessDenied\); these credentials need .*s3:PutObject"),
+        ({"obstore": None}, r"needs the package obstore: pip install 'lockstep-torch\[buckets\]'"),
     ],
     ids=str,
 )
@@ -260,8 +229,8 @@ def test_what_is_wrong_with_a_bucket_is_said_before_a_rank_starts(
 
     monkeypatch.chdir(tmp_path)
     for name, value in change.items():
-        if name == "boto3":
-            monkeypatch.setitem(sys.modules, "boto3", None)
+        if name == "obstore":
+            monkeypatch.setitem(sys.modules, "obstore", None)
         elif name == "fault":
             proxy.plan(Fault("PUT", value, times=1000))
         elif value is None:
@@ -273,7 +242,7 @@ def test_what_is_wrong_with_a_bucket_is_said_before_a_rank_starts(
     assert main(words) == 2
     said = capsys.readouterr().err
     assert re.search(sentence, said), said
-    assert "checkpoint.folder" in said or "boto3" in change
+    assert "checkpoint.folder" in said
     assert s3.SECRET not in said
     assert list(tmp_path.iterdir()) == []
 
@@ -285,7 +254,7 @@ def test_what_is_wrong_with_a_bucket_is_said_before_a_rank_starts(
         ("s3://bucket/x?versionId=1", "holds no credentials or options"),
         ("s3:///x", "names no bucket"),
         ("file:///data", "write the path alone: /data"),
-        ("sftp://me:hunter2@host/x", "with a password"),
+        ("sftp://me:hunter2@host/x", "isn't supported"),
     ],
 )
 def test_an_address_that_can_not_be_used(text: str, sentence: str) -> None:
@@ -296,6 +265,28 @@ def test_an_address_that_can_not_be_used(text: str, sentence: str) -> None:
 
 
 def test_a_scheme_that_nothing_knows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="what fsspec knows"):
-        open_store("nonsense://x/y").sizes("")
+    with pytest.raises(ConfigError, match="nonsense:// isn't supported; write s3://, gs:// or az://"):
+        open_store("nonsense://x/y")
     assert checked_address("s3a://bucket/runs//") == "s3://bucket/runs"
+    assert [checked_address(text) for text in ("gcs://b/x", "abfs://b")] == ["gs://b/x", "az://b"]
+
+
+def test_an_account_of_azure_that_is_not_given_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(ConfigError, match=r"Account must be specified.*; set AZURE_STORAGE_ACCOUNT_NAME"):
+        open_store("az://container/run").sizes("")
+
+
+def test_objects_of_azure_are_written_and_read(proxy: s3.Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of S3 takes Azure's requests for single objects."""
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", proxy.endpoint)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    store = open_store(f"az://{BUCKET}/objects")
+    store.write("small", memoryview(b"12345"))
+    into = bytearray(3)
+    store.read("small", 1, memoryview(into))
+    assert (into, store.size("small")) == (b"234", 5)
+    with pytest.raises(FileNotFoundError):
+        store.size("absent")

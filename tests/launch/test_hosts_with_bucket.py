@@ -15,7 +15,7 @@ from kit.commands import Running
 from kit.hosts import Network, folder_of, needs_hosts, network
 from kit.s3 import BUCKET
 
-from lockstep.stores.s3 import S3Store
+from lockstep.stores.buckets import Bucket
 
 pytestmark = needs_hosts
 ADDRESS = f"s3://{BUCKET}/hosts"
@@ -53,7 +53,7 @@ class Hosts:
         return [self.start(host, *TORCHRUN, *meeting, "--node-rank", host, *train) for host in (0, 1)]
 
     def newest(self) -> int:
-        names = S3Store(f"{ADDRESS}/checkpoints").sizes("")
+        names = Bucket(f"{ADDRESS}/checkpoints").sizes("")
         return max((int(name[5:13]) for name in names if name.endswith("manifest.json")), default=0)
 
     def kill(self, launched: list[Running]) -> int:

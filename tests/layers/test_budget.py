@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 98_858
-MOST_FILES = 606
+MOST_LINES = 98_593
+MOST_FILES = 604
 
 
 def test_src_keeps_within_its_budget() -> None:

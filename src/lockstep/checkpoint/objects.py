@@ -111,7 +111,6 @@ class ObjectStorage:
         """Do nothing: an object store has no lock."""
 
     def remove_stale_drafts(self) -> None:
-        self._store.remove_unfinished(_PUBLISHED)
         with contextlib.suppress(OSError):
             names = self._store.sizes("")
             published = {name.partition("/")[0] for name in names if name.endswith(f"/{MANIFEST}")}
@@ -161,7 +160,6 @@ class ObjectDraft:
         with contextlib.suppress(OSError):
             names = self._store.sizes(f"{self._name}/")
             if f"{self._name}/{MANIFEST}" not in names:
-                self._store.remove_unfinished(f"{self._name}/")
                 self._store.delete(names)
 
 

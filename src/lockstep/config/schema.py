@@ -180,7 +180,7 @@ class Checkpoint(Section):
     """Folder that all ranks can see, or the address of an object store, such as `s3://bucket/digits`; null:
     `checkpoints` in the run's folder."""
     retry_seconds: Annotated[float, Field(ge=0)] = 60.0
-    """Seconds for which a save or a load is repeated while its file system or `s3://` doesn't answer, before it
+    """Seconds for which a save or a load is repeated while its file system or bucket doesn't answer, before it
     fails. A full disk isn't waited for."""
     storage: Extension | None = None
     """Object store that holds the checkpoints instead of a folder (`lockstep.ObjectStore`)."""

@@ -39,7 +39,7 @@ from lockstep.data import windows
 from lockstep.data.order import Indices
 from lockstep.data.packing import pack
 from lockstep.stores.addresses import is_address
-from lockstep.stores.opening import open_store
+from lockstep.stores.buckets import open_store
 
 if TYPE_CHECKING:
     from lockstep.stores.blobs import BlobStore
@@ -201,6 +201,7 @@ def _mapped(path: Path, dtype: str, items: int) -> NDArray[np.generic]:
     return np.memmap(path, dtype=dtype, mode="r", shape=(items,)).view(np.ndarray)
 
 
+_RETRY_SECONDS = 60.0
 _RANGE_BYTES = 2**24
 _THREADS = 4
 _HASHED_BYTES = 2**22
@@ -241,7 +242,7 @@ def downloaded_split(address: str, split: str, header: bytes, fingerprint: str) 
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder / f"{key}.lock", f"downloading {address}/{split}") as show:
                 if not entry.is_dir():  # another process may have downloaded it meanwhile
-                    _download(open_store(address), split, header, fingerprint, entry, show)
+                    _download(open_store(address, _RETRY_SECONDS), split, header, fingerprint, entry, show)
     except OSError as error:
         remedy = f"; {cache_remedy(error)}" if error.errno in DISK_FULL else ""
         raise ConfigError(f"{error.filename or address}: {error.strerror or error}{remedy}") from error

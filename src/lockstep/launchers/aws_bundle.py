@@ -24,7 +24,7 @@ from lockstep.core.errors import ConfigError, RunFailed
 LARGEST_PROJECT = 2**28  # bytes
 _SECRET_FILES = (".env", ".netrc", ".npmrc", ".pypirc", "id_rsa", "id_ed25519", "credentials", "credentials.json")
 _SECRET_ENDS = (".pem", ".key", ".p12", ".pfx")
-_EXTRAS = {"hf": "transformers", "digits": "scikit-learn", "deepspeed": "deepspeed", "fsspec": "fsspec"}
+_EXTRAS = {"hf": "transformers", "digits": "scikit-learn", "deepspeed": "deepspeed"}
 """Extra -> a package; what is installed here is installed there."""
 
 
@@ -90,9 +90,9 @@ def wheel() -> bytes:
 
 
 def requirement() -> str:
-    """Return the extras of the wheel that are installed here, and boto3 for the bucket, as `[s3,hf]`."""
+    """Return the extras of the wheel that are installed here, and that of the bucket, as `[buckets,hf]`."""
     here = [extra for extra, package in _EXTRAS.items() if _version(package)]
-    return f"[{','.join(['s3', *here])}]"
+    return f"[{','.join(['buckets', *here])}]"
 
 
 def torch_requirement() -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.terminal import plain_line
-from lockstep.stores.aws_session import new_session
+from lockstep.launchers.aws_session import new_session
 
 ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.5

@@ -1,1 +1,1 @@
-"""Object stores that an address names: `s3://` by boto3, every other scheme by fsspec."""
+"""Object stores that an address names: S3, Google Cloud Storage and Azure, by obstore."""

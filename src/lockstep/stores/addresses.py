@@ -1,4 +1,4 @@
-"""Addresses of object stores: `s3://bucket/prefix`, `gs://...`, `az://...`. Nothing is connected here.
+"""Addresses of object stores: `s3://bucket/prefix`, `gs://...`, `az://container/...`. Nothing is connected here.
 
 s3://bucket/runs/digits/      --> s3://bucket/runs/digits
 s3://key:secret@bucket/x      refused: what an address has is written to the run's files
@@ -12,7 +12,7 @@ import re
 from lockstep.core.local_paths import url_refusal
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/]*)(/.*)?")
-_S3 = ("s3", "s3a", "s3n")
+_SCHEMES = {"s3": "s3", "s3a": "s3", "s3n": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az", "abfs": "az"}
 
 
 def is_address(text: str) -> bool:
@@ -40,21 +40,16 @@ def checked_address(text: str) -> str:
     if match is None or scheme == "file":
         raise ValueError(url_refusal(text) if scheme == "file" else f"{text} is not an address; write s3://bucket/run")
     authority, path = match[2], (match[3] or "").strip("/")
-    if scheme in _S3:
-        if not authority:
-            raise ValueError(f"{text} names no bucket; write s3://bucket/run")
-        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/-]*", authority) is None or re.search(r"[?#]", path):
-            raise ValueError(
-                "an s3 address is s3://bucket/prefix and holds no credentials or options, because a run writes it to "
-                "its files; set AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_ENDPOINT_URL"
-            )
-        scheme = "s3"
-    elif ":" in authority.partition("@")[0] and "@" in authority:
+    if scheme not in _SCHEMES:
+        raise ValueError(f"{scheme}:// isn't supported; write s3://, gs:// or az://, or pass a storage of your own")
+    if not authority:
+        raise ValueError(f"{text} names no bucket; write {scheme}://bucket/run")
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/-]*", authority) is None or re.search(r"[?#%]", path):
         raise ValueError(
-            f"a {scheme} address with a password would be written to the run's files; leave it out, and give the "
-            "credentials as the scheme's own library expects them, such as in environment variables"
+            f"an address is {scheme}://bucket/prefix and holds no credentials or options: a run writes it to its "
+            "files; set variables such as AWS_PROFILE, AWS_ENDPOINT_URL or GOOGLE_APPLICATION_CREDENTIALS"
         )
-    return f"{scheme}://{authority}{'/' if path else ''}{path}"
+    return f"{_SCHEMES[scheme]}://{authority}{'/' if path else ''}{path}"
 
 
 def parts_of(address: str) -> tuple[str, str, str]:

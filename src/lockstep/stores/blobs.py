@@ -1,7 +1,6 @@
 """The protocol of an object store as checkpoints need it, and a user's `ObjectStore` seen as such.
 
-A user's store has five verbs. A `BlobStore` also sends a file in pieces, refuses to replace an object, copies within
-the store, and removes what killed processes have left.
+A user's store has five verbs. A `BlobStore` also sends a file in pieces, refuses to replace an object, and copies.
 """
 
 from __future__ import annotations
@@ -45,9 +44,6 @@ class BlobStore(Protocol):
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects, the first before all others."""
 
-    def remove_unfinished(self, prefix: str) -> None:
-        """Remove parts of objects whose upload has not ended. Never raises."""
-
 
 class UserStore:
     """A user's store, whose exceptions become OSErrors: a client has its own, and a save must survive them."""
@@ -83,8 +79,6 @@ class UserStore:
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
             self._delete(name)
-
-    def remove_unfinished(self, prefix: str) -> None: ...
 
 
 def ended_early(offset: int, size: int, wanted: int) -> OSError:

@@ -30,7 +30,7 @@ from lockstep.monitor.folder import CHECKPOINTS, CONFIG, is_run, refuse_escaping
 from lockstep.monitor.run_lock import LOCK
 from lockstep.stores.addresses import is_address
 from lockstep.stores.blobs import UserStore
-from lockstep.stores.opening import open_store
+from lockstep.stores.buckets import open_store
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage

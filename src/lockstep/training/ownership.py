@@ -27,11 +27,13 @@ from lockstep.config.writing import to_public
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.progress import Progress
+from lockstep.launch.forking import in_fork, may_fork
 from lockstep.monitor.folder import is_finished, is_run
 from lockstep.monitor.jsonl import finite
 from lockstep.plan.schedule import LENGTHS
 from lockstep.plan.schedule import is_finished as is_at_its_end
-from lockstep.stores.addresses import is_address, parts_of
+from lockstep.stores.addresses import is_address
+from lockstep.stores.buckets import RETRY_SECONDS
 from lockstep.training.launch_folder import folder_of_launch
 from lockstep.training.locations import checkpoint_folder, reachable, storage_of
 from lockstep.training.resuming import Resume
@@ -98,19 +100,23 @@ def run_folder_for(config: Config, recipe: str, resume: Resume) -> Path | None:
 
 
 def _probe(checkpoint: Checkpoint) -> None:
-    """Write to an S3 bucket and delete it again. Raises ConfigError.
+    """Write to a bucket and delete it again. Raises ConfigError.
 
-    Other stores are tried by the ranks: their clients have threads, which a launcher that forks ranks can't have.
+    The client has threads, which a launcher that forks ranks can't have: a child process does it.
     """
-    assert checkpoint.folder is not None, "an address was given"
-    if parts_of(checkpoint.folder)[0] != "s3":
-        return
-    storage = storage_of(checkpoint, Path())
-    try:
-        with reachable(storage), storage.leave_marker(uuid.uuid4().hex):
-            storage.names()
-    except ConfigError as error:
-        raise ConfigError(Problem("", "checkpoint.folder", str(error))) from error.__cause__
+    seconds = min(checkpoint.retry_seconds, RETRY_SECONDS)
+
+    def tried() -> str:
+        try:
+            storage = storage_of(checkpoint.model_copy(update={"retry_seconds": seconds}), Path())
+            with reachable(storage), storage.leave_marker(uuid.uuid4().hex):
+                storage.names()
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    if why := in_fork(tried) if may_fork() else tried():
+        raise ConfigError(Problem("", "checkpoint.folder", why))
 
 
 def refusal_of_storage(
@@ -168,7 +174,7 @@ def _refuse_empty_place(checkpoint: Checkpoint, folder: Path) -> None:
         return
     try:
         then = run_config(folder).checkpoint
-        if then.folder == checkpoint.folder or not (_is_listed_here(then) and _is_listed_here(checkpoint)):
+        if then.folder == checkpoint.folder or then.storage is not None or checkpoint.storage is not None:
             return
         before, now = storage_of(then, folder), storage_of(checkpoint, folder)
         steps, owner = names_by_step(before.names()), before.owner()
@@ -182,12 +188,6 @@ def _refuse_empty_place(checkpoint: Checkpoint, folder: Path) -> None:
         f"{max(steps):,}; copy them there to resume, leave the key out, or start over: --fresh"
     )
     raise ConfigError(Problem("", "checkpoint.folder", why))
-
-
-def _is_listed_here(checkpoint: Checkpoint) -> bool:
-    """Return whether a process that starts ranks may list the checkpoints; see `_probe`."""
-    place = checkpoint.folder
-    return checkpoint.storage is None and (place is None or not is_address(place) or parts_of(place)[0] == "s3")
 
 
 def _occupant(storage: Storage) -> _Occupant | None:

@@ -11,7 +11,7 @@ from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.distributed.user_collectives import print_once
 from lockstep.stores.addresses import is_address
 from lockstep.stores.blobs import UserStore
-from lockstep.stores.opening import open_store
+from lockstep.stores.buckets import open_store
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.resuming import Resume
 from lockstep.training.session import components_of

@@ -1,6 +1,6 @@
 """Sessions of boto3 that share the descriptions of Amazon's services, which take most of the time to make a client.
 
-One process opens a dozen stores; each with a session of its own would read 5 MB of JSON again.
+Each session of its own would read 5 MB of JSON again.
 """
 
 from __future__ import annotations
