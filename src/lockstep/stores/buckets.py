@@ -203,9 +203,7 @@ def _profile() -> Any:
     try:
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
-        if is_named:
-            raise ValueError(f"profiles need the package boto3: {pip_install('aws')}") from None
-        return None
+        raise ValueError(f"profiles (~/.aws) need the package boto3: {pip_install('buckets')}") from None
     return Boto3CredentialProvider()
 
 
