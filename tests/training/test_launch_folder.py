@@ -93,11 +93,11 @@ def test_a_run_that_starts_over_does_so_once() -> None:
     """Before, --fresh started over at each restart."""
     world, folder, fresh = _world(dist.HashStore()), Path("run"), Resume(fresh=True, accept_changes=True)
     fork = Resume(origin=LocalStorage(Path("other")))
-    assert resumed(fresh, world, folder) == fresh
+    assert resumed(fresh, world) == fresh
     mark_begun(world, folder)
-    assert resumed(fresh, world, folder) == Resume(accept_changes=True)
-    assert resumed(fork, world, folder) == Resume()
-    assert resumed(fork, _world(None), folder) == fork
+    assert resumed(fresh, world) == Resume(accept_changes=True)
+    assert resumed(fork, world) == Resume()
+    assert resumed(fork, _world(None)) == fork
 
 
 @pytest.mark.parametrize("resume", [Resume(fresh=True), Resume(step=4), Resume(origin=LocalStorage(Path("other")))])
@@ -106,8 +106,8 @@ def test_a_run_does_not_start_over_where_a_restart_looks_like_a_start(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(ConfigError, match="would start over at each restart"):
-        resumed(resume, _world(None), Path("run"))
-    assert resumed(Resume(), _world(None), Path("run")) == Resume()
+        resumed(resume, _world(None))
+    assert resumed(Resume(), _world(None)) == Resume()
 
 
 def test_a_restart_of_a_fork_finds_the_folder_that_the_fork_has_made() -> None:
