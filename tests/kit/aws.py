@@ -25,7 +25,7 @@ from unittest import mock
 import pytest
 
 from kit.s3 import environment
-from lockstep.launchers.aws_session import new_session
+from lockstep.launchers.aws_calls import new_session
 
 BUCKET = "my-bucket"
 _IMAGE = {"Name": "/aws/ami"}

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.request import Request, urlopen
 
-from lockstep.launchers.aws_session import new_session
+from lockstep.launchers.aws_calls import new_session
 
 BUCKET = "tests-bucket"
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"

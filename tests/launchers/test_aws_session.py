@@ -6,7 +6,7 @@ import pytest
 from botocore.loaders import JSONFileLoader
 from kit import s3
 
-from lockstep.launchers.aws_session import new_session
+from lockstep.launchers.aws_calls import new_session
 
 
 def test_clients_share_what_describes_the_services_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 98_591
-MOST_FILES = 604
+MOST_LINES = 98_583
+MOST_FILES = 603
 
 
 def test_src_keeps_within_its_budget() -> None:

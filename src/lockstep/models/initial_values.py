@@ -6,7 +6,7 @@ rule of a parameter --> InitialValue --> put: for each box of the tensor that th
 
 A normal value is bitwise `torch.empty(shape).normal_(mean, std, generator=g)` of torch's generator on a CPU. Each
 element takes one 32-bit draw, in blocks of 16 (Box and Muller); if the number of elements isn't divisible by 16, the
-last 16 are drawn again at the end. A rank passes over the draws before its elements: some 0.3 G of them a second.
+last 16 are drawn again at the end. A rank passes over the draws before its elements, some 0.2 G of them a second.
 """
 
 from __future__ import annotations

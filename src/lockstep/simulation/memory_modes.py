@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.schema import Config, Memory
 from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, OutOfMemory
-from lockstep.core.formatting import size
+from lockstep.core.formatting import counted, size
 from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
 from lockstep.simulation.planning import computes_on_cpu, measured_rank
@@ -66,9 +66,7 @@ def measure_modes(loaded: LoadedConfig, modes: str, steps: int, *, trust_remote_
     chosen, given = configs(loaded.config, modes), UserObjects(trust_remote_code=trust_remote_code)
     ranks = choose_ranks(loaded.config.launch)
     time = "processor time on this machine's CPU" if computes_on_cpu(loaded.config) else "time on this machine"
-    echo(
-        f"each mode on {ranks} rank{'s' * (ranks != 1)}, with the {time} of the fastest update:\n\n{_HEAD}", flush=True
-    )
+    echo(f"each mode on {counted(ranks, 'rank')}, with the {time} of the fastest update:\n\n{_HEAD}", flush=True)
     rows: list[ModeMeasurement] = []
     for mode, config in chosen.items():
         try:
