@@ -54,6 +54,13 @@ from lockstep.data.windows import fingerprint
 Collate = Callable[[list[Any]], Any]
 
 
+_DTYPE, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
+_MAPPING = (dict, Mapping)  # what nearly all are comes first: an abstract class asks Python
+_ONE_DTYPE = "return one dtype, or set collate"
+_ITEMS = 16
+_UNREADABLE = "unreadable"
+
+
 @dataclass(frozen=True, slots=True)
 class ItemReading:
     """The rules by which a user's items are read.
@@ -310,9 +317,6 @@ def _stacked(tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Any:
     return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
 
 
-_DTYPE, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
-_MAPPING = (dict, Mapping)  # what nearly all are comes first: an abstract class asks Python
-_ONE_DTYPE = "return one dtype, or set collate"
 _COLLATED = {**default_collate_fn_map, Tensor: _stacked}
 
 
@@ -377,10 +381,6 @@ def _rows(*parts: Any, otherwise: int) -> int:
         if isinstance(part, list | tuple) and part and not isinstance(part[0], Tensor | list | tuple):
             return len(part)
     return otherwise
-
-
-_ITEMS = 16
-_UNREADABLE = "unreadable"
 
 
 class ItemFingerprint(NamedTuple):

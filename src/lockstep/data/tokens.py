@@ -47,6 +47,10 @@ if TYPE_CHECKING:
 FORMAT = 1
 _PREPARE = "write it with `lockstep data prepare`"
 _IGNORED = -100
+_RETRY_SECONDS = 60.0
+_RANGE_BYTES = 2**24
+_THREADS = 4
+_HASHED_BYTES = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +203,6 @@ def _mapped(path: Path, dtype: str, items: int) -> NDArray[np.generic]:
     if size != expected:
         raise ConfigError(f"{path} has {size} bytes, but its header states {expected}; {_PREPARE} again")
     return np.memmap(path, dtype=dtype, mode="r", shape=(items,)).view(np.ndarray)
-
-
-_RETRY_SECONDS = 60.0
-_RANGE_BYTES = 2**24
-_THREADS = 4
-_HASHED_BYTES = 2**22
 
 
 def downloaded_header(address: str, split: str) -> bytes:

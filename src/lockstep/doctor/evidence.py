@@ -39,6 +39,10 @@ _MOST_SEARCHED = 4000  # characters of a line, in which a failure is looked for
 _LONGEST_LINE = 1 << 16  # characters that are kept of a line
 _NO_FAILURES = ("done", "ended", "stopped", "paused", "interrupted")
 _LOG_NAME = re.compile(r"rank-(\d+)\.log")
+_LINE = re.compile(r"\d+,(\d+),(\d+),[^;]*;(.*)")
+_KILLED = re.compile(r"Killed process \d+|oom-kill:")
+_NEAR_S = 5.0  # between a line and the moment at which the launcher noticed that the rank had ended
+_MOST_LINES = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +176,6 @@ def _lines(file: Path, since: int = 0) -> Iterator[tuple[int, str]]:
 
 
 # --- the kernel's log -------------------------------------------------------------------------------------------------
-
-
-_LINE = re.compile(r"\d+,(\d+),(\d+),[^;]*;(.*)")
-_KILLED = re.compile(r"Killed process \d+|oom-kill:")
-_NEAR_S = 5.0  # between a line and the moment at which the launcher noticed that the rank had ended
-_MOST_LINES = 200_000
 
 
 def kernel_kills_near(moments: Sequence[float], log: Path = Path("/dev/kmsg")) -> list[tuple[int, str]]:

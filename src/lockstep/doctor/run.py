@@ -59,6 +59,16 @@ from lockstep.training.memory_snapshots import snapshots_in
 _SHORTEST_HANG_S = 10.0
 _MOST_SURVIVED = 5  # failures in a note
 _INTERVALS = 5  # between records, after which a run without a further one hangs
+_FEWEST = 2  # bad updates: each of one has its samples in common with itself
+_MOST_COMMON = 3  # samples in common: more are no finding
+_OF_HOSTS = ("--nodes", "--rendezvous", "--job-id", "--ranks")
+"""Flags that a resumed run needs again: its config has what the others set."""
+_PLAIN = ("host", "python", "executable", "platform", "cpu", "working_directory")
+_OF_A_LAUNCH = ("RANK", "MASTER_", "WORLD_SIZE", "LOCAL_", "GROUP_", "LOCKSTEP_", "TORCHELASTIC_", "SLURM_", "OMP_NUM")
+"""Variables that differ from start to start, and mean nothing."""
+_CREATED = "created"  # when a start was described; a rank that saves while others fail describes nothing
+_CHECKPOINTS = 5  # the newest, in which a description is looked for
+_MOST_NAMED = 8  # differences in a note
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,10 +303,6 @@ def _times(run: Path, names: Sequence[str]) -> list[float]:
     return times
 
 
-_FEWEST = 2  # bad updates: each of one has its samples in common with itself
-_MOST_COMMON = 3  # samples in common: more are no finding
-
-
 def _common_suspects(data: RunData) -> list[str]:
     """Return a sentence about samples that are in the suspected micro-batch of every bad update, if any."""
     suspected = [set(samples) for samples in data.suspected]
@@ -309,10 +315,6 @@ def _common_suspects(data: RunData) -> list[str]:
         f"Sample{'s' * (len(common) > 1)} {names} {are} in the suspected micro-batch of each of {len(suspected)} bad "
         f"updates: mend {it}, or leave {it} out by data.leave_out='[{spans}]'."
     ]
-
-
-_OF_HOSTS = ("--nodes", "--rendezvous", "--job-id", "--ranks")
-"""Flags that a resumed run needs again: its config has what the others set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,14 +369,6 @@ def _steps(run: Path) -> list[int]:
     with suppress(Failure, OSError):
         return [*names_by_step(storage_of(run_config(run).checkpoint, run).names())]
     return []
-
-
-_PLAIN = ("host", "python", "executable", "platform", "cpu", "working_directory")
-_OF_A_LAUNCH = ("RANK", "MASTER_", "WORLD_SIZE", "LOCAL_", "GROUP_", "LOCKSTEP_", "TORCHELASTIC_", "SLURM_", "OMP_NUM")
-"""Variables that differ from start to start, and mean nothing."""
-_CREATED = "created"  # when a start was described; a rank that saves while others fail describes nothing
-_CHECKPOINTS = 5  # the newest, in which a description is looked for
-_MOST_NAMED = 8  # differences in a note
 
 
 def changes_since_saved(run: Path, data: RunData) -> list[str]:

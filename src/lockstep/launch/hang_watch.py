@@ -45,10 +45,31 @@ if TYPE_CHECKING:
 _GAP_S = 1.0  # from a rest to the next look: this process didn't run
 _MOST_GAPS = 64
 _LOADED_S = 0.5  # after which waits for a processor are subtracted
+_TICK_S, _TICKS = 0.25, 8  # between two looks, at most; looks within the least limit, at least
+_EARLIER = 2.0  # looks before its limit, so that a rank is named within it, with its stack
+_MOVES = 0.25  # of the least limit: a rank with a mark as new moves
+_NOTED = 64  # updates
+_FIRST = 5  # updates of a process that may be slow
+_UNSEEN_S = 1.0  # of a first update whose time wasn't seen
+_SLOWEST = 2.0  # times the slowest of the last updates
+_AGAIN = 2.0  # times the limit until a rank is killed; of one that moved again by itself, times that time
+_LONG = 4.0  # times the limit of what may take long, such as a save, until it is killed
+_DEADLOCK_S = 5.0  # after which the stacks of ranks are looked at that may wait without a mark
+_ELSEWHERE_S = 10.0  # after which a wait of all ranks of this host for those of others is reported
+_CODE = 124  # of timeout(1)
+_OUTSIDE = (Phase.EVALUATION, Phase.SAVE)
+_ALLOCATES_S = 10.0  # for which a first snapshot may allocate memory until it is named, at least
+_IN_UPDATES = {Stage.TRAINING, Stage.SNAPSHOT, Stage.FIRST_SNAPSHOT}
 
 
 class CountedTime:
-    """The ages of the marks of ranks, without the time that doesn't count."""
+    """The ages of the marks of ranks, without the time that doesn't count.
+
+        look   rest --- wait --> look   rest --------- stopped ---------> look
+                      counts                   a gap: doesn't count
+
+    The launcher didn't run if it slept longer than it had to. A rank's wait for a processor doesn't count either.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -93,23 +114,6 @@ class CountedTime:
             self._waited[place] = mark, seconds
             return 0.0
         return seconds - then[1]
-
-
-_TICK_S, _TICKS = 0.25, 8  # between two looks, at most; looks within the least limit, at least
-_EARLIER = 2.0  # looks before its limit, so that a rank is named within it, with its stack
-_MOVES = 0.25  # of the least limit: a rank with a mark as new moves
-_NOTED = 64  # updates
-_FIRST = 5  # updates of a process that may be slow
-_UNSEEN_S = 1.0  # of a first update whose time wasn't seen
-_SLOWEST = 2.0  # times the slowest of the last updates
-_AGAIN = 2.0  # times the limit until a rank is killed; of one that moved again by itself, times that time
-_LONG = 4.0  # times the limit of what may take long, such as a save, until it is killed
-_DEADLOCK_S = 5.0  # after which the stacks of ranks are looked at that may wait without a mark
-_ELSEWHERE_S = 10.0  # after which a wait of all ranks of this host for those of others is reported
-_CODE = 124  # of timeout(1)
-_OUTSIDE = (Phase.EVALUATION, Phase.SAVE)
-_ALLOCATES_S = 10.0  # for which a first snapshot may allocate memory until it is named, at least
-_IN_UPDATES = {Stage.TRAINING, Stage.SNAPSHOT, Stage.FIRST_SNAPSHOT}
 
 
 @dataclass

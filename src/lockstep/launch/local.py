@@ -68,6 +68,18 @@ from lockstep.launch.starting import NotStarted, Ranks, Round, begin_again, begi
 from lockstep.launch.supervision import Rounds, Supervisor
 
 _PR_GET_CHILD_SUBREAPER = 37  # linux/prctl.h
+_UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
+_GUARD = (
+    "the script starts ranks as it is imported, and its ranks, which are fresh interpreters, import it: put the call "
+    'under `if __name__ == "__main__":`'
+)
+_SHARE_OF_GRACE = 0.8
+_CAUSED_BY_STOP = (
+    EndKind.STOPPED,  # by a signal to all processes
+    EndKind.INTERRUPTED,
+    EndKind.PEER_FAILED,  # ranks that stop break their connections
+    EndKind.ENDED,
+)
 
 
 class Orphans:
@@ -103,20 +115,6 @@ def children() -> set[int]:
         with suppress(OSError):
             processes.update(map(int, file.read_text().split()))
     return processes
-
-
-_UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
-_GUARD = (
-    "the script starts ranks as it is imported, and its ranks, which are fresh interpreters, import it: put the call "
-    'under `if __name__ == "__main__":`'
-)
-_SHARE_OF_GRACE = 0.8
-_CAUSED_BY_STOP = (
-    EndKind.STOPPED,  # by a signal to all processes
-    EndKind.INTERRUPTED,
-    EndKind.PEER_FAILED,  # ranks that stop break their connections
-    EndKind.ENDED,
-)
 
 
 def launch(

@@ -19,39 +19,6 @@ from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.terminal import plain_line
 
-
-def new_session(profile: str | None = None, region: str | None = None) -> Any:
-    """Return a boto3 session with the credentials and settings that variables and files have now.
-
-    Sessions share the descriptions of Amazon's services: each would read 5 MB of JSON again.
-
-    Args:
-        profile: Profile of the AWS configuration; None: boto3's own choice.
-        region: Region of its clients; None: boto3's own choice.
-
-    Raises:
-        ImportError: boto3 isn't installed.
-        botocore.exceptions.ProfileNotFound: The AWS configuration doesn't have the profile.
-    """
-    import boto3
-    import botocore.session
-
-    core = botocore.session.Session(profile=profile)
-    descriptions = _descriptions(core.get_config_variable("data_path"))
-    core.register_component("data_loader", descriptions)
-    session = boto3.session.Session(botocore_session=core, region_name=region)
-    descriptions.search_paths[:] = dict.fromkeys(descriptions.search_paths)  # each session adds boto3's own
-    return session
-
-
-@cache
-def _descriptions(folders: str | None) -> Any:
-    """Return what reads the descriptions, and keeps them; `folders`: with more of them, as AWS_DATA_PATH has them."""
-    from botocore.loaders import create_loader
-
-    return create_loader(folders)
-
-
 ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.5
 _TRANSIENT = re.compile(
@@ -86,6 +53,38 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     (r"PermanentRedirect|^301$|AuthorizationHeaderMalformed", "the bucket is in another region; give that --region"),
     (r"SecurityGroupLimitExceeded|RulesPerSecurityGroup", "delete groups that nothing uses, or give --security-group"),
 )  # fmt: skip
+
+
+def new_session(profile: str | None = None, region: str | None = None) -> Any:
+    """Return a boto3 session with the credentials and settings that variables and files have now.
+
+    Sessions share the descriptions of Amazon's services: each would read 5 MB of JSON again.
+
+    Args:
+        profile: Profile of the AWS configuration; None: boto3's own choice.
+        region: Region of its clients; None: boto3's own choice.
+
+    Raises:
+        ImportError: boto3 isn't installed.
+        botocore.exceptions.ProfileNotFound: The AWS configuration doesn't have the profile.
+    """
+    import boto3
+    import botocore.session
+
+    core = botocore.session.Session(profile=profile)
+    descriptions = _descriptions(core.get_config_variable("data_path"))
+    core.register_component("data_loader", descriptions)
+    session = boto3.session.Session(botocore_session=core, region_name=region)
+    descriptions.search_paths[:] = dict.fromkeys(descriptions.search_paths)  # each session adds boto3's own
+    return session
+
+
+@cache
+def _descriptions(folders: str | None) -> Any:
+    """Return what reads the descriptions, and keeps them; `folders`: with more of them, as AWS_DATA_PATH has them."""
+    from botocore.loaders import create_loader
+
+    return create_loader(folders)
 
 
 class CallFailed(RunFailed):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from lockstep.core import formatting
 from lockstep.core.formatting import short_time
 from lockstep.monitor.rank_meters import RankTimes, stragglers_of
-from lockstep.profiling.traces import Trace
 from lockstep.report.limits import COMMUNICATION_SHARE, CROWDED_SHARE, DATA_SHARE, SAVE_SHARE
 
 if TYPE_CHECKING:
@@ -24,6 +23,32 @@ _SMALL_SHARE = 0.4
 _OUTSIDE_SHARE = 0.15
 _MOSTLY = 0.95
 _MOST_OPERATORS = 10
+_NOTABLE = 0.1
+_MANY_SYNCS = 4
+_SHORT_DELAY_S = 50e-6  # a kernel that starts so soon after its launch had no others before it
+_IDLE = 0.2
+RAISE_MICRO_SIZE = "raise batch.micro_size (auto: the largest that fits in memory)"
+RAISE_SIZES = (
+    "raise batch.global_size or batch.micro_size (auto: the largest that fits in memory): an update exchanges as much "
+    "for more samples"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFinding:
+    """A cause that limits a run.
+
+    Attributes:
+        name: Such as `data`, for programs.
+        text: A sentence.
+        remedy: What to try.
+        gain: Share of an update that it would save at most.
+    """
+
+    name: str
+    text: str
+    remedy: str
+    gain: float
 
 
 def findings_of(traces: Sequence[Trace]) -> list[ProfileFinding]:
@@ -172,12 +197,6 @@ def _operators(trace: Trace) -> Iterator[str]:
         yield f"  {short_time(operator.seconds):>9} {share:>5.1%}  {operator.calls:>7,.0f} x {operator.name}"
 
 
-_NOTABLE = 0.1
-_MANY_SYNCS = 4
-_SHORT_DELAY_S = 50e-6  # a kernel that starts so soon after its launch had no others before it
-_IDLE = 0.2
-
-
 def device_findings(trace: Trace) -> Iterator[ProfileFinding]:
     """Yield what limits a GPU's use; nothing of a trace without one."""
     device = trace.device
@@ -242,27 +261,3 @@ def device_line(device: DeviceUse, seconds: float) -> str:
     parts["is otherwise idle"] = max(0.0, device.idle - device.stalled)
     further = ", ".join(f"{name} {part / seconds:.0%}" for name, part in parts.items())
     return f"computes {device.busy:.0%}, {further}; a kernel starts {short_time(device.delay)} after its launch"
-
-
-RAISE_MICRO_SIZE = "raise batch.micro_size (auto: the largest that fits in memory)"
-RAISE_SIZES = (
-    "raise batch.global_size or batch.micro_size (auto: the largest that fits in memory): an update exchanges as much "
-    "for more samples"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileFinding:
-    """A cause that limits a run.
-
-    Attributes:
-        name: Such as `data`, for programs.
-        text: A sentence.
-        remedy: What to try.
-        gain: Share of an update that it would save at most.
-    """
-
-    name: str
-    text: str
-    remedy: str
-    gain: float

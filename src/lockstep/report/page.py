@@ -43,6 +43,17 @@ _LONGEST_CONFIG = 100_000
 _NEAR_RUNS = 3
 
 
+_MOST_ROWS, _MOST_COLUMNS = 20, 20
+_LONGEST_CELL = 200
+_SMALLEST, _SIDE = 96, 256  # pixels on the screen, to which images are enlarged or shrunk
+_MOST_IMAGE_BYTES = 1 << 20
+_BEGIN, _END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
+MOST = 12
+"""Images in a page at most, and tables."""
+MOST_BYTES = 1 << 25
+"""Bytes of a table's file at most."""
+
+
 def write_report(run: Path, output: Path | None = None, ended: str = "") -> Path:
     """Write RUN/report.html, or `output`, and return its path. The page lists what is damaged in the run.
 
@@ -140,10 +151,6 @@ def check_run(folder: Path) -> None:
     raise RunFailed(f"{folder} is not the folder of a run: it has no {CONFIG}{near}")
 
 
-_MOST_ROWS, _MOST_COLUMNS = 20, 20
-_LONGEST_CELL = 200
-
-
 @dataclass(frozen=True, slots=True)
 class ShownTable:
     """A table, or the part of it that a page shows.
@@ -199,11 +206,6 @@ def _text(cell: Any) -> str:
     return text if len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
 
 
-_SMALLEST, _SIDE = 96, 256  # pixels on the screen, to which images are enlarged or shrunk
-_MOST_IMAGE_BYTES = 1 << 20
-_BEGIN, _END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
-
-
 @dataclass(frozen=True, slots=True)
 class Thumbnail:
     """An image that the browser shows small.
@@ -240,12 +242,6 @@ def _thumbnail(run: RunData, image: LoggedFile) -> Thumbnail | None:
     scale = min(max(1, round(_SMALLEST / side)), _SIDE / side)
     source = "data:image/png;base64," + base64.b64encode(data).decode()
     return Thumbnail(image.step, image.name, source, round(width * scale), round(height * scale), f"{width} x {height}")
-
-
-MOST = 12
-"""Images in a page at most, and tables."""
-MOST_BYTES = 1 << 25
-"""Bytes of a table's file at most."""
 
 
 def newest_of_each(files: Sequence[LoggedFile]) -> list[LoggedFile]:

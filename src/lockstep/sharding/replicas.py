@@ -27,7 +27,6 @@ from lockstep.sharding.single import named_gradients, unused_parameters, without
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Axis, Optimizer
-    from lockstep.sharding.parameter_shards import ParameterShard
 
 
 class ReplicaStep(GradientStep):

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.core.protocols import Optimizer
-    from lockstep.sharding.context import SquaredNorm
-
-
 _NAMED = 5
 _GRAD, _IS_THERE = operator.attrgetter("grad"), partial(operator.is_not, None)
 

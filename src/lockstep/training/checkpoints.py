@@ -41,11 +41,9 @@ from lockstep.training.session import Session, attach, components_of, seconds_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
-    from lockstep.checkpoint.retention import Retention
     from lockstep.checkpoint.storage import Storage
     from lockstep.core.progress import Progress
     from lockstep.monitor.history import HistoryFiles
-    from lockstep.training.session import Session
 
 _log = logging.getLogger("lockstep")
 

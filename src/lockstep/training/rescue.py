@@ -31,18 +31,14 @@ from lockstep.training.memory_snapshots import snapshots_in
 from lockstep.training.session import components_of, rescue
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
-    from lockstep.checkpoint.saving import RunMetadata, StepMetadata
+    from lockstep.checkpoint.saving import RunMetadata
     from lockstep.checkpoint.storage import Storage
     from lockstep.core.records import SaveReport, TrainingState
     from lockstep.distributed.store_exchange import StoreExchange
     from lockstep.training.components import FailureState
     from lockstep.training.session import Session
-
-
 _OTHER_WRITES_S = 30.0  # for another rank to write the state that all have
 
 

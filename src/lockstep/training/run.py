@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from lockstep.core.progress import Progress
     from lockstep.core.protocols import Monitor
     from lockstep.monitor.profiler import Profiler
-    from lockstep.training.session import Session
     from lockstep.training.user_logs import UserLogs
 
 _CAUSE = f"{CORRUPTED}; the checkpoints were compared before they were saved"
