@@ -1,6 +1,6 @@
 """Updates contain the same samples for any ranks, micro-batches, workers and restarts."""
 
-from contextlib import closing, nullcontext
+from contextlib import closing
 from itertools import islice
 
 import numpy as np
@@ -16,8 +16,6 @@ from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.heartbeat import Reading
 from lockstep.core.progress import Progress
 from lockstep.core.records import Batch, GlobalBatch
-from lockstep.data import loader as loader_module
-from lockstep.data.fetching import fetch
 from lockstep.data.loader import evaluation_batches
 from lockstep.data.order import SampleOrder
 
@@ -34,37 +32,21 @@ def taken(loader, number: int, progress: Progress | None = None) -> list[GlobalB
         return list(islice(loader.updates(progress or Progress()), number))
 
 
-@pytest.mark.parametrize("micro_size", [300, 700])
-def test_all_samples_of_large_requests_are_named(micro_size, monkeypatch):
-    """What a dataset reads at once, in any micro-batch of an update, of the training data and of evaluation sets."""
+def test_samples_are_noted_while_they_are_read():
+    """Of the training data and of evaluation sets."""
     seen = []
 
-    def fetch_all(source, requests, _):
-        for request in requests:
-            with heartbeat.evaluates(request.indices) if request.evaluates else nullcontext():
-                seen.append((heartbeat.own().reading(), request.indices.tolist()))
-            yield fetch(source, request)
+    class Noted(IndexSource):
+        def fetch(self, indices):
+            seen.append((heartbeat.own().reading(), indices.tolist()))
+            return super().fetch(indices)
 
-    monkeypatch.setattr(loader_module, "fetch_all", fetch_all)
-    taken(make_loader(IndexSource(1400), global_size=1400, micro_size=micro_size), 1)
-    list(evaluation_batches(IndexSource(1400), micro_size, 0, 1, Loader(), CPU))
-    assert len(seen) == 2 * -(-1400 // micro_size)
-    assert all(reading is not None and [*reading.samples] == samples for reading, samples in seen)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_rank_reads_what_it_fetches_unless_it_has_workers_whether_or_not_they_are_busy(workers, monkeypatch):
-    """Without a look at the workers: they start, they are between two requests, a batch is on its way."""
-    seen = []
-
-    def fetch_all(source, requests, _):
-        for request in requests:
-            seen.append(heartbeat.own().reading())
-            yield fetch(source, request)
-
-    monkeypatch.setattr(loader_module, "fetch_all", fetch_all)
-    (update,) = taken(make_loader(IndexSource(8), workers=workers), 1)
-    assert seen == [None if workers else Reading((*samples_of(update),))]
+    taken(make_loader(Noted(64), global_size=64, micro_size=16), 1)
+    heartbeat.own().begin_evaluation("held-out")
+    list(evaluation_batches(Noted(64), 16, 0, 1, Loader(), CPU))
+    assert [reading for reading, _ in seen[:4]] == [Reading((*samples,)) for _, samples in seen[:4]]
+    assert [reading for reading, _ in seen[4:]] == [Reading((*samples,), "held-out") for _, samples in seen[4:]]
+    assert len(seen) == 8
     assert heartbeat.own().reading() is None
 
 

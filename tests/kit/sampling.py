@@ -103,7 +103,6 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "launch/test_hang_watch.py": {
         "a_start_that_hangs_is_ended_by_its_own_limit": 1,
         "beside_other_hosts_a_rank_hangs_that_is_in_no_collective_by_its_stack": 0,
-        "ranks_of_two_hosts_that_wait_in_other_collectives": 2,
         "the_flight_records_of_devices": 1,
         "the_rank_that_hangs_is_named_and_killed": 2,
         "time_in_which_the_launcher_was_stopped_does_not_count": 0,

@@ -26,8 +26,8 @@ from lockstep.launch import outside_watch
 _CONTEXT = mp.get_context("forkserver")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else a library that asks for GPUs forbids forks
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported
-HOST_OF = outside_watch._host_of
-"""Ranks here put `None` in its place: their test watches them, and no process of Lockstep's does."""
+NAMES_A_RANK = outside_watch.names_a_rank
+"""Ranks here put `False` in its place: their test watches them, and no process of Lockstep's does."""
 _CONTEXT.set_forkserver_preload(["kit.warm"])
 _TESTS = str(Path(__file__).parents[1])
 _PATIENCE_S = 120.0
@@ -162,7 +162,7 @@ def _rank(
 
     from kit import sharding_memory
 
-    outside_watch._host_of = lambda ranks, makes: None
+    outside_watch.names_a_rank = lambda environ: False
     faulthandler.enable(file=of_faults.fileno())
     torch.set_num_threads(1)
     cast("Any", mp.current_process())._config["daemon"] = False  # data workers are its children

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.core.control_groups import Kills, why_killed
 from lockstep.core.errors import CollectiveTimeout, ConfigError, Paused, RunFailed, Stopped
-from lockstep.core.heartbeat import PHASE, heartbeats
+from lockstep.core.heartbeat import PHASE, shared_heartbeat
 from lockstep.core.phase_clock import Phase
 from lockstep.launch.ends import (
     End,
@@ -193,7 +193,7 @@ def test_the_cause_of_a_failure_is_only_in_the_log() -> None:
 
 @pytest.mark.parametrize(("phase", "evaluates"), [(Phase.EVALUATION, True), (Phase.FORWARD, False)])
 def test_a_rank_that_is_killed_in_an_evaluation(phase: Phase, evaluates: bool) -> None:
-    (beat,) = heartbeats(1)
+    beat = shared_heartbeat()
     context = get_context("spawn")
     process = context.Process(target=time.sleep, args=(60,))
     process.start()

@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-from kit.waiting import wait_until
 
 from lockstep.config.training_sections import Watchdog
 from lockstep.core import heartbeat
-from lockstep.core.collective_names import NAMES
-from lockstep.core.heartbeat import READY, Stage, Worker
-from lockstep.core.pending_collective import PendingCollective
+from lockstep.core.heartbeat import Stage
 from lockstep.core.phase_clock import Phase, PhaseClock
 from lockstep.core.stopping import STACKS_SIGNAL
-from lockstep.launch import flight_records, hang_verdict, rank_stacks
+from lockstep.launch import rank_stacks
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.failure_kinds import FailureKind, kind_of
-from lockstep.launch.hang_report import Hang, Sight, Wait, hang_text, name_text
-from lockstep.launch.hang_verdict import verdict
-from lockstep.launch.hang_watch import HangWatch, LearnedTimes, hang_watch
-from lockstep.launch.host_waits import HostWaits
+from lockstep.launch.hang_report import Hang, Sight, hang_text, name_text
+from lockstep.launch.hang_watch import HangWatch, LearnedTimes
 from lockstep.launch.rank_stacks import Frame, line_of, main_frames, waits_in_collective
 
 Act = Callable[[PhaseClock], None]
@@ -71,25 +62,16 @@ def sleep_in(file: str, seconds: float = 60.0) -> None:
 
 
 def updates(clock: PhaseClock, number: int = 8) -> None:
-    for step in range(number):
-        heartbeat.own().begin_fetch(step, [np.arange(4 * step, 4 * step + 4)])
+    for _ in range(number):
         clock.enter(Phase.FORWARD)
         time.sleep(0.005)
         clock.updated()
-    heartbeat.own().begin_fetch(number, [np.arange(4 * number, 4 * number + 4)])
 
 
 def waits(clock: PhaseClock) -> None:
     updates(clock)
     clock.enter(Phase.COMMUNICATION)
     sleep_in("/x/torch/distributed/distributed_c10d.py")
-
-
-def moves_later(clock: PhaseClock) -> None:
-    updates(clock)
-    for _ in range(40):
-        clock.enter(Phase.COMMUNICATION)
-        sleep_in("/x/torch/distributed/distributed_c10d.py", 0.9)
 
 
 def waits_for_a_while(clock: PhaseClock) -> None:
@@ -126,16 +108,17 @@ def reads_until_a_signal(clock: PhaseClock) -> None:
     updates(clock)
     clock.enter(Phase.HOST)
     for sample in (34, 35, *range(100, 10_000)):
-        with heartbeat.reads(heartbeat.mark_of(sample, evaluates=False)):
+        with heartbeat.reads(np.array([sample]), evaluates=False):
             if sample == 34:
                 ctypes.PyDLL(None).sleep(60)
 
 
 def is_stopped(clock: PhaseClock) -> None:
+    """Be stopped until it is let continue, and stay where it is then."""
     updates(clock)
-    while True:
-        clock.enter(Phase.BACKWARD)
-        os.kill(os.getpid(), signal.SIGSTOP)
+    clock.enter(Phase.BACKWARD)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    hangs(clock)
 
 
 def compiles(clock: PhaseClock) -> None:
@@ -156,37 +139,11 @@ def evaluates(clock: PhaseClock) -> None:
     time.sleep(60)
 
 
-def takes_its_first_snapshot(clock: PhaseClock) -> None:
-    updates(clock)
-    with heartbeat.snapshot_stage(first=True):
-        clock.enter(Phase.SAVE)
-        time.sleep(60)
-
-
-def is_stopped_in_its_first_snapshot(clock: PhaseClock) -> None:
-    updates(clock)
-    with heartbeat.snapshot_stage(first=True):
-        clock.enter(Phase.SAVE)
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def waits_in_save(clock: PhaseClock) -> None:
-    updates(clock)
-    clock.enter(Phase.SAVE)
-    sleep_in("/x/lockstep/distributed/store_exchange.py")
-
-
-def pending(operation: str, number: int, ranks: Sequence[int] = (0, 1), **options: Any) -> PendingCollective:
-    options = {"group": "0", "sizes": [[4]], "on_device": True, "is_started": False, **options}
-    return PendingCollective(operation=operation, number=number, ranks=ranks, **options)
-
-
-def records(*collectives: PendingCollective) -> Act:
+def records(*collectives: str) -> Act:
     """Waits for a device in the user's code, and has a flight record of what isn't complete."""
 
     def act(clock: PhaseClock) -> None:
-        flight_records._record = lambda: (list(collectives), b"the record")  # type: ignore[assignment]
-        flight_records.answer_requests(heartbeat.own())
+        rank_stacks._record = lambda: (list(collectives), bool(collectives), b"the record")  # type: ignore[assignment]
         updates(clock)
         clock.enter(Phase.OPTIMIZER)
         time.sleep(60)
@@ -197,13 +154,6 @@ def records(*collectives: PendingCollective) -> Act:
 def begins(clock: PhaseClock) -> None:
     heartbeat.begin_stage(Stage.START)
     time.sleep(60)
-
-
-def is_stopped_at_the_start(clock: PhaseClock) -> None:
-    heartbeat.begin_stage(Stage.START)
-    while True:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.1)
 
 
 def makes_its_first_update(clock: PhaseClock) -> None:
@@ -222,10 +172,6 @@ def pauses(clock: PhaseClock) -> None:
         clock.updated()
 
 
-def is_in(beats: heartbeat.Heartbeat, phase: Phase) -> bool:
-    return beats.numbers[heartbeat.PHASE] == phase
-
-
 @contextmanager
 def watched(
     folder: Path,
@@ -233,12 +179,10 @@ def watched(
     options: Watchdog = QUICK,
     alone: bool = True,
     times: LearnedTimes | None = None,
-    first: int = 0,
-    others: HostWaits | None = None,
 ) -> Iterator[tuple[HangWatch, list[Member]]]:
     """Yield the watch over ranks that perform acts."""
-    watch = hang_watch(options, len(acts), folder, first, alone=alone, times=times, others=others)
-    assert watch is not None
+    beats = [heartbeat.shared_heartbeat() for _ in acts]
+    watch = HangWatch(options, beats, folder, 0, alone=alone, times=times or LearnedTimes())
     watch.interval = 0.02
     members = []
     with closing(watch):
@@ -258,9 +202,8 @@ def watched(
 
 def run_rank(beats: heartbeat.Heartbeat, act: Act) -> None:
     try:
-        rank_stacks.answer_signal(beats.files.stacks)
+        rank_stacks.answer_requests(beats)
         heartbeat.use(beats)
-        beats.numbers[READY] = 1
         heartbeat.begin_stage(Stage.TRAINING)
         act(PhaseClock())
     finally:
@@ -281,8 +224,8 @@ def look(watch: HangWatch, members: list[Member], seconds: float) -> float:
     [
         (hangs, "rank 1 hangs in its forward at tests/launch/test_hang_watch.py"),
         (hangs_as_collective, "rank 1 hangs in a collective at tests/launch/test_hang_watch.py"),
-        (holds_interpreter, "in holds_interpreter (update 9, samples 32, 33, 34, 35)"),
-        (is_stopped, "rank 1 was stopped (SIGSTOP), and killed in its backward (update 9, samples 32, 33, 34, 35)"),
+        (holds_interpreter, "in holds_interpreter (update 9)"),
+        (is_stopped, "rank 1 hangs in its forward at tests/launch/test_hang_watch.py"),
     ],
 )
 def test_the_rank_that_hangs_is_named_and_killed(
@@ -319,14 +262,13 @@ def hangs_beside_a_thread(clock: PhaseClock) -> None:
     def sleeps_beside_it() -> None:
         time.sleep(60)
 
-    flight_records.answer_requests(heartbeat.own())
     threading.Thread(target=sleeps_beside_it, daemon=True).start()
     hangs(clock)
 
 
 def test_a_main_thread_writes_no_stack_of_threads_that_may_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They write their own, each while it has the interpreter's lock: a stack that is read without it can crash."""
-    monkeypatch.setattr(flight_records, "_WAIT_S", 5.0)
+    monkeypatch.setattr(rank_stacks, "_RECORD_S", 5.0)
     with watched(tmp_path, waits, hangs_beside_a_thread) as (watch, members):
         look(watch, members, 5.0)
         file = watch.heartbeats[1].files.stacks
@@ -350,20 +292,10 @@ def test_no_other_thread_writes_its_stack_for_the_main_one(tmp_path: Path) -> No
         assert os.fstat(watch.heartbeats[1].files.stacks).st_size == 0
 
 
-def test_a_rank_in_a_collective_and_one_that_waits_in_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.launch.hang_watch._DEADLOCK_S", 0.3)
-    with watched(tmp_path, waits, waits_in_save) as (watch, members):
-        look(watch, members, 3.0)
-    (end,) = [member.end for member in members if member.end is not None]
-    assert "collectives that don't match: rank 0 in a collective at" in end.text
-    assert "rank 1 in a wait for the others at" in end.text
-
-
 @pytest.mark.parametrize("act", [compiles, is_debugged, evaluates, begins, makes_its_first_update])
 def test_what_may_take_long_is_neither_named_nor_killed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, act: Act
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], act: Act
 ) -> None:
-    monkeypatch.setattr("lockstep.launch.hang_watch._DEADLOCK_S", 0.3)
     with watched(tmp_path, waits, act) as (watch, members):
         look(watch, members, 1.0)
     assert not any(member.end for member in members)
@@ -375,25 +307,6 @@ def test_the_first_update_of_a_later_round_has_the_limit_of_the_rounds_before(tm
         look(watch, members, 1.5)
         assert members[1].end is not None
         assert "rank 1 hangs in its forward at" in members[1].end.text
-
-
-def test_a_first_snapshot_is_named_early_and_killed_late(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lockstep.launch.hang_watch._ALLOCATES_S", 0.3)
-    monkeypatch.setattr("lockstep.launch.hang_watch._UNSEEN_S", 0.05)
-    with watched(tmp_path, waits, takes_its_first_snapshot) as (watch, members):
-        look(watch, members, 1.0)
-    assert "s, in a snapshot in memory at" in (printed := capfd.readouterr().err)
-    assert "(update 9); the other rank waits for it; the ranks are ended if that lasts 1200 s" in printed
-    assert not any(member.end for member in members)
-
-
-def test_the_only_rank_of_a_host_that_is_stopped_in_a_first_snapshot_is_not_killed_late(tmp_path: Path) -> None:
-    with watched(tmp_path, is_stopped_in_its_first_snapshot) as (watch, (member,)):
-        look(watch, [member], 1.5)
-    assert member.end is not None
-    assert "was stopped (SIGSTOP), and killed in a snapshot in memory" in member.end.text
 
 
 @pytest.mark.parametrize("seconds", [0.3, None])
@@ -411,16 +324,6 @@ def test_a_start_that_hangs_is_ended_by_its_own_limit(
         assert members[1].end is not None
         assert (members[1].end.kind, members[1].end.code) == (EndKind.HUNG, 124)
         assert "rank 1 hangs at the start of the run" in members[1].end.text
-
-
-def test_a_rank_that_is_stopped_at_the_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """No collective shows there that the others wait for it."""
-    with watched(tmp_path, begins, is_stopped_at_the_start) as (watch, members):
-        look(watch, members, 2.0)
-    assert "rank 1 is stopped at the start of the run; the other rank waits for it; it" in capfd.readouterr().err
-    assert members[0].end is None
-    assert members[1].end is not None
-    assert "rank 1 was stopped (SIGSTOP), and killed at the start of the run" in members[1].end.text
 
 
 def test_what_may_take_long_is_named_in_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -451,41 +354,25 @@ def test_a_rank_does_not_move_because_another_one_does(tmp_path: Path, capfd: py
     assert "moves again" not in err
 
 
-def test_ranks_that_wait_in_other_collectives(tmp_path: Path) -> None:
-    with watched(tmp_path, waits, waits) as (watch, members):
-        watch.heartbeats[0].numbers[heartbeat.OPERATION] = 1
-        watch.heartbeats[1].numbers[heartbeat.OPERATION] = 4
-        look(watch, members, 5.0)
-    ends = [member.end for member in members if member.end is not None]
-    assert len(ends) == 1
-    assert "collectives that don't match: rank 0 in all_reduce at" in ends[0].text
-
-
 @pytest.mark.parametrize(
     ("collectives", "odd", "text"),
     [
         (
-            [[pending("all_reduce", 17)], [pending("broadcast", 17)], [pending("all_reduce", 17)]], 1,
-            "collectives that don't match: ranks 0 and 2 in all_reduce 17 of group 0 (4 elements) at "
-            "tests/launch/test_hang_watch.py",
+            [["all_reduce 17"], ["broadcast 17"], ["all_reduce 17"]], 1,
+            "collectives that don't match: ranks 0 and 2 in all_reduce 17 at tests/launch/test_hang_watch.py",
         ),
-        (
-            [[pending("all_reduce", 17, is_started=each != 1), pending("barrier", 18)] for each in range(3)], 1,
-            "rank 1 in all_reduce 17 of group 0 (4 elements) at tests/launch/test_hang_watch.py",
-        ),
-        ([[pending("all_reduce", 17)], [pending("all_reduce", 17)], []], 2, "rank 2 hangs in its optimizer's step at "),
+        ([["all_reduce 7, started,"], ["all_reduce 7"], ["all_reduce 7, started,"]], 1, "rank 1 in all_reduce 7 at "),
+        ([["all_reduce 17"], ["all_reduce 17"], []], 2, "rank 2 hangs in its optimizer's step at "),
     ],
     ids=["another collective", "a device that hasn't started it", "a rank whose device waits for nothing"],
 )  # fmt: skip
 def test_the_flight_records_of_devices(
-    tmp_path: Path, collectives: Sequence[Sequence[PendingCollective]], odd: int, text: str
+    tmp_path: Path, collectives: Sequence[Sequence[str]], odd: int, text: str
 ) -> None:
     with watched(tmp_path, *(records(*each) for each in collectives)) as (watch, members):
-        watch.heartbeats[odd].numbers[
-            heartbeat.CALLS
-        ] = -1  # the host of this one is behind, where nothing else decides
+        watch.heartbeats[odd].numbers[heartbeat.CALLS] = 0 if collectives[odd] else -1
         for place in set(range(3)) - {odd} if collectives[odd] else ():
-            watch.heartbeats[place].numbers[heartbeat.CALLS] = -2
+            watch.heartbeats[place].numbers[heartbeat.CALLS] = -2  # the host of the odd one is ahead: it doesn't decide
         look(watch, members, 5.0)
     ((rank, end),) = [(rank, member.end) for rank, member in enumerate(members) if member.end is not None]
     assert rank == odd
@@ -511,59 +398,6 @@ def test_beside_other_hosts_a_rank_hangs_that_is_in_no_collective_by_its_stack(
     assert "for those of other hosts: rank 0 in a collective at " in err
 
 
-class TwoHosts:
-    """What the launchers of two hosts report to each other, as JSON."""
-
-    def __init__(self, ranks: int) -> None:
-        self.waits = [HostWaits(partial(self._send, node), lambda: ranks) for node in range(2)]
-
-    def _send(self, node: int, message: Mapping[str, Any]) -> None:
-        self.waits[1 - node].receive(json.loads(json.dumps({**message, "node": node})))
-
-
-@pytest.mark.parametrize(
-    ("operations", "acts", "killed"),
-    [
-        ((1, 1, 4), (waits, waits, waits), [2]),
-        ((1, 4, 4), (waits, waits, waits), [0]),
-        ((1, 1, 1), (waits, waits, waits), []),  # the network may be slow
-        ((1, 1, 4), (waits, waits, moves_later), []),
-    ],
-    ids=["the second host's", "the first host's", "all in the same", "one moves again"],
-)
-def test_ranks_of_two_hosts_that_wait_in_other_collectives(
-    operations: tuple[int, ...], acts: tuple[Act, ...], killed: list[int], tmp_path: Path,
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    after = 0.4 if operations == (1, 1, 1) else 1.5  # else a busy machine lets one host look again before the other has
-    monkeypatch.setattr("lockstep.launch.hang_watch._ELSEWHERE_S", after)
-    options = Watchdog(least=0.25, end_after=1.0)
-    hosts = TwoHosts(3)
-    with (
-        watched(tmp_path, *acts[:2], options=options, alone=False, others=hosts.waits[0]) as (one, ones),
-        watched(tmp_path, acts[2], options=options, alone=False, first=2, others=hosts.waits[1]) as (two, twos),
-    ):
-        for beats, operation in zip([*one.heartbeats, *two.heartbeats], operations, strict=True):
-            beats.numbers[heartbeat.OPERATION] = operation
-            wait_until(partial(is_in, beats, Phase.COMMUNICATION))
-        began = time.monotonic()
-        while time.monotonic() - began < 2.0 and not any(member.end for member in [*ones, *twos]):
-            one.look(ones)  # type: ignore[arg-type]
-            two.look(twos)  # type: ignore[arg-type]
-            time.sleep(0.02)
-        ends = {rank: member.end.text for rank, member in enumerate([*ones, *twos]) if member.end is not None}
-    err = capfd.readouterr().err
-    assert sorted(ends) == killed
-    assert err.count("the ranks of this host have waited") == (2 if operations == (1, 1, 1) else 0)
-    for text in ends.values():
-        assert text.startswith("the ranks wait in collectives that don't match: rank")
-        assert "all_reduce at" in text
-        assert f"{NAMES[3]} at" in text
-    assert err.count("no rank has moved for") == (2 if operations != (1, 1, 1) else 0)
-    report = (tmp_path / "hangs.txt").read_text()
-    assert all(f"--- rank {rank}, process" in report for rank in range(3)), "the stacks of both hosts"
-
-
 def test_time_in_which_the_launcher_was_stopped_does_not_count(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -571,7 +405,7 @@ def test_time_in_which_the_launcher_was_stopped_does_not_count(
     with watched(tmp_path, waits, hangs, options=Watchdog(least=1.0, end_after=2.0)) as (watch, members):
         look(watch, members, 0.2)
         time.sleep(1.5)
-        look(watch, members, 0.15)
+        look(watch, members, 0.5)
         assert watch.interval < 1.0
         assert capfd.readouterr().err == ""
         look(watch, members, 0.9)
@@ -582,82 +416,21 @@ def test_time_in_which_the_launcher_was_stopped_does_not_count(
     assert capfd.readouterr().err.count("rank 1") == 1, "a rank that was named stays named"
 
 
-def test_a_verdict_that_takes_long_is_no_time_in_which_the_launcher_was_stopped(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow_verdict(*arguments: Any, **options: Any) -> Hang | None:
-        time.sleep(0.4)
-        return verdict(*arguments, **options)
-
-    monkeypatch.setattr("lockstep.launch.hang_watch._GAP_S", 0.2)
-    monkeypatch.setattr("lockstep.launch.hang_watch.verdict", slow_verdict)
-    with watched(tmp_path, waits, hangs) as (watch, members):
-        look(watch, members, 5.0)
-    assert members[1].end is not None
-    assert capfd.readouterr().err.count("rank 1") == 1
-
-
-def test_one_data_worker_of_every_rank_is_requested_for_its_stack_at_the_same_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def write(processes: Mapping[int, object]) -> dict[int, str]:
-        requested.append([*processes])
-        return dict.fromkeys(processes, "its stack")
-
-    workers = [[Worker(0, 10, 5, 6), Worker(1, 11, 5, 6)], [], [Worker(each, 20 + each, 5, 6) for each in range(3)]]
-    awaited = [workers[0][1], None, workers[2][0]]
-    sights: list[Any] = [
-        SimpleNamespace(beat=None, work=SimpleNamespace(workers=each, worker=first))
-        for each, first in zip(workers, awaited, strict=True)
-    ]
-    requested: list[list[int]] = []
-    monkeypatch.setattr(hang_verdict, "write_stacks", write)
-    monkeypatch.setattr(hang_verdict, "process_state", {10: "S", 11: "D", 20: "R", 21: "T", 22: "S"}.get)
-    stacks = hang_verdict._worker_stacks(sights)
-    assert requested == [[11, 20], [10], [22]]
-    assert sorted(stacks) == [10, 11, 20, 22]
-    monkeypatch.setattr(hang_verdict, "_WORKERS_S", -1.0)
-    assert not hang_verdict._worker_stacks(sights), "no time is left"
-
-
-def test_stopped_processes_are_read_from_outside_at_the_same_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "py-spy").write_text('#!/bin/sh\n[ "$4" = 9 ] && exec sleep 60\nsleep 0.7\necho "stack of $4"\n')
-    (tmp_path / "py-spy").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(rank_stacks, "_PY_SPY_S", 2.0)
-    began = time.monotonic()
-    stacks = rank_stacks.stacks_from_outside([9, *range(20, 25)])
-    assert stacks == {process: f"stack of {process}" for process in range(20, 25)}
-    assert time.monotonic() - began < 3.2, "the limit of one, not of all after each other"
+def sight(rank: int = 0, phase: Phase = Phase.FORWARD) -> Sight:
+    return Sight(rank, rank, 9, 1.0, 3.0, phase, Stage.TRAINING, waits=False, state="S", step=1, updates=3, calls=0)
 
 
 @pytest.mark.parametrize(
-    ("options", "named", "reported"),
+    ("is_stopped", "named", "reported"),
     [
-        ({}, "ranks 1 and 2 haven't moved for 3.0 s, in their forward", "ranks 1 and 2 hang in their forward"),
-        (
-            {"is_stopped": True, "continues": True},
-            "ranks 1 and 2 are stopped in their forward",
-            "ranks 1 and 2 are stopped (SIGSTOP), and let continue in their forward",
-        ),
-        (
-            {"is_stopped": True},
-            "ranks 1 and 2 are stopped in their forward",
-            "ranks 1 and 2 were stopped (SIGSTOP), and killed in their forward",
-        ),
+        (False, "haven't moved for 3.0 s, in their forward", "hang in their forward"),
+        (True, "are stopped (SIGSTOP) in their forward", "were stopped (SIGSTOP) in their forward"),
     ],
 )
-def test_several_ranks_that_hang(options: dict[str, bool], named: str, reported: str) -> None:
-    with closing(heartbeat.heartbeats(1)[0]) as beat:
-        sight = Sight(
-            1, 1, 9, 1.0, 3.0, Phase.FORWARD, beat, waits=False, state="S", stage=Stage.TRAINING, updates=3, calls=0
-        )
-    hang = Hang((sight, replace(sight, rank=2)), {}, **options)
-    follows = "they continue now (SIGCONT)" if hang.continues else "they are killed, and all ranks end"
-    assert name_text(hang, 3, 0.0, "") == f"lockstep: {named} (update 1); the other rank waits for them; {follows}"
-    assert hang_text(hang, 4, "") == f"{reported} (update 1); the others wait for them"
+def test_several_ranks_that_hang(is_stopped: bool, named: str, reported: str) -> None:
+    hang = Hang((sight(1), sight(2)), {}, {}, is_stopped)
+    assert name_text(hang, 3, 3.0, "") == f"lockstep: ranks 1 and 2 {named} (update 1); the other rank waits for them"
+    assert hang_text(hang, 4) == f"ranks 1 and 2 {reported} (update 1); the others wait for them"
 
 
 def test_a_rank_that_waits_for_its_accelerator_is_named_so() -> None:
@@ -665,11 +438,7 @@ def test_a_rank_that_waits_for_its_accelerator_is_named_so() -> None:
     stack = f"""Current thread 0x2 (most recent call first):
   File "/x/site-packages/torch/cuda/streams.py", line 231 in synchronize
   File "{rank_stacks._OWN}training/readback.py", line 171 in land"""
-    with closing(heartbeat.heartbeats(1)[0]) as beat:
-        sight = Sight(
-            0, 0, 9, 1.0, 3.0, Phase.HOST, beat, waits=False, state="S", stage=Stage.TRAINING, updates=3, calls=0
-        )
-    text = hang_text(Hang((sight,), {9: stack}), 1, "")
+    text = hang_text(Hang((sight(phase=Phase.HOST),), {9: stack}, {}), 1)
     where = "lockstep/training/readback.py:171 in land"
     assert text == f"rank 0 hangs between two updates, and waits for its accelerator at {where} (update 1)"
 
@@ -681,10 +450,6 @@ def test_without_an_end_a_hang_is_only_named(tmp_path: Path, capfd: pytest.Captu
     assert "rank 1 is stopped" in capfd.readouterr().err
 
 
-def test_off() -> None:
-    assert hang_watch(Watchdog(enabled=False), 2, None, 0, alone=True) is None
-
-
 def test_the_line_of_a_stack() -> None:
     frames = main_frames(STACKS)
     assert [frame.function for frame in frames] == ["linear", "forward"]
@@ -692,24 +457,3 @@ def test_the_line_of_a_stack() -> None:
     assert not waits_in_collective(frames, marked=False)
     assert waits_in_collective(frames, marked=True)
     assert line_of(main_frames("")) is None
-
-
-@pytest.mark.parametrize(
-    ("collectives", "differ"),
-    [
-        ([pending("all_reduce", 7, [0, 1]), pending("all_reduce", 7, [0, 1])], False),
-        ([pending("all_reduce", 7, [0, 1]), pending("all_reduce", 8, [0, 1])], True),
-        ([pending("all_reduce", 7, [0, 1]), pending("all_gather", 7, [0, 1])], True),
-        ([pending("all_reduce", 7, [0, 1], group="1")] * 2 + [pending("all_reduce", 9, [2, 3], group="2")] * 2, False),
-        # 0 waits for 1, which waits for 2: not for each other
-        ([pending("all_reduce", 7, [0, 1]), *[pending("all_gather", 3, [1, 2], group="1")] * 2], False),
-        ([pending("all_reduce", 7, [0, 1, 2]), *[pending("all_gather", 3, [0, 1, 2], group="1")] * 2], True),
-        ([pending("all_reduce", 7, [0, 1]), None], True),  # by the last calls
-    ],
-)
-def test_ranks_that_wait_for_each_other(collectives: Sequence[PendingCollective | None], differ: bool) -> None:
-    hosts = TwoHosts(len(collectives))
-    waits = [Wait(rank, rank, 5, "", each) for rank, each in enumerate(collectives)]
-    hosts.waits[0].report(waits[:1])
-    hosts.waits[1].report(waits[1:])
-    assert [bool(each.mismatched()) for each in hosts.waits] == [differ, differ]

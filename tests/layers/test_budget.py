@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 98_554
-MOST_FILES = 603
+MOST_LINES = 97_580
+MOST_FILES = 599
 
 
 def test_src_keeps_within_its_budget() -> None:

@@ -222,15 +222,14 @@ class Watchdog(Section):
     """The same in median updates of the run; the larger of the two counts."""
     end_after: Annotated[float, Field(ge=0)] | None = 60.0
     """Seconds without any progress after which such a rank is killed, and all start again (`restarts`); twice the time
-    after which it is named, at least. A stopped process (SIGSTOP) is let continue when it is
-    named, and killed the second time. Null: neither."""
+    after which it is named, at least. A stopped process (SIGSTOP) gets SIGCONT when it is named. Null: neither."""
     other: Annotated[float, Field(gt=0)] = 300.0
     """Seconds instead of `least` and `steps` outside of updates: at the start, in a compilation, an evaluation, a save,
     and at the end. Less than `launch.timeout`, or that ends the run first, without a name. Such a rank is killed after
     four times as long."""
     end_start_after: Annotated[float, Field(ge=0)] | None = 7200.0
-    """Seconds instead of `end_after` at the start, which may prepare data, and at the end of the run; twice `other`, at
-    least. Null: such a rank is only named."""
+    """Seconds instead of `end_after` at the start, which may prepare data, at the end of the run, and between updates
+    of a loop of your own; twice `other`, at least. Null: such a rank is only named."""
 
     @model_validator(mode="after")
     def _limits_have_an_effect(self) -> Watchdog:

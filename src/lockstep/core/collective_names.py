@@ -30,8 +30,6 @@ OPERATIONS: Mapping[str, tuple[str, int]] = {
     "barrier": ("barrier", 0),
 }
 """The operation of each method of a process group, and which argument has the bytes that count."""
-NAMES = tuple(dict.fromkeys(name for name, _ in OPERATIONS.values()))
-"""The operations; a heartbeat has their numbers, from 1."""
 
 
 def bus_factor(operation: str, ranks: int) -> float:

@@ -1,13 +1,12 @@
-"""The heartbeats of a host's ranks: shared memory that the ranks write and their launcher reads.
+"""The heartbeats of ranks: shared memory that a rank and its data workers write, and a launcher reads.
 
     rank            clock.enter(FORWARD) --> a few stores: time, phase            no system call, no lock, no copy
-    data worker     the sample that it reads                                      in the same memory
+    data worker     the samples that it reads                                     in the same memory
     launcher        reads when it likes                                           `launch.hang_watch`
 
-    a row           numbers (float64) | data workers (int64) | samples of the last updates (int64)
-                    | name of the evaluation set | samples of the request that is read (int64)
+    the memory      numbers (float64) | a row for the rank and each data worker (int64) | name of the evaluation set
 
-A process that no launcher watches writes into memory of its own.
+A process that nobody watches writes into memory of its own.
 """
 
 from __future__ import annotations
@@ -15,41 +14,27 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from mmap import mmap
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.core.formatting import listed
 
-TIME, PHASE, UPDATES, SECONDS, MICRO, CALLS, OPERATION, STAGE, STEPS, READY, FETCHING, SAMPLE = range(12)
-PROCESS, FETCHED, RECORDS, WORKERS = range(12, 16)
-"""The numbers of a row: time of the last mark (CLOCK_MONOTONIC) and its phase, `IN_WHOLE` added in a collective of a
-save or an evaluation; updates ended; seconds of the last one; micro-batch, from 0; collectives called, and which one
-runs (a number of `OPERATIONS`, 0: none); `Stage`; updates of the run before this process; whether the rank writes its
-stacks on request; the micro-batch that is fetched; the mark of the sample that is read, see `mark_of`; of a rank that
-another launcher has started, its process; the update whose samples are fetched now, from 0, + 1; how often the rank
-has written its flight record, + 1, or 0 if it doesn't; how many data workers fetch for it, 0: it does so itself."""
+TIME, PHASE, UPDATES, SECONDS, FIRST, CALLS, STAGE, STEPS, READY, RECORDS = range(10)
+"""The numbers: time of the last mark (CLOCK_MONOTONIC) and its phase, `IN_WHOLE` added in a collective of a save or an
+evaluation; updates ended; seconds of the last one, and of the first; collectives called; `Stage`; updates of the run
+before this process; whether the rank writes its stacks and flight record on request; how often it has written that."""
 IN_WHOLE = 100
 _NUMBERS = 16
-_MOST_WORKERS, _WORKER = 32, 3  # a worker: process, mark of the first sample of its request, and of that it reads
-_UPDATES = 4  # whose samples are noted: on an accelerator, two are fetched ahead
-_MOST_SAMPLES, _HEAD = 512, 4  # an update: its number, samples of its first micro-batch, samples noted, samples in all
-_WORKERS_AT = _NUMBERS
-_SAMPLES_AT = _WORKERS_AT + _MOST_WORKERS * _WORKER
-_NAME_AT, _NAME = _SAMPLES_AT + _UPDATES * (_HEAD + _MOST_SAMPLES), 16  # of the evaluation set
-_REQUEST_AT, _MOST_OF_REQUEST = _NAME_AT + _NAME, 2**16  # how many are noted, negative: of that set; and the samples
-_ROW = _REQUEST_AT + 1 + _MOST_OF_REQUEST
-_BYTES = 8
+_MOST_WORKERS, _MOST_SAMPLES = 32, 256  # what is beyond isn't noted
+_PROCESS, _EVALUATES, _SAMPLE, _NUMBER, _HEAD = range(5)  # of a row: the sample that is read + 1, samples of its batch
+_ROW = _HEAD + _MOST_SAMPLES
+_NAME_AT, _NAME = _NUMBERS + (2 + _MOST_WORKERS) * _ROW, 16  # the last row is that of all other workers
+_BYTES = 8 * (_NAME_AT + _NAME)
 _MOST_NAMED = 8  # samples
-
-
-def mark_of(sample: int, evaluates: bool) -> int:
-    """Return the number for a sample that is read, of the training data or an evaluation set; 0: none is."""
-    return -sample - 1 if evaluates else sample + 1
 
 
 class Stage(IntEnum):
@@ -59,25 +44,7 @@ class Stage(IntEnum):
     START = 1
     TRAINING = 2
     END = 3
-    SNAPSHOT = 4  # in the host's memory
-    FIRST_SNAPSHOT = 5  # which allocates memory, in a time that grows with the state
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """A data worker that fetches.
-
-    Attributes:
-        first: The first sample of its request.
-        sample: The one that it reads; None: it isn't known.
-        evaluation_set: The evaluation set that they are of; None: the training data.
-    """
-
-    number: int
-    process: int
-    first: int
-    sample: int | None
-    evaluation_set: str | None = None
+    LEFT = 4  # the process continues without the other ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,50 +62,53 @@ class Reading:
     def __str__(self) -> str:
         names = listed([*map(str, self.samples)], _MOST_NAMED)
         head = "sample" if len(self.samples) == 1 else "one of samples"
-        return f"{head} {names}{of_set(self.evaluation_set)}"
+        of_set = f"data.evaluation.{self.evaluation_set}" if self.evaluation_set else "an evaluation set"
+        return f"{head} {names}" if self.evaluation_set is None else f"{head} {names} of {of_set}"
 
 
-def of_set(evaluation_set: str | None) -> str:
-    """Return the end of a sample's name that states its evaluation set; empty for the training data."""
-    if evaluation_set is None:
-        return ""
-    return f" of data.evaluation.{evaluation_set}" if evaluation_set else " of an evaluation set"
+class Worker(NamedTuple):
+    """A data worker that reads samples."""
+
+    number: int
+    process: int
+    reading: Reading
 
 
 class Files(NamedTuple):
     """The descriptors of a rank's files.
 
     Attributes:
-        stacks: The file for its stacks.
-        record: The file for its flight record.
-        bell: Numbers of 8 bytes that are written into it are read by the rank: a request for its flight record.
         memory: The file that is the shared memory.
+        stacks: The file for the stacks of the rank and its data workers.
+        record: The file for its flight record.
+        bell, ring: The ends of a pipe, of which the rank reads one: a byte requests its flight record.
     """
 
+    memory: int = -1
     stacks: int = -1
     record: int = -1
     bell: int = -1
-    memory: int = -1
+    ring: int = -1
 
 
 class Heartbeat:
-    """The heartbeat of a rank: its row of the shared memory, and its files.
+    """The heartbeat of a rank: its memory, and its files.
 
     Attributes:
         numbers: See `TIME` and the others.
     """
 
-    def __init__(self, memory: Any, place: int, files: Files) -> None:
-        self._place, self.files = place, files
-        row = memoryview(memory).cast("B")[place * _ROW * _BYTES : (place + 1) * _ROW * _BYTES]
-        self.numbers = row.cast("d")
-        self._integers = row.cast("l")
-        self._is_worker, self._sample_at = False, SAMPLE
+    def __init__(self, files: Files | None = None) -> None:
+        self.files = files or Files()
+        memory = memoryview(bytearray(_BYTES) if files is None else mmap(files.memory, _BYTES)).cast("B")
+        self.numbers = memory[: 8 * _NUMBERS].cast("d")
+        self._integers = memory.cast("l")
+        self._at = _NUMBERS
 
     def __reduce__(self) -> tuple[Any, ...]:
         from multiprocessing.reduction import DupFd
 
-        return _received, (self._place, *map(DupFd, self.files))
+        return _received, tuple(map(DupFd, self.files))
 
     def close(self) -> None:
         for file in self.files:
@@ -146,61 +116,31 @@ class Heartbeat:
 
     # --- what a rank writes ---
 
-    def begin_fetch(self, step: int, requests: Sequence[Any]) -> None:
-        """Note the samples (arrays of int64, one a micro-batch) of an update, before they are fetched."""
-        integers, at = self._integers, _SAMPLES_AT + step % _UPDATES * (_HEAD + _MOST_SAMPLES)
-        first, end, total = at + _HEAD, at + _HEAD, 0
-        limit = first + _MOST_SAMPLES
-        for indices in requests:
-            number = len(indices)
-            total += number
-            if end + number <= limit and total == end - first + number:
-                integers[end : end + number] = memoryview(indices)
-                end += number
-        integers[at], integers[at + 1], integers[at + 2], integers[at + 3] = step, len(requests[0]), end - first, total
-        self.numbers[FETCHED] = step + 1
-
-    def fetch(self, micro: int, indices: Any) -> None:
-        """Note the micro-batch of that update, from 0, and its samples (an array of int64), before it is fetched."""
-        self._note_request(indices, 1)
-        self.numbers[FETCHING] = micro
-
-    def end_fetch(self) -> None:
-        """Note that the samples of the update are here."""
-        self.numbers[FETCHED] = 0
-
-    def begin_evaluation(self, name: str) -> None:
-        """Note the evaluation set whose samples are read from now on."""
-        padded = name.encode()[: _NAME * _BYTES].ljust(_NAME * _BYTES, b"\0")
-        self._integers[_NAME_AT : _NAME_AT + _NAME] = memoryview(padded).cast("l")
-
-    def evaluated(self, indices: Any) -> None:
-        """Note the samples (an array of int64) of an evaluation set that this process reads next; none: it has them."""
-        if not self._is_worker:
-            self._note_request(indices, -1)
-
-    def _note_request(self, indices: Any, sign: int) -> None:
-        number, first = min(len(indices), _MOST_OF_REQUEST), _REQUEST_AT + 1
-        self._integers[first : first + number] = memoryview(indices[:number])
-        self._integers[_REQUEST_AT] = sign * number
-
     def become_worker(self, number: int) -> None:
         """Write as a data worker from now on, in its process."""
-        if number < _MOST_WORKERS:
-            at = _WORKERS_AT + number * _WORKER
-            self._is_worker, self._sample_at = True, at + 2
+        self._at = _NUMBERS + (1 + min(number, _MOST_WORKERS)) * _ROW
 
-    def worker_fetches(self, mark: int) -> None:
-        """Note the first sample of the request that this data worker answers; 0: none."""
-        if self._is_worker:
-            at = self._sample_at - 2
-            self._integers[at], self._integers[at + 1], self._integers[at + 2] = os.getpid(), mark, 0
+    def begin_read(self, indices: Any, evaluates: bool) -> None:
+        """Note samples (an array of int64), of the training data or an evaluation set, before they are read."""
+        integers, at, number = self._integers, self._at, min(len(indices), _MOST_SAMPLES)
+        integers[at], integers[at + _EVALUATES], integers[at + _SAMPLE] = os.getpid(), evaluates, 0
+        integers[at + _HEAD : at + _HEAD + number] = memoryview(indices[:number])
+        integers[at + _NUMBER] = number
+
+    def end_read(self) -> None:
+        """Note that they have been read. If reading them ends the process, the note stays for its launcher."""
+        self._integers[self._at + _NUMBER] = 0
 
     def sample_slot(self) -> tuple[memoryview[Any], int]:
-        """Return where to write the mark of the sample that is read; 0 afterwards."""
-        return self._integers if self._is_worker else self.numbers, self._sample_at
+        """Return where to write the sample that is read, + 1; 0: it isn't known which of the samples it is."""
+        return self._integers, self._at + _SAMPLE
 
-    # --- what the launcher reads ---
+    def begin_evaluation(self, name: str) -> None:
+        """Note the evaluation set of the samples that are read from now on."""
+        padded = name.encode()[: 8 * _NAME].ljust(8 * _NAME, b"\0")
+        self._integers[_NAME_AT : _NAME_AT + _NAME] = memoryview(padded).cast("l")
+
+    # --- what a launcher reads ---
 
     def evaluation_set(self) -> str:
         """Return the name of the evaluation set whose samples are, or were, read last; empty: it isn't known."""
@@ -211,119 +151,37 @@ class Heartbeat:
         """Return whether the rank is in a phase, or in a collective of it."""
         return int(self.numbers[PHASE]) in (phase, phase + IN_WHOLE)
 
-    def _set_of(self, mark: int) -> str | None:
-        return self.evaluation_set() if mark < 0 else None
-
-    def samples(self, step: int, micro: int) -> tuple[list[int], int]:
-        """Return the samples of a micro-batch of an update (as far as they are noted), and how many there are."""
-        integers, at = self._integers, _SAMPLES_AT + step % _UPDATES * (_HEAD + _MOST_SAMPLES)
-        noted_step, width, noted, total = integers[at : at + _HEAD].tolist()
-        if noted_step != step or not width:
-            return [], 0
-        first = micro * width
-        samples = integers[at + _HEAD + first : at + _HEAD + min(noted, first + width)].tolist()
-        if not samples and (self.numbers[FETCHED], self.numbers[FETCHING]) == (step + 1, micro):
-            samples = self._request(1)
-        return samples, min(width, total - first)
-
-    def _request(self, sign: int) -> list[int]:
-        """Return the samples of the request that is noted; none if it is of the other sign."""
-        number = max(0, sign * self._integers[_REQUEST_AT])
-        samples: list[int] = self._integers[_REQUEST_AT + 1 : _REQUEST_AT + 1 + number].tolist()
-        return samples
-
-    def workers(self) -> list[Worker]:
-        """Return the data workers that fetch."""
-        busy = []
-        for number in range(_MOST_WORKERS):
-            at = _WORKERS_AT + number * _WORKER
-            process, first, sample = self._integers[at : at + _WORKER].tolist()
-            if process and first:
-                read = abs(sample) - 1 if sample else None
-                busy.append(Worker(number, process, abs(first) - 1, read, self._set_of(first)))
-        return busy
-
-    def awaited(self) -> tuple[list[int], Worker | None]:
-        """Return the samples of the training data that this rank waits for, and the data worker that it waits for.
-
-        That may already read the next request: a batch is sent by a thread of the worker, which needs its interpreter.
-        """
-        if not (update := int(self.numbers[FETCHED])):
-            return [], None
-        samples, _ = self.samples(update - 1, int(self.numbers[FETCHING]))
-        workers = [worker for worker in self.workers() if worker.evaluation_set is None]
-        fetching = [worker for worker in workers if samples and worker.first == samples[0]]
-        return samples, next(iter(fetching or workers), None)
-
     def reading(self) -> Reading | None:
         """Return what this rank's own process reads; None: nothing, as far as it is known."""
-        if mark := int(self.numbers[SAMPLE]):
-            return Reading((abs(mark) - 1,), self._set_of(mark))
-        if evaluated := self._request(-1):
-            return Reading((*evaluated,), self.evaluation_set())
-        samples, _ = self.awaited()
-        return Reading((*samples,)) if samples and not self.numbers[WORKERS] else None
+        return self._reading(_NUMBERS)
 
-    def waits_for(self) -> Reading | None:
-        """Return what this rank reads, or waits for while a data worker reads it."""
-        samples, worker = self.awaited()
-        if self.numbers[SAMPLE] or worker is None:
-            evaluating = (each for each in self.workers() if each.evaluation_set is not None)
-            return self.reading() or next(map(_read_by, evaluating), None)
-        request = Reading((*samples,)) if samples and worker.first == samples[0] else None
-        return _read_by(worker) or request
-
-
-def _read_by(worker: Worker) -> Reading | None:
-    return None if worker.sample is None else Reading((worker.sample,), worker.evaluation_set)
-
-
-def _received(place: int, *received: Any) -> Heartbeat:
-    files = Files(*(file.detach() for file in received))
-    return Heartbeat(mmap(files.memory, 0), place, files)
-
-
-def heartbeats(ranks: int) -> list[Heartbeat]:
-    """Make the heartbeats of a host's ranks, which their processes inherit or receive."""
-    with ExitStack() as opened:
-
-        def kept(handle: int) -> int:
-            opened.callback(os.close, handle)
-            return handle
-
-        memory = kept(_file())
-        shared = _mapped(memory, ranks)
-        files = [
-            Files(kept(_file()), kept(_file()), kept(os.eventfd(0)), kept(os.dup(memory)) if place else memory)
-            for place in range(ranks)
+    def workers(self) -> list[Worker]:
+        """Return the data workers that read samples."""
+        rows = ((number, _NUMBERS + (1 + number) * _ROW) for number in range(_MOST_WORKERS))
+        return [
+            Worker(number, self._integers[at], reading)
+            for number, at in rows
+            if (reading := self._reading(at)) is not None
         ]
-        opened.pop_all()
-    return [Heartbeat(shared, place, files[place]) for place in range(ranks)]
+
+    def _reading(self, at: int) -> Reading | None:
+        _, evaluates, sample, number = self._integers[at : at + _HEAD].tolist()
+        if not number:
+            return None
+        samples = [sample - 1] if sample else self._integers[at + _HEAD : at + _HEAD + number].tolist()
+        return Reading(tuple(samples), self.evaluation_set() if evaluates else None)
 
 
-def mapped_heartbeats(folder: Path, ranks: int) -> list[Heartbeat]:
-    """Return the heartbeats of a host's ranks in the files of a folder, for processes that inherit nothing."""
-    handle = os.open(folder / "heartbeats", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        memory = _mapped(handle, ranks)
-        return [Heartbeat(memory, place, _named_files(folder, place, os.dup(handle))) for place in range(ranks)]
-    finally:
-        os.close(handle)
+def _received(*files: Any) -> Heartbeat:
+    return Heartbeat(Files(*(file.detach() for file in files)))
 
 
-def _mapped(handle: int, ranks: int) -> mmap:
-    size = ranks * _ROW * _BYTES
-    os.ftruncate(handle, size)
-    return mmap(handle, size)
-
-
-def _named_files(folder: Path, place: int, memory: int) -> Files:
-    bell, flags = folder / f"bell-{place}", os.O_RDWR | os.O_NOFOLLOW
-    with suppress(FileExistsError):
-        os.mkfifo(bell, 0o600)
-    stacks = os.open(folder / f"stacks-{place}", flags | os.O_CREAT | os.O_APPEND, 0o600)
-    record = os.open(folder / f"record-{place}", flags | os.O_CREAT, 0o600)
-    return Files(stacks, record, os.open(bell, flags), memory)
+def shared_heartbeat() -> Heartbeat:
+    """Make a heartbeat that other processes inherit, receive, or open."""
+    bell, ring = os.pipe()
+    memory, stacks, record = (_file() for _ in range(3))
+    os.ftruncate(memory, _BYTES)
+    return Heartbeat(Files(memory, stacks, record, bell, ring))
 
 
 def _file() -> int:
@@ -342,19 +200,7 @@ def begin_stage(stage: Stage, steps: int = 0) -> None:
         numbers[STEPS] = steps - numbers[UPDATES]
 
 
-@contextmanager
-def snapshot_stage(*, first: bool) -> Iterator[None]:
-    """Note that the block takes a snapshot in memory."""
-    numbers = own().numbers
-    before = numbers[STAGE]
-    numbers[STAGE] = Stage.FIRST_SNAPSHOT if first else Stage.SNAPSHOT
-    try:
-        yield
-    finally:
-        numbers[STAGE] = before
-
-
-_own = [Heartbeat(bytearray(_ROW * _BYTES), 0, Files())]
+_own = [Heartbeat()]
 
 
 def own() -> Heartbeat:
@@ -363,31 +209,18 @@ def own() -> Heartbeat:
 
 
 @contextmanager
-def reads(mark: int) -> Iterator[None]:
-    """Note a sample while the block reads it; if that ends the process, the note stays for its launcher."""
-    slots, at = own().sample_slot()
-    slots[at] = mark
-    try:
-        yield
-    except Exception:
-        slots[at] = 0
-        raise
-    slots[at] = 0
-
-
-@contextmanager
-def evaluates(indices: Any) -> Iterator[None]:
-    """Note a batch (an array of int64) of an evaluation set while the block reads it, as `reads` notes a sample."""
+def reads(indices: Any, evaluates: bool) -> Iterator[None]:
+    """Note samples while the block reads them; if that ends the process, the note stays for its launcher."""
     beat = own()
-    beat.evaluated(indices)
+    beat.begin_read(indices, evaluates)
     try:
         yield
     except Exception:
-        beat.evaluated(indices[:0])
+        beat.end_read()
         raise
-    beat.evaluated(indices[:0])
+    beat.end_read()
 
 
 def use(heartbeat: Heartbeat) -> None:
-    """Write this one from now on; clocks that were made before do when they `follow_heartbeat`."""
+    """Write this one from now on; clocks that were made before don't."""
     _own[0] = heartbeat

@@ -183,10 +183,6 @@ class PhaseClock:
         self._events: list[tuple[Phase, Any]] | None = None  # phases and their beginnings, if this update is measured
         self._waiting: deque[list[tuple[Phase, Any]]] = deque()
         self._marks: list[Mark] | None = None  # if they are recorded
-        self.follow_heartbeat()
-
-    def follow_heartbeat(self) -> None:
-        """Write marks into the heartbeat that this process has now."""
         self._beat = heartbeat.own().numbers
 
     def record(self) -> None:
@@ -233,11 +229,13 @@ class PhaseClock:
         seconds, self._seconds = self._seconds, list(_NO_TIMES)
         self._updates += 1
         self._beat[heartbeat.SECONDS] = sum(seconds) - seconds[_EVALUATION] - seconds[Phase.SAVE]
-        self._beat[heartbeat.UPDATES], self._beat[heartbeat.MICRO] = self._updates, 0
+        self._beat[heartbeat.UPDATES] = self._updates
         with self._lock:
             times = self._times
             if self._updates > 1:  # the first one includes what torch does once
                 times.durations.add(sum(seconds) - seconds[_EVALUATION])
+            else:
+                self._beat[heartbeat.FIRST] = self._beat[heartbeat.SECONDS]
             times.evaluation += seconds[_EVALUATION]
             if self._mark is not None:
                 self._measure_on_device(times, self._mark)

@@ -25,6 +25,11 @@ def parent(process: int) -> int:
     return int(_field(process, 1) or 0)
 
 
+def state(process: int) -> str:
+    """Return the kernel's letter for the state of a process, such as T (stopped); empty if it isn't known."""
+    return _field(process, 0)
+
+
 def identity(process: int) -> tuple[str, int, str]:
     """Return a process's machine, id and start, which no other process has; a part that is unknown is empty."""
     return machine(), process, started(process)

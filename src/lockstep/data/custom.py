@@ -41,7 +41,6 @@ from lockstep.config.data_sections import FATAL, BadSamples, CustomData
 from lockstep.core import heartbeat
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.extensions import construct, import_target, source_file
-from lockstep.core.heartbeat import mark_of
 from lockstep.core.protocols import Source
 from lockstep.core.records import TARGETS, Batch, DataFacts
 from lockstep.data import noise
@@ -248,9 +247,9 @@ class ItemSource:
             slots, at = heartbeat.own().sample_slot()
             try:
                 for index in numbers:
-                    slots[at] = -index - 1 if self._evaluates else index + 1  # as `mark_of`
+                    slots[at] = index + 1
                     items.append(self.dataset[index])
-            except Exception as error:  # after any other the process may end; its launcher looks what it was reading
+            except Exception as error:
                 slots[at] = 0
                 note_sample(error, index)
                 raise
@@ -267,7 +266,7 @@ class ItemSource:
             raise NotRead
         skips, timeout = reading.bad_samples.skips, reading.bad_samples.timeout
         try:
-            with heartbeat.reads(mark_of(index, self._evaluates)), time_limit(timeout if skips else None):
+            with heartbeat.reads(np.array([index]), self._evaluates), time_limit(timeout if skips else None):
                 return self.dataset[index]
         except Exception as error:
             if not skips:

@@ -36,7 +36,7 @@ from lockstep.core import heartbeat
 from lockstep.core.control_groups import Kills, kernel_kills, why_killed
 from lockstep.core.deferred_signals import DeferredHandler
 from lockstep.core.errors import Failure, RunFailed, WorkerDied
-from lockstep.core.heartbeat import Reading, mark_of
+from lockstep.core.heartbeat import Reading
 from lockstep.core.planted import UnreadableSamples, plant_unreadable, raise_planted, unreadable_samples
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch
@@ -111,25 +111,30 @@ def fetch(source: Source, request: FetchRequest) -> Batch:
     """Return the batch of a request."""
     if request.left_out and (skipping := skipping_part(source)) is not None:
         skipping.leave_out(request.left_out)
+    beat = heartbeat.own()
+    beat.begin_read(request.indices, request.evaluates)
     try:
-        batch = _fetch(source, request)
+        batch = _read(source, request)
+    except Exception:  # after any other the process may end; its launcher looks what it was reading
+        beat.end_read()
+        raise
+    beat.end_read()
+    return replace(batch, samples=0, tokens=0, left_out=()) if request.is_padding else batch
+
+
+def _read(source: Source, request: FetchRequest) -> Batch:
+    try:
+        return _fetch(source, request)
     except Failure:
         raise
     except Exception as error:
         read = lambda indices: _fetch(source, request._replace(indices=indices))  # noqa: E731
-        batch = read_again(read, request.indices, error)
-    return replace(batch, samples=0, tokens=0, left_out=()) if request.is_padding else batch
+        return read_again(read, request.indices, error)
 
 
 def _fetch(source: Source, request: FetchRequest) -> Batch:
-    if request.evaluates:
-        with heartbeat.evaluates(request.indices):
-            return _drawn(source, request)
-    raise_planted(request.position)
-    return _drawn(source, request)
-
-
-def _drawn(source: Source, request: FetchRequest) -> Batch:
+    if not request.evaluates:
+        raise_planted(request.position)
     if request.generator_key is None:
         return source.fetch(request.indices)
     noise.use_epoch(request.epoch_key)
@@ -202,14 +207,12 @@ class _WorkerDataset(Dataset[Any]):
         worker = get_worker_info()
         assert worker is not None
         self._busy[worker.id] = int(request.indices[0])
-        heartbeat.own().worker_fetches(mark_of(int(request.indices[0]), request.evaluates))
         try:
             batch = fetch(self._source, request)
             answer = {name: getattr(batch, name) for name in ("inputs", "targets", "samples", "tokens", "left_out")}
         except Exception as failure:  # a `RunFailed`, or memory ran out
             answer = {"failure": failure, "traceback": traceback.format_exc()}
         self._busy[worker.id] = -1  # not if it exits
-        heartbeat.own().worker_fetches(0)
         return answer
 
     def __getitem__(self, index: int) -> Any:
@@ -319,11 +322,7 @@ def _death(error: Exception, worker_sets: Sequence[_WorkerSet]) -> RunFailed:
     message = str(error).partition(_TORCHS_ADVICE)[0].strip(" .")
     dead = {int(process) for process in _PROCESSES.findall(message)}
     requests = [request for workers in worker_sets for request in workers.busy(dead)]
-    read = [
-        Reading((worker.sample,), worker.evaluation_set)
-        for worker in heartbeat.own().workers()
-        if worker.process in dead and worker.sample is not None
-    ]
+    read = [worker.reading for worker in heartbeat.own().workers() if worker.process in dead]
     name = heartbeat.own().evaluation_set()
     read = read or [Reading((*request.indices.tolist(),), name if request.evaluates else None) for request in requests]
     samples = f" while it read {' or '.join(map(str, read))}" if read else ""

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from lockstep.config.schema import Loader
-from lockstep.core import heartbeat
 from lockstep.core.errors import ConfigError
 from lockstep.core.keys import key
 from lockstep.core.progress import Progress
@@ -40,7 +39,7 @@ from lockstep.data.order import SampleOrder, digests
 from lockstep.data.sources import skipping_part
 from lockstep.plan.batch import BatchPlan, micro_ranges
 
-_REQUESTS, _INDICES = attrgetter("requests"), attrgetter("indices")
+_REQUESTS = attrgetter("requests")
 _BLOCK = 4096  # positions whose order is computed at once: 0.04 us each; 8 us each for a single batch of 8
 
 
@@ -214,16 +213,9 @@ class TrainingLoader:
         requests: Iterator[FetchRequest] = chain.from_iterable(map(_REQUESTS, prefetched))
         if self._skipping is not None:
             requests = map(self._informed, requests)
-        batches, beat = fetch_all(self._source, requests, self._workers), heartbeat.own()
-        beat.numbers[heartbeat.WORKERS] = self._workers.number
+        batches = fetch_all(self._source, requests, self._workers)
         for share in shares:
-            beat.begin_fetch(share.step, list(map(_INDICES, share.requests)))
-            fetched = []
-            for micro, request in enumerate(share.requests):
-                beat.fetch(micro, request.indices)
-                fetched.append(next(batches))
-            beat.end_fetch()
-            yield self._update(share, tuple(fetched))
+            yield self._update(share, tuple([next(batches) for _ in share.requests]))
 
     def _informed(self, request: FetchRequest) -> FetchRequest:
         """Return the request with what all ranks know of its samples when it is sent to a worker."""

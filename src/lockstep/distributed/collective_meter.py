@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 from lockstep.core import heartbeat
-from lockstep.core.collective_names import NAMES, OPERATIONS, bus_factor
+from lockstep.core.collective_names import OPERATIONS, bus_factor
 from lockstep.core.phase_clock import Phase, PhaseClock
 from lockstep.distributed.process_group import ReducedGradients
 
 _COMMUNICATION = Phase.COMMUNICATION
-_CALLS, _OPERATION = heartbeat.CALLS, heartbeat.OPERATION
+_CALLS = heartbeat.CALLS
 _MAX_STARTED = 256
 
 
@@ -123,13 +123,13 @@ class CollectiveMeter:
 
     def _counted(self, operation: str, argument: int, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method of process groups that counts its calls and marks their time."""
-        clock, beat, number = self._clock, heartbeat.own().numbers, NAMES.index(operation) + 1
+        clock, beat = self._clock, heartbeat.own().numbers
 
         @wraps(original)
         def call(group: dist.ProcessGroup, *arguments: Any, **options: Any) -> Any:
             size = _size(arguments[argument]) if len(arguments) > argument else 0
             totals = self.count(operation, group.size(), size)
-            beat[_CALLS], beat[_OPERATION] = beat[_CALLS] + 1, number
+            beat[_CALLS] += 1
             before, began = clock.enter(_COMMUNICATION), time.perf_counter()
             try:
                 work = original(group, *arguments, **options)

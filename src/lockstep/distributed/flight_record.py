@@ -1,56 +1,41 @@
 """The flight record: torch's own list of a rank's last collectives, with those that aren't complete.
 
-torch keeps the last 2,000 (`TORCH_FR_BUFFER_SIZE`): number, group, sizes, the Python lines that called it. It has a
-recorder for NCCL and another one for gloo; here they are one record. Under NCCL, the collective that a program has
-called last isn't the one that its device waits in: the host runs ahead.
+torch keeps the last 2,000 (`TORCH_FR_BUFFER_SIZE`): number, group, sizes, the Python lines that called it. Under NCCL,
+the collective that a program has called last isn't the one that its device waits in: the host runs ahead.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from lockstep.core.pending_collective import PendingCollective
-
 _MOST_PENDING = 16
 _RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")  # NCCL's, which a build without CUDA lacks, and gloo's
-_PARTS = ("pg_config", "pg_status")
-_IDENTITY = ("record_id", "time_created_ns", "process_group", "profiling_name")  # of a collective in a record
 
 
-def flight_record() -> tuple[list[PendingCollective], bytes]:
-    """Return this rank's collectives that aren't complete, the oldest first, and the record for torchfrtrace."""
-    record = _merged([pickle.loads(dump()) for dump in _dumps()])
-    groups = record["pg_config"] = {**record["pg_config"], **_groups()}  # gloo's groups aren't in it
-    entries = [each for each in record["entries"] if not each["retired"] and each["state"] != "completed"]
-    entries.sort(key=itemgetter("time_created_ns"))
-    return [_pending(entry, groups) for entry in entries[:_MOST_PENDING]], pickle.dumps(record)
+def flight_record() -> tuple[list[str], bool, bytes]:
+    """Return this rank's collectives that aren't complete, the oldest first, and the record for torchfrtrace.
 
-
-def _dumps() -> list[Callable[[], bytes]]:
-    """Return what reads each of torch's recorders."""
-    dumps = [getattr(_distributed_c10d, name, None) for name in _RECORDERS]
-    return [dump for dump in dumps if dump is not None]
-
-
-def _merged(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one record with the collectives of all, each once.
-
-    Those of the first recorder that has some are the first: torchfrtrace aligns ranks by the number of their first one.
+    In between: whether they are a device's, and the host doesn't wait for them, as under NCCL.
     """
-    merged: dict[str, Any] = {}
-    for record in reversed(records):
-        merged |= record
-    for part in _PARTS:
-        merged[part] = {key: value for record in records for key, value in record.get(part, {}).items()}
-    entries = [entry for record in records for entry in record.get("entries", ())]
-    return {**merged, "entries": [*{tuple(map(repr, map(each.get, _IDENTITY))): each for each in entries}.values()]}
+    for recorder in _RECORDERS:
+        dump = getattr(_distributed_c10d, recorder, None)
+        record: dict[str, Any] = {} if dump is None else pickle.loads(dump())
+        if record.get("entries"):
+            break
+    else:
+        return [], False, b""
+    record["pg_config"] = {**record.get("pg_config", {}), **_groups()}  # gloo's groups aren't in it
+    pending = [each for each in record["entries"] if not each["retired"] and each["state"] != "completed"]
+    pending.sort(key=itemgetter("time_created_ns"))
+    on_device = bool(pending) and not pending[0]["profiling_name"].startswith("gloo")
+    return [*map(_shown, pending[:_MOST_PENDING])], on_device, pickle.dumps(record)
 
 
 def _groups() -> dict[str, dict[str, str]]:
@@ -61,15 +46,10 @@ def _groups() -> dict[str, dict[str, str]]:
     }
 
 
-def _pending(entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, str]]) -> PendingCollective:
-    name = entry["process_group"][0]
-    backend, _, operation = entry["profiling_name"].partition(":")
-    return PendingCollective(
-        operation=operation,
-        number=entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
-        group=name,
-        ranks=json.loads(groups.get(name, {}).get("ranks", "[]")),
-        sizes=entry["input_sizes"],
-        on_device=backend != "gloo",
-        is_started=entry["state"] == "started",
-    )
+def _shown(entry: Mapping[str, Any]) -> str:
+    number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+    elements = sum(map(math.prod, entry["input_sizes"]))
+    size = f" ({elements:,} elements)" if elements else ""
+    started = ", started on the device," if entry["state"] == "started" else ""  # with TORCH_NCCL_ENABLE_TIMING
+    operation = entry["profiling_name"].partition(":")[2]
+    return f"{operation} {number:,} of group {entry['process_group'][0]}{size}{started}"

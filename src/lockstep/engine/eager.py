@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.core import heartbeat
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.modes import evaluation_mode
 from lockstep.core.out_of_memory import note_location
@@ -80,14 +79,13 @@ class EagerEngine:
 
     def accumulate(self, batch: GlobalBatch, seed_scale: float | Tensor, announce: Callable[[Tensor], None]) -> None:
         step, micro_batches = self._step, batch.micro_batches
-        last, beat = len(micro_batches) - 1, heartbeat.own().numbers
+        last = len(micro_batches) - 1
         self.losses = []
         index = 0
         try:
             for index, micro_batch in enumerate(micro_batches):
                 self._phase = _FORWARD
                 self._clock.enter(ClockPhase.FORWARD)
-                beat[heartbeat.MICRO] = index
                 self._key_draws(batch, index, 0)
                 announced = announce if index == last else None
                 sync = step.sync_context(index == last)

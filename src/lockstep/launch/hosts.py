@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import Paused, Problem, RunFailed, Stopped, named_ranks
 from lockstep.launch.ends import End, EndKind, end_fields, end_of_fields
-from lockstep.launch.host_waits import HostWaits
 from lockstep.launch.outcome import LaunchResult, print_on_stderr, stopped_by
 from lockstep.launch.relay_process import LOST_RELAY, RelayProcess
 
 if TYPE_CHECKING:
     from lockstep.launch.group import SignalRequests
 
-_OF_ROUND = ("folder", "end", "stop", "save", "gone", "lost", "arrived", "waits")  # messages that mean one round only
+_OF_ROUND = ("folder", "end", "stop", "save", "gone", "lost", "arrived")  # messages that mean one round only
 _LOST_NOTED = 4  # lost hosts that are noted; one that is cut off itself loses all others
 
 
@@ -56,7 +55,6 @@ class Hosts:
         has_gone: Whether a host has reported that it leaves the run, which ends for that.
         pauses: Whether this round's ranks have been stopped for it.
         decision: What the leader has decided for this round, as of `open_folder`.
-        waits: Which ranks wait in collectives, on all hosts.
         is_done: Whether the leader has reported that the run is done.
     """
 
@@ -85,7 +83,6 @@ class Hosts:
         self._result: LaunchResult | None = None
         self._folder: str | None = None
         self._lost = 0
-        self.waits = HostWaits(self._send, lambda: self.size)
 
     # --- facts, once they have met ---
 
@@ -139,7 +136,6 @@ class Hosts:
         self.pauses = self.has_gone = self.is_cut_off = False
         self._ended, self._published, self._lost = set(), {}, 0
         self._result = self._folder = None
-        self.waits.clear()
 
     def call(self, number: int, result: LaunchResult, wait: float, differing: tuple[int, ...] = ()) -> None:
         """Let all hosts meet within `wait` seconds; only the leader does. `differing`: ranks with wrong copies."""
@@ -307,8 +303,6 @@ class Hosts:
                 self.is_done = self._result.code == 0
             case "end":
                 self._note_end(message)
-            case "waits":
-                self.waits.receive(message)
             case "stop" if requests is not None:
                 requests.stop_elsewhere(message["count"], signal.Signals(message["signal"]))
             case "save" if requests is not None:

@@ -1,9 +1,9 @@
 """The watch over ranks that another launcher has started (torchrun, srun): a process beside them, one on each host.
 
-    a rank of the host   --> makes a folder in /dev/shm, and starts it, when the ranks have joined
-    all ranks of it      --> write their heartbeats into files there
-    the process          --> names a rank that hangs, on rank 0's stderr, and kills it, so that the launcher notices
-                             ends with the last rank
+    the ranks of a host   --> tell each other where their heartbeats are, when they have joined
+    the first of them     --> opens those of all (/proc/PID/fd), and starts a process that inherits them
+    the process           --> the launcher's own watch: it names a rank that hangs, on that rank's stderr, and kills
+                              it, so that the launcher notices; it ends with the last rank
 
 A thread of a rank could do neither, while that rank holds the interpreter's lock.
 """
@@ -14,44 +14,31 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lockstep.core import heartbeat
 from lockstep.core.errors import named_ranks
-from lockstep.core.heartbeat import PROCESS, READY, Heartbeat, mapped_heartbeats
-from lockstep.core.processes import machine, started
-from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
-from lockstep.core.stopping import STOP_SIGNALS
-from lockstep.launch.ends import End, EndKind, first_cause, while_reading
+from lockstep.core.heartbeat import READY, STAGE, Files, Heartbeat, Stage, shared_heartbeat
+from lockstep.core.processes import machine
+from lockstep.core.ranks import names_a_rank, started_by_lockstep
+from lockstep.launch.ends import End, EndKind, while_reading
 from lockstep.launch.failure_kinds import advice_on_samples
-from lockstep.launch.flight_records import answer_no_more, answer_requests
 from lockstep.launch.hang_watch import HangWatch
-from lockstep.launch.memory_folder import ROOT, is_own, prefix, remove_abandoned
 from lockstep.launch.outcome import print_on_stderr
-from lockstep.launch.rank_stacks import answer_signal
+from lockstep.launch.rank_stacks import answer_requests
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.protocols import Control
 
 _TICK_S = 0.1
-_COMES_S = 600.0  # until all ranks of the host have begun
-_LEAVES_S = 1.0  # the thread that writes flight records
-_LEFT = -1.0  # instead of its process: the rank has left
-_RUNS = End(EndKind.DONE, 0, "", 0.0)
-_NOTES = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-_MOST_SIGNALS = 2**16
-_noted: list[int] = []  # the file into which this rank's signals are noted
 
 
 @contextlib.contextmanager
@@ -61,237 +48,107 @@ def watched_from_outside(config: Config, logs: Path | None) -> Iterator[Callable
     All ranks call it together, when they have joined. It does nothing under Lockstep's launcher, which watches them.
 
     Args:
-        logs: Of the run, for the stacks of a rank that hangs, and the samples whose reading ends one.
+        logs: Of the run, for the stacks of a rank that hangs.
     """
-    with contextlib.ExitStack() as until_end:
-
-        def watch(ranks: Control) -> None:
-            if not names_a_rank(os.environ) or started_by_lockstep(os.environ):
-                return
-            if (host := _host_of(ranks, makes=config.recovery.watchdog.enabled)) is not None:
-                until_end.enter_context(_watched(config, logs, host))
-
-        yield watch
-
-
-@contextlib.contextmanager
-def _watched(config: Config, logs: Path | None, host: _Host) -> Iterator[None]:
-    beats, before = mapped_heartbeats(host.folder, len(host.ranks)), heartbeat.own()
-    own = beats.pop(host.place)
-    for beat in beats:
-        beat.close()
-    own.numbers[:] = before.numbers
-    answer_signal(own.files.stacks)
-    answers = answer_requests(own)
-    own.numbers[READY], own.numbers[PROCESS] = 1, os.getpid()
+    options = config.recovery.watchdog
+    if not options.enabled or not names_a_rank(os.environ) or started_by_lockstep(os.environ):
+        yield lambda ranks: None
+        return
+    before, own = heartbeat.own(), _heartbeat_of_process()
+    own.numbers[:READY] = before.numbers[:READY]
     heartbeat.use(own)
-    process = _start(host, config, logs) if host.is_maker else None
+
+    def watch(ranks: Control) -> None:
+        places = cast("list[tuple[str, int, Sequence[int]]]", ranks.gather((machine(), os.getpid(), tuple(own.files))))
+        here = [rank for rank, (place, _, _) in enumerate(places) if place == places[ranks.rank][0]]
+        if ranks.rank == here[0]:
+            task = {
+                "options": options.model_dump(),
+                "logs": None if logs is None else str(logs),
+                "processes": [places[rank][1] for rank in here],
+                "first": here[0],
+                "alone": len(here) == ranks.size,
+            }
+            _start(task, here, [places[rank] for rank in here])
+
     try:
-        with _noting_signals(host.folder, host.place):
-            yield
+        yield watch
     finally:
-        own.numbers[PROCESS] = _LEFT
-        answer_no_more(own)
+        own.numbers[STAGE] = Stage.LEFT
         heartbeat.use(before)
-        answer_signal(_nowhere())  # which else ends a process
-        answers.join(_LEAVES_S)
-        if not answers.is_alive():
-            own.close()
-        if host.is_maker and (process is None or process.poll() is not None):  # else it is removed by the process
-            shutil.rmtree(host.folder, ignore_errors=True)
 
 
 @cache
-def _nowhere() -> int:
-    return os.open(os.devnull, os.O_WRONLY)
+def _heartbeat_of_process() -> Heartbeat:
+    """Return the heartbeat that others can open, which this process keeps: it may train again, or be asked late."""
+    beat = shared_heartbeat()
+    answer_requests(beat)
+    return beat
 
 
-@contextlib.contextmanager
-def _noting_signals(folder: Path, place: int) -> Iterator[None]:
-    """Note in a file which signals this rank handles, in C, also while its interpreter's lock is held."""
-    handle = os.open(_signals_file(folder, place), _NOTES | os.O_NONBLOCK, 0o600)
-    try:
-        with contextlib.suppress(ValueError):  # not in the main thread
-            before = signal.set_wakeup_fd(handle, warn_on_full_buffer=False)
-            if before == -1:
-                _noted.append(handle)
-            else:  # another's, such as asyncio's
-                signal.set_wakeup_fd(before)
-        yield
-    finally:
-        _note_none()
-        os.close(handle)
+def _start(task: Mapping[str, object], ranks: Sequence[int], places: Sequence[tuple[str, int, Sequence[int]]]) -> None:
+    with contextlib.ExitStack() as opened:
+        try:
+            files = [[_opened(opened, process, file) for file in files] for _, process, files in places]
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, json.dumps({**task, "files": files})],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[file for each in files for file in each],
+                start_new_session=True,  # Ctrl-C and the launcher's signals are the ranks'
+            )
+        except OSError as error:
+            why = error.strerror or error
+            print_on_stderr(f"lockstep: {named_ranks(ranks)} can't be watched for hangs: {why}")
 
 
-def _note_none() -> None:
-    """Note no more signals. Those of a process that a rank forks aren't its own."""
-    if _noted:
-        _noted.clear()
-        with contextlib.suppress(ValueError):
-            signal.set_wakeup_fd(-1)
-
-
-def _signals_file(folder: Path, place: int) -> Path:
-    return folder / f"signals-{place}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Host:
-    """The ranks of a host, and this rank's place among them.
-
-    Attributes:
-        folder: For their heartbeats.
-        world_size: The number of ranks of all hosts.
-        is_maker: Whether this rank has made the folder.
-    """
-
-    folder: Path
-    ranks: Sequence[int]
-    place: int
-    world_size: int
-    is_maker: bool
-
-
-def _host_of(ranks: Control, *, makes: bool) -> _Host | None:
-    """Return the ranks that run on this host; None: they aren't watched. All ranks together.
-
-    Args:
-        makes: Whether a folder is made.
-    """
-    here, made = machine(), None
-    if makes and RankEnvironment.read(os.environ).local_rank == 0:
-        made = _new_folder()
-    folder: Path | None = None
-    try:
-        places = cast("list[tuple[str, Path | None]]", ranks.gather((here, made)))
-        neighbors = [rank for rank, (place, _) in enumerate(places) if place == here]
-        folder = next((path for rank in neighbors if (path := places[rank][1]) is not None), None)
-        if folder is None or not _is_there(folder):
-            return None
-        return _Host(folder, neighbors, neighbors.index(ranks.rank), ranks.size, folder == made)
-    finally:
-        if made is not None and folder != made:  # another launcher's rank on this host has made one, too
-            with contextlib.suppress(OSError):
-                made.rmdir()
-
-
-def _new_folder() -> Path | None:
-    path = ROOT / f"{prefix()}watch-{uuid.uuid4().hex}"
-    try:
-        path.mkdir(mode=0o700)
-    except OSError:
-        return None
-    return path
-
-
-def _is_there(folder: Path) -> bool:
-    try:
-        return is_own(folder)
-    except OSError:
-        return False
-
-
-def _start(host: _Host, config: Config, logs: Path | None) -> subprocess.Popen[bytes] | None:
-    task = {
-        "folder": str(host.folder),
-        "options": config.recovery.watchdog.model_dump(),
-        "logs": None if logs is None else str(logs),
-        "ranks": len(host.ranks),
-        "first": host.ranks[0],
-        "alone": len(host.ranks) == host.world_size,
-    }
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, json.dumps(task)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C and the launcher's signals are the ranks'
-        )
-    except OSError as error:
-        print_on_stderr(f"lockstep: {named_ranks(host.ranks)} can't be watched for hangs: {error.strerror or error}")
-        return None
-
-
-os.register_at_fork(after_in_child=_note_none)
+def _opened(opened: contextlib.ExitStack, process: int, file: int) -> int:
+    """Open a file of another process until the block ends."""
+    handle = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
+    opened.callback(os.close, handle)
+    return handle
 
 
 # --- in the process beside the ranks --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _KnownProcess:
-    pid: int
-
-
-@dataclass
-class _OutsideRank:
+class OutsideRank:
     """A rank, as the watch sees it: nothing is known of how it ends."""
 
-    beat: Heartbeat
-    signals: int  # the file of those that it has handled
-    process: _KnownProcess = field(init=False)
-    reported: End | None = None
-    ended: End | None = None
-    _handle: int | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.process = _KnownProcess(int(self.beat.numbers[PROCESS]))
-        if self.process.pid > 0:
-            with contextlib.suppress(ProcessLookupError):
-                self._handle = os.pidfd_open(self.process.pid)
+    def __init__(self, pid: int, beat: Heartbeat) -> None:
+        self.process, self.pid, self._beat = self, pid, beat
+        self.reported: End | None = None
+        self.ended: End | None = None
+        self._handle: int | None = None
+        with contextlib.suppress(ProcessLookupError):
+            self._handle = os.pidfd_open(pid)
 
     def update(self) -> None:
         """Note whether the process has ended, or has left the others."""
-        if self.beat.numbers[PROCESS] == _LEFT:
+        if self._handle is None or select.select([self._handle], [], [], 0)[0]:
+            end = End(EndKind.KILLED, 1, "was killed, or has exited", time.monotonic())
+            self.ended = self.reported or while_reading(end, self._beat.reading())
+        elif self._beat.numbers[STAGE] == Stage.LEFT:
             self.ended = End(EndKind.DONE, 0, "", time.monotonic())
-        elif self._handle is None or select.select([self._handle], [], [], 0)[0]:
-            kind = EndKind.INTERRUPTED if self._was_stopped() else EndKind.KILLED
-            end = End(kind, 1, "was killed, or has exited", time.monotonic())
-            self.ended = self.reported or while_reading(end, self.beat.reading())
-
-    def _was_stopped(self) -> bool:
-        """Return whether a stop was requested: its launcher kills a rank that doesn't follow, whatever it reads."""
-        return not {*STOP_SIGNALS}.isdisjoint(os.pread(self.signals, _MOST_SIGNALS, 0))
 
     def kill_hung(self, end: End) -> None:
         self.reported = end
-        print_on_stderr(f"lockstep: {end.text}; process {self.process.pid} is killed")
+        print_on_stderr(f"lockstep: {end.text}; process {self.pid} is killed")
         if self._handle is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
 
-def _watch(watch: HangWatch, ranks: Sequence[_OutsideRank]) -> None:
-    is_first = True
-    while any(rank.ended is None for rank in ranks):
+def _watch(watch: HangWatch, ranks: Sequence[OutsideRank]) -> None:
+    while living := [rank for rank in ranks if rank.ended is None]:
         watch.look(ranks)
-        watch.rest()
         time.sleep(_TICK_S)
-        for rank in ranks:
+        is_first = len(living) == len(ranks)  # how the others end is up to their launcher
+        for rank in living:
             rank.update()
-        ends = [rank.ended or _RUNS for rank in ranks]
-        if is_first and (cause := first_cause(ends)) is not None:
-            is_first = False  # how the others end is up to their launcher
-            if advice := advice_on_samples(ends[cause]):
-                print_on_stderr(f"lockstep: rank {watch.first + cause} has ended while it read a sample: {advice}")
-
-
-def _all_begun(beats: Sequence[Heartbeat], first: int) -> bool:
-    """Wait until all ranks of this host write their heartbeats; return whether they do.
-
-    Args:
-        first: The first of them among all.
-    """
-    until = time.monotonic() + _COMES_S
-    while missing := [first + place for place, beat in enumerate(beats) if not beat.numbers[PROCESS]]:
-        if not started(int(beats[0].numbers[PROCESS])):
-            return False
-        if time.monotonic() > until:
-            why = f"{named_ranks(missing)} didn't begin within {_COMES_S:g} s"
-            print_on_stderr(f"lockstep: the ranks of this host aren't watched for hangs: {why}")
-            return False
-        time.sleep(_TICK_S)
-    return True
+            if is_first and rank.ended is not None and (advice := advice_on_samples(rank.ended)):
+                number = watch.first + ranks.index(rank)
+                print_on_stderr(f"lockstep: rank {number} has ended while it read a sample: {advice}")
 
 
 def main(task: str) -> None:
@@ -299,18 +156,10 @@ def main(task: str) -> None:
     from lockstep.config.training_sections import Watchdog
 
     values = json.loads(task)
-    folder, logs = Path(values["folder"]), values["logs"]
-    try:
-        remove_abandoned()
-        beats = mapped_heartbeats(folder, values["ranks"])
-        if _all_begun(beats, values["first"]):
-            options, logs = Watchdog(**values["options"]), None if logs is None else Path(logs)
-            watch = HangWatch(options, beats, logs, values["first"], alone=values["alone"])
-            signals = [os.open(_signals_file(folder, place), _NOTES, 0o600) for place in range(len(beats))]
-            ranks = [*map(_OutsideRank, beats, signals)]
-            _watch(watch, ranks)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    logs = None if values["logs"] is None else Path(values["logs"])
+    beats = [Heartbeat(Files(*files)) for files in values["files"]]
+    watch = HangWatch(Watchdog(**values["options"]), beats, logs, values["first"], alone=values["alone"])
+    _watch(watch, [*map(OutsideRank, values["processes"], beats)])
 
 
 if __name__ == "__main__":

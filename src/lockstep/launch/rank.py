@@ -34,7 +34,7 @@ from typing import NoReturn
 from lockstep.core import heartbeat
 from lockstep.core.errors import Paused, Stopped
 from lockstep.core.failing import reports_failures
-from lockstep.core.heartbeat import READY, Heartbeat
+from lockstep.core.heartbeat import Heartbeat
 from lockstep.core.open_files import raise_open_file_limit
 from lockstep.core.ranks import STORE_FD
 from lockstep.core.safe_path import let_children_search
@@ -50,9 +50,8 @@ from lockstep.core.stopping import (
 )
 from lockstep.launch import streams
 from lockstep.launch.ends import End, EndKind, end_of_exception, end_of_return
-from lockstep.launch.flight_records import answer_requests
 from lockstep.launch.other_launchers import set_threads
-from lockstep.launch.rank_stacks import answer_signal
+from lockstep.launch.rank_stacks import answer_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,8 @@ def run_rank(entry: Callable[[], int], task: RankTask, channel: Connection) -> N
         sys.stdin = os.fdopen(0, closefd=False)
     _handle_launcher_signals(channel)
     if task.heartbeat is not None:
-        _beat(task.heartbeat)
+        answer_requests(task.heartbeat)
+        heartbeat.use(task.heartbeat)
     if task.log is not None and task.rank > 0:
         streams.redirect(task.log)
     log = streams.doubled(task.log) if task.rank == 0 else contextlib.nullcontext()
@@ -191,14 +191,6 @@ def _handle_launcher_signals(channel: Connection) -> None:
         signal.signal(number, StartHandler(stop))
     signal.signal(SAVE_SIGNAL, StartHandler(refuse_save))
     faulthandler.enable(file=2)  # prints the Python stack at a crash in C++
-
-
-def _beat(beats: Heartbeat) -> None:
-    """Let the launcher watch where this rank is, and request its stacks and its flight record."""
-    answer_signal(beats.files.stacks)
-    answer_requests(beats)
-    heartbeat.use(beats)
-    beats.numbers[READY] = 1
 
 
 def append_end(log: Path, end: End) -> None:

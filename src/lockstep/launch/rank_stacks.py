@@ -1,37 +1,39 @@
-"""The stacks of ranks that don't move, as their main threads write them on a signal.
+"""Stacks and flight records of ranks that don't move, as they write them on request.
 
     launcher -- STACKS_SIGNAL --> faulthandler in the rank, in C, also while the interpreter's lock is held
              <-- its file ------- File "model.py", line 33 in forward ...
+    launcher -- bell --> a thread of the rank: collectives that aren't complete, other threads' stacks --> its file
 
 A stopped process writes none; nor does one that waits in the kernel for a disk that doesn't answer. The main thread
-writes only its own: without the interpreter's lock, the stack of a thread that runs may be freed while it is read.
-`flight_records` has those of the others.
+writes only its own stack: without the interpreter's lock, that of a thread that runs may be freed while it is read.
 """
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
+import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 import sysconfig
-import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
-from lockstep.core.heartbeat import READY, Heartbeat
+from lockstep.core.heartbeat import READY, RECORDS, Heartbeat
 from lockstep.core.stopping import STACKS_SIGNAL
 
-_WAIT_S = 0.5
-_QUIET_S = 0.02
-_PY_SPY_S = 5.0
+_WAIT_S, _RECORD_S = 0.5, 0.1
+_QUIET_S, _LOOK_S = 0.02, 0.005
+_MOST_FRAMES = 100  # of a thread, as of faulthandler
+_MOST_REQUESTS = 64
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+),? in (?P<function>.*)$', re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread 0x|Thread 0x|Stack \(most)", re.MULTILINE)
 _OWN = str(Path(__file__).parents[1]) + os.sep
@@ -59,9 +61,85 @@ class Frame:
         return f"{_shown(self.file)}:{self.line} in {self.function}"
 
 
-def answer_signal(file: int) -> None:
-    """Let this process's main thread write its stack into a file when it is requested."""
-    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=False)
+# --- in a rank --------------------------------------------------------------------------------------------------------
+
+
+def answer_requests(beat: Heartbeat) -> None:
+    """Let this process write its stack and flight record whenever they are requested."""
+    faulthandler.register(STACKS_SIGNAL, file=beat.files.stacks, all_threads=False)
+    threading.Thread(target=_answer, args=(beat,), name="flight record", daemon=True).start()
+    beat.numbers[READY] = 1
+
+
+def _answer(beat: Heartbeat) -> None:
+    while os.read(beat.files.bell, _MOST_REQUESTS):
+        threads = _stacks_of_others()
+        try:
+            pending, on_device, content = _record()
+        except Exception:  # torch's records are another version's: the stacks are there
+            pending, on_device, content = [], False, traceback.format_exc().encode()
+        os.ftruncate(beat.files.record, 0)
+        os.pwrite(beat.files.record, json.dumps([pending, on_device, threads]).encode() + b"\n" + content, 0)
+        beat.numbers[RECORDS] += 1
+
+
+def _stacks_of_others() -> str:
+    """Return the stacks of all threads but the main one and this one, as faulthandler writes them."""
+    stacks = []
+    for thread, frame in sys._current_frames().items():
+        if thread not in (threading.get_ident(), threading.main_thread().ident):
+            lines = [
+                f'  File "{code.f_code.co_filename}", line {line} in {code.f_code.co_name}'
+                for code, line in traceback.walk_stack(frame)
+            ]
+            stacks.append("\n".join([f"Thread 0x{thread:016x} (most recent call first):", *lines[:_MOST_FRAMES]]))
+    return "\n\n".join(stacks)
+
+
+def _record() -> tuple[list[str], bool, bytes]:
+    if "torch.distributed" not in sys.modules:
+        return [], False, b""
+    from lockstep.distributed.flight_record import flight_record
+
+    return flight_record()
+
+
+# --- in the launcher --------------------------------------------------------------------------------------------------
+
+
+class FlightRecord(NamedTuple):
+    """The last collectives of a rank.
+
+    Attributes:
+        pending: Those that aren't complete, the oldest first.
+        on_device: Whether a device makes them, and the host doesn't wait for them, as under NCCL.
+        threads: The stacks of the rank's threads but the main one.
+        content: The whole record, as torchfrtrace reads it.
+    """
+
+    pending: Sequence[str] = ()
+    on_device: bool = False
+    threads: str = ""
+    content: bytes = b""
+
+
+def flight_records(beats: Mapping[int, Heartbeat]) -> dict[int, FlightRecord]:
+    """Return the flight records of some ranks. They are waited for only a moment: a rank may write none."""
+    written = {rank: beat.numbers[RECORDS] for rank, beat in beats.items() if beat.numbers[READY]}
+    for rank in written:
+        os.write(beats[rank].files.ring, b"!")
+    until = time.monotonic() + _RECORD_S
+    while time.monotonic() < until and any(beats[rank].numbers[RECORDS] == number for rank, number in written.items()):
+        time.sleep(_LOOK_S)
+    return {rank: _read(beats[rank]) for rank, number in written.items() if beats[rank].numbers[RECORDS] != number}
+
+
+def _read(beat: Heartbeat) -> FlightRecord:
+    line, _, content = os.pread(beat.files.record, os.fstat(beat.files.record).st_size, 0).partition(b"\n")
+    with suppress(ValueError, TypeError):  # it is being written
+        pending, on_device, threads = json.loads(line)
+        return FlightRecord(pending, on_device, threads, content)
+    return FlightRecord()
 
 
 def write_stacks(processes: Mapping[int, Heartbeat]) -> dict[int, str]:
@@ -94,37 +172,10 @@ def _signal_main_thread(process: int) -> None:
         os.kill(process, STACKS_SIGNAL)
 
 
-def stacks_from_outside(processes: Sequence[int]) -> dict[int, str]:
-    """Return the stacks of stopped processes, if py-spy is installed and may read them; of all at the same time."""
-    program = shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
-    if program is None:
-        return {}
-    stacks: dict[int, str] = {}
-    until = time.monotonic() + _PY_SPY_S
-    with suppress(OSError), ExitStack() as opened:
-        dumps = {process: _dump(program, process, opened) for process in processes}
-        for process, (output, dump) in dumps.items():
-            with suppress(subprocess.TimeoutExpired):
-                dump.wait(max(0.0, until - time.monotonic()))
-                stacks[process] = os.pread(output, os.fstat(output).st_size, 0).decode(errors="replace").strip()
-    return stacks
-
-
-def _dump(program: str, process: int, opened: ExitStack) -> tuple[int, subprocess.Popen[bytes]]:
-    """Start py-spy for a process; return the file that it writes into, and itself. It ends with what is opened."""
-    with tempfile.TemporaryFile() as file:
-        output = os.dup(file.fileno())
-    opened.callback(os.close, output)
-    command = [program, "dump", "--nonblocking", "--pid", str(process)]
-    dump = opened.enter_context(subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL))
-    opened.callback(dump.kill)
-    return output, dump
-
-
 def raising_line(text: str) -> Frame | None:
     """Return the line at which the exception of a traceback was raised, as `line_of` does; None if there is none."""
-    _, begins, traceback = text.rpartition("Traceback (")
-    return line_of(_frames(traceback)[::-1]) if begins else None
+    _, begins, frames = text.rpartition("Traceback (")
+    return line_of(_frames(frames)[::-1]) if begins else None
 
 
 def _frames(text: str) -> list[Frame]:
@@ -137,11 +188,6 @@ def main_frames(text: str) -> list[Frame]:
     frames = _frames("".join(threads[:1]))
     names = [frame.function for frame in frames]
     return frames[: names.index(_ENTRY)] if _ENTRY in names else frames
-
-
-def main_first(text: str) -> str:
-    """Return the stacks with the main thread's first."""
-    return "\n".join(_threads(text)) or text
 
 
 def line_of(frames: Sequence[Frame]) -> Frame | None:
@@ -177,25 +223,6 @@ def compiles(frames: Sequence[Frame]) -> bool:
 def is_debugged(frames: Sequence[Frame]) -> bool:
     """Return whether a debugger runs in the rank."""
     return any(_DEBUGS.search(frame.file) for frame in frames)
-
-
-def process_state(process: int) -> str:
-    """Return the kernel's letter for the state of a process, such as T (stopped); empty if it isn't known."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-
-
-def seconds_without_processor(process: int) -> float:
-    """Return for how long the process has waited for a processor until now, by the thread that has most."""
-    longest = 0
-    try:
-        for thread in os.listdir(f"/proc/{process}/task"):
-            longest = max(longest, int(Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split()[1]))
-    except (OSError, IndexError, ValueError):
-        pass
-    return longest / 1e9
 
 
 def _threads(text: str) -> list[str]:

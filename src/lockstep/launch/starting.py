@@ -20,14 +20,14 @@ from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Watchdog
 from lockstep.core.closed_streams import open_closed_streams
 from lockstep.core.errors import ConfigError, Problem, RunFailed, message_of
-from lockstep.core.heartbeat import Heartbeat
+from lockstep.core.heartbeat import Heartbeat, shared_heartbeat
 from lockstep.core.ranks import ADDRESS, LAUNCHER, NODES, RankEnvironment
 from lockstep.core.safe_path import safe_interpreters
 from lockstep.core.stopping import blocked_signals
 from lockstep.launch import streams
 from lockstep.launch.devices import threads_per_rank
 from lockstep.launch.group import RankProcess, SignalRequests
-from lockstep.launch.hang_watch import HangWatch, LearnedTimes, hang_watch
+from lockstep.launch.hang_watch import HangWatch, LearnedTimes
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.other_launchers import interface_variables, set_environment
 from lockstep.launch.outcome import print_on_stderr
@@ -77,16 +77,10 @@ class Round:
     @classmethod
     def begin(cls, job: Ranks) -> Round:
         """Start the ranks of a round."""
-        hosts = job.hosts
-        hangs = hang_watch(
-            job.watchdog,
-            job.ranks,
-            job.logs,
-            job.first,
-            alone=hosts is None,
-            times=job.times,
-            others=None if hosts is None else hosts.waits,
-        )
+        hangs = None
+        if job.watchdog is not None and job.watchdog.enabled:
+            beats = [shared_heartbeat() for _ in range(job.ranks)]
+            hangs = HangWatch(job.watchdog, beats, job.logs, job.first, alone=job.hosts is None, times=job.times)
         begun = cls(job, hangs)
         try:
             with blocked_signals(forks=job.forks), _store_listener(job) as listener:

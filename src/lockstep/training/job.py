@@ -187,7 +187,6 @@ def opened(
         session: Session | None = None
         try:
             watch(world.axis)
-            world.clock.follow_heartbeat()
             if job is not None:
                 purpose = _purpose(job, world)
             session = assemble(config, world, given, purpose)

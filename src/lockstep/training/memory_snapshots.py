@@ -25,7 +25,6 @@ from lockstep.checkpoint.memory_saving import MemorySaver
 from lockstep.checkpoint.reading import manifest_bytes, read_manifest
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
 from lockstep.checkpoint.with_memory import WithMemory, drop
-from lockstep.core import heartbeat
 from lockstep.core.control_groups import tightest_limit
 from lockstep.core.formatting import size as shown_size
 from lockstep.core.out_of_memory import note_location
@@ -173,7 +172,7 @@ class MemorySnapshots:
         assert describe is not None, "and states how"
         self._began = began = time.perf_counter()
         self._open.close()
-        with self._world.clock.phase(Phase.SAVE), heartbeat.snapshot_stage(first=self._has_space is None):
+        with self._world.clock.phase(Phase.SAVE):
             try:
                 state = self._session.state()
                 if self._has_space is None and not self._check_space(saver.size(state)):
