@@ -19,7 +19,7 @@ from kit.worlds import in_process, in_world
 
 from lockstep.config.schema import Launch
 from lockstep.distributed import measurements
-from lockstep.distributed.measurements import _OPERATIONS, TimedPair, copy_bandwidth, timed_collectives, timed_pairs
+from lockstep.distributed.measurements import _OPERATIONS, TimedPair, timed_collectives, timed_pairs
 from lockstep.doctor.findings import Finding, FindingState
 from lockstep.doctor.links import RankPlace, check_of_clocks, check_of_hosts, check_of_pairs, check_of_values
 from lockstep.doctor.ranks import Measurement, _pairs, check_ranks
@@ -28,7 +28,7 @@ from lockstep.launch.local import launch
 SECTION = Launch(timeout=20, device="cpu")
 
 
-def _measured(fault: Callable[[], None] | None = None) -> tuple[list[Any], list[TimedPair], float]:
+def _measured(fault: Callable[[], None] | None = None) -> tuple[list[Any], list[TimedPair]]:
     from lockstep.distributed.process_group import joined
 
     if fault is not None:
@@ -37,18 +37,17 @@ def _measured(fault: Callable[[], None] | None = None) -> tuple[list[Any], list[
     with joined(SECTION, grouped=True) as world:
         rows = list(timed_collectives(world, [64, 8192]))
         pairs = timed_pairs(world, list(itertools.combinations(range(world.size), 2)), 1 << 16)
-        return rows, pairs, copy_bandwidth(1 << 16, world.device)
+        return rows, pairs
 
 
 def test_all_operations_are_right_and_measured_on_three_ranks() -> None:
     results = in_world(3, _measured)
-    rows, pairs, copies = results[0]
-    assert all(other[:2] == (rows, pairs) for other in results)
+    rows, pairs = results[0]
+    assert all(other == (rows, pairs) for other in results)
     assert [row.operation for row in rows] == [operation.name for operation in _OPERATIONS for _ in range(2)]
     assert all(row.is_right and row.seconds > 0 for row in rows)
     assert [(pair.first, pair.second) for pair in pairs] == [(0, 1), (0, 2), (1, 2)]
     assert all(pair.is_right and 0 < pair.latency < 1 and pair.bandwidth > 0 for pair in pairs)
-    assert copies > 0
     by_name = {row.operation: row for row in rows}
     reduced = by_name["all-reduce"]
     assert reduced.bus_factor == pytest.approx(4 / 3)
@@ -72,7 +71,7 @@ def _altered(call: Callable[..., None], tensor: Any, *rest: Any) -> None:
 
 
 def test_wrong_values_are_named() -> None:
-    rows, _, _ = in_world(2, _measured, _alter_what_arrives)[0]
+    rows, _ = in_world(2, _measured, _alter_what_arrives)[0]
     assert {row.operation for row in rows if not row.is_right} == {"all-reduce", "broadcast", "scatter"}
     (finding,) = check_of_values(rows)
     assert finding.state is FindingState.WRONG
@@ -88,24 +87,18 @@ def _slow_messages() -> None:
 
 
 def test_a_slow_link_is_named() -> None:
-    _, pairs, _ = in_world(3, _measured, _slow_messages)[0]
-    hosts = [RankPlace(f"node{rank}", 0.0, "eth0", 0.0, 1e10) for rank in range(3)]
+    _, pairs = in_world(3, _measured, _slow_messages)[0]
+    hosts = [RankPlace(f"node{rank}", 0.0, True) for rank in range(3)]
     (finding,) = check_of_pairs(pairs, hosts)
     assert finding.state is FindingState.WARNING
-    assert re.match(r"all links of node2 are slow\. node0 and node2: \S+ [KM]iB/s from node2, expected ", finding.seen)
+    assert re.match(r"all links of node2 are slow\. node0 and node2: \S+ [KM]iB/s from node2; ", finding.seen)
     assert "; node1 and node2: " in finding.seen
     (one,) = check_of_pairs([replace(pair, there=9.0, back=1.0 if pair.second == 1 else 9.0) for pair in pairs], hosts)
-    assert one.seen == "node0 and node1: 1 B/s from node1, expected 9 B/s, as the fastest link between hosts has"
+    assert one.seen == "node0 and node1: 1 B/s from node1; the fastest link between hosts has 9 B/s"
 
 
-def test_a_link_slower_than_its_interface_is_named() -> None:
-    hosts = [RankPlace(name, 0.0, "eth0", 1.25e9, 1e10) for name in "ab"]
-    (finding,) = check_of_pairs([TimedPair(0, 1, 1e-4, 1e8, 2e8, True)], hosts)
-    assert finding.state is FindingState.WARNING
-    assert finding.seen == "a and b: 95.4 MiB/s from a, expected 1.16 GiB/s, as eth0 of a gives"
-    slow_cores = [replace(place, tcp=2e8) for place in hosts]  # one connection can't be faster than within a host
-    (finding,) = check_of_pairs([TimedPair(0, 1, 1e-4, 1e8, 2e8, True)], slow_cores)
-    assert finding.state is FindingState.OK
+def test_a_changed_message_is_named() -> None:
+    hosts = [RankPlace(name, 0.0, True) for name in "ab"]
     (finding,) = check_of_pairs([TimedPair(0, 1, 1e-4, 1e9, 1e9, True)], hosts)
     assert finding.state is FindingState.OK
     (finding,) = check_of_pairs([TimedPair(0, 1, 1e-4, 1e9, 1e9, False)], hosts)
@@ -116,14 +109,12 @@ def test_slow_links_between_gpus_of_a_host_are_named() -> None:
     pairs = [TimedPair(0, 1, 1e-5, 2e11, 2e11, True), TimedPair(0, 2, 1e-5, 2e10, 2e11, True)]
     (finding,) = check_of_pairs(pairs, [RankPlace("a", 0.0) for _ in range(3)])
     assert "ranks 0 and 2 on a: 18.6 GiB/s; the fastest two ranks of one host have 186 GiB/s" in finding.seen
-    (finding,) = check_of_pairs(pairs, [RankPlace("a", 0.0, copies=1e10) for _ in range(3)])
+    (finding,) = check_of_pairs(pairs, [RankPlace("a", 0.0, True) for _ in range(3)])
     assert finding.state is FindingState.OK
 
 
 def test_a_host_whose_clock_differs_is_named_once() -> None:
-    places = [
-        RankPlace(host, clock, "", 0.0, 1.0) for host, clock in (("a", 0.0), ("a", 0.1), ("b", 20.0), ("b", 20.0))
-    ]
+    places = [RankPlace(host, clock) for host, clock in (("a", 0.0), ("a", 0.1), ("b", 20.0), ("b", 20.0))]
     (finding,) = check_of_clocks(places)
     assert finding.state is FindingState.WRONG
     assert finding.seen == "the clock of b is 20.0 s ahead of that of a"
@@ -138,7 +129,7 @@ def test_what_is_wrong_with_hosts_is_named_once() -> None:
 
 
 def test_many_ranks_are_measured_by_hosts_and_neighbors() -> None:
-    places = [RankPlace(f"h{rank // 8}", 0.0, "", 0.0, 1.0) for rank in range(24)]
+    places = [RankPlace(f"h{rank // 8}", 0.0) for rank in range(24)]
     pairs = _pairs(places)
     assert {(0, 8), (0, 16), (8, 16), (0, 1), (22, 23)} <= set(pairs)
     assert len(pairs) == 3 + 21
@@ -186,5 +177,4 @@ def test_the_command_prints_figures() -> None:
     assert "Warning" not in done.stderr
     done = run_lockstep("doctor", "--ranks", 2, "--size", "1KiB")
     assert "2 ranks on 1 host" in done.stdout
-    assert "memory copies" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80

@@ -14,8 +14,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,47 +133,12 @@ def _wrong_torchvision(folder: Path) -> Answer:
     return _doctor(folder, PYTHONPATH=str(folder / "site"))
 
 
-def _two_torches(folder: Path) -> Answer:
-    install(folder / "site", "torch", "2.12.0")
-    return _doctor(folder, PYTHONPATH=str(folder / "site"))
-
-
 FULL_SHM = """mount -t tmpfs -o size=64m tmpfs /dev/shm
 head -c 63m /dev/zero > /dev/shm/left-over"""
 
 
 def _full_shared_memory(folder: Path) -> Answer:
     return _doctor(folder, before=FULL_SHM)
-
-
-_HOLDS_LOCK = """
-import os, sys, time
-from lockstep.monitor.folder import RunFolder
-run = RunFolder.create("runs/digits")
-(run.path / "config.yaml").write_text("")
-process = os.fork()
-if process == 0:
-    time.sleep(600)
-print(process)
-"""
-
-
-@contextmanager
-def stale_lock(folder: Path) -> Iterator[int]:
-    """Leave a run's lock to a process whose parent, which took it, has ended; yield that process."""
-    with open(folder / "holder", "w+") as output:
-        subprocess.run([sys.executable, "-c", _HOLDS_LOCK], cwd=folder, stdout=output, check=True, timeout=_PATIENCE_S)
-        output.seek(0)
-        process = int(output.read())
-    try:
-        yield process
-    finally:
-        os.kill(process, signal.SIGKILL)
-
-
-def _stale_lock(folder: Path) -> Answer:
-    with stale_lock(folder):
-        return _doctor(folder)
 
 
 def _no_compiler(folder: Path) -> Answer:
@@ -280,7 +245,7 @@ FAULTS = (
         "slow link",
         "`tc qdisc ... tbf rate 20mbit` from one of three hosts to another",
         _slow_link,
-        r"host-1 and host-2: \S+ MiB/s from host-1, expected \S+ [GM]iB/s, as ",
+        r"host-1 and host-2: \S+ MiB/s from host-1; the fastest link between hosts has ",
         code=0,
         hosts=3,
     ),
@@ -288,7 +253,7 @@ FAULTS = (
         "slow network card",
         "`tc qdisc ... tbf rate 20mbit` on all that one of three hosts sends",
         _slow_host,
-        r"all links of host-2 are slow\. host-0 and host-2: \S+ MiB/s from host-2, expected \S+ [GM]iB/s",
+        r"all links of host-2 are slow\. host-0 and host-2: \S+ MiB/s from host-2; the fastest link",
         code=0,
         hosts=3,
     ),
@@ -312,18 +277,6 @@ FAULTS = (
         hosts=2,
     ),
     PlantedFault(
-        "stale lock",
-        "a process holds a run's lock, and the one that took it has ended",
-        _stale_lock,
-        r"runs/digits is locked since .* by process \d+, which has ended; what it started has not: \d+",
-    ),
-    PlantedFault(
-        "two torch versions",
-        "a second torch is on `PYTHONPATH`",
-        _two_torches,
-        r"2 torches on sys\.path: 2\.12\.0 in .+ and \S+ in .+; the first is imported",
-    ),
-    PlantedFault(
         "two torch versions on hosts",
         "one of two hosts has another torch",
         _two_versions,
@@ -331,5 +284,5 @@ FAULTS = (
         code=2,
         hosts=2,
     ),
-    PlantedFault("no compiler", "no compiler in `PATH`, and DeepSpeed", _no_compiler, r"no C\+\+ compiler in PATH"),
+    PlantedFault("no compiler", "no compiler in `PATH`", _no_compiler, r"no C\+\+ compiler in PATH", code=0),
 )

@@ -14,8 +14,7 @@ from kit.worlds import in_process
 from profiling import loaded
 
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.profiling.loading import DataProfile, LoaderSpeed, recommend, settings
-from lockstep.profiling.loading_text import data_lines
+from lockstep.profiling.loading import DataProfile, LoaderSpeed, data_lines, recommend, settings
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +29,7 @@ def test_a_samples_cost(slow: DataProfile) -> None:
     assert (cost.slowest_index, cost.by_sample) == (17, True)
     assert cost.slowest > 0.06
     assert 0.003 < cost.mean < 0.06
-    assert 0.003 < cost.read < 1.5 * cost.mean
-    assert cost.read < cost.slowest
+    assert 0.003 < cost.mean < cost.slowest
     assert list(cost.stages)[:2] == ["reading", "transform"]
     assert cost.stages["reading"] > 2 * cost.stages["collate"]
     assert sum(cost.stages.values()) == pytest.approx(1, abs=0.05)

@@ -29,7 +29,7 @@ from lockstep.report.run_data import read_run
 )
 def test_the_meters_name_it_first(runs: Path, run: str, name: str, share: float, words: str) -> None:
     limits_of_run = explain(runs / run).limits
-    causes = [cause for cause in limits_of_run if cause.name not in ("crowded host", "tiny batches")]
+    causes = [cause for cause in limits_of_run if cause.name not in ("crowded host", "small operators")]
     planted = next((cause for cause in causes if cause.name == name), None)
     as_planted = planted is not None and planted is causes[0] and planted.share > share
     if len(causes) < len(limits_of_run) and not as_planted:
@@ -40,9 +40,9 @@ def test_the_meters_name_it_first(runs: Path, run: str, name: str, share: float,
 
 def test_tiny_micro_batches_are_named_without_an_invented_gain(runs: Path) -> None:
     causes = {cause.name: cause for cause in explain(runs / "tiny").limits}
-    if "tiny batches" not in causes and "crowded host" in causes:
+    if "small operators" not in causes and "crowded host" in causes:
         pytest.skip("other processes have this machine's cores: no micro-batch is short")
-    cause = causes["tiny batches"]
+    cause = causes["small operators"]
     assert "Its 13 micro-batches are so short" in cause.fact
     assert "batch.micro_size" in cause.remedy
     assert cause.gain is None

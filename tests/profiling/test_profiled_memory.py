@@ -1,11 +1,9 @@
-"""`lockstep profile memory`: what holds the memory, by category and module, counted and from a GPU's snapshot."""
+"""`lockstep profile memory`: what holds the memory, by category and module."""
 
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kit import small
@@ -13,9 +11,8 @@ from kit.commands import run_lockstep
 from kit.worlds import in_process, in_world
 from profiling import held
 
-from lockstep.core.errors import RunFailed
+from lockstep.monitor.folder import RunFolder
 from lockstep.profiling.memory import MemoryProfile, memory_lines, module_rows
-from lockstep.profiling.snapshot import read_snapshot, snapshot_files
 from lockstep.simulation.memory import CATEGORIES, Peak
 
 
@@ -82,92 +79,13 @@ def test_a_difference_is_named() -> None:
     assert "the plan can't predict it: its forward reads values" in "\n".join(memory_lines(unknown))
 
 
-# --- snapshots, in the format that the docstring of torch.cuda.memory._snapshot has ---------------------------------
-
-MIB = 1 << 20
-FORWARD = [
-    {"filename": "/env/torch/nn/functional.py", "line": 2300, "name": "linear"},
-    {"filename": "/home/me/model.py", "line": 12, "name": "forward"},
-    {"filename": "/env/torch/nn/modules/module.py", "line": 1780, "name": "_call_impl"},
-]
-OPTIMIZER = [{"filename": "/env/torch/optim/adamw.py", "line": 520, "name": "_multi_tensor_adamw"}]
-
-
-def _block(size: int, state: str = "active_allocated", requested: int | None = None) -> dict[str, Any]:
-    return {"size": size, "requested_size": requested or size, "state": state, "frames": []}
-
-
-def _event(action: str, address: int, size: int, frames: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    return {"action": action, "addr": address, "size": size, "stream": 0, "frames": frames or []}
-
-
-def _content() -> dict[str, Any]:
-    """Two updates: 4 MiB of parameters, 8 of optimizer state, 5 of activations, 4 of gradients, 3 of a step."""
-    base = 0x7F0000000000
-    update = [
-        _event("alloc", base + 16 * MIB, 5 * MIB, FORWARD),
-        _event("alloc", base + 12 * MIB, 4 * MIB),
-        _event("free_requested", base + 16 * MIB, 5 * MIB),
-        _event("free_completed", base + 16 * MIB, 5 * MIB),
-        _event("alloc", base + 16 * MIB, 3 * MIB, OPTIMIZER),
-        _event("free_completed", base + 16 * MIB, 3 * MIB),
-    ]
-    blocks = [_block(4 * MIB, requested=4 * MIB - 100), _block(8 * MIB), _block(4 * MIB), _block(16 * MIB, "inactive")]
-    segment = {"address": base, "total_size": 32 * MIB, "stream": 0, "device": 0, "segment_type": "large"}
-    return {
-        "segments": [{**segment, "blocks": blocks}],
-        "device_traces": [[*update, _event("free_completed", base + 12 * MIB, 4 * MIB), *update]],
-        "lockstep": {
-            "facts": {"rank": 0, "ranks": 1, "first": 10, "last": 11, "host": "a", "device": "cuda"},
-            "index": 0,
-            "owners": [
-                (base, "parameters", "inner.weight"),
-                (base + MIB, "parameters", "inner.bias"),
-                (base + 12 * MIB, "gradients", "inner.weight"),
-                (base + 15 * MIB, "gradients", "head.weight"),
-            ],
-        },
-    }
-
-
-def _written(folder: Path, content: object) -> Path:
-    (folder / "profile").mkdir(exist_ok=True)
-    path = folder / "profile" / "rank0.10.memory.pickle"
-    path.write_bytes(pickle.dumps(content))
-    return path
-
-
-def test_a_snapshot(tmp_path: Path) -> None:
-    snapshot = read_snapshot(_written(tmp_path, _content()))
-    assert snapshot.peak.bytes == 21 * MIB
-    held_then = {name: size // MIB for name, size in snapshot.peak.by_category.items() if size}
-    assert held_then == {"parameters": 4, "gradients": 4, "optimizer": 8, "activations": 5}
-    _adds_up(snapshot.peak)
-    assert snapshot.peak.by_module["inner"] == {"parameters": 4 * MIB}
-    assert snapshot.peak.by_module["model.py:12 forward"] == {"activations": 5 * MIB}
-    assert (snapshot.reserved, snapshot.unused) == (32 * MIB, 16 * MIB)
-    assert (snapshot.rounding, snapshot.largest_gap) == (100, 16 * MIB)
-
-
-def test_a_snapshot_that_would_run_code(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="only plain values"):
-        read_snapshot(_written(tmp_path, {"segments": [Path("/")]}))
-    with pytest.raises(RunFailed, match="record it again"):
-        read_snapshot(_written(tmp_path, [1, 2]))
-    path = _written(tmp_path, _content())
-    path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(RunFailed, match="record it again"):
-        read_snapshot(path)
-
-
-def test_the_command_reads_a_runs_snapshot(tmp_path: Path) -> None:
+def test_new_ranks_are_not_measured_beside_a_run_that_has_the_gpus(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({**small.config(), "run": {"steps": 1, "folder": "run"}}))
-    assert run_lockstep("train", "run.json", cwd=tmp_path).returncode == 0
-    _written(tmp_path / "run", _content())
-    assert len(snapshot_files(tmp_path / "run")) == 1
-    done = run_lockstep("profile", "memory", "run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "peak of a rank: 21.0 MiB of tensors, in updates 10 to 11 of rank 0" in done.stdout
-    assert "has reserved 32.0 MiB of the GPU: 11.0 MiB more than the tensors' peak" in done.stdout
-    assert "keeps 16.0 MiB that hold nothing, in pieces of at most 16.0 MiB" in done.stdout
-    assert "times what the plan predicts, above all in optimizer" in done.stdout
+    run = RunFolder.create(tmp_path / "run")
+    run.write_config((tmp_path / "run.json").read_text())
+    attempt = {"launched": 1.0, "began": 2.0, "step": 0, "seconds": 0.0, "device": "NVIDIA H200"}
+    (run.path / "attempts.jsonl").write_text(json.dumps(attempt) + "\n")
+    refused = run_lockstep("profile", "memory", "run", cwd=tmp_path)
+    run.release()
+    assert refused.returncode == 1
+    assert "trains on the GPUs that would be measured; `lockstep profile run` leaves a snapshot" in refused.stderr

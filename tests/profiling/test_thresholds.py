@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.profiling.findings import ProfileFinding, findings_of
+from lockstep.profiling.findings import findings_of
 from lockstep.profiling.traces import Trace, read_trace
-from lockstep.report.limits import limits
+from lockstep.report.limits import Limit, limits
 from lockstep.report.rank_history import read_rank_history
 from lockstep.report.run_data import read_run
 
@@ -20,7 +20,7 @@ def profiled(split: dict[str, float], waited: float) -> set[str]:
     facts = {"rank": 0, "host": "a", "first": 1, "last": 3, "ranks": 1, "waited_for_core": 3 * waited}
     seconds = sum(split.values())
     trace = Trace(Path("rank0"), facts, 3, seconds, split, (), 100, 0.0, {}, 0.0, (), None, None)
-    return {"saves" if finding.name == "save" else finding.name for finding in findings_of([trace])}
+    return {finding.name for finding in findings_of([trace])}
 
 
 def measured(folder: Path, split: dict[str, float], waited: float) -> set[str]:
@@ -64,14 +64,14 @@ def test_code_outside_of_operators_counts_in_all_micro_batches_and_a_wait_for_a_
         add("lockstep", "lockstep/optimizer", start + 8, 2)
         add("cpu_op", "aten::add", start + 8, 1.95)
 
-    def findings(waited: float) -> list[ProfileFinding]:
+    def findings(waited: float) -> list[Limit]:
         facts = {"rank": 0, "ranks": 1, "first": 1, "last": 2, "host": "a", "waited_for_core": waited}
         path = tmp_path / "rank0.1.pt.trace.json.gz"
         path.write_bytes(gzip.compress(json.dumps({"traceEvents": events, "lockstep": facts}).encode()))
         return [finding for finding in findings_of([read_trace(path)]) if finding.name == "host code"]
 
     (found,) = findings(waited=0.0)
-    assert found.gain == pytest.approx(0.6)
-    assert "6 ms outside of torch's operators, 60% of its time, in the forward" in found.text
-    assert findings(waited=0.004)[0].gain == pytest.approx(0.4)
+    assert found.share == pytest.approx(0.6)
+    assert "6 ms outside of torch's operators, 60% of its time, in the forward" in found.fact
+    assert findings(waited=0.004)[0].share == pytest.approx(0.4)
     assert findings(waited=0.010) == []

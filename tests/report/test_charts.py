@@ -14,8 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.core import formatting
-from lockstep.report.charts import Chart, Marks, draw
-from lockstep.report.scales import Scale, Unit, fitted, step_ticks, tick_labels, ticks, value_text
+from lockstep.report.charts import (
+    Chart,
+    Marks,
+    Scale,
+    Unit,
+    draw,
+    fitted,
+    step_ticks,
+    tick_labels,
+    ticks,
+    value_text,
+)
 from lockstep.report.series import Series, gaps, running_median, thin
 
 NAN = math.nan

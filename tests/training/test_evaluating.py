@@ -178,7 +178,7 @@ def _steps_of_evaluations(folder: Path, every: str | None, at_end: bool = True) 
     config = small.config(evaluation={"every": every, "at_end": at_end})
     with lockstep.session(config, objective=TargetLoss(language=False)) as session:
         checkpoints = session.checkpoints(folder)
-        profiler = Profiler(ProfileConfig(), components_of(session).world, folder, torch.nn.Module())
+        profiler = Profiler(ProfileConfig(), components_of(session).world, folder)
         results = run(session, monitor, checkpoints, UserLogs(session, Monitors(), MetricLog()), profiler)
     assert results.progress.steps == 8
     assert bool(results.evaluations) == bool(monitor.steps)

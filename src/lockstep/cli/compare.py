@@ -62,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _written(comparison: SideBySide, output: Path | None) -> Path | None:
     """Write the page and print its path. In a folder that can't be written, it is left out unless it was asked for."""
-    from lockstep.report.comparison_page import write_comparison
+    from lockstep.report.comparison import write_comparison
 
     try:
         written = write_comparison(comparison, output)

@@ -75,8 +75,7 @@ def _width() -> int | None:
 
 def _examine(args: argparse.Namespace, width: int | None) -> int:
     from lockstep.doctor.checks import examine
-    from lockstep.doctor.findings import MachineView
-    from lockstep.doctor.output import as_json, describe, exit_code
+    from lockstep.doctor.findings import MachineView, as_json, describe, exit_code
 
     findings = examine(MachineView(folder=args.folder, port=args.port))
     if args.json:

@@ -1,10 +1,10 @@
-"""The verb `explain`: lockstep explain RUN [--measure]."""
+"""The verb `explain`: lockstep explain RUN."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from lockstep.cli.arguments import Parser, add_json, run_path
 from lockstep.core.json_output import emit
@@ -14,7 +14,6 @@ from lockstep.core.terminal import echo
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lockstep.report.explanation import RunExplanation
     from lockstep.report.limits import Limit
 
 
@@ -22,12 +21,6 @@ def run(arguments: Sequence[str]) -> int:
     """Explain how fast a run is, what limits it, what happened, and what to do next."""
     parser = Parser("explain", "Explains a run in ten sentences: its speed, what limits it, what to do next.")
     parser.add_argument("run", type=run_path, metavar="RUN", help="the run's folder")
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="measure the peak of this host's devices for about a second, on a host of the run; by default the peaks "
-        "are those of data sheets, which CPUs don't have",
-    )
     add_json(parser)
     args = parser.parse_args(arguments)
 
@@ -39,17 +32,25 @@ def run(arguments: Sequence[str]) -> int:
     if not is_run(args.run):
         raise not_a_run(args.run)
     refuse_escaping_links(args.run)
-    peak = None
-    if args.measure:
-        from lockstep.measuring.device_peak import peak_of_run
-
-        peak = peak_of_run(args.run)
     try:
-        explanation = explain(args.run, _profiled(args.run), peak, status_of(args.run).sentence)
+        explanation = explain(args.run, _profiled(args.run), status_of(args.run).sentence)
     except OSError as error:
         raise RunFailed(f"can't read {error.filename or args.run}: {error.strerror or error}") from error
     if args.json:
-        emit({"run": str(args.run), **_as_json(explanation)})
+        useful = explanation.goodput
+        emit({
+            "run": str(args.run),
+            "sentences": explanation.sentences,
+            "notes": explanation.notes,
+            "limits": [
+                {"name": each.name, "share": each.share, "gain": each.gain, "fact": each.fact, "remedy": each.remedy}
+                for each in explanation.limits
+            ],
+            "mfu": explanation.mfu,
+            "goodput": useful.share if useful is not None else None,
+            "wall_seconds": useful.wall if useful is not None else None,
+            "lost_seconds": useful.losses() if useful is not None else None,
+        })  # fmt: skip
         return 0
     for sentence in explanation.sentences:
         echo(sentence)
@@ -63,49 +64,13 @@ def _profiled(run: Path) -> list[Limit] | None:
     from lockstep.core.errors import RunFailed
     from lockstep.profiling.findings import findings_of
     from lockstep.profiling.traces import read_trace, trace_files
-    from lockstep.report.limits import Limit
 
-    names = {"save": "saves", "slow rank": "straggler", "small operators": "tiny batches"}
     traces = []
     for path in trace_files(run):
         try:
             traces.append(read_trace(path))
-        except RunFailed:  # `lockstep profile` states what is wrong with it
+        except RunFailed:  # `lockstep profile` says what is wrong with it
             continue
     if not traces:
         return None
-    return [
-        Limit(
-            names.get(finding.name, finding.name),
-            finding.gain,
-            f"A profile shows that {finding.text}",
-            finding.remedy,
-        )
-        for finding in findings_of(traces)
-    ]
-
-
-def _as_json(explanation: RunExplanation) -> dict[str, Any]:
-    roofline, useful = explanation.roofline, explanation.goodput
-    values: dict[str, Any] = {
-        "sentences": explanation.sentences,
-        "notes": explanation.notes,
-        "limits": [
-            {"name": each.name, "share": each.share, "gain": each.gain, "fact": each.fact, "remedy": each.remedy}
-            for each in explanation.limits
-        ],
-        "mfu": None,
-        "goodput": None,
-    }
-    if roofline is not None:
-        values |= {
-            "mfu": roofline.mfu,
-            "update_seconds": roofline.seconds,
-            "update_flops": roofline.flops,
-            "at_peak_seconds": roofline.compute,
-            "at_bandwidth_seconds": roofline.memory,
-            "planned": asdict(roofline.attempt.planned),
-        }
-    if useful is not None:
-        values |= {"goodput": useful.share, "wall_seconds": useful.wall, "lost_seconds": useful.losses()}
-    return values
+    return [replace(finding, fact=f"A profile shows that {finding.fact}") for finding in findings_of(traces)]

@@ -27,7 +27,6 @@ from lockstep.core.terminal import echo
 
 if TYPE_CHECKING:
     from lockstep.profiling.traces import Trace
-    from lockstep.report.roofline import DevicePeak
 
 _EPILOG = """\
 A run that trains, started by whatever launcher, also on other hosts that share its folder: its ranks record the next
@@ -46,8 +45,7 @@ _MEMORY_EPILOG = f"""{CONFIG_EPILOG}
 Makes three updates in new ranks of this machine, watches each operation, and shows what held the memory at the peak:
 parameters, gradients, optimizer state, activations ..., of which modules, beside the plan's prediction.
 
-RECIPE may be a run's folder. Of a run on GPUs, the snapshots of its memory are read; while it trains, it makes new
-ones. A run on the CPU is measured by its config, in ranks of its own: it isn't touched."""
+RECIPE may be a run's folder: its config is measured, in new ranks, and the run isn't touched."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -66,16 +64,10 @@ def plain(arguments: Sequence[str]) -> int:
     parser.add_argument("--stacks", action="store_true", help="record Python lines, too: larger, slower")
     parser.add_argument("--show", action="store_true", help="record nothing: the summary of the traces that are there")
     parser.add_argument("--timeout", type=whole, default=600, metavar="S", help="seconds to wait; default %(default)s")
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="measure the peak of this host's devices, on a host of the run, for the plan",
-    )
     add_json(parser)
     args = parser.parse_args(arguments)
 
     from lockstep.monitor.folder import is_run
-    from lockstep.profiling.beside_plan import beside_plan, plan_lines
     from lockstep.profiling.findings import findings_of, summary_lines
     from lockstep.profiling.traces import read_trace
 
@@ -84,20 +76,12 @@ def plain(arguments: Sequence[str]) -> int:
         near = did_you_mean_run(args.run) or commands
         raise ConfigError(f"{args.run} is not the folder of a run{near}")
     traces = [read_trace(path) for path in _recorded(args)]
-    beside = beside_plan(args.run, traces, _peak(args.run) if args.measure else None)
-    for line in (*summary_lines(traces), *(plan_lines(beside) if beside is not None else ())):
+    for line in summary_lines(traces):
         echo(line)
     if args.json:
         findings = [asdict(finding) for finding in findings_of(traces)]
-        plan = None if beside is None else beside.record()
-        emit({"run": str(args.run), "traces": [_record(trace) for trace in traces], "findings": findings, "plan": plan})
+        emit({"run": str(args.run), "traces": [_record(trace) for trace in traces], "findings": findings})
     return 0
-
-
-def _peak(run: Path) -> DevicePeak:
-    from lockstep.measuring.device_peak import peak_of_run
-
-    return peak_of_run(run)
 
 
 def _recorded(args: argparse.Namespace) -> list[Path]:
@@ -133,11 +117,8 @@ def _ranks(text: str) -> tuple[int, ...] | None:
 
 
 def _record(trace: Trace) -> dict[str, object]:
-    return {**asdict(trace), "path": str(trace.path), "facts": dict(trace.facts), "operators": _operators(trace)}
-
-
-def _operators(trace: Trace) -> list[dict[str, object]]:
-    return [asdict(operator) for operator in trace.operators[:10]]
+    operators = [asdict(operator) for operator in trace.operators[:10]]
+    return {**asdict(trace), "path": str(trace.path), "facts": dict(trace.facts), "operators": operators}
 
 
 # --- commands -----------------------------------------------------------------------------------------------------
@@ -156,8 +137,7 @@ def _data(arguments: Sequence[str]) -> int:
     args, overrides = parser.parse(arguments)
     loaded, _ = approved_config(args.config, overrides, trusted=args.trust_run)
 
-    from lockstep.profiling.loading import profile_data, update_seconds
-    from lockstep.profiling.loading_text import data_lines
+    from lockstep.profiling.loading import data_lines, profile_data, update_seconds
 
     update = args.update_ms / 1000 if args.update_ms is not None else update_seconds(map(Path, args.config))
     profile = profile_data(loaded, float(args.seconds), update, trust_remote_code=args.trust_remote_code)
@@ -172,21 +152,14 @@ def _memory(arguments: Sequence[str]) -> int:
     summary = "Shows what holds the memory of a rank at its peak, by category and module, beside the plan."
     parser = Parser("profile memory", summary, _MEMORY_EPILOG, "[RECIPE ...] [options] [overrides]")
     add_run(parser, "ranks of this machine")
-    parser.add_argument("--fresh", action="store_true", help="measure new ranks, even if the run has snapshots")
-    parser.add_argument("--timeout", type=whole, default=600, metavar="S", help="seconds to wait; default %(default)s")
     args, overrides = parser.parse(arguments)
     loaded, _ = approved_config(args.config, overrides, trusted=args.trust_run)
 
-    from lockstep.monitor.folder import is_run
-    from lockstep.profiling.memory import memory_lines, memory_of_recipe, memory_of_snapshots
+    from lockstep.profiling.memory import memory_lines, memory_of_recipe
 
-    files = []
-    if not args.fresh and len(args.config) == 1 and is_run(Path(args.config[0])):
-        files = _snapshots(Path(args.config[0]), float(args.timeout))
-    if files:
-        profile = memory_of_snapshots(files, loaded, trust_remote_code=args.trust_remote_code)
-    else:
-        profile = memory_of_recipe(loaded, trust_remote_code=args.trust_remote_code)
+    for place in map(Path, args.config):
+        _refuse_beside_gpus(place)
+    profile = memory_of_recipe(loaded, trust_remote_code=args.trust_remote_code)
     for line in memory_lines(profile):
         echo(line)
     if args.json:
@@ -194,15 +167,17 @@ def _memory(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _snapshots(run: Path, timeout: float) -> list[Path]:
-    """Return the snapshots of a run on GPUs, while it trains new ones; nothing of a run on the CPU."""
-    from lockstep.monitor.profile_spans import TraceOptions
-    from lockstep.profiling.requesting import is_running, request_traces
-    from lockstep.profiling.snapshot import on_gpus, snapshot_files
+def _refuse_beside_gpus(run: Path) -> None:
+    """Raise RunFailed for a run that trains on GPUs of this host: new ranks beside it would take its memory."""
+    from lockstep.monitor.attempts import read_attempts
+    from lockstep.monitor.run_lock import held_by
 
-    if on_gpus(run) and is_running(run):
-        request_traces(run, 1, TraceOptions((0,), shapes=False), timeout, lambda answer: None)
-    return snapshot_files(run)
+    attempts = read_attempts(run)
+    if attempts and attempts[-1].facts.get("device") != "cpu" and held_by(run) is not None:
+        raise RunFailed(
+            f"the run in {run} trains on the GPUs that would be measured; `{command_line('lockstep', 'profile', run)}` "
+            "leaves a snapshot of their memory (RUN/profile/*.memory.pickle) for https://pytorch.org/memory_viz"
+        )
 
 
 COMMANDS = {

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from lockstep.cli.arguments import Parser, add_json, run_path
 from lockstep.core.json_output import emit
-from lockstep.core.terminal import echo
 
 _HEIGHT_OF_ONCE = 60
 
@@ -29,21 +28,19 @@ def run(arguments: Sequence[str]) -> int:
     add_json(parser)
     args = parser.parse_args(arguments)
 
-    from lockstep.looking.screen import draw
+    from lockstep.looking.screen import draw, show
     from lockstep.looking.watched import chosen_run, watch
 
     folder = chosen_run(args.run)
-    unicode = "utf" in (sys.stdout.encoding or "").lower()
-    if args.once or args.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        watched = watch(folder)
-        width = shutil.get_terminal_size((120, 24)).columns
-        for line in draw(watched, width, _HEIGHT_OF_ONCE, unicode=unicode):
-            echo(line.text)
-        if args.json:
-            emit(watched.as_json())
+    if not (args.once or args.json) and sys.stdin.isatty() and sys.stdout.isatty():
+        show(folder)
         return 0
+    from rich.console import Console
 
-    from lockstep.looking.terminal import show
-
-    show(lambda columns, lines: draw(watch(folder), columns, lines - 1, unicode=unicode))
+    watched = watch(folder)
+    width = shutil.get_terminal_size((120, 24)).columns
+    console = Console(width=width, height=_HEIGHT_OF_ONCE, color_system=None)
+    console.print(draw(watched, console))
+    if args.json:
+        emit(watched.as_json())
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 _SENTENCE_END = re.compile(r"(?<!\.)\.(?=\s+[A-Z]|\s*$)")
 _MAGNITUDES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -19,6 +19,19 @@ def listed(words: Sequence[str], most: int) -> str:
 def counted(number: int, word: str) -> str:
     """Return a number and a word, whose plural has an s: 1 update, 2,000 updates."""
     return f"{number:,} {word}{'s' * (number != 1)}"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
+    """Return the lines of a table: the columns `left` are flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (
+        (
+            cell.ljust(width) if at in left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return ["  ".join(cells).rstrip() for cells in padded]
 
 
 def first_sentence(text: str) -> str:

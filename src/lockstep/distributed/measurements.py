@@ -138,14 +138,6 @@ def timed_pairs(world: World, pairs: Sequence[tuple[int, int]], size: int) -> li
     return [_timed_pair(world, first, second, size) for first, second in pairs]
 
 
-def copy_bandwidth(size: int, device: torch.device) -> float:
-    """Return the bytes per second at which this rank copies memory: the most that ranks of one machine can exchange."""
-    source = torch.ones(size // 4, device=device)
-    target = torch.empty_like(source)
-    times = [_seconds(lambda: target.copy_(source), device) for _ in range(5)]
-    return size / min(times)
-
-
 def _timed_pair(world: World, first: int, second: int, size: int) -> TimedPair:
     there_s, is_right = _timed_message(world, first, second, 4)
     back_s, _ = _timed_message(world, second, first, 4)

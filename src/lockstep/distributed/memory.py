@@ -17,10 +17,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
 
 from lockstep.core.control_groups import SHARED_MEMORY, MemoryLimit, host_memory, tightest_limit
-from lockstep.distributed.shard_boxes import local_tensor
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
@@ -130,13 +128,3 @@ def end_memory_history(device: torch.device) -> dict[str, Any] | None:
     snapshot = torch.cuda.memory._snapshot()
     torch.cuda.memory._record_memory_history(enabled=None)
     return cast("dict[str, Any]", snapshot)
-
-
-def owners_of(model: nn.Module) -> list[tuple[int, str, str]]:
-    """Return address, category and parameter's or buffer's name of what a model holds on this rank."""
-    owners = [("buffers", name, buffer) for name, buffer in model.named_buffers()]
-    for name, parameter in model.named_parameters():
-        owners.append(("parameters", name, parameter))
-        if parameter.grad is not None:
-            owners.append(("gradients", name, parameter.grad))
-    return [(local_tensor(tensor).data_ptr(), category, name) for category, name, tensor in owners]

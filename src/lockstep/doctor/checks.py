@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from lockstep.doctor import accelerators, network, software, system, variables
+from lockstep.doctor import software, system
 from lockstep.doctor.findings import Finding, MachineView, warning, wrong
 
 _SECONDS = 2.0
+_IMPORT_S = 60.0  # seconds for the import of torch from a slow disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,32 +32,23 @@ class Check:
     seconds: float = _SECONDS
 
 
-_IMPORT_S = 60.0  # seconds for the import of torch from a slow disk
 CHECKS: tuple[Check, ...] = (
     Check("Python", software.python),
-    Check("torch", accelerators.torch_imports, _IMPORT_S),
-    Check("copies of torch", software.torch_copies),
+    Check("torch", software.torch_imports, _IMPORT_S),
     Check("versions", software.packages_fit),
-    Check("builds", software.builds_fit),
-    Check("accelerators", accelerators.accelerators, _IMPORT_S),
-    Check("gloo", accelerators.gloo, _IMPORT_S),
+    Check("accelerators", software.accelerators, _IMPORT_S),
     Check("compiler", software.compiler),
-    Check("extension builds", software.stale_builds),
     Check("disk of runs", system.run_disk),
     Check("disk of the cache", system.cache_disk),
     Check("/dev/shm", system.shared_memory),
     Check("open files", system.open_files),
-    Check("processes", system.processes),
-    Check("locked memory", system.locked_memory),
     Check("clock", system.clock),
-    Check("port", network.port),
-    Check("interfaces", network.network_interfaces),
-    Check("hostname", network.hostname),
-    Check("hub", network.hugging_face_hub, 1.5),
-    Check("rank variables", variables.rank_variables),
-    Check("visible GPUs", variables.visible_devices),
-    Check("threads", variables.threads),
-    Check("variables", variables.contradictions),
+    Check("port", system.port),
+    Check("interfaces", system.network_interfaces),
+    Check("hub", system.hugging_face_hub),
+    Check("rank variables", system.rank_variables),
+    Check("threads", system.threads),
+    Check("variables", system.contradictions),
 )
 
 
@@ -72,7 +64,12 @@ def examine(machine: MachineView, checks: Iterable[Check] = CHECKS) -> list[Find
     collected: list[Finding] = []
     for check, thread, findings in results:
         thread.join(max(0.0, began + check.seconds - time.monotonic()))
-        collected += findings if not thread.is_alive() else [replace(_late(check), name=check.name)]
+        is_hub = check.run is system.hugging_face_hub  # few runs need it
+        late = (warning if is_hub else wrong)(
+            f"no answer within {check.seconds:g} s",
+            "Look for a file server or a name server that doesn't answer: mount, df, /etc/resolv.conf.",
+        )
+        collected += findings if not thread.is_alive() else [replace(late, name=check.name)]
     return collected
 
 
@@ -85,15 +82,3 @@ def _run(check: Check, machine: MachineView, findings: list[Finding]) -> None:
     except Exception as error:
         fault = warning(f"the check failed: {type(error).__name__}: {error}", "Report it with this line.")
         findings.append(replace(fault, name=check.name))
-
-
-def _late(check: Check) -> Finding:
-    if check.run is network.hugging_face_hub:
-        return warning(
-            f"no answer within {check.seconds:g} s, from the hub or the name server",
-            "Set HF_HUB_OFFLINE=1 to use the cache alone, or correct /etc/resolv.conf or HTTPS_PROXY.",
-        )
-    return wrong(
-        f"no answer within {check.seconds:g} s",
-        "Look for a file server or a name server that doesn't answer: mount, df, /etc/resolv.conf.",
-    )

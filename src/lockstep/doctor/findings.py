@@ -1,4 +1,4 @@
-"""The result of a check, and the machine as a check sees it.
+"""The result of a check, as text and for programs, and the machine as a check sees it.
 
 MachineView --> check(machine) --> Finding, Finding, ...     state, what was seen, remedy
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Any
+
+from lockstep.core.terminal import plain_line
 
 
 class FindingState(Enum):
@@ -76,13 +79,6 @@ def _file_time(folder: Path) -> float:
         file.unlink(missing_ok=True)
 
 
-def _addresses(host: str) -> list[str]:
-    """Return the IP addresses that a name resolves to; none if it doesn't resolve."""
-    with suppress(OSError):
-        return sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
-    return []
-
-
 @dataclass(frozen=True)
 class MachineView:
     """The machine as checks see it; a test replaces a part.
@@ -95,8 +91,7 @@ class MachineView:
         port: `launch.port`; 0: any.
         device: `launch.device`.
         root: The folder of `proc`, `sys` and `dev`.
-        hostname: This machine's name.
-        statvfs, file_time, addresses, now: How file systems, their clocks, names and the clock are read.
+        statvfs, file_time: How file systems and their clocks are read.
     """
 
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -106,10 +101,8 @@ class MachineView:
     port: int = 0
     device: str = "auto"
     root: Path = Path("/")
-    hostname: str = field(default_factory=socket.gethostname)
     statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
     file_time: Callable[[Path], float] = _file_time
-    addresses: Callable[[str], list[str]] = _addresses
     now: Callable[[], float] = time.time
 
     def existing(self, path: Path) -> Path:
@@ -130,3 +123,65 @@ class MachineView:
             return sorted(os.listdir(self.root / path))
         except OSError:
             return []
+
+
+def describe(findings: Sequence[Finding], width: int | None) -> str:
+    """Return the findings as text of at most `width` columns; None: for a file, in which no line is broken or cut.
+
+    1 wrong, 19 ok, 2 not here
+
+    wrong: port
+      port 29500 is taken by process 812 (python serve.py)
+      -> End that process, or set launch.port to another port.
+
+    ok        Python          3.11.2 at /usr/bin/python
+    """
+    counts = {state: sum(finding.state is state for finding in findings) for state in FindingState}
+    plural = {FindingState.WARNING: "s" * (counts[FindingState.WARNING] > 1)}
+    lines = [", ".join(f"{count} {state.value}{plural.get(state, '')}" for state, count in counts.items() if count)]
+    for finding in sorted(findings, key=lambda finding: finding.state is not FindingState.WRONG):
+        if finding.state in (FindingState.WRONG, FindingState.WARNING):
+            lines += ["", f"{finding.state.value}: {finding.name}", *wrapped(finding.seen, "  ", width)]
+            lines += wrapped(f"-> {finding.remedy}", "  ", width, "     ")
+    name_width = max((len(finding.name) for finding in findings), default=0)
+    lines.append("")
+    for state in (FindingState.OK, FindingState.NOT_HERE):
+        for finding in (finding for finding in findings if finding.state is state):
+            line = f"{state.value:<8}  {finding.name:<{name_width}}  {plain_line(finding.seen)}"
+            lines.append(line if width is None or len(line) <= width else f"{line[: width - 1]}…")
+    return "\n".join(lines).rstrip()
+
+
+def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return the findings for `--json`, in the order of the checks, and how many are wrong."""
+    return {
+        "wrong": sum(finding.state is FindingState.WRONG for finding in findings),
+        "warnings": sum(finding.state is FindingState.WARNING for finding in findings),
+        "findings": [finding.as_json() for finding in findings],
+    }
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """Return 3 if something is wrong, otherwise 0."""
+    return 3 if any(finding.state is FindingState.WRONG for finding in findings) else 0
+
+
+def wrapped(
+    text: str, indent: str, width: int | None, further: str | None = None, *, breaks: bool = False
+) -> list[str]:
+    """Return a paragraph as lines; without a width it has one line.
+
+    Args:
+        further: Indent of the lines after the first; None: the same.
+        breaks: Whether words that are longer than a line, such as paths, are broken, too.
+    """
+    if width is None:
+        return [f"{indent}{plain_line(text)}"]
+    return textwrap.wrap(
+        plain_line(text),
+        max(width, 40),
+        initial_indent=indent,
+        subsequent_indent=indent if further is None else further,
+        break_on_hyphens=False,
+        break_long_words=breaks,
+    )

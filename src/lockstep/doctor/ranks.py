@@ -16,31 +16,27 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.schema import Launch
 from lockstep.core.errors import CollectiveTimeout, RunFailed, VerificationError, blames_a_peer
-from lockstep.core.formatting import duration, size
-from lockstep.core.interfaces import GLOO_INTERFACE, address_of, interface_of, is_loopback, route_to
+from lockstep.core.formatting import aligned, short_time, size
 from lockstep.core.json_output import emit
-from lockstep.core.ranks import ADDRESS, RankEnvironment, names_a_rank, started_by_lockstep
+from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.core.terminal import echo
 from lockstep.doctor.checks import CHECKS, examine
-from lockstep.doctor.findings import Finding, FindingState, MachineView, warning
-from lockstep.doctor.interfaces import infiniband, interfaces, tcp_bandwidth
+from lockstep.doctor.findings import Finding, FindingState, MachineView, describe
 from lockstep.doctor.links import (
     RankPlace,
     check_of_clocks,
     check_of_hosts,
     check_of_pairs,
     check_of_values,
-    expected,
     hosts_of,
 )
-from lockstep.doctor.output import describe
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.local import import_ahead, launch
 from lockstep.launch.meeting import connected_hosts
@@ -130,7 +126,7 @@ def check_ranks(measurement: Measurement, file: Path | None) -> int:
             *check_of_clocks(places),
         ]
         if shows:
-            _show(findings, pairs, places, measurement.width)
+            _show(findings, pairs, measurement.width)
         elif world.rank == 0:
             content = _as_json(world, places, rows, pairs, findings)
             if file is not None:
@@ -168,50 +164,14 @@ def _missing_ranks_named(world: World) -> Iterator[None]:
 
 
 def _places(world: World, measurement: Measurement) -> list[RankPlace]:
-    """Return where all ranks are, and what their hardware gives."""
+    """Return where all ranks are, and what is wrong there."""
     hosts: list[Any] = world.axis.gather(socket.gethostname())
-    has_hosts, leads_host = len(set(hosts)) > 1, world.local_rank == 0
-    on_cpu = world.device.type == "cpu"
-    interface, speed = _interface(world.backend)
-    copies, tcp, here = 0.0, 0.0, list[Finding]()
-    if on_cpu:
-        from lockstep.distributed.measurements import copy_bandwidth
-
-        copies = copy_bandwidth(min(measurement.largest, 64 << 20), world.device)
-    if has_hosts and leads_host:
-        tcp = tcp_bandwidth() if world.backend == "gloo" else 0.0
-        here = [*_wrong_here(measurement.section), *_other_interface()]
+    leads_host = len(set(hosts)) > 1 and world.local_rank == 0
+    here = _wrong_here(measurement.section) if leads_host else []
     world.axis.gather(None)  # a barrier with a time limit: the clocks are read at the same time
-    places: list[Any] = world.axis.gather(
-        RankPlace(socket.gethostname(), time.time(), interface, speed, copies, tcp, tuple(here))
-    )
+    place = RankPlace(socket.gethostname(), time.time(), world.device.type == "cpu", tuple(here))
+    places: list[Any] = world.axis.gather(place)
     return places
-
-
-def _interface(backend: str) -> tuple[str, float]:
-    """Return the interface by which this host reaches others, and its bytes per second; empty and 0 on loopback."""
-    machine = MachineView()
-    if backend == "nccl" and os.environ.get("NCCL_IB_DISABLE") != "1" and (adapters := infiniband(machine)):
-        return max(adapters.items(), key=lambda item: item[1])
-    source = route_to(os.environ.get("MASTER_ADDR", "127.0.0.1"), socket.AF_INET)
-    chosen = os.environ.get(GLOO_INTERFACE, "")
-    here = next(
-        (item for item in interfaces(machine) if item.name == chosen or (not chosen and item.address == source)), None
-    )
-    is_network = here is not None and not here.address.startswith("127.")
-    return (here.name, here.speed * 125_000.0) if here is not None and is_network else ("", 0.0)
-
-
-def _other_interface() -> Iterator[Finding]:
-    """Warn if gloo uses another interface than the one by which this host reaches the others."""
-    address = os.environ.get(ADDRESS) or route_to(os.environ.get("MASTER_ADDR", ""), socket.AF_INET)
-    met = interface_of(address) if address else None
-    chosen = os.environ.get(GLOO_INTERFACE, met)
-    if met is None or chosen is None or chosen == met or is_loopback(address or ""):
-        return
-    seen = f"{GLOO_INTERFACE}={chosen} ({address_of(chosen)}), and this host reaches the others by {met} ({address})"
-    remedy = f"Unset it, or set it to {met}; if {chosen} is the faster network, set it so on all hosts."
-    yield replace(warning(seen, remedy), name="interfaces")
 
 
 def _wrong_here(section: Launch) -> list[Finding]:
@@ -248,13 +208,7 @@ _HEADER = f"{'operation':<15} {'size':>9} {'time':>10} {'algorithm':>13} {'bus':
 def _row(row: Any) -> str:
     bandwidths = f"{size(row.algorithm_bandwidth) + '/s':>13} {size(row.bus_bandwidth) + '/s':>13}"
     note = "" if row.is_right else "  wrong values"
-    return f"{row.operation:<15} {size(row.size):>9} {_time(row.seconds):>10} {bandwidths}{note}"
-
-
-def _time(seconds: float) -> str:
-    return (
-        f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms" if seconds < 1 else duration(seconds)
-    )
+    return f"{row.operation:<15} {size(row.size):>9} {short_time(row.seconds):>10} {bandwidths}{note}"
 
 
 def _title(places: Sequence[RankPlace]) -> str:
@@ -262,15 +216,12 @@ def _title(places: Sequence[RankPlace]) -> str:
     return f"{len(places)} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)} ({', '.join(hosts)})"
 
 
-def _show(findings: Sequence[Finding], pairs: Sequence[Any], places: Sequence[RankPlace], width: int | None) -> None:
-    lines = [f"\n{'pair':<7} {'latency':>8} {'there':>13} {'back':>13}   what the hardware gives"]
+def _show(findings: Sequence[Finding], pairs: Sequence[Any], width: int | None) -> None:
+    rows = [["pair", "latency", "there", "back"]]
     for pair in pairs:
-        best, by = expected(places[pair.first], places[pair.second], places)
-        there, back = f"{size(pair.there)}/s", f"{size(pair.back)}/s"
-        gives = f"{size(best)}/s, {by}" if best else "unknown"
-        ranks = f"{pair.first}-{pair.second}"
-        lines.append(f"{ranks:<7} {_time(pair.latency):>8} {there:>13} {back:>13}   {gives}")
-    echo("\n".join(lines), flush=True)
+        speeds = [f"{size(pair.there)}/s", f"{size(pair.back)}/s"]
+        rows.append([f"{pair.first}-{pair.second}", short_time(pair.latency), *speeds])
+    echo("\n".join(["", *aligned(rows, left={0})]), flush=True)
     echo(f"\n{describe(findings, width)}", flush=True)
 
 
@@ -290,9 +241,6 @@ def _as_json(
             }
             for row in rows
         ],
-        "pairs": [
-            {**asdict(pair), "expected": expected(places[pair.first], places[pair.second], places)[0] or None}
-            for pair in pairs
-        ],
+        "pairs": [asdict(pair) for pair in pairs],
         "findings": [finding.as_json() for finding in findings],
     }

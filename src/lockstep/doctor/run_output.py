@@ -19,8 +19,8 @@ from lockstep.core.terminal import plain_line
 from lockstep.doctor.catalog import KnownFailure, Standing
 from lockstep.doctor.evidence import LogEvidence, SeenFailure
 from lockstep.doctor.failures_of_samples import with_higher_limit
+from lockstep.doctor.findings import wrapped
 from lockstep.doctor.known_failures import KNOWN
-from lockstep.doctor.output import wrapped
 from lockstep.doctor.run import Diagnosis
 from lockstep.launch.ends_file import RankEnd
 

@@ -1,231 +1,211 @@
-"""Checks of Python and of packages, by their metadata: nothing but torch is imported."""
+"""Checks of Python, of packages, of a compiler, and of torch with the accelerators that it finds."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import platform
 import re
 import shutil
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from lockstep.core.command_lines import command_line
 from lockstep.core.distribution import DISTRIBUTION
+from lockstep.core.formatting import size
 from lockstep.doctor.findings import Finding, MachineView, not_here, ok, warning, wrong
 
 _OLDEST, _NEWEST = (3, 11), (3, 13)
-_DEEPSPEED = "deepspeed"  # the package
+_OLDEST_TORCH = (2, 11)
+_SLOW_IMPORT_S = 30
 _PACKAGES = (
     DISTRIBUTION, "torch", "torchvision", "torchaudio", "deepspeed", "transformers", "datasets", "tokenizers",
     "accelerate", "peft", "torchao", "safetensors", "numpy", "triton",
 )  # fmt: skip
-_EXTENSIONS = (("torchvision", ("_C.so", "_C*.so")), ("torchaudio", ("lib/*torchaudio*.so", "_torchaudio*.so")))
-_CUDA_LIBRARY = b"libtorch_cuda.so"
+_BUILT_FOR_TORCH = ("torchvision", "torchaudio")
+_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+"""CUDA's major version --> the oldest driver on which its minor versions run (CUDA Toolkit Release Notes, table 2)."""
 
 
 def python(machine: MachineView) -> Iterator[Finding]:
     """Check the interpreter's version."""
-    version, this = platform.python_version(), sys.version_info[:2]
-    seen = f"{version} at {sys.executable}"
+    this, seen = sys.version_info[:2], f"{platform.python_version()} at {sys.executable}"
     if this < _OLDEST:
         yield wrong(seen, f"Install Python {_OLDEST[0]}.{_OLDEST[1]} or newer.")
-    elif this > _NEWEST or sys.maxsize < 2**32:
-        yield warning(
-            seen, f"Use a 64-bit Python {_OLDEST[0]}.{_OLDEST[1]} to {_NEWEST[0]}.{_NEWEST[1]}: others are untested."
-        )
+    elif this > _NEWEST:
+        yield warning(seen, f"Use Python {_OLDEST[0]}.{_OLDEST[1]} to {_NEWEST[0]}.{_NEWEST[1]}: others are untested.")
     else:
         yield ok(seen)
 
 
 def packages_fit(machine: MachineView) -> Iterator[Finding]:
-    """Compare the versions that packages require with the installed ones."""
+    """Compare the versions that packages require, and the builds (cpu, cu128, ...), with the installed ones."""
     from packaging.requirements import InvalidRequirement, Requirement
 
-    installed = _installed(machine)
+    installed = {name: package for name in _PACKAGES if (package := _installed(machine, name)) is not None}
     fits = 0
-    for name in _PACKAGES:
-        for text in (installed[name].requires or []) if name in installed else []:
+    for name, package in installed.items():
+        for text in package.requires or []:
             try:
                 requirement = Requirement(text)
             except InvalidRequirement:
                 continue
-            other = _canonical(requirement.name)
-            if other not in installed or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            other = _installed(machine, requirement.name)
+            if other is None or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
                 continue
-            version = installed[other].version
-            if requirement.specifier.contains(version, prereleases=True):
+            if requirement.specifier.contains(other.version, prereleases=True):
                 fits += 1
                 continue
             yield wrong(
-                f"{name} {installed[name].version} requires {requirement.name}{requirement.specifier}, and "
-                f"{requirement.name} is {version}",
+                f"{name} {package.version} requires {requirement.name}{requirement.specifier}, and "
+                f"{requirement.name} is {other.version}",
                 f'Install versions that fit each other: pip install "{requirement.name}{requirement.specifier}", or '
-                f"a {name} made for {requirement.name} {version.partition('+')[0]}.",
+                f"a {name} made for {requirement.name} {other.version.partition('+')[0]}.",
+            )
+    builds = {name: package.version.partition("+")[2] for name, package in installed.items()}
+    for name in _BUILT_FOR_TORCH:
+        if builds.get("torch") and builds.get(name) and builds[name] != builds["torch"]:
+            yield wrong(
+                f"{name} {installed[name].version} was built for another torch than {installed['torch'].version}",
+                f"Install {name} and torch from the same index (both for the CPU, or both for the same CUDA).",
             )
     if fits:
-        names = [
-            f"{name} {installed[name].version}" for name in ("torch", "transformers", "deepspeed") if name in installed
-        ]
-        yield ok(f"{', '.join(names)}: {fits} requirements hold")
+        shown = (name for name in ("torch", "transformers", "deepspeed") if name in installed)
+        yield ok(f"{', '.join(f'{name} {installed[name].version}' for name in shown)}: {fits} requirements hold")
 
 
-def builds_fit(machine: MachineView) -> Iterator[Finding]:
-    """Compare the build of torch (CPU, CUDA 12.8, ...) with those of torchvision and torchaudio."""
-    installed = _installed(machine)
-    torch = installed.get("torch")
-    torch_folder = next((folder for folder, _ in _torches(machine)), None)
-    if torch is None or torch_folder is None:
-        return
-    built = _local(torch.version)
-    has_cuda = any((torch_folder / "lib").glob("libtorch_cuda*"))
-    for name, patterns in _EXTENSIONS:
-        if name not in installed:
-            continue
-        version = installed[name].version
-        remedy = f"Install {name} and torch from the same index (both for the CPU, or both for the same CUDA)."
-        folder = Path(str(installed[name].locate_file(name)))
-        files = [file for pattern in patterns for file in folder.glob(pattern)]
-        if built and _local(version) and _local(version) != built:
-            yield wrong(f"{name} {version} was built for another torch than {torch.version}", remedy)
-        elif not has_cuda and any(_contains(file, _CUDA_LIBRARY) for file in files):
-            yield wrong(f"{name} {version} needs CUDA's libraries, and torch {torch.version} has none", remedy)
-        else:
-            yield ok(f"{name} {version} was built for torch {torch.version}")
-
-
-def torch_copies(machine: MachineView) -> Iterator[Finding]:
-    """Look for more than one torch where Python looks for modules."""
-    copies = _torches(machine)
-    described = [f"{version or 'a file'} in {folder}" for folder, version in copies]
-    if len(copies) > 1:
-        yield wrong(
-            f"{len(copies)} torches on sys.path: {' and '.join(described)}; the first is imported",
-            "Keep one: remove the other folder from PYTHONPATH, or uninstall torch there (pip uninstall torch).",
-        )
-    stated: dict[str, set[str]] = {}
-    for distribution in metadata.distributions(name="torch", path=list(machine.search_path)):
-        stated.setdefault(os.path.realpath(str(distribution.locate_file(""))), set()).add(distribution.version)
-    for folder, versions in stated.items():
-        if len(versions) > 1:
-            yield wrong(
-                f"{folder} has the metadata of torch {' and '.join(sorted(versions))}",
-                "Run pip uninstall torch until it reports none, then install it again: an update was interrupted.",
-            )
+def _installed(machine: MachineView, name: str) -> metadata.Distribution | None:
+    """Return a package as Python would import it: the first of several."""
+    return next(iter(metadata.distributions(name=name, path=list(machine.search_path))), None)
 
 
 def compiler(machine: MachineView) -> Iterator[Finding]:
-    """Look for what torch.compile and DeepSpeed's operators are built with."""
+    """Look for the compiler that torch.compile and DeepSpeed's operators need."""
     search = machine.environ.get("PATH", os.defpath)
-    named = machine.environ.get("CXX", "")
-    programs = [named.split()[0]] if named.split() else ["c++", "g++", "clang++"]
-    program = next((path for name in programs if (path := shutil.which(name, path=search))), None)
-    deepspeed = _DEEPSPEED in _installed(machine)
+    named = machine.environ.get("CXX", "").split()
+    program = next(
+        (path for name in named[:1] or ["c++", "g++", "clang++"] if (path := shutil.which(name, path=search))), None
+    )
     if program is None:
-        what = f"CXX={named} is no program" if named else "no C++ compiler in PATH (c++, g++, clang++)"
-        users = "torch.compile and DeepSpeed's offloaded optimizers fail" if deepspeed else "torch.compile fails"
-        remedy = "Set CXX to a compiler." if named else "Install one (apt-get install g++), or leave compilation out."
-        yield (wrong if deepspeed or named else warning)(f"{what}: {users}", remedy)
-        return
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        what = f"CXX={' '.join(named)} is no program" if named else "no C++ compiler in PATH (c++, g++, clang++)"
+        yield warning(
+            f"{what}: torch.compile and DeepSpeed's offloaded optimizers fail",
+            "Set CXX to a compiler." if named else "Install one (apt-get install g++), or leave compilation out.",
+        )
+    elif not Path(sysconfig.get_path("include"), "Python.h").is_file():
         yield warning(
             f"{program}, and Python.h is missing: Triton's and C++ extensions fail to compile",
             "Install the headers of this Python (apt-get install python3-dev).",
-        )
-    elif deepspeed and shutil.which("ninja", path=search) is None:
-        yield warning(
-            f"{program}, and no ninja, with which DeepSpeed builds its operators",
-            "Install it: pip install ninja.",
         )
     else:
         yield ok(program)
 
 
-def stale_builds(machine: MachineView) -> Iterator[Finding]:
-    """Look for the lock files of torch's C++ extensions, for which every later build waits without a limit."""
-    named = machine.environ.get("TORCH_EXTENSIONS_DIR")
-    root = Path(named) if named else machine.cache.expanduser() / "torch_extensions"
-    if not root.is_dir():
-        yield not_here("no C++ extension was built here")
+# --- torch, accelerators --------------------------------------------------------------------------------------------
+
+
+def torch_imports(machine: MachineView) -> Iterator[Finding]:
+    """Import torch and check its version."""
+    began = time.monotonic()
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        missing = error.name or "torch"
+        yield wrong(f"{missing} isn't installed", f"Install it: pip install {missing}.")
         return
-    locks = [lock for pattern in ("lock", "*/lock", "*/*/lock") for lock in root.glob(pattern) if lock.is_file()]
-    for lock in locks:
-        minutes = (machine.now() - lock.stat().st_mtime) / 60
-        if minutes < 0.5 or lock.parent.resolve() in _working_folders(machine):
-            yield warning(f"{lock}: an extension is being built", "Wait until it is built.")
-            continue
-        yield wrong(
-            f"{lock} is {minutes:.0f} minutes old: a build was killed, and all later ones wait for it without a limit",
-            f"Delete it: {command_line('rm', lock)}",
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        yield wrong(f"importing torch fails: {reason}", "Install torch again, for this machine's CUDA or for the CPU.")
+        return
+    seconds, version, hip = time.monotonic() - began, str(torch.__version__), torch.version.hip
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {hip}" if hip else "CPU"
+    seen = f"{version}, built for {build}, in {os.path.dirname(torch.__file__)}"
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < _OLDEST_TORCH:
+        yield wrong(seen, f"Install torch {_OLDEST_TORCH[0]}.{_OLDEST_TORCH[1]} or newer.")
+    elif seconds > _SLOW_IMPORT_S:
+        yield warning(f"{seen}: its import took {seconds:.0f} s", "Install Python's packages on a local disk.")
+    else:
+        yield ok(seen)
+
+
+def accelerators(machine: MachineView) -> Iterator[Finding]:
+    """List the accelerators that torch finds; report hardware that it doesn't find."""
+    try:
+        import torch
+    except Exception:  # `torch_imports` reports it
+        return
+    current = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if current is not None else 0
+    if current is None or not count:
+        gpus = [name for name in machine.names("dev") if re.fullmatch(r"nvidia\d+", name)]
+        hidden = machine.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or machine.device == "cpu"
+        if gpus and not hidden:
+            yield not_usable(machine, len(gpus), torch.version.cuda)
+        else:
+            yield not_here("torch finds no accelerator; runs compute on the CPU")
+        return
+    module: Any = torch.get_device_module(current)
+    kinds: dict[str, int] = {}
+    for device in map(module.get_device_properties, range(count)):
+        name = f"{device.name} ({size(device.total_memory)})"
+        kinds[name] = kinds.get(name, 0) + 1
+    seen = f"{count} of {current.type}: " + ", ".join(f"{number} x {name}" for name, number in kinds.items())
+    if len(kinds) > 1:
+        yield warning(f"{seen}: the slowest sets the pace", "Choose equal ones, with CUDA_VISIBLE_DEVICES.")
+    else:
+        yield ok(seen)
+    if current.type == "cuda" and torch.version.cuda:
+        yield from nvidia(machine, torch, count)
+
+
+def _driver(machine: MachineView) -> str:
+    """Return the version of NVIDIA's driver; empty if none is loaded."""
+    match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", machine.text("proc/driver/nvidia/version") + " ")
+    return match[1] if match else ""
+
+
+def not_usable(machine: MachineView, count: int, cuda: str | None) -> Finding:
+    """Return why torch finds none of the machine's NVIDIA GPUs."""
+    version = _driver(machine)
+    seen = f"this machine has {count} NVIDIA GPU{'s' * (count > 1)}, and torch finds none"
+    if cuda is None:
+        return warning(
+            f"{seen}: it is built for the CPU", "Install torch for CUDA, from the index of its CUDA version."
         )
-    if not locks:
-        yield ok(f"no build of an extension waits in {root}")
+    if not version:
+        return wrong(f"{seen}: no driver is loaded", "Load NVIDIA's driver: run nvidia-smi, and see dmesg.")
+    if int(version.split(".")[0]) < _oldest_driver(cuda):
+        return wrong(f"{seen}: driver {version} is too old for CUDA {cuda}", _update(cuda))
+    return wrong(
+        f"{seen}: driver {version}, CUDA {cuda}", "Run nvidia-smi, and see dmesg for errors (Xid) of the GPUs."
+    )
 
 
-def _working_folders(machine: MachineView) -> set[Path]:
-    """Return the working folders of all processes that this user may see: compilers work in an extension's folder."""
-    folders = set()
-    for process in filter(str.isdecimal, machine.names("proc")):
-        with suppress(OSError):
-            folders.add(Path(os.readlink(machine.root / "proc" / process / "cwd")))
-    return folders
+def nvidia(machine: MachineView, torch: Any, count: int) -> Iterator[Finding]:
+    """Check driver, NCCL and whether the GPUs reach each other; torch finds at least one."""
+    version, cuda = _driver(machine), torch.version.cuda
+    if version and int(version.split(".")[0]) < _oldest_driver(cuda):
+        yield warning(f"driver {version} is older than CUDA {cuda} asks for", _update(cuda))
+    if not torch.distributed.is_nccl_available():
+        yield wrong("this torch has no NCCL, by which GPUs exchange gradients", "Install an official build of torch.")
+    else:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        yield ok(f"driver {version or 'unknown'}, CUDA {cuda}, NCCL {nccl}")
+    pairs = [(first, second) for first in range(count) for second in range(count) if first != second]
+    if apart := [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]:
+        yield warning(
+            f"{len(apart)} of {len(pairs)} pairs of GPUs can't read each other's memory, such as {apart[0][0]} and "
+            f"{apart[0][1]}",
+            "See nvidia-smi topo -m; disable ACS in the firmware, or train on GPUs of one switch.",
+        )
 
 
-def _installed(machine: MachineView) -> dict[str, metadata.Distribution]:
-    """Return the installed packages by their names, as Python would import them: the first of several."""
-    packages: dict[str, metadata.Distribution] = {}
-    for name in _wanted_names(machine):
-        distributions = metadata.distributions(name=name, path=list(machine.search_path))
-        for distribution in distributions:
-            packages.setdefault(name, distribution)
-            break
-    return packages
+def _oldest_driver(cuda: str) -> int:
+    return _OLDEST_DRIVER.get(int(cuda.split(".")[0]), 0)
 
 
-def _wanted_names(machine: MachineView) -> list[str]:
-    paths = [path or os.getcwd() for path in machine.search_path]
-    names = (entry for path in paths if os.path.isdir(path) for entry in os.listdir(path))
-    infos = (entry for entry in names if entry.endswith((".dist-info", ".egg-info")))
-    return sorted({_canonical(entry.rpartition(".")[0].partition("-")[0]) for entry in infos})
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _local(version: str) -> str:
-    """Return the build in a version: cpu, cu128, ...; empty if it states none."""
-    return version.partition("+")[2]
-
-
-def _torches(machine: MachineView) -> list[tuple[Path, str]]:
-    """Return folder and version of each torch that Python could import, in the order in which it looks."""
-    copies: dict[str, tuple[Path, str]] = {}
-    for path in machine.search_path:
-        place = Path(path or os.getcwd())
-        folder = place / "torch"
-        if (folder / "__init__.py").is_file():
-            match = re.search(r"__version__ = '([^']*)'", _read(folder / "version.py"))
-            copies.setdefault(os.path.realpath(folder), (folder, match[1] if match else ""))
-        elif (place / "torch.py").is_file():
-            copies.setdefault(os.path.realpath(place / "torch.py"), (place / "torch.py", ""))
-    return list(copies.values())
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _contains(file: Path, text: bytes) -> bool:
-    try:
-        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return content.find(text) >= 0
-    except (OSError, ValueError):  # it is empty
-        return False
+def _update(cuda: str) -> str:
+    return f"Update the driver to {_oldest_driver(cuda)} or newer, or install a torch for an older CUDA."

@@ -1,20 +1,31 @@
-"""Checks of disks, shared memory, limits of processes, and the clock."""
+"""Checks of disks, shared memory, limits and the clock, of ports, interfaces and the hub, and of variables."""
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.core import hub
+from lockstep.core.errors import ConfigError
 from lockstep.core.formatting import size
-from lockstep.doctor.findings import Finding, MachineView, ok, warning, wrong
+from lockstep.core.interfaces import address_of
+from lockstep.core.ranks import RankEnvironment, names_a_rank
+from lockstep.doctor.findings import Finding, MachineView, not_here, ok, warning, wrong
 from lockstep.doctor.links import SKEW_BREAKS, SKEW_WARNS
 
 _GIB = 1 << 30
 _LITTLE_SHARED = 64 << 20  # what a container gets by default
-_FEW_FILES, _FEW_PROCESSES, _FEW_INODES = 4096, 1024, 1000
+_FEW_FILES, _FEW_INODES = 4096, 1000
+_TORCH_PORT = 29500
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_disk(machine: MachineView) -> Iterator[Finding]:
@@ -24,13 +35,8 @@ def run_disk(machine: MachineView) -> Iterator[Finding]:
 
 def cache_disk(machine: MachineView) -> Iterator[Finding]:
     """Check the file system of models and datasets."""
-    cache = machine.environ.get("HF_HOME")
-    yield _disk(
-        machine,
-        Path(cache) if cache else machine.cache,
-        "the cache",
-        "Free space (hf cache prune), or set HF_HOME to another disk.",
-    )
+    cache = Path(machine.environ.get("HF_HOME") or machine.cache)
+    yield _disk(machine, cache, "the cache", "Free space (hf cache prune), or set HF_HOME to another disk.")
 
 
 def _disk(machine: MachineView, path: Path, what: str, remedy: str) -> Finding:
@@ -42,9 +48,7 @@ def _disk(machine: MachineView, path: Path, what: str, remedy: str) -> Finding:
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     seen = f"{size(free)} of {size(total)} free in {place}, for {what}"
     if not os.access(place, os.W_OK):
-        return wrong(
-            f"{place}, for {what}, can't be written", f"Make it writable: chmod u+w {place}, or choose another."
-        )
+        return wrong(f"{place}, for {what}, can't be written", f"Run chmod u+w {place}, or choose another folder.")
     if free < _GIB:
         return wrong(seen, remedy)
     if status.f_files and status.f_favail < _FEW_INODES:
@@ -66,9 +70,7 @@ def shared_memory(machine: MachineView) -> Iterator[Finding]:
         return
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     seen = f"{size(free)} of {size(total)} free in {place}"
-    if not os.access(place, os.W_OK):
-        yield wrong(f"{place} can't be written", "Run chmod 1777 /dev/shm as its owner.")
-    elif free < _LITTLE_SHARED:
+    if free < _LITTLE_SHARED:
         yield wrong(seen, remedy)
     else:
         yield warning(seen, remedy) if total <= _LITTLE_SHARED or free < _GIB else ok(seen)
@@ -76,44 +78,12 @@ def shared_memory(machine: MachineView) -> Iterator[Finding]:
 
 def open_files(machine: MachineView) -> Iterator[Finding]:
     """Check the limit of open files; a rank raises its own to the hard limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    seen = f"{_limit(hard)} open files ({_limit(soft)} until a rank raises it)"
-    yield (
-        ok(seen)
-        if _at_least(hard, _FEW_FILES)
-        else wrong(
-            f"{seen}: many ranks and data workers need more", "Raise it: ulimit -Hn 65536 (limits.conf, LimitNOFILE)."
-        )
-    )
-
-
-def processes(machine: MachineView) -> Iterator[Finding]:
-    """Check how many processes and threads may be started."""
-    limits = [resource.getrlimit(resource.RLIMIT_NPROC)[0]]
-    text = machine.text("sys/fs/cgroup/pids.max")
-    if text.isdecimal():
-        limits.append(int(text))
-    least = min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=resource.RLIM_INFINITY)
-    seen = f"{_limit(least)} processes and threads"
-    yield (
-        ok(seen)
-        if _at_least(least, _FEW_PROCESSES)
-        else wrong(f"{seen}: a rank has about 50", "Raise it: ulimit -u 65536, or the container's --pids-limit.")
-    )
-
-
-def locked_memory(machine: MachineView) -> Iterator[Finding]:
-    """Check the limit of locked memory, which InfiniBand needs."""
-    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    adapters = machine.names("sys/class/infiniband")
-    locked = "unlimited" if soft == resource.RLIM_INFINITY else size(soft)
-    if adapters and soft != resource.RLIM_INFINITY:
-        yield wrong(
-            f"{locked} of locked memory, and {', '.join(adapters)} need more: NCCL fails to register buffers",
-            "Set it without a limit: ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity, --ulimit memlock=-1).",
-        )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard == resource.RLIM_INFINITY or hard >= _FEW_FILES:
+        yield ok("unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,} open files")
     else:
-        yield ok(f"{locked}; {'InfiniBand is here' if adapters else 'there is no InfiniBand, which needs it'}")
+        remedy = "Raise it: ulimit -Hn 65536 (limits.conf, LimitNOFILE)."
+        yield wrong(f"{hard:,} open files: many ranks and data workers need more", remedy)
 
 
 def clock(machine: MachineView) -> Iterator[Finding]:
@@ -126,21 +96,238 @@ def clock(machine: MachineView) -> Iterator[Finding]:
         yield warning(f"no file can be written in {place}: {error.strerror}", "Choose a folder that can be written.")
         return
     seconds = max(began - file_time, file_time - machine.now(), 0.0)
-    where = f"the file system of {place}"
+    differs = f"the clock differs by {seconds:.1f} s from the file system of {place}"
     remedy = "Set the clocks of all hosts by NTP: systemctl enable --now chrony (or timedatectl set-ntp true)."
     if file_time < 1.6e9:
         yield wrong(f"it is {time.strftime('%Y-%m-%d', time.gmtime(file_time))} here: certificates fail", remedy)
     elif seconds >= SKEW_BREAKS:
-        yield wrong(f"the clock differs by {seconds:.0f} s from {where}: rendezvous takes hosts for dead", remedy)
-    elif seconds >= SKEW_WARNS:
-        yield warning(f"the clock differs by {seconds:.1f} s from {where}", remedy)
+        yield wrong(f"{differs}: rendezvous takes hosts for dead", remedy)
     else:
-        yield ok(f"agrees with {where}")
+        yield warning(differs, remedy) if seconds >= SKEW_WARNS else ok(f"agrees with the file system of {place}")
 
 
-def _limit(number: int) -> str:
-    return "unlimited" if number == resource.RLIM_INFINITY else f"{number:,}"
+# --- network --------------------------------------------------------------------------------------------------------
 
 
-def _at_least(limit: int, least: int) -> bool:
-    return limit == resource.RLIM_INFINITY or limit >= least
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """A network interface.
+
+    Attributes:
+        is_up: Whether it can send.
+        address: Its IPv4 address; empty if it has none.
+        speed: Megabits per second; 0 if it isn't known, as of virtual ones.
+    """
+
+    name: str
+    is_up: bool
+    address: str
+    speed: int
+
+    def __str__(self) -> str:
+        speed = f" at {self.speed / 1000:g} Gbit/s" if self.speed else ""
+        return f"{self.name} {self.address or 'without an IPv4 address'}{'' if self.is_up else ', down'}{speed}"
+
+
+def interfaces(machine: MachineView) -> list[Interface]:
+    """Return all interfaces, by name."""
+    described = []
+    for name in machine.names("sys/class/net"):
+        state, flags, speed = (machine.text(f"sys/class/net/{name}/{file}") for file in ("operstate", "flags", "speed"))
+        is_up = state == "up" or (state == "unknown" and flags.startswith("0x") and bool(int(flags, 16) & 1))
+        described.append(Interface(name, is_up, address_of(name) or "", int(speed) if speed.isdecimal() else 0))
+    return described
+
+
+def network_interfaces(machine: MachineView) -> Iterator[Finding]:
+    """List the interfaces, and check those that variables name."""
+    here = interfaces(machine)
+    usable = [interface for interface in here if interface.is_up and interface.address]
+    problems = [finding for name in _INTERFACE_VARIABLES for finding in _named(machine, name, here)]
+    yield from problems
+    if not usable:
+        yield wrong("no interface has an IPv4 address, loopback neither", "Set loopback up: ip link set lo up")
+    elif not problems:
+        yield ok(", ".join(str(interface) for interface in usable))
+
+
+def _named(machine: MachineView, variable: str, here: list[Interface]) -> Iterator[Finding]:
+    """Check the interfaces that a variable names: gloo takes names, NCCL prefixes and, after `=`, names."""
+    value = machine.environ.get(variable, "")
+    if not value or value.startswith("^"):
+        return
+    exact = value.startswith("=") or not variable.startswith("NCCL")
+    names = value.removeprefix("=").split(",")
+    usable = [item for item in here if item.is_up and item.address]
+    known = ", ".join(item.name for item in usable if item.name != "lo") or "lo"
+    chosen = [
+        item for item in here for name in names if item.name == name or (not exact and item.name.startswith(name))
+    ]
+    if not chosen:
+        yield wrong(f"{variable}={value}, and there is no such interface", f"Set it to one that is here: {known}.")
+    elif all(item not in usable for item in chosen):
+        remedy = f"Set it up (ip link set {chosen[0].name} up), or choose {known}."
+        yield wrong(f"{variable}={value}: {chosen[0]}", remedy)
+
+
+def port(machine: MachineView) -> Iterator[Finding]:
+    """Check that the store's port is free: that of launch.port, MASTER_PORT, or torch's default."""
+    master = machine.environ.get("MASTER_PORT", "")
+    is_master_here = _is_local(machine.environ.get("MASTER_ADDR", "localhost"))
+    named = machine.port or (int(master) if master.isdecimal() and int(master) < 65536 and is_master_here else 0)
+    number = named or _TORCH_PORT
+    if not _is_taken(number):
+        yield ok(f"{number} is free" + ("" if named else ", torchrun's default; Lockstep takes any"))
+        return
+    seen = f"port {number} is taken{_owner(machine, number)}"
+    if named:
+        key = "launch.port" if machine.port else "MASTER_PORT"
+        yield wrong(seen, f"End that process, or set {key} to another port (0 for launch.port: any free one).")
+    else:
+        yield warning(f"{seen}: torchrun takes it by default", "Pass --master-port to torchrun; Lockstep takes any.")
+
+
+def _is_local(host: str) -> bool:
+    """Return whether a host is this machine: one of its addresses can be bound."""
+    if host in ("", "localhost") or host.startswith("127."):
+        return True
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return True
+    return False
+
+
+def _is_taken(number: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store: a closed connection is no owner
+        try:
+            probe.bind(("", number))
+            probe.listen(1)
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+def _owner(machine: MachineView, number: int) -> str:
+    """Return which process listens on a port, if this user may see that."""
+    import psutil
+
+    with suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            listens = connection.status == psutil.CONN_LISTEN and connection.laddr[1:2] == (number,)
+            if listens and connection.pid:
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+                return f" by process {connection.pid} ({command[:60]})"
+    return ""
+
+
+def hugging_face_hub(machine: MachineView) -> Iterator[Finding]:
+    """Ask the hub, unless HF_HUB_OFFLINE is set."""
+    setting = machine.environ.get("HF_HUB_OFFLINE")
+    endpoint = machine.environ.get("HF_ENDPOINT", hub.ENDPOINT)
+    if setting is not None and hub.means_offline(setting):
+        yield ok(f"not asked: HF_HUB_OFFLINE={setting}, and only the cache is used")
+    elif hub.responds(endpoint):
+        yield ok(f"{endpoint} answers")
+    else:
+        yield warning(
+            f"{endpoint} doesn't answer: names of models and datasets are found in the cache alone",
+            "Set HTTPS_PROXY or HF_ENDPOINT; or run `lockstep data fetch RECIPE` with a network, and set "
+            "HF_HUB_OFFLINE=1.",
+        )
+
+
+# --- variables ------------------------------------------------------------------------------------------------------
+
+
+def rank_variables(machine: MachineView) -> Iterator[Finding]:
+    """Check the variables that make a process a rank."""
+    environ = machine.environ
+    present = [name for name in _RANK_VARIABLES if name in environ]
+    if not names_a_rank(environ):
+        yield not_here("no launcher has made this process a rank")
+        return
+    try:
+        rank = RankEnvironment.read(environ)
+    except ConfigError as error:
+        for problem in error.problems:
+            fact, _, remedy = problem.message.partition("; ")
+            advice = f"{remedy[:1].upper()}{remedy[1:]}." if remedy else "Correct or unset it."
+            yield wrong(f"{problem.key} {fact}", advice)
+        return
+    if rank.world_size > 1:
+        yield warning(
+            f"this process is rank {rank.rank} of {rank.world_size} ({', '.join(present)})",
+            f"If no launcher is meant, unset them, or commands wait for other ranks: unset {' '.join(present)}",
+        )
+    else:
+        yield ok("rank 0 of 1")
+
+
+def threads(machine: MachineView) -> Iterator[Finding]:
+    """Check OMP_NUM_THREADS against the cores."""
+    value = machine.environ.get("OMP_NUM_THREADS")
+    cores = len(os.sched_getaffinity(0))
+    if value is None:
+        yield ok(f"OMP_NUM_THREADS is not set; ranks share {cores} core{'s' * (cores > 1)} evenly")
+        return
+    first, ranks = value.split(",")[0], machine.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not first.isdecimal() or int(first) < 1:
+        yield wrong(f"OMP_NUM_THREADS={value} is not a whole number above 0", "Unset it.")
+    elif (total := int(first) * (int(ranks) if ranks.isdecimal() else 1)) > cores:
+        remedy = "Lower or unset it."
+        yield warning(f"OMP_NUM_THREADS={value}: {total} threads on {cores} cores wait for each other", remedy)
+    else:
+        yield ok(f"OMP_NUM_THREADS={value}, {cores} cores")
+
+
+_Environ = Mapping[str, str]
+_KEEP = "Unset it when the fault is clear."
+SETTINGS = (
+    ("NCCL_P2P_DISABLE", "1", "GPUs exchange by way of the host: slow", "Unset it."),
+    ("NCCL_SHM_DISABLE", "1", "GPUs exchange by the network: slow", "Unset it."),
+    ("NCCL_IB_DISABLE", "1", "NCCL uses sockets, also where InfiniBand is", "Unset it."),
+    ("NCCL_DEBUG", "TRACE", "NCCL logs every call: slow", "Set it to WARN."),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "a rank whose peer has ended waits without a limit", "Unset it."),
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "checks each collective: slow", _KEEP),
+    ("CUDA_LAUNCH_BLOCKING", "1", "the host waits for each kernel: slow", _KEEP),
+)
+"""Variables, the value that makes training slow or fail, what it does, and the remedy."""
+CONTRADICTIONS: tuple[tuple[tuple[str, str], Callable[[str, str], bool], str, str], ...] = (
+    (
+        ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+        str.__ne__,
+        "gloo and NCCL use different interfaces",
+        "Set both to the interface between the hosts.",
+    ),
+    (
+        ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+        lambda hub_value, value: hub.means_offline(hub_value) != hub.means_offline(value),
+        "they contradict each other, and HF_HUB_OFFLINE counts",
+        "Unset TRANSFORMERS_OFFLINE.",
+    ),
+    (
+        ("MASTER_ADDR", "SLURM_NNODES"),
+        lambda address, nodes: address.startswith(("127.", "localhost")) and nodes != "1",
+        "each node would wait at its own loopback",
+        "Set it to the first of: scontrol show hostnames",
+    ),
+)
+"""Two variables, whether their values contradict each other, what that does, and the remedy."""
+
+
+def contradictions(machine: MachineView) -> Iterator[Finding]:
+    """Check variables of NCCL, gloo, torch and the hub for what fails, contradicts itself, or is slow."""
+    environ = machine.environ
+    broken = [
+        warning(f"{name}={environ[name]}: {effect}", remedy)
+        for name, value, effect, remedy in SETTINGS
+        if environ.get(name, "").upper() == value
+    ]
+    for (first, second), holds, effect, remedy in CONTRADICTIONS:
+        if first in environ and second in environ and holds(environ[first], environ[second]):
+            broken.append(warning(f"{first}={environ[first]}, {second}={environ[second]}: {effect}", remedy))
+    yield from broken
+    if not broken:
+        present = sorted(name for name in environ if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_")))
+        yield ok(", ".join(f"{name}={environ[name]}" for name in present) or "none of NCCL's or gloo's is set")

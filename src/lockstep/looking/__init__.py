@@ -1,5 +1,5 @@
 """Looks at runs while they train, and at folders of runs. Nothing is written, and torch is not needed.
 
-files      ends and samples of files that grow       states   what a run does: running, stopped, failed, ...
-listing    `lockstep ls`                               watched, screen, terminal   `lockstep top`
+states   what a run does, from its files: running, stopped, failed, ...
+listing  `lockstep ls`                               watched, screen   `lockstep top`
 """

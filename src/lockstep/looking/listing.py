@@ -23,8 +23,7 @@ from typing import Any
 from lockstep.core import formatting
 from lockstep.core.files import MAX_JSON_BYTES, changed, read_bounded
 from lockstep.core.terminal import plain_line
-from lockstep.looking.files import last_records, read_object
-from lockstep.looking.states import RunState, number, status_of
+from lockstep.looking.states import RunState, last_records, number, read_object, status_of
 from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import CONFIG, ENVIRONMENT, METRICS, SUMMARY, is_run

@@ -17,9 +17,8 @@ from typing import Any
 from lockstep.core import formatting
 from lockstep.core.errors import ConfigError
 from lockstep.core.near_runs import not_a_run
-from lockstep.looking.files import last_records, read_object, read_tail, sampled_losses
 from lockstep.looking.listing import RUNS, ListedRun, list_runs, listed
-from lockstep.looking.states import RunState, number
+from lockstep.looking.states import RunState, last_records, number, read_object, read_tail, sampled_losses
 from lockstep.monitor.attempts import Attempt, read_attempts
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import METRICS, is_run

@@ -28,7 +28,7 @@ from lockstep.core.formatting import counted
 from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Request
 from lockstep.core.run_queue import waited_for_core
-from lockstep.distributed.memory import end_memory_history, owners_of, record_memory_history
+from lockstep.distributed.memory import end_memory_history, record_memory_history
 from lockstep.monitor.profile_spans import (
     PROFILE,
     Span,
@@ -45,8 +45,6 @@ from lockstep.monitor.trace_requests import RequestWatch, TraceAnswer, write_ans
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import nn
-
     from lockstep.config.training_sections import ProfileConfig
     from lockstep.core.records import StepReport
     from lockstep.distributed.process_group import World
@@ -61,15 +59,13 @@ class Profiler:
 
     Args:
         folder: Of the run.
-        model: As this rank trains it, to name what a GPU's memory holds.
 
     Raises:
         ConfigError: The config names a rank that doesn't exist.
     """
 
-    def __init__(self, config: ProfileConfig, world: World, folder: Path, model: nn.Module) -> None:
+    def __init__(self, config: ProfileConfig, world: World, folder: Path) -> None:
         self._world = world
-        self._model = model
         self._folder = folder
         self._holder = lock_holder(folder)
         self._writer = TraceWriter()
@@ -132,7 +128,7 @@ class Profiler:
         if self._planned and self._planned[0][0].begin == steps + 1:
             span, options = self._planned[0]
             if options.includes(self._world.rank):
-                self._recording = _Recording.started(span, options, self._world, self._model)
+                self._recording = _Recording.started(span, options, self._world)
 
     def close(self) -> None:
         """End a trace that isn't over, and wait until all is written."""
@@ -182,9 +178,8 @@ class Profiler:
 class _Recording:
     """A running profiler of torch."""
 
-    def __init__(self, span: Span, options: TraceOptions, world: World, model: nn.Module, profiler: profile) -> None:
+    def __init__(self, span: Span, options: TraceOptions, world: World, profiler: profile) -> None:
         self._span = span
-        self._model = model
         self._options = options
         self._world = world
         self._profiler = profiler
@@ -192,7 +187,7 @@ class _Recording:
         self._waited: float | None = None  # for a core, before the first recorded update
 
     @classmethod
-    def started(cls, span: Span, options: TraceOptions, world: World, model: nn.Module) -> _Recording | None:
+    def started(cls, span: Span, options: TraceOptions, world: World) -> _Recording | None:
         """Start torch's profiler before the span's first update; None, with a warning, if another one runs."""
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         profiler = profile(
@@ -205,7 +200,7 @@ class _Recording:
         )
         profiler.step_num = span.begin  # torch counts from 0
         profiler.current_action = profiler.schedule(span.begin)  # type: ignore[assignment]  # of a too narrow type in torch
-        recording = cls(span, options, world, model, profiler)
+        recording = cls(span, options, world, profiler)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -247,12 +242,6 @@ class _Recording:
         }
         if waited is not None and self._waited is not None:
             facts["waited_for_core"] = waited - self._waited
-        if snapshot is not None:
-            snapshot["lockstep"] = {
-                "facts": facts,
-                "index": self._world.device.index or 0,
-                "owners": owners_of(self._model),
-            }
         offset = time.time_ns() - time.perf_counter_ns()
         return EndedTrace(self._profiler.export_chrome_trace, facts, marks, offset, snapshot)
 

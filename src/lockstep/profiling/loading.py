@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from lockstep.core import formatting
+from lockstep.core.formatting import short_time
 from lockstep.core.progress import Progress
 from lockstep.data.fetching import fetch
 from lockstep.data.loader import TrainingLoader
@@ -28,7 +30,6 @@ from lockstep.launch.devices import choose_ranks, count_cores
 from lockstep.models.build import parameter_facts, sketch_model
 from lockstep.monitor.folder import is_run
 from lockstep.plan.plan import Machine, make_plan
-from lockstep.report.limits import SPARE
 from lockstep.report.rank_history import read_rank_history
 from lockstep.training.planning import memory_here
 from lockstep.training.sources import make_objective, open_sources, users_model
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config, Loader
     from lockstep.core.protocols import EvaluatedObjective, Source
-    from lockstep.core.records import Batch
     from lockstep.plan.plan import Plan
 
+_SPARE = 1.1  # times as many samples as the updates need, which workers should deliver
 _COST_SHARE = 0.2  # of the time
 _PAYS = 1.05  # times as fast as fewer workers
 _UNPAID = 2  # settings that don't pay, after which no larger one is measured
@@ -57,7 +58,6 @@ class SampleCost:
     Attributes:
         samples: Number that were read.
         mean: Seconds, with its part of what is done for its micro-batch, such as the collate.
-        read: Mean seconds of a sample alone, without that part; the same as `mean`, if `by_sample` is False.
         slow: 95th percentile of a sample's seconds; of those of a micro-batch by samples, if `by_sample` is False.
         slowest: The longest of these.
         slowest_index: Of that sample, or of the first in that micro-batch.
@@ -67,7 +67,6 @@ class SampleCost:
 
     samples: int
     mean: float
-    read: float
     slow: float
     slowest: float
     slowest_index: int
@@ -185,7 +184,7 @@ def recommend(speeds: Sequence[LoaderSpeed], needed: float | None) -> tuple[int 
     best = max(speeds, key=lambda speed: speed.samples)
     if needed is not None:
         for speed in speeds:
-            if speed.samples >= needed * (SPARE if speed.workers else _UNNOTICED):
+            if speed.samples >= needed * (_SPARE if speed.workers else _UNNOTICED):
                 ratio = speed.samples / needed
                 return speed.workers, f"the fewest that keep up: {ratio:.1f} times what the model's updates need"
         if best.samples < needed:
@@ -273,7 +272,6 @@ def _cost(data: _OpenedData, seconds: float) -> SampleCost:
     return SampleCost(
         read,
         total / read,
-        statistics.fmean(ordered) if times.items else total / read,
         ordered[math.ceil(0.95 * len(ordered)) - 1],
         slowest,
         slowest_index,
@@ -309,8 +307,7 @@ def _speed(data: _OpenedData, workers: int, seconds: float, progress: Progress) 
     options = data.config.data.loader.model_copy(update={"workers": workers})
     began = time.perf_counter()
     others = set(psutil.Process().children())
-    micro_batches = data.loader(options).micro_batches(progress)
-    batches = _real(micro_batches)
+    batches = (batch for batch in data.loader(options).micro_batches(progress) if batch.samples)
     read = next(batches).samples
     first = time.perf_counter() - began
     for _ in range(workers * options.prefetch):  # ready, or nearly so: what follows is as fast as the workers are
@@ -329,13 +326,46 @@ def _speed(data: _OpenedData, workers: int, seconds: float, progress: Progress) 
     return speed, read + samples + ahead
 
 
-def _real(batches: Iterator[Batch]) -> Iterator[Batch]:
-    return (batch for batch in batches if batch.samples)
-
-
 def _memory_of(workers: set[psutil.Process]) -> int | None:
     sizes = []
     for worker in workers:
         with suppress(psutil.Error):
             sizes.append(worker.memory_full_info().uss)
     return round(statistics.fmean(sizes)) if sizes else None
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
+
+
+def data_lines(profile: DataProfile) -> Iterator[str]:
+    """Yield the profile for people: what a sample costs, a table of settings, the recommendation."""
+    shared = f", shared by {profile.ranks:,} ranks" if profile.ranks > 1 else ""
+    yield (
+        f"data of kind {profile.kind}, {profile.samples:,} samples, in micro-batches of {profile.micro_size:,}; "
+        f"{formatting.counted(profile.cpus, 'CPU')}{shared}"
+    )
+    cost = profile.cost
+    which = f"sample {cost.slowest_index}" if cost.by_sample else f"in the micro-batch from sample {cost.slowest_index}"
+    yield (
+        f"a sample: {short_time(cost.mean)} on average with its part of its micro-batch, over {cost.samples:,}; 95 % "
+        f"take at most {short_time(cost.slow)}; the slowest, {which}, {short_time(cost.slowest)}"
+    )
+    if cost.stages:
+        rest = 1 - sum(cost.stages.values())
+        stages = {**cost.stages, **({"other": rest} if rest > 0.005 else {})}
+        yield "the time: " + ", ".join(f"{name} {share:.0%}" for name, share in stages.items())
+    if profile.settings:
+        rows = [["workers", "samples/s", "tokens/s", "first batch in", "each holds", ""]]
+        for speed in profile.settings:
+            holds = formatting.size(speed.memory) if speed.memory is not None else "-"
+            mark = "<- data.loader.workers" if speed.workers == profile.configured else ""
+            speeds = formatting.short(speed.samples), formatting.short(speed.tokens)
+            rows.append([str(speed.workers), *speeds, short_time(speed.first), holds, mark])
+        yield from ("", *formatting.aligned(rows, left={5}))
+    yield ""
+    if profile.unmeasured:
+        yield profile.unmeasured
+    if profile.needed is not None:
+        yield f"the model's updates need {formatting.short(profile.needed)} samples/s on this rank"
+    if profile.recommended is not None:
+        yield f"recommended: data.loader.workers: {profile.recommended} ({profile.reason})"

@@ -1,36 +1,40 @@
-"""The memory profile of a run: what its tensors hold at the peak, by category and module, beside the prediction.
+"""Shows what the tensors of a run hold at the peak, by category and module, beside the prediction of its plan.
 
-a recipe, a run on the CPU    three updates in new ranks of this machine, whose every operation is watched
-a run on GPUs                 the newest snapshots of its ranks; while it trains, new ones
+Three updates are made in new ranks of this machine, and each of their operations is watched.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.core.formatting import size
-from lockstep.core.terminal import muted_stderr
+from lockstep.core.formatting import counted, size
 from lockstep.plan.modules import joined, list_of, row_of
-from lockstep.profiling.snapshot import read_snapshot
-from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.memory import CATEGORIES, Category, Peak
-from lockstep.simulation.planning import estimator_of, measured_beside_predicted
-from lockstep.training.user_objects import UserObjects, refuse_given
+from lockstep.simulation.planning import measured_beside_predicted
+from lockstep.training.user_objects import refuse_given
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from lockstep.config.loading import LoadedConfig
 
 _NO_MODULE = "(no module)"  # batches, the loss, the vote
 _MOST_MODULES = 20
 _CLOSE = 0.02
 _HEADS: Mapping[Category, str] = {"parameters": "params", "gradients": "grads", "communication": "comm."}
-_UNSEEN: tuple[Category, ...] = ("logits", "casts")  # a snapshot shows them as activations
+
+_MEANINGS: Mapping[Category, str] = {
+    "parameters": "the model has other parameters than its config describes, or holds copies of them",
+    "gradients": "gradients are kept longer, or in another dtype",
+    "optimizer": "the optimizer keeps other state, or temporary tensors of its update",
+    "activations": "samples are longer or more than the plan assumes, or the model keeps tensors for itself",
+    "logits": "samples are longer or more than the plan assumes",
+    "casts": "autocast keeps copies of weights",
+    "communication": "buckets and gathered parameters overlap otherwise",
+    "buffers": "the model's buffers have grown",
+    "other": "tensors are kept between updates: by a monitor, or by the model's own code",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,6 @@ class MemoryProfile:
         predicted: None: it can't be predicted.
         unpredictable: Why it can't be.
         reserved: Bytes that are held in all: of the process on the CPU, of torch's allocator on a GPU.
-        notes: Further sentences.
     """
 
     source: str
@@ -51,7 +54,6 @@ class MemoryProfile:
     unpredictable: str
     reserved: int
     on_cpu: bool
-    notes: tuple[str, ...] = ()
 
     def differences(self) -> dict[Category, int]:
         """Return measured minus predicted bytes of each category; nothing without a prediction."""
@@ -75,42 +77,8 @@ def memory_of_recipe(loaded: LoadedConfig, *, trust_remote_code: bool) -> Memory
     refuse_given(loaded)
     memory = measured_beside_predicted(loaded, trust_remote_code=trust_remote_code)
     where = "the CPU" if memory.on_cpu else "the accelerators"
-    source = f"three updates of {memory.ranks} rank{'s' * (memory.ranks != 1)} on {where} of this machine"
+    source = f"three updates of {counted(memory.ranks, 'rank')} on {where} of this machine"
     return MemoryProfile(source, memory.measured, memory.predicted, memory.unpredictable, memory.held, memory.on_cpu)
-
-
-def memory_of_snapshots(files: Sequence[Path], loaded: LoadedConfig, *, trust_remote_code: bool) -> MemoryProfile:
-    """Read the snapshots of a run's ranks; the one whose peak is largest is explained. Raises RunFailed."""
-    snapshot = max(map(read_snapshot, files), key=lambda snapshot: snapshot.peak.bytes)
-    facts = snapshot.facts
-    predicted, why = None, ""
-    try:
-        with muted_stderr():
-            estimator = estimator_of(
-                loaded.config, int(facts["ranks"]), None, UserObjects(trust_remote_code=trust_remote_code)
-            )
-            predicted = _unseen_merged(estimator.peak(loaded.config))
-    except (ConfigError, RunFailed, Unpredictable) as error:
-        why = str(error).splitlines()[0]
-    pieces = (
-        f"the allocator rounds up by {size(snapshot.rounding)}, and keeps {size(snapshot.unused)} that hold nothing, "
-        f"in pieces of at most {size(snapshot.largest_gap)}"
-    )
-    return MemoryProfile(
-        f"updates {facts['first']:,} to {facts['last']:,} of rank {snapshot.rank}, {snapshot.path}",
-        snapshot.peak,
-        predicted,
-        why,
-        snapshot.reserved,
-        on_cpu=False,
-        notes=(pieces, "logits and casts count as activations: a snapshot doesn't distinguish them"),
-    )
-
-
-def _unseen_merged(peak: Peak) -> Peak:
-    moved = sum(peak.by_category[name] for name in _UNSEEN)
-    categories = {**peak.by_category, **dict.fromkeys(_UNSEEN, 0)}
-    return Peak(peak.bytes, {**categories, "activations": categories["activations"] + moved}, peak.by_module)
 
 
 # --- text ---------------------------------------------------------------------------------------------------------
@@ -132,8 +100,11 @@ def memory_lines(profile: MemoryProfile) -> Iterator[str]:
     yield ""
     yield from _module_lines(measured)
     yield ""
-    yield _reserved(profile)
-    yield from profile.notes
+    rest = size(max(0, profile.reserved - measured.bytes))
+    if profile.on_cpu:
+        yield f"the process holds {size(profile.reserved)} in all: {rest} are Python, libraries, data, freed memory"
+    else:
+        yield f"torch's allocator has reserved {size(profile.reserved)} of the GPU: {rest} more than the tensors' peak"
     yield _verdict(profile)
 
 
@@ -177,13 +148,6 @@ def module_rows(peak: Peak) -> list[tuple[str, Counter[Category]]]:
     return sorted(merged, key=lambda row: -row[1].total())
 
 
-def _reserved(profile: MemoryProfile) -> str:
-    rest = size(max(0, profile.reserved - profile.measured.bytes))
-    if profile.on_cpu:
-        return f"the process holds {size(profile.reserved)} in all: {rest} are Python, libraries, data, freed memory"
-    return f"torch's allocator has reserved {size(profile.reserved)} of the GPU: {rest} more than the tensors' peak"
-
-
 def _verdict(profile: MemoryProfile) -> str:
     predicted = profile.predicted
     if predicted is None:
@@ -199,16 +163,3 @@ def _verdict(profile: MemoryProfile) -> str:
         f"it is {ratio:.2f} times what the plan predicts, above all in {most}: {size(abs(differences[most]))} {more} "
         f"({_MEANINGS[most]})"
     )
-
-
-_MEANINGS: Mapping[Category, str] = {
-    "parameters": "the model has other parameters than its config describes, or holds copies of them",
-    "gradients": "gradients are kept longer, or in another dtype",
-    "optimizer": "the optimizer keeps other state, or temporary tensors of its update",
-    "activations": "samples are longer or more than the plan assumes, or the model keeps tensors for itself",
-    "logits": "samples are longer or more than the plan assumes",
-    "casts": "autocast keeps copies of weights",
-    "communication": "buckets and gathered parameters overlap otherwise",
-    "buffers": "the model's buffers have grown",
-    "other": "tensors are kept between updates: by a monitor, or by the model's own code",
-}

@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.core.errors import RunFailed
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.monitor.attempts import holder_may_live, launched
 from lockstep.monitor.folder import ATTEMPTS
 from lockstep.monitor.meter_files import LIVE
@@ -49,8 +48,9 @@ def request_traces(
         RunFailed: The run refuses, ends meanwhile, or doesn't answer in time.
     """
     request = TraceRequest(uuid.uuid4().hex, steps, 1, options)
-    _await_begin(run, seconds)
-    path, starts = run / PROFILE / REQUEST, _starts(run)
+    if not _has_begun(run):  # it would move a request away with earlier files
+        raise RunFailed(f"the run in {run} has not begun its first update: ask again when it trains")
+    path = run / PROFILE / REQUEST
     _write(path, request)
     try:
         answer = _answer(run, request.name, seconds)
@@ -60,21 +60,7 @@ def request_traces(
     if answer.refusal is not None:
         raise RunFailed(f"{run} records no trace: {answer.refusal}")
     show(answer)
-    return _files(run, answer, seconds, starts)
-
-
-def _await_begin(run: Path, seconds: float) -> None:
-    """Wait until a run that starts has put its folder in order: it would move a request away with earlier files."""
-    deadline = time.monotonic() + seconds
-    while not _has_begun(run):
-        if not is_running(run):
-            raise RunFailed(f"the run in {run} has ended before its first update")
-        if time.monotonic() > deadline:
-            raise RunFailed(
-                f"the run in {run} has not begun its first update in {seconds:.0f} s: it still starts; see its output "
-                "and logs/ in its folder, or wait longer with --timeout"
-            )
-        time.sleep(_POLL_S)
+    return _files(run, answer, seconds)
 
 
 def _has_begun(run: Path) -> bool:
@@ -85,13 +71,6 @@ def _has_begun(run: Path) -> bool:
             if not (run / name).stat().st_mtime < start:
                 return True
     return False
-
-
-def _starts(run: Path) -> int:
-    try:
-        return read_bounded(run / ATTEMPTS, MAX_JSON_BYTES).count(b"\n")
-    except OSError:
-        return 0
 
 
 def _write(path: Path, request: TraceRequest) -> None:
@@ -133,7 +112,7 @@ def _answer(run: Path, name: str, seconds: float) -> TraceAnswer:
     )
 
 
-def _files(run: Path, answer: TraceAnswer, seconds: float, starts: int) -> list[Path]:
+def _files(run: Path, answer: TraceAnswer, seconds: float) -> list[Path]:
     files = {rank: run / PROFILE / f"rank{rank}.{answer.first}{TRACE_SUFFIX}" for rank in answer.ranks}
     deadline, ended = time.monotonic() + seconds, None
     while missing := [rank for rank, file in files.items() if not file.is_file()]:
@@ -143,14 +122,10 @@ def _files(run: Path, answer: TraceAnswer, seconds: float, starts: int) -> list[
         names = ", ".join(map(str, missing))
         if ended is not None and now - ended > _GRACE_S:
             raise RunFailed(f"the run in {run} has ended before rank {names} recorded update {answer.first:,}")
-        if starts and _starts(run) > starts:
-            raise RunFailed(
-                f"the run in {run} was started again before rank {names} recorded update {answer.first:,}; ask again"
-            )
         if now > deadline:
             raise RunFailed(
                 f"no trace of rank {names} in {run / PROFILE} after {seconds:.0f} s: if its host doesn't share the "
-                "folder, it is there on that host; else wait longer with --timeout"
+                "folder, it is there on that host; if the run was started again, ask again; else raise --timeout"
             )
         time.sleep(_POLL_S)
     return list(files.values())

@@ -3,7 +3,10 @@
     rank0.10.pt.trace.json.gz --> Trace: per update, seconds by phase, operators by their own time, reads by the host,
                                          collectives with bytes and bus bandwidth, busy time of the device
 
-A phase has what begins in it on any thread of the host. No torch is needed.
+A phase has what begins in it on any thread of the host. No torch is needed. What a GPU does:
+
+    host    cudaLaunchKernel (correlation 7) ... cudaStreamSynchronize
+    GPU              delay  | kernel (correlation 7) | idle |  ncclDevKernel_AllReduce (exposed where nothing computes)
 """
 
 from __future__ import annotations
@@ -24,17 +27,10 @@ from lockstep.core.collective_names import OPERATIONS, bus_factor
 from lockstep.core.errors import RunFailed
 from lockstep.core.intervals import Interval, gaps, intersection, length, union
 from lockstep.monitor.profile_spans import PROFILE, TRACE_SUFFIX
-from lockstep.profiling.device_use import (
-    KERNELS,
-    DeviceUse,
-    Event,
-    device_use,
-    interval_of,
-    is_communication,
-    kernel_times,
-    launches_of,
-)
 
+Event = Mapping[str, Any]
+_KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
 _READS = "aten::_local_scalar_dense"
 _BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4, "BFloat16": 2}
 _BYTES |= {"Float": 4, "Double": 8, "Half": 2, "Long": 8, "Int": 4, "unsigned char": 1, "Byte": 1}
@@ -62,6 +58,29 @@ class CollectiveUse:
     size: float
     seconds: float
     bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """The use of a GPU; seconds are those of an update.
+
+    Attributes:
+        busy: Share of the time in which it computes.
+        idle: Seconds in which it does nothing, not even communicate or copy.
+        stalled: Of these, seconds in which the host waits for data.
+        exposed: Seconds in which it communicates and computes nothing.
+        delay: Seconds from a kernel's launch to its start, the median: short if the GPU waits for the host.
+        syncs: Calls in forward and backward for which the host waits until the GPU has done its work.
+        sync_seconds: Seconds that the host waits in them.
+    """
+
+    busy: float
+    idle: float
+    stalled: float
+    exposed: float
+    delay: float
+    syncs: float
+    sync_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,23 +156,23 @@ def read_trace(path: Path) -> Trace:
 def _trace(path: Path, facts: Mapping[str, Any], events: list[Event]) -> Trace:
     slices = [event for event in events if event.get("ph") == "X" and "dur" in event]
     own = [event for event in slices if event.get("cat") == "lockstep"]
-    updates = [interval_of(event) for event in own if event["name"].startswith("lockstep/update ")]
+    updates = [_interval_of(event) for event in own if event["name"].startswith("lockstep/update ")]
     if not updates:
         raise ValueError("it has no whole update")
     whole, count = (updates[0][0], updates[-1][1]), len(updates)
     phases = sorted((event["ts"], event["name"].removeprefix("lockstep/")) for event in own if event["args"] == {})
     inside = [event for event in slices if whole[0] <= event["ts"] < whole[1]]
     operators = [event for event in inside if event.get("cat") == "cpu_op"]
-    kernels = [event for event in inside if event.get("cat") in KERNELS]
+    kernels = [event for event in inside if event.get("cat") in _KERNELS]
     leaves, own_times = _own_times(operators)
-    names = kernel_times(inside) if kernels else own_times
-    computing = [event for event in kernels if not is_communication(event)]
+    names = _kernel_times(inside) if kernels else own_times
+    computing = [event for event in kernels if not _is_communication(event)]
     spans: dict[str, list[Interval]] = defaultdict(list)
     for event in own:
         if event["args"] == {}:
-            spans[event["name"].removeprefix("lockstep/")].append(interval_of(event))
+            spans[event["name"].removeprefix("lockstep/")].append(_interval_of(event))
     total = (whole[1] - whole[0]) * _MICRO / count
-    outside = _outside([*operators, *launches_of(inside), *kernels], spans)
+    outside = _outside([*operators, *_launches_of(inside), *kernels], spans)
     return Trace(
         path,
         facts,
@@ -172,7 +191,7 @@ def _trace(path: Path, facts: Mapping[str, Any], events: list[Event]) -> Trace:
         )
         / count,
         _collectives(inside, count, int(facts["ranks"])),
-        device_use(inside, whole, count, spans),
+        _device_use(inside, whole, count, spans),
         _overlap(inside, computing, phases),
     )
 
@@ -228,7 +247,7 @@ def _small(leaves: Sequence[Event], phases: Sequence[tuple[float, str]]) -> floa
 
 def _outside(calls: Iterable[Event], spans: Mapping[str, Sequence[Interval]]) -> dict[str, list[Interval]]:
     """Return when the host computes, by phase, and no call or kernel runs, on no thread."""
-    busy = union(map(interval_of, calls))
+    busy = union(map(_interval_of, calls))
     outside = {}
     for name in _COMPUTE:
         idle = (gap for span in spans.get(name, ()) for gap in gaps(intersection([span], busy), span))
@@ -242,7 +261,7 @@ def _collectives(events: Iterable[Event], count: int, ranks: int) -> list[Collec
     kernels: dict[str, float] = defaultdict(float)
     for event in events:
         name, arguments = event["name"], event.get("args", {})
-        if event.get("cat") in KERNELS and "Collective name" in arguments:
+        if event.get("cat") in _KERNELS and "Collective name" in arguments:
             kernels[arguments["Collective name"].strip("_")] += event["dur"]
         elif name.startswith("gloo:"):
             size = sum(
@@ -280,14 +299,105 @@ def _size(dims: Any, kind: str) -> float:
 
 def _overlap(events: Sequence[Event], computing: Sequence[Event], phases: Sequence[tuple[float, str]]) -> float | None:
     """Return the share of the collectives' time in which the GPU, or without one this rank's thread, computes."""
-    kernels = [event for event in events if event.get("cat") in KERNELS and is_communication(event)]
-    collectives = union(map(interval_of, kernels or [event for event in events if event["name"].startswith("gloo:")]))
+    kernels = [event for event in events if event.get("cat") in _KERNELS and _is_communication(event)]
+    collectives = union(map(_interval_of, kernels or [event for event in events if event["name"].startswith("gloo:")]))
     if not collectives:
         return None
     if kernels:
-        others = union(map(interval_of, computing))
+        others = union(map(_interval_of, computing))
     else:
         ends = [at for at, _ in phases[1:]] + [phases[-1][0]]
         others = [(at, end) for (at, name), end in zip(phases, ends, strict=True) if name in ("forward", "backward")]
     hidden = length(collectives) + length(others) - length(union([*collectives, *others]))
     return hidden / length(collectives)
+
+
+# --- GPUs -----------------------------------------------------------------------------------------------------------
+
+
+def _is_communication(event: Event) -> bool:
+    """Return whether a kernel is one of NCCL's, or of RCCL's, which has the same names."""
+    return "nccl" in event["name"].lower()
+
+
+def _device_use(
+    events: Sequence[Event], whole: Interval, count: int, phases: Mapping[str, Sequence[Interval]]
+) -> DeviceUse | None:
+    """Return the use of the GPU over N updates; None if the trace has no kernel.
+
+    Args:
+        phases: When the host was in each phase.
+    """
+    kernels = [event for event in events if event.get("cat") in _KERNELS]
+    if not kernels:
+        return None
+    compute = [event for event in kernels if event["cat"] == "kernel" and not _is_communication(event)]
+    computing = union(map(_interval_of, compute))
+    communicating = union(_interval_of(event) for event in kernels if _is_communication(event))
+    used = union([*computing, *communicating, *(_interval_of(event) for event in kernels)])
+    unused = gaps(used, whole)
+    calls = (event for event in _launches_of(events) if "correlation" in event.get("args", {}))
+    launches = {event["args"]["correlation"]: event for event in calls}
+    delays = [
+        max(0.0, event["ts"] - launches[correlation]["ts"] - launches[correlation]["dur"])
+        for event in kernels
+        if (correlation := event.get("args", {}).get("correlation")) in launches
+    ]
+    model = union([*phases.get("forward", ()), *phases.get("backward", ())])
+    syncs = [
+        event
+        for event in _launches_of(events)
+        if _synchronizes(event["name"]) and intersection([_interval_of(event)], model)
+    ]
+    scale = _MICRO / count
+
+    def seconds(intervals: Iterable[Interval]) -> float:
+        return length(intervals) * scale
+
+    return DeviceUse(
+        length(computing) / (whole[1] - whole[0]),
+        seconds(unused),
+        seconds(intersection(unused, union(phases.get("data", ())))),
+        seconds(communicating) - seconds(intersection(communicating, computing)),
+        statistics.median(delays) * _MICRO if delays else 0.0,
+        len(syncs) / count,
+        sum(event["dur"] for event in syncs) * scale,
+    )
+
+
+def _launches_of(events: Iterable[Event]) -> Iterable[Event]:
+    """Return the calls of CUDA's runtime and driver."""
+    return (event for event in events if event.get("cat") in _LAUNCHES)
+
+
+def _kernel_times(events: Sequence[Event]) -> dict[str, tuple[int, float]]:
+    """Return calls and microseconds of kernels by the operator that has launched them, else by their own name."""
+    operators = {
+        event["args"]["External id"]: event["name"]
+        for event in events
+        if event.get("cat") == "cpu_op" and "External id" in event.get("args", {})
+    }
+    launchers = {
+        event["args"]["correlation"]: operators.get(event["args"].get("External id"))
+        for event in _launches_of(events)
+        if "correlation" in event.get("args", {})
+    }
+    times: dict[str, tuple[int, float]] = {}
+    for event in events:
+        if event.get("cat") not in _KERNELS:
+            continue
+        arguments = event.get("args", {})
+        launcher = operators.get(arguments.get("External id")) or launchers.get(arguments.get("correlation"))
+        name = str(launcher or event["name"])
+        calls, total = times.get(name, (0, 0.0))
+        times[name] = (calls + 1, total + event["dur"])
+    return times
+
+
+def _synchronizes(name: str) -> bool:
+    return "Synchronize" in name or (name.startswith(("cudaMemcpy", "cuMemcpy")) and "Async" not in name)
+
+
+def _interval_of(event: Event) -> Interval:
+    """Return begin and end of an event, in microseconds."""
+    return event["ts"], event["ts"] + event["dur"]

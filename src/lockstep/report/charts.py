@@ -14,26 +14,148 @@ in a frame that is stretched. So letters and strokes keep their size on a phone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal
 
 import numpy as np
 
+from lockstep.core import formatting
 from lockstep.report.html import render
-from lockstep.report.scales import Scale, Unit, step_ticks, tick_labels, ticks, value_text
 from lockstep.report.series import Numbers, Series, gaps, running_median, thin
+
+Unit = Literal["plain", "percent", "rate"]
 
 _COLORS = 6
 _ROWS = 10  # of the table of a chart
 _DOTTED = 25  # values up to which each gets a dot
 _SLOTS = 500  # places along a chart at which a mark can stand
-TOP, BOTTOM = 16, 26
-"""Pixels above and below the plot."""
-STRETCH = 1000
-"""Width of the stretched frame, in its own units."""
+_TOP, _BOTTOM = 16, 26  # pixels above and below the plot
+_STRETCH = 1000  # width of the stretched frame, in its own units
 _LEFT_EDGE = 0.04  # of the width, where a label would run into the word "step"
 _LABEL_WIDTH = 0.16  # of the width, for the label of a restart
+_STEEP = 20.0  # largest value over the median from which on a logarithmic scale shows more
+_NEAR_ZERO = 0.35  # lowest value over the largest up to which the axis begins at zero
+_DECADES = 12  # of a logarithmic scale, at most
+
+
+# --- scales ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """An axis from `low` at the bottom to `high` at the top.
+
+    Attributes:
+        step: between its ticks; None on a logarithmic scale.
+    """
+
+    low: float
+    high: float
+    step: float | None
+
+    @property
+    def is_logarithmic(self) -> bool:
+        return self.step is None
+
+    def heights(self, values: Numbers) -> Numbers:
+        """Return 0 for the bottom, 1 for the top; NaN stays NaN, and values outside are at the edge."""
+        inside = np.clip(values, self.low, self.high)
+        if self.is_logarithmic:
+            return np.asarray(np.log(inside / self.low) / math.log(self.high / self.low))
+        return np.asarray((inside - self.low) / (self.high - self.low))
+
+
+def fitted(
+    values: Numbers, *, from_zero: bool = False, may_be_logarithmic: bool = False, most: float = math.inf
+) -> Scale:
+    """Return a scale that shows all values: at least one, all finite.
+
+    It begins at a tick, and ends at one or half a step beyond; at `most` if no value is larger.
+    """
+    low, high = float(values.min()), float(values.max())
+    if may_be_logarithmic and low > 0 and high > _STEEP * float(np.median(values)):
+        low = max(low, high * 10.0**-_DECADES)
+        below, above = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.floor(math.log10(high))
+        return Scale(
+            max(factor * below for factor in (1, 2, 5) if factor * below <= low * (1 + 1e-9)),
+            min(factor * above for factor in (1, 2, 5, 10) if factor * above >= high * (1 - 1e-9)),
+            step=None,
+        )
+    if from_zero or 0 < low < _NEAR_ZERO * high:
+        low = min(low, 0.0)
+    if high - low <= 1e-6 * max(abs(low), abs(high)):  # all alike: in the middle
+        margin = abs(high) / 2 or 1.0
+        low, high = low - margin, high + margin if high > most else min(high + margin, most)
+    step = _round_step(high - low, 4)
+    return Scale(step * math.floor(low / step + 1e-6), step * math.ceil(2 * high / step - 1e-6) / 2, step)
+
+
+def ticks(scale: Scale) -> list[float]:
+    """Return about four round values, or the powers of ten."""
+    if scale.step is not None:
+        lowest, highest = round(scale.low / scale.step), math.floor(scale.high / scale.step + 1e-6)
+        return [number * scale.step for number in range(lowest, highest + 1)]
+    first, last = math.floor(math.log10(scale.low) + 1e-9), math.ceil(math.log10(scale.high) - 1e-9)
+    factors = (1, 2, 5) if scale.high <= 100.1 * scale.low else (1,)
+    powers = range(first, last + 1, math.ceil((last - first) / 7))
+    values = [factor * 10.0**power for power in powers for factor in factors]
+    return [value for value in values if scale.low * (1 - 1e-9) <= value <= scale.high * (1 + 1e-9)]
+
+
+def step_ticks(first: int, last: int) -> list[int]:
+    """Return about five round steps between the two."""
+    step = max(1, round(_round_step(max(1, last - first), 5)))
+    return list(range(-(-first // step) * step, last + 1, step))
+
+
+def value_text(value: float, unit: Unit) -> str:
+    """Return a value as people read it, in legends and under the pointer."""
+    if not math.isfinite(value):
+        return "not finite"
+    if unit == "percent":
+        return f"{100 * value:.2f} %"
+    return formatting.short(value) if unit == "rate" else formatting.value(value)
+
+
+def tick_labels(values: Sequence[float], unit: Unit) -> list[str]:
+    """Return labels as short as they can be while no two are the same: 0.5, 1.0; 2,500; 20k; 3e-4; 98 %."""
+    if unit == "percent":
+        return [label + " %" for label in tick_labels([100 * value for value in values], "plain")]
+    short = [_trimmed(formatting.short(value)) for value in values]
+    if max(map(abs, values), default=0.0) >= 10_000 and len(set(short)) == len(short):
+        return short
+    nine_digits = [f"{value:.9g}" for value in values]
+    decimals = max((len(text.partition(".")[2]) for text in nine_digits), default=0)
+    is_even = len(values) < 3 or math.isclose(values[1] - values[0], values[-1] - values[-2], rel_tol=1e-6)
+    if decimals <= 4 and is_even and not any("e" in text for text in nine_digits):
+        return [f"{value:,.{decimals}f}" if value else "0" for value in values]
+    return [_brief(value) for value in values]
+
+
+def _round_step(length: float, number: int) -> float:
+    """Return 1, 2 or 5 times a power of ten, so that about `number` of them make up `length`."""
+    rough = length / number
+    power = 10.0 ** math.floor(math.log10(rough))
+    return float(min((factor * power for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / rough))))
+
+
+def _brief(value: float) -> str:
+    """Return 3e-4, not 0.0003 or 3e-04."""
+    if value == 0 or abs(value) >= 1e-3:
+        return f"{value:,.9g}"
+    mantissa, power = f"{value:.8e}".split("e")
+    return f"{_trimmed(mantissa)}e{int(power)}"
+
+
+def _trimmed(text: str) -> str:
+    """Return 1.5M for 1.50M."""
+    number = text.rstrip("TGMk")
+    return (number.rstrip("0").rstrip(".") if "." in number else number) + text[len(number) :]
+
+
+# --- charts ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +171,6 @@ class Marks:
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
-    """A stretch of values at each step, such as mean - deviation to mean + deviation, in the color of a series."""
-
-    series: Series
-    low: Numbers
-    high: Numbers
-
-
-class DrawnChart(Protocol):
-    """A chart along the steps of a run, on which marks can stand."""
-
-    @property
-    def height(self) -> int: ...
-    @property
-    def marks(self) -> Marks: ...
-    def along(self, steps: Numbers) -> Numbers: ...
-
-
-@dataclass(frozen=True, slots=True)
 class Chart:
     """One chart.
 
@@ -76,8 +179,6 @@ class Chart:
         series: at least one, each with a finite value.
         first: the step at the left edge; `last` at the right.
         is_large: over the whole width, with labels beside its restarts.
-        bands: behind the series.
-        points: kind (a CSS class), step, and a series, on which the mark stands.
         remarks: on how it is drawn.
     """
 
@@ -90,8 +191,6 @@ class Chart:
     marks: Marks = field(default_factory=Marks)
     unit: Unit = "plain"
     is_large: bool = False
-    bands: Sequence[Band] = ()
-    points: Sequence[tuple[str, int, Series]] = ()
     remarks: Sequence[str] = ()
 
     @property
@@ -101,7 +200,7 @@ class Chart:
 
     @property
     def plot_height(self) -> int:
-        return self.height - TOP - BOTTOM
+        return self.height - _TOP - _BOTTOM
 
     @property
     def values(self) -> list[tuple[Series, str, str]]:
@@ -168,11 +267,11 @@ def draw(chart: Chart) -> str:
     return render(
         "chart.html",
         chart=chart,
-        top=TOP,
-        bottom=chart.height - BOTTOM,
-        stretch=STRETCH,
+        top=_TOP,
+        bottom=chart.height - _BOTTOM,
+        stretch=_STRETCH,
         rules=[
-            (_short(TOP + height), _short(TOP + height + 4), label)
+            (_short(_TOP + height), _short(_TOP + height + 4), label)
             for height, label in zip(chart.down(np.array(values)), tick_labels(values, chart.unit), strict=True)
         ],
         step_labels=[
@@ -182,31 +281,10 @@ def draw(chart: Chart) -> str:
         gap=_gap_path(chart),
         curves=[curve for series in drawn_first_last for curve in _curves(chart, series)],
         dots=[dot for series in drawn_first_last for dot in _dots(chart, series)],
-        marks=mark_lines(chart),
-        restarts=restart_lines(chart, labeled=chart.is_large),
-        rollbacks=rollback_bands(chart),
-        bands=[(color_class(band.series), _band_path(chart, band)) for band in chart.bands],
-        points=_points(chart),
+        marks=_mark_lines(chart),
+        restarts=_restart_lines(chart),
+        rollbacks=_rollback_bands(chart),
     )
-
-
-def _band_path(chart: Chart, band: Band) -> str:
-    kept = thin(band.series.steps, band.high, _SLOTS // 5)
-    along = (chart.along(band.series.steps[kept]) * STRETCH).tolist()
-    high, low = (chart.down(values[kept]).tolist() for values in (band.high, band.low))
-    corners = [*zip(along, high, strict=True), *reversed(list(zip(along, low, strict=True)))]
-    return "M" + "L".join(f"{_short(x)} {_short(y)}" for x, y in corners) + "z"
-
-
-def _points(chart: Chart) -> list[tuple[str, str, str]]:
-    """Return class, place and height of each mark on a curve; on a stretch without values none."""
-    points = []
-    for kind, step, series in chart.points:
-        if series.known_steps[0] <= step <= series.known_steps[-1]:
-            value = np.interp([float(step)], series.known_steps, series.known)
-            place = float(chart.along(np.array(float(step))))
-            points.append((f"{kind} {color_class(series)}", _percent(place), _short(TOP + chart.down(value)[0])))
-    return points
 
 
 def _curves(chart: Chart, series: Series) -> list[tuple[str, str, str]]:
@@ -220,8 +298,7 @@ def _curves(chart: Chart, series: Series) -> list[tuple[str, str, str]]:
     since = np.diff(steps[finite], prepend=0.0).tolist()  # steps since the point before
     texts = (value_text(value, chart.unit) for value in values[finite].tolist())
     points = ",".join(f"{step:.0f} {text}" for step, text in zip(since, texts, strict=True))
-    is_member = any(band.series.color == series.color and band.series is not series for band in chart.bands)
-    kind, path = f"line {color_class(series)}{' member' if is_member else ''}", _path(chart, steps, values)
+    kind, path = f"line {color_class(series)}", _path(chart, steps, values)
     if not series.is_smoothed:
         return [(kind, path, points)]
     median = running_median(series)
@@ -231,7 +308,7 @@ def _curves(chart: Chart, series: Series) -> list[tuple[str, str, str]]:
 def _path(chart: Chart, steps: Numbers, values: Numbers) -> str:
     """Return a path, lifted where a value is missing; a value between two missing ones is a dot (`h0`, round ends)."""
     parts, pen = [], "M"
-    for x, y in zip((chart.along(steps) * STRETCH).tolist(), chart.down(values).tolist(), strict=True):
+    for x, y in zip((chart.along(steps) * _STRETCH).tolist(), chart.down(values).tolist(), strict=True):
         if y != y:
             pen = "M"
             continue
@@ -245,7 +322,7 @@ def _dots(chart: Chart, series: Series) -> list[tuple[str, str, str]]:
     chosen = slice(None) if len(series.known) <= _DOTTED else slice(-1, None)
     places, heights = chart.along(series.known_steps[chosen]), chart.down(series.known[chosen])
     return [
-        (color_class(series), _percent(place), _short(TOP + height))
+        (color_class(series), _percent(place), _short(_TOP + height))
         for place, height in zip(places, heights, strict=True)
     ]
 
@@ -255,38 +332,38 @@ def _gap_path(chart: Chart) -> str:
     stretches = {
         (_short(first), _short(last))
         for series in chart.series
-        for first, last in np.round(chart.along(np.array(gaps(series), dtype=float).reshape(-1, 2)) * STRETCH)
+        for first, last in np.round(chart.along(np.array(gaps(series), dtype=float).reshape(-1, 2)) * _STRETCH)
     }
     return "".join(f"M{first} 0H{last}v{chart.plot_height}H{first}z" for first, last in sorted(stretches))
 
 
-def mark_lines(chart: DrawnChart) -> list[tuple[str, str, int, int]]:
+def _mark_lines(chart: Chart) -> list[tuple[str, str, int, int]]:
     """Return class, place, top and bottom of the mark of each save, evaluation and discarded update."""
-    bottom = chart.height - BOTTOM
+    bottom = chart.height - _BOTTOM
     return [
         (kind, place, top, top + length)
         for kind, marked, top, length in (
             ("save", chart.marks.saves, bottom + 1, 4),
             ("failed", chart.marks.failed_saves, bottom + 1, 7),
-            ("evaluated", chart.marks.evaluations, TOP, 5),
-            ("discarded", chart.marks.discarded, TOP, 7),
+            ("evaluated", chart.marks.evaluations, _TOP, 5),
+            ("discarded", chart.marks.discarded, _TOP, 7),
         )
         for place in _distinct_places(chart, marked)
     ]
 
 
-def restart_lines(chart: DrawnChart, *, labeled: bool = False) -> list[tuple[str, str]]:
+def _restart_lines(chart: Chart) -> list[tuple[str, str]]:
     """Return place and label of each restart; no label where there is no space for it."""
     free_from, restarts = 0.0, []
     for step, label in chart.marks.restarts.items():
         place = float(chart.along(np.array(step, dtype=float)))
-        is_labeled = labeled and free_from <= place <= 1 - _LABEL_WIDTH
+        is_labeled = chart.is_large and free_from <= place <= 1 - _LABEL_WIDTH
         free_from = place + _LABEL_WIDTH if is_labeled else free_from
         restarts.append((_percent(place), label if is_labeled else ""))
     return restarts
 
 
-def rollback_bands(chart: DrawnChart) -> list[tuple[str, str]]:
+def _rollback_bands(chart: Chart) -> list[tuple[str, str]]:
     """Return place and width of each stretch of steps that was made again after a restart."""
     bands = []
     for first, last in chart.marks.rollbacks:
@@ -295,7 +372,7 @@ def rollback_bands(chart: DrawnChart) -> list[tuple[str, str]]:
     return bands
 
 
-def _distinct_places(chart: DrawnChart, steps: Sequence[int]) -> list[str]:
+def _distinct_places(chart: Chart, steps: Sequence[int]) -> list[str]:
     """Return the places of marks, once each."""
     slots = np.unique(np.round(chart.along(np.array(steps, dtype=float)) * _SLOTS))
     return [f"{100 * slot / _SLOTS:g}%" for slot in slots]

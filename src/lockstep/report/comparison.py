@@ -1,10 +1,11 @@
-"""Compares runs: their final figures, how their configs differ, and what differs from seed to seed.
+"""Compares runs: their final figures, how their configs differ, what differs from seed to seed, and their curves.
 
     folders --read_run--> ComparedRun --> final figures, side by side
                                       --> differences   dotted keys of configs that aren't the same everywhere
                                       --> RunGroup      configs equal but for seed and folder: mean and deviation
+                                      --> charts        a line each run, in the color of its group
 
-`comparison_page` makes a page of it, `text` a table for a terminal.
+`text` makes tables for a terminal, `write_comparison` one page from compare.html, which extends page.html.
 """
 
 from __future__ import annotations
@@ -12,37 +13,67 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from lockstep import __version__
 from lockstep.core import formatting
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.files import write_atomically
 from lockstep.core.secrets import hidden_setting
 from lockstep.core.terminal import plain_line
-from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.goodput import goodput
-from lockstep.report.curves import throughput
-from lockstep.report.facts import as_text, last_evaluations
+from lockstep.report import facts
+from lockstep.report.charts import Chart, Unit, color_class, draw, fitted, value_text
+from lockstep.report.curves import capitalized, median_speed, speed, throughput, unit_of, utilization
+from lockstep.report.html import render
 from lockstep.report.page import check_run
 from lockstep.report.rank_history import RankHistory, read_rank_history
 from lockstep.report.run_data import RunData, read_run
-from lockstep.report.scales import value_text
+from lockstep.report.series import Series, running_median
 
+PAGE = "compare.html"
 MOST_RUNS = 64
 _SEED = "run.seed"
-_OWN_KEYS = (_SEED, "run.folder")
-"""Keys in which runs of a group differ."""
+_OWN_KEYS = (_SEED, "run.folder")  # in which runs of a group differ
 _SURROUNDINGS = ("host", "platform", "cpu", "gpus", "git", "packages")
 _LONGEST_LABEL = 36
 _LONGEST_VALUE = 60
 _DEEPEST = 12
 _COLUMNS = 100  # of a table for a file or another program
+_MOST_LOGGED = 12  # charts of what users logged
+_NAMED_RUNS, _LONGEST_HEADING = 4, 80
+_MEMORY = ("memory_allocated_peak", "memory_resident_peak", "memory_allocated", "memory_resident")
 UNKNOWN = "–"
+
+Kind = Literal["value", "percent", "seconds", "rate", "bytes", "count"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A final figure of a run; its value may be NaN, as a loss is."""
+
+    value: float
+    kind: Kind
+
+    @property
+    def text(self) -> str:
+        """The figure as people read it."""
+        if not math.isfinite(self.value):
+            return "not finite"
+        if self.kind == "seconds":
+            return f"{1000 * self.value:.3g} ms" if abs(self.value) < 1 else formatting.duration(self.value)
+        if self.kind == "bytes":
+            return formatting.size(self.value)
+        if self.kind == "count":
+            return f"{self.value:,.0f}" if self.value == int(self.value) else f"{self.value:,.1f}"
+        return value_text(self.value, "plain" if self.kind == "value" else self.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +82,7 @@ class ComparedRun:
 
     Attributes:
         label: Its name, which no other run of the comparison has.
-        place: Its folder or address.
+        place: Its folder.
         state: What it does, such as `running`.
         settings: Its config, flat: text by dotted key; empty if it can't be read.
         figures: By name, in their order; those that aren't known are left out.
@@ -105,9 +136,10 @@ class SideBySide:
     def figure_rows(self) -> list[list[str]]:
         """Return the final figures as a table, the head first."""
         names = _merged([run.figures for run in self.runs])
+        columns = [{name: figure.text for name, figure in run.figures.items()} for run in self.runs]
         return [
             ["Final", *(run.label for run in self.runs)],
-            *([name, *(_text_of(run.figures.get(name)) for run in self.runs)] for name in names),
+            *([name, *(column.get(name, UNKNOWN) for column in columns)] for name in names),
         ]
 
     def difference_rows(self) -> list[list[str]]:
@@ -144,7 +176,7 @@ def compare(folders: Sequence[Path], states: Mapping[Path, str] | None = None) -
     _check_number(folders, distinct)
     places = [os.path.abspath(folder) for folder in distinct]
     runs = tuple(
-        _read(folder, label, place, (states or {}).get(folder))
+        _read(label, place, (states or {}).get(folder))
         for folder, label, place in zip(distinct, _labels(places), places, strict=True)
     )
     _check_common(runs)
@@ -203,19 +235,6 @@ def clipped(text: str, length: int) -> str:
     return line if len(line) <= length else f"{line[:head]}…{line[len(line) - (length - 1 - head) :]}"
 
 
-def metrics_of(run: RunData) -> dict[str, str]:
-    """Return the metrics of which the run has a finite value, with what they are: loss, evaluation, logged."""
-    metrics = {"loss": "loss"} if run.columns["loss"].finite.any() else {}
-    for name, of_set in run.evaluations.items():
-        for metric, values in of_set.items():
-            if any(map(math.isfinite, values.values())):
-                metrics[f"{name} {metric}"] = "evaluation"
-    for name, values in run.logged.items():
-        if any(map(math.isfinite, values.values())):
-            metrics.setdefault(name, "logged")
-    return metrics
-
-
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
@@ -231,13 +250,24 @@ def _check_number(folders: Sequence[Path], distinct: Sequence[Path]) -> None:
 
 def _check_common(runs: Sequence[ComparedRun]) -> None:
     """Raise ConfigError if no metric is there in two runs."""
-    metrics = [metrics_of(run.data) for run in runs]
+    metrics = [_metrics_of(run.data) for run in runs]
     if max(Counter(name for names in metrics for name in names).values(), default=0) < 2:
         parts = [
             f"{run.label} has {formatting.listed(list(names), 5) or 'none'}"
             for run, names in zip(runs[:5], metrics, strict=False)
         ]
         raise ConfigError(f"the runs have no metric in common: {'; '.join(parts)}; name runs that share one")
+
+
+def _metrics_of(run: RunData) -> dict[str, Series]:
+    """Return the metrics of which the run has a finite value: loss, evaluations, what was logged."""
+    metrics = {"training loss": replace(run.columns["loss"], noisy=True)}
+    for name, of_set in run.evaluations.items():
+        for metric, values in of_set.items():
+            metrics[f"{name} {metric}"] = Series.of(name, values, values.values())
+    for name, values in run.logged.items():
+        metrics.setdefault(name, Series.of(name, values, values.values(), noisy=True))
+    return {name: series for name, series in metrics.items() if series.finite.any()}
 
 
 def _labels(places: Sequence[str]) -> list[str]:
@@ -254,8 +284,8 @@ def _labels(places: Sequence[str]) -> list[str]:
     return [label if counts[label] == 1 else f"{number}: {label}" for number, label in enumerate(labels, 1)]
 
 
-def _read(folder: Path, label: str, place: str, state: str | None) -> ComparedRun:
-    path = Path(os.path.abspath(folder))
+def _read(label: str, place: str, state: str | None) -> ComparedRun:
+    path = Path(place)
     check_run(path)
     try:
         data, ranks = read_run(path), read_rank_history(path)
@@ -281,6 +311,41 @@ def _flat(value: object, key: str = "", depth: int = 0) -> Iterator[tuple[str, s
         yield plain_line(key), str(hidden_setting(key.rpartition(".")[2], text))
 
 
+def final_figures(run: RunData, ranks: RankHistory) -> Iterator[tuple[str, Figure]]:
+    """Yield name and value of each figure that is known."""
+    loss, summary = run.trained_loss, run.summary or {}
+    if len(loss.steps):
+        yield "training loss", Figure(float(loss.values[-1]), "value")
+    for name, metrics in facts.last_evaluations(run).items():
+        for metric, (_, value) in metrics.items():
+            kind: Kind = "percent" if unit_of(metric) == "percent" else "value"
+            yield f"{name} {metric.replace('_', ' ')}", Figure(value, kind)
+    split, used = ranks.split(), goodput(run.folder)
+    peak = next((peak for gauge in _MEMORY if (peak := ranks.peak(gauge)) is not None), None)
+    candidates: list[tuple[str, float | None, Kind]] = [
+        ("step time", ranks.step_seconds(), "seconds"),
+        ("samples/s", median_speed(run, "samples"), "rate"),
+        ("tokens/s", median_speed(run, "tokens") if throughput(run).name == "tokens" else None, "rate"),
+        ("MFU", utilization(run), "percent"),
+        *((f"time in {name}", part / sum(split.values()), "percent") for name, part in split.items() if part > 0),
+        ("memory, most of a rank", peak[0] if peak is not None else None, "bytes"),
+        ("duration", _number(summary.get("seconds", run.last.get("seconds"))), "seconds"),
+        ("steps", _number(summary.get("steps", run.last.get("step"))), "count"),
+        ("goodput", used.share if used is not None else None, "percent"),
+        ("attempts", run.num_attempts, "count"),
+        ("steps rolled back", sum(last - first for first, last in run.rollbacks) or None, "count"),
+        ("updates discarded", len(run.discarded) or None, "count"),
+    ]
+    for name, number, kind in candidates:
+        if number is not None and math.isfinite(number):
+            yield name, Figure(float(number), kind)
+
+
+def _number(value: object) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
+    return float(value) if is_number and isinstance(value, int | float) else None
+
+
 # --- groups, differences --------------------------------------------------------------------------------------------
 
 
@@ -289,24 +354,17 @@ def _groups(runs: Sequence[ComparedRun]) -> tuple[RunGroup, ...]:
     for number, run in enumerate(runs):
         shared = frozenset((key, value) for key, value in run.settings.items() if key not in _OWN_KEYS)
         members.setdefault(shared or number, []).append(run)
-    firsts = [group[0] for group in members.values()]
-    distinct = {key: texts for key, texts in _differences(firsts).items() if key != _SEED}
-    named = [
-        ", ".join(
-            f"{key}={UNKNOWN if texts[number] is None else clipped(str(texts[number]), _LONGEST_LABEL)}"
-            for key, texts in list(distinct.items())[:3]
-            if not key.startswith("environment: ")
+    differing = _differences([group[0] for group in members.values()])
+    keys = [key for key in list(differing) if key != _SEED][:3]
+    groups = []
+    for number, group in enumerate(members.values()):
+        texts = {key: differing[key][number] for key in keys if not key.startswith("environment: ")}
+        name = ", ".join(
+            f"{key}={UNKNOWN if text is None else clipped(text, _LONGEST_LABEL)}" for key, text in texts.items()
         )
-        for number in range(len(firsts))
-    ]
-    return tuple(
-        RunGroup(
-            tuple(group),
-            group[0].label if len(group) == 1 else (name or "all runs"),
-            {name: _spread(group, name) for name in _merged([run.figures for run in group])},
-        )
-        for group, name in zip(members.values(), named, strict=True)
-    )
+        figures = {figure: _spread(group, figure) for figure in _merged([run.figures for run in group])}
+        groups.append(RunGroup(tuple(group), group[0].label if len(group) == 1 else (name or "all runs"), figures))
+    return tuple(groups)
 
 
 def _merged(orders: Sequence[Iterable[str]]) -> list[str]:
@@ -338,141 +396,181 @@ def _spread_text(group: RunGroup, name: str) -> str:
 
 
 def _differences(runs: Sequence[ComparedRun]) -> dict[str, tuple[str | None, ...]]:
-    tables = [{**run.settings, **_surroundings(run.data)} for run in runs]
+    """Return what isn't the same in all configs, and in what results may depend on beside them."""
+    surroundings = [
+        {f"environment: {name}": facts.as_text(each[name]) for name in _SURROUNDINGS if name in each}
+        for each in (run.data.environment for run in runs)
+    ]
+    tables = [{**run.settings, **around} for run, around in zip(runs, surroundings, strict=True)]
     keys = dict.fromkeys(key for table in tables for key in table if key != "run.folder")
     texts = {key: tuple(table.get(key) for table in tables) for key in keys}
     differing = {key: values for key, values in texts.items() if len(set(values)) > 1}
-    inner = tuple(differing)
     return {
         key: values
         for key, values in differing.items()
-        if not (set(values) <= {"{}", None} and any(other.startswith(f"{key}.") for other in inner))
+        if not (set(values) <= {"{}", None} and any(other.startswith(f"{key}.") for other in differing))
     }
-
-
-def _surroundings(run: RunData) -> dict[str, str]:
-    """Return what a run's results may depend on beside its config."""
-    return {f"environment: {name}": as_text(run.environment[name]) for name in _SURROUNDINGS if name in run.environment}
-
-
-# --- text -----------------------------------------------------------------------------------------------------------
-
-
-def _text_of(figure: Figure | None) -> str:
-    return UNKNOWN if figure is None else figure.text
 
 
 def _blocks(rows: Sequence[Sequence[str]], width: int | None) -> Iterator[str]:
     """Yield the lines of a table; columns that don't fit beside one another follow below, with the first one again."""
-    widths = [max(len(plain_line(row[column])) for row in rows) for column in range(len(rows[0]))]
-    first, start, most = widths[0], 1, _COLUMNS if width is None else width
-    if width is not None:
-        first = min(first, max(8, width // 2))
-        widths = [min(column, max(8, width - first - 2)) for column in widths]
+    most = _COLUMNS if width is None else width
+
+    def cut(column: int, length: int) -> list[str]:
+        return [plain_line(row[column]) if width is None else clipped(row[column], max(8, length)) for row in rows]
+
+    first = cut(0, most // 2)
+    others = [cut(column, most - 2 - max(map(len, first))) for column in range(1, len(rows[0]))]
     while True:
-        end, used = start, first
-        while end < len(widths) and (end == start or used + 2 + widths[end] <= most):
-            used += 2 + widths[end]
-            end += 1
-        for row in rows:
-            cells = [
-                clipped(row[0], first).ljust(first),
-                *(clipped(row[n], widths[n]).rjust(widths[n]) for n in range(start, end)),
-            ]
-            line = "  ".join(cells).rstrip()
-            yield line if width is None else line[:width]
-        if end >= len(widths):
+        block = [first]
+        while others and (len(block) == 1 or sum(2 + max(map(len, c)) for c in [*block, others[0]]) - 2 <= most):
+            block.append(others.pop(0))
+        yield from formatting.aligned([*zip(*block, strict=True)], left={0})
+        if not others:
             return
-        start = end
         yield ""
 
 
-_MEMORY = ("memory_allocated_peak", "memory_resident_peak", "memory_allocated", "memory_resident")
-
-Kind = Literal["value", "percent", "seconds", "rate", "bytes", "count"]
+# --- the page -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A final figure of a run; its value may be NaN, as a loss is."""
-
-    value: float
-    kind: Kind
-
-    @property
-    def text(self) -> str:
-        return figure_text(self.value, self.kind)
+def write_comparison(comparison: SideBySide, output: Path | None = None) -> Path:
+    """Write the page into `output`, compare.html by default, and return its path. Raises RunFailed."""
+    target = Path(os.path.abspath(output or PAGE))
+    try:
+        write_atomically(target, compose_comparison(comparison))
+    except OSError as error:
+        raise RunFailed(f"can't write {target}: {error.strerror or error}") from error
+    return target
 
 
-def figure_text(value: float, kind: Kind) -> str:
-    """Return a figure as people read it."""
-    if not math.isfinite(value):
-        return "not finite"
-    if kind == "seconds":
-        return f"{1000 * value:.3g} ms" if abs(value) < 1 else formatting.duration(value)
-    if kind == "bytes":
-        return formatting.size(value)
-    if kind == "count":
-        return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
-    return value_text(value, "plain" if kind == "value" else kind)
+def compose_comparison(comparison: SideBySide) -> str:
+    """Return the page."""
+    runs, styles = comparison.runs, _styles(comparison)
+    names = formatting.listed([run.label for run in runs], _NAMED_RUNS)
+    groups = f", {len(comparison.groups)} configs" if comparison.has_seeds else ""
+    now = facts.date(time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    return render(
+        "compare.html",
+        title=f"{names}: comparison of runs",
+        kicker="Comparison of runs",
+        heading=names if len(names) <= _LONGEST_HEADING else f"{len(runs)} runs",
+        standfirst="",
+        state=f"{len(runs)} runs{groups}",
+        byline="",
+        flaws=list(_flaws(comparison)),
+        figures=[],
+        runs=[_row(run, color_class(styles[run.label])) for run in runs],
+        charts=comparison_charts(comparison),
+        draw=draw,
+        final=comparison.figure_rows(),
+        seeds=comparison.seed_rows(),
+        differences=comparison.difference_rows(),
+        footer=f"Made by Lockstep {__version__} on {now}.",
+    )
 
 
-def final_figures(run: RunData, ranks: RankHistory) -> Iterator[tuple[str, Figure]]:
-    """Yield name and value of each figure that is known."""
-    loss, summary = run.trained_loss, run.summary or {}
-    if len(loss.steps):
-        yield "training loss", Figure(float(loss.values[-1]), "value")
-    for name, metrics in last_evaluations(run).items():
-        for metric, (_, value) in metrics.items():
-            yield (
-                f"{name} {metric.replace('_', ' ')}",
-                Figure(value, "percent" if metric.endswith("accuracy") else "value"),
-            )
-    candidates: list[tuple[str, float | None, Kind]] = [
-        ("step time", ranks.step_seconds() or _step_seconds(run), "seconds"),
-        ("samples/s", _median(run, "samples_per_second"), "rate"),
-        ("tokens/s", _median(run, "tokens_per_second") if throughput(run).name == "tokens" else None, "rate"),
-        ("MFU", _utilization(run), "percent"),
+def comparison_charts(comparison: SideBySide) -> list[Chart]:
+    """Return a chart for each metric that two runs have, the loss first."""
+    runs = [run.data for run in comparison.runs]
+    metrics = [_metrics_of(run) for run in runs]
+    names = dict.fromkeys(name for each in metrics for name in each)
+    shared = [name for name in names if sum(name in each for each in metrics) > 1]
+    logged = [name for name in shared if any(name in run.logged for run in runs)]
+    drawn = [
+        _chart(comparison, capitalized(name), [each.get(name) for each in metrics], unit_of(name))
+        for name in shared
+        if name not in logged[_MOST_LOGGED:]
     ]
-    split = ranks.split()
-    whole = sum(split.values())
-    candidates += [(f"time in {name}", seconds / whole, "percent") for name, seconds in split.items() if seconds > 0]
-    used = goodput(run.folder)
-    peaks = (ranks.peak(gauge) for gauge in _MEMORY)
-    peak = next((peak for peak in peaks if peak is not None), None)
-    candidates += [
-        ("memory, most of a rank", peak[0] if peak is not None else None, "bytes"),
-        ("duration", _number(summary.get("seconds", run.last.get("seconds"))), "seconds"),
-        ("steps", _number(summary.get("steps", run.last.get("step"))), "count"),
-        ("goodput", used.share if used is not None else None, "percent"),
-        ("attempts", run.num_attempts, "count"),
-        ("steps rolled back", sum(last - first for first, last in run.rollbacks) or None, "count"),
-        ("updates discarded", len(run.discarded) or None, "count"),
+    for title, column in (("Gradient norm", "grad_norm"), ("Learning rate", "lr")):
+        drawn.append(_chart(comparison, title, [replace(run.columns[column], noisy=True) for run in runs], "plain"))
+    unit = "tokens" if all(throughput(run).name == "tokens" for run in runs) else "samples"
+    drawn.append(
+        _chart(
+            comparison, f"{capitalized(unit)} per second", [speed(run, unit) for run in runs], "rate", from_zero=True
+        )
+    )
+    charts = [chart for chart in drawn if chart is not None]
+    edges = [(int(s.known_steps[0]), int(s.known_steps[-1])) for chart in charts for s in chart.series]
+    first, last = min((low for low, _ in edges), default=0), max((high for _, high in edges), default=1)
+    first = 0 if first < 0.5 * last or first == last else first
+    return [replace(chart, first=first, last=last, is_large=number == 0) for number, chart in enumerate(charts)]
+
+
+def _styles(comparison: SideBySide) -> dict[str, Series]:
+    """Return an empty series with color and dash by label: runs of a group share the color, and differ in the dash."""
+    nothing = np.empty(0)
+    return {
+        run.label: Series(run.label, nothing, nothing, color=number, dash=number + number // 6 + member)
+        for number, group in enumerate(comparison.groups)
+        for member, run in enumerate(group.runs)
+    }
+
+
+def _chart(
+    comparison: SideBySide, title: str, of_runs: Sequence[Series | None], unit: Unit, *, from_zero: bool = False
+) -> Chart | None:
+    """Return a chart of the runs that have a finite value; None if fewer than two have."""
+    styles = _styles(comparison)
+    pairs = [(run.label, series) for run, series in zip(comparison.runs, of_runs, strict=True) if series is not None]
+    known = {label: series for label, series in pairs if series.finite.any()}
+    if len(known) < 2:
+        return None
+    series = [
+        replace(_smoothed(each), name=label, noisy=False, color=styles[label].color, dash=styles[label].dash)
+        for label, each in known.items()
     ]
-    for name, number, kind in candidates:
-        if number is not None and math.isfinite(number):
-            yield name, Figure(float(number), kind)
+    values = np.concatenate([each.known for each in series])
+    most = 1.0 if unit == "percent" else math.inf
+    scale = fitted(values, from_zero=from_zero, may_be_logarithmic=not from_zero, most=most)
+    missing = [run.label for run in comparison.runs if run.label not in known]
+    remarks = [
+        *(["Running medians."] if any(each.is_smoothed for each in known.values()) else []),
+        *([f"No finite value: {formatting.listed(missing, 5)}."] if missing else []),
+    ]
+    return Chart(title, _finding(series, unit), series, scale, 0, 1, unit=unit, remarks=remarks)
 
 
-def _step_seconds(run: RunData) -> float | None:
-    """Return the seconds of a step at the median of the samples per second, where ranks.jsonl has no times."""
-    samples, steps = (_number(run.last.get(name)) for name in ("samples", "step"))
-    speed = _median(run, "samples_per_second")
-    return samples / steps / speed if samples and steps and speed else None
+def _smoothed(series: Series) -> Series:
+    """Return the running median of noisy values, with their gaps; others as they are."""
+    if not series.is_smoothed:
+        return series
+    median, gaps = running_median(series), series.steps[~series.finite]
+    steps, values = np.concatenate([median.steps, gaps]), np.concatenate([median.values, np.full(len(gaps), np.nan)])
+    return Series.of(series.name, steps, values)
 
 
-def _median(run: RunData, column: str) -> float | None:
-    known = run.columns[column].known
-    known = known[known > 0]
-    return float(np.median(known)) if len(known) else None
+def _finding(series: Sequence[Series], unit: Unit) -> str:
+    low, high = (pick(series, key=lambda each: each.known[-1]) for pick in (min, max))
+    if low.known[-1] == high.known[-1]:
+        return f"At the end {value_text(float(low.known[-1]), unit)} in all runs"
+    ends = [f"{value_text(float(each.known[-1]), unit)} ({each.name})" for each in (low, high)]
+    return f"At the end from {ends[0]} to {ends[1]}"
 
 
-def _utilization(run: RunData) -> float | None:
-    """Return the MFU of the last attempt at the median of the tokens per second; None if it isn't known."""
-    attempts, tokens = read_attempts(run.folder), _median(run, "tokens_per_second")
-    return attempts[-1].utilization(tokens) if attempts and tokens else None
+def _row(run: ComparedRun, style: str) -> tuple[str, list[str], str]:
+    """Return style, cells and path of a run in the table of runs."""
+    restarts = formatting.listed([f"{step:,}" for step, _ in run.data.restarts], 5)
+    rollbacks = formatting.listed([f"{last:,} to {first:,}" for first, last in run.data.rollbacks], 5)
+    steps = run.data.columns["loss"].steps
+    cells = [
+        run.label,
+        run.state,
+        f"{steps[-1]:,.0f}" if len(steps) else "",
+        f"at {restarts}" if restarts else "",
+        f"from {rollbacks}" if rollbacks else "",
+    ]
+    return style, cells, run.place
 
 
-def _number(value: object) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
-    return float(value) if is_number and isinstance(value, int | float) else None
+def _flaws(comparison: SideBySide) -> Iterator[str]:
+    for run in comparison.runs:
+        for flaw in run.data.flaws:
+            yield f"{run.label}: {flaw}"
+        if run.ranks.damaged:
+            yield f"{run.label}: {run.ranks.damaged:,} lines of ranks.jsonl can't be read."
+        if not run.data.last:
+            yield f"{run.label}: no update is recorded."
+    alone = [run.label for run in comparison.runs if not run.settings]
+    if alone:
+        yield f"Without a readable config, nothing is known of how these differ: {formatting.listed(alone, 5)}."

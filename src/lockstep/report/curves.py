@@ -2,6 +2,7 @@
 
 loss (training, and each evaluation set)      large
 every other metric of the evaluations, gradient norm, learning rate, throughput, loss scale, what users logged
+ranks: time of an update by rank and by phase (large), memory, use of GPUs
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from typing import Literal
 
 import numpy as np
 
-from lockstep.report.charts import Chart, Marks
+from lockstep.core import formatting
+from lockstep.report.charts import Chart, Marks, Unit, fitted, value_text
+from lockstep.report.rank_history import RankHistory
 from lockstep.report.run_data import RunData
-from lockstep.report.scales import Unit, fitted, value_text
-from lockstep.report.series import Series
+from lockstep.report.series import Numbers, Series
 
 MAX_LOGGED = 24  # charts of what users logged; more would not be looked at
+_MOST_LINES = 6  # of ranks; of more, the fastest, the median and the slowest are drawn
+_MEMORY = ("memory_allocated_peak", "memory_reserved", "memory_allocated", "memory_resident")
+_UTILIZATION = ("gpu_utilization", "utilization")
+_SMALL_SHARE = 0.005  # of an update, below which a phase isn't drawn
 
 _Finding = Literal["fall", "change", "peak", "median", "median and peak"]
 
@@ -27,10 +33,11 @@ def charts(run: RunData) -> list[Chart]:
     """Return the charts, the loss first. There is none of what never was finite."""
     column = run.columns
     metrics = dict.fromkeys(name for metrics in run.evaluations.values() for name in metrics if name != "loss")
-    evaluations = {name: evaluation_series(run, name) for name in metrics}
+    evaluations = {name: _evaluation_series(run, name) for name in metrics}
     speed, loss_scale = throughput(run), column["loss_scale"]
+    loss = [replace(column["loss"], name="training", noisy=True), *_evaluation_series(run, "loss")]
     drawn = [
-        _chart("Loss", [replace(column["loss"], name="training", noisy=True), *evaluation_series(run, "loss")], "fall"),
+        _chart("Loss", loss, "fall"),
         *(
             _chart(capitalized(name), series, "change", unit_of(name))
             for name, series in evaluations.items()
@@ -40,24 +47,17 @@ def charts(run: RunData) -> list[Chart]:
         _chart("Learning rate", [column["lr"]], "peak", from_zero=True),
         _chart(f"{capitalized(speed.name)} per second", [speed], "median", "rate", from_zero=True),
         _chart("Loss scale", [loss_scale], "change") if (loss_scale.known != 1).any() else None,  # of fp16 alone
-        *(
-            _chart(
-                capitalized(name),
-                [Series.of(name, values, values.values(), noisy=True)],
-                "median and peak",
-                unit_of(name),
-            )
-            for name, values in list(run.logged.items())[:MAX_LOGGED]
-        ),
     ]
+    for name, values in list(run.logged.items())[:MAX_LOGGED]:
+        series = [Series.of(name, values, values.values(), noisy=True)]
+        drawn.append(_chart(capitalized(name), series, "median and peak", unit_of(name)))
     charts = [chart for chart in drawn if chart is not None]
     first, last = _span(run, charts)
     marks = _marks(run)
     return [replace(chart, first=first, last=last, marks=marks, is_large=chart.title == "Loss") for chart in charts]
 
 
-def evaluation_series(run: RunData, metric: str) -> list[Series]:
-    """Return one series for each set that has the metric."""
+def _evaluation_series(run: RunData, metric: str) -> list[Series]:
     return [
         Series.of(name, metrics[metric], metrics[metric].values(), color=color)
         for color, (name, metrics) in enumerate(run.evaluations.items(), 1)
@@ -68,9 +68,26 @@ def evaluation_series(run: RunData, metric: str) -> list[Series]:
 def throughput(run: RunData) -> Series:
     """Return tokens per second if samples have tokens, otherwise samples; by the series' name."""
     samples, tokens = run.columns["samples_per_second"], run.columns["tokens_per_second"]
-    name, chosen = ("tokens", tokens) if np.any(tokens.values > samples.values) else ("samples", samples)
-    known = ~(chosen.values <= 0)  # 0: nothing was measured yet
-    return Series(name, chosen.steps[known], chosen.values[known], noisy=True)
+    return speed(run, "tokens" if np.any(tokens.values > samples.values) else "samples")
+
+
+def speed(run: RunData, unit: str) -> Series:
+    """Return tokens or samples per second."""
+    column = run.columns[f"{unit}_per_second"]
+    known = ~(column.values <= 0)  # 0: nothing was measured yet
+    return Series(unit, column.steps[known], column.values[known], noisy=True)
+
+
+def median_speed(run: RunData, unit: str) -> float | None:
+    """Return the median of the tokens or samples per second; None if nothing was measured."""
+    known = speed(run, unit).known
+    return float(np.median(known)) if len(known) else None
+
+
+def utilization(run: RunData) -> float | None:
+    """Return the MFU of the last attempt at the median of the tokens per second; None if it isn't known."""
+    tokens = median_speed(run, "tokens")
+    return run.attempts[-1].utilization(tokens) if run.attempts and tokens else None
 
 
 def unit_of(metric: str) -> Unit:
@@ -135,7 +152,7 @@ def _marks(run: RunData) -> Marks:
     labels = {}
     for step, numbers in ranks_by_step.items():
         times = f"restarted {len(numbers)} times" if len(numbers) > 1 else "restarted"
-        ranks_text = f", {numbers[-1]} rank{'s' if numbers[-1] != 1 else ''}" if names_ranks and numbers[-1] else ""
+        ranks_text = f", {formatting.counted(numbers[-1], 'rank')}" if names_ranks and numbers[-1] else ""
         labels[step] = times + ranks_text
     return Marks(
         labels,
@@ -145,3 +162,86 @@ def _marks(run: RunData) -> Marks:
         sorted({step for metrics in run.evaluations.values() for steps in metrics.values() for step in steps}),
         run.rollbacks,
     )
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def rank_charts(ranks: RankHistory, first: int, last: int, marks: Marks) -> list[Chart]:
+    """Return the time of an update by rank and by phase, memory, and the use of GPUs, as far as they were measured."""
+    drawn = [_times(ranks), _phases(ranks), *_gauges(ranks)]
+    return [replace(chart, first=first, last=last, marks=marks) for chart in drawn if chart is not None]
+
+
+def _of_ranks(title: str, finding: str, series: Sequence[Series], *, is_large: bool = False) -> Chart:
+    known = np.concatenate([each.known for each in series])
+    return Chart(title, finding, series, fitted(known, from_zero=True), 0, 1, is_large=is_large)
+
+
+def _times(ranks: RankHistory) -> Chart | None:
+    """Return a line for each of a few ranks; of many, the fastest, the median and the slowest."""
+    numbers, seconds, means = ranks.computing()
+    if len(numbers) < 2 or not np.isfinite(means).any():
+        return None
+    slowest, finite = int(np.nanargmax(means)), np.sort(means[np.isfinite(means)])
+    lines = {f"rank {rank}": seconds[:, place] for place, rank in enumerate(numbers)}
+    if len(numbers) > _MOST_LINES:
+        ordered = np.sort(seconds, axis=1)  # what isn't known is last
+        known = np.isfinite(ordered).sum(axis=1)
+        places = {"slowest": known - 1, "median": (known - 1) // 2, "fastest": np.zeros(len(known), int)}
+        lines = {name: ordered[np.arange(len(known)), place] for name, place in places.items()}
+    return _of_ranks(
+        f"Time of an update by rank{', without waiting for others' if ranks.phases() else ''}, ms",
+        f"Slowest: rank {numbers[slowest]}, {formatting.short_time(means[slowest])} an update; median rank "
+        f"{formatting.short_time(finite[(len(finite) - 1) // 2])}",
+        _colored(ranks.steps, {name: 1000 * values for name, values in lines.items() if np.isfinite(values).any()}),
+        is_large=True,
+    )
+
+
+def _phases(ranks: RankHistory) -> Chart | None:
+    split = ranks.split()
+    whole = sum(split.values())
+    phases = {name: 1000 * values for name, values in ranks.phases().items()}
+    shown = {name: phases[name] for name, seconds in split.items() if seconds > _SMALL_SHARE * whole}
+    if not shown:
+        return None
+    longest = max(split, key=lambda name: split[name])
+    finding = f"Mostly {longest}: {100 * split[longest] / whole:.0f} %"
+    return _of_ranks(
+        "Time of an update by phase, mean over ranks, ms", finding, _colored(ranks.steps, shown), is_large=True
+    )
+
+
+def _gauges(ranks: RankHistory) -> list[Chart]:
+    """Return charts of memory and of the use of GPUs: min, mean and max over ranks."""
+    charts = []
+    for title, names in (("Memory by rank", _MEMORY), ("Use of GPUs, %", _UTILIZATION)):
+        known = ((name, ranks.gauge(name)) for name in names)
+        name, values = next(((name, values) for name, values in known if values is not None), ("", np.empty((0, 3))))
+        if not name:
+            continue
+        most, size = float(np.nanmax(values)), ""
+        if title == "Memory by rank":
+            size, factor = ("GiB", 2.0**30) if most >= 2.0**30 else ("MiB", 2.0**20)
+            title, values, most = f"{title}, {size}", values / factor, most / factor
+        is_alone = all(len(interval.ranks) < 2 for interval in ranks.intervals)
+        lines = {"rank 0": 1} if is_alone else {"max": 2, "mean": 1, "min": 0}
+        finding = f"Most: {formatting.short(most)} {size}".rstrip() + f" ({name.replace('_', ' ')})"
+        charts.append(
+            _of_ranks(title, finding, _colored(ranks.steps, {line: values[:, at] for line, at in lines.items()}))
+        )
+    return charts
+
+
+def _colored(steps: Numbers, lines: dict[str, Numbers]) -> list[Series]:
+    return [Series(name, steps, values, color=color) for color, (name, values) in enumerate(lines.items())]
+
+
+def straggler_rows(ranks: RankHistory, most: int = 12) -> list[list[str]]:
+    """Return the rows of a table of the ranks that others waited for, the head first; empty if there are none."""
+    rows = [
+        [str(each.rank), each.host, f"{each.intervals:,} of {len(ranks.intervals):,}", f"{each.ratio:.1f}x", each.phase]
+        for each in ranks.stragglers()[:most]
+    ]
+    return [["Rank", "host", "intervals", "time", "phase"], *rows] if rows else []

@@ -1,7 +1,7 @@
 """Explains a run in at most ten sentences: how fast it is, what limits it, what happened, and what to do next.
 
-progress   speed beside the plan and the devices' peaks   where the time goes   what limits it, and what to try
-memory beside the plan   restarts, discarded updates, evaluations, saves   goodput   what to do next
+progress   speed, and the share of the devices' peak   where the time goes   what limits it, and what to try
+memory beside the plan   restarts, saves, discarded updates   goodput   what to do next
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from lockstep.core import formatting
 from lockstep.core.command_lines import command_line
@@ -23,17 +21,17 @@ from lockstep.monitor.attempts import number_or_nan
 from lockstep.monitor.goodput import Goodput, goodput, saved_steps
 from lockstep.monitor.meter_files import LIVE
 from lockstep.monitor.run_lock import held_by
-from lockstep.report.curves import throughput
-from lockstep.report.facts import bad_numbers, left_out
+from lockstep.report.curves import median_speed, throughput, utilization
+from lockstep.report.facts import bad_numbers, events, left_out
 from lockstep.report.limits import Limit, allows_larger, limits
 from lockstep.report.rank_history import RankHistory, damage, read_rank_history
-from lockstep.report.roofline import DevicePeak, Roofline, communication, memory, sentences
 from lockstep.report.run_data import RunData, read_run
 
 _UNSTEADY = 3.0  # 95th percentile of an update to its mean
 _MOST = 10
-_MOST_SURVIVED = 3  # failures in a sentence
+_MOST_LISTED = 3  # failures, samples and so on in a sentence
 _NOTABLE = 0.01
+_WORTH = 0.05  # of an update
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,89 +41,56 @@ class RunExplanation:
     Attributes:
         sentences: At most ten, the important first.
         limits: What limits its speed, the largest first.
-        roofline: None if nothing is known of its devices, or no update was timed.
+        mfu: Share of the devices' peak that the model's operations use; None if it isn't known.
         goodput: None if it isn't known.
         notes: What of its files could not be read.
     """
 
     sentences: tuple[str, ...]
-    limits: tuple[Limit, ...] = ()
-    roofline: Roofline | None = None
-    goodput: Goodput | None = None
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Evidence:
-    run: RunData
-    ranks: RankHistory
-    causes: list[Limit]
-    traced: bool
-    roofline: Roofline | None
+    limits: tuple[Limit, ...]
+    mfu: float | None
     goodput: Goodput | None
-    ended: str = ""
-    measure: str = field(default="")
+    notes: tuple[str, ...]
 
 
-def explain(
-    folder: Path, profiled: Sequence[Limit] | None = None, peak: DevicePeak | None = None, ended: str = ""
-) -> RunExplanation:
+def explain(folder: Path, profiled: Sequence[Limit] | None = None, ended: str = "") -> RunExplanation:
     """Explain a run. Raises OSError.
 
     Args:
         profiled: What the run's traces show; None: it has none.
-        peak: Of a rank's device, if it was measured.
         ended: How the run ended, as a sentence; empty if that isn't known, or not unusual.
     """
-    run, ranks = read_run(folder), read_rank_history(folder)
+    run, ranks, useful = read_run(folder), read_rank_history(folder), goodput(folder)
     causes = limits(run, ranks)
     known = {cause.name for cause in causes}
     causes += [cause for cause in profiled or () if cause.name not in known]
-    seconds = ranks.step_seconds()
-    evidence = _Evidence(
-        run,
-        ranks,
-        causes,
-        profiled is not None,
-        Roofline.of(run.attempts[-1], run.last, seconds, peak) if run.attempts and seconds else None,
-        goodput(folder),
-        ended,
-        f"`{command_line('lockstep', 'explain', folder)} --measure` on a host of the run",
-    )
-    sentences = tuple(_sentences(evidence))
-    return RunExplanation(sentences, tuple(causes), evidence.roofline, evidence.goodput, damage(run, ranks))
-
-
-def _sentences(evidence: _Evidence) -> list[str]:
-    """Return the sentences in their order; if they are too many, without the least important ones, which have 3."""
-    run, ranks, roofline = evidence.run, evidence.ranks, evidence.roofline
-    slow_ranks = any(cause.name == "straggler" for cause in evidence.causes)
-    parts: list[tuple[int, Iterable[str]]] = [
+    parts: list[tuple[int, Iterable[str]]] = [  # the least important ones, which have 3, are left out of too many
         (0, _progress(run)),
-        (0, [evidence.ended] if evidence.ended else []),
+        (0, [ended]),
         (1, _speed(run, ranks)),
-        (1, sentences(roofline, evidence.measure) if roofline is not None else ()),
-        (2, communication(roofline, ranks) if roofline is not None and not slow_ranks else ()),
+        (1, _peak(run)),
+        (2, _sent(run, ranks) if all(cause.name != "straggler" for cause in causes) else ()),
         (1, _split(ranks.split() or _split_so_far(run.folder))),
-        (0, [cause.sentences for cause in evidence.causes[:1]]),
-        (3, [cause.sentences for cause in evidence.causes[1:]]),
-        (2, memory(run.attempts[-1] if run.attempts else None, ranks)),
-        (1, [text] if (text := survived_failures(run.folder, _MOST_SURVIVED)) else []),
-        (1, _events(run)),
-        (1, _goodput(evidence.goodput, is_finished=run.summary is not None)),
-        (0, _next(evidence)),
+        (0, [cause.sentences for cause in causes[:1]]),
+        (3, [cause.sentences for cause in causes[1:]]),
+        (2, _memory(run, ranks)),
+        (1, [survived_failures(run.folder, _MOST_LISTED)]),
+        (1, [*bad_numbers(run, _MOST_LISTED), *left_out(run.left_out, _MOST_LISTED), " ".join(events(run))]),
+        (1, _goodput(useful, is_finished=run.summary is not None)),
+        (0, _next(run, ranks, causes, traced=profiled is not None)),
     ]
-    ranked = [(importance, sentence) for importance, each in parts for sentence in each]
+    ranked = [(importance, sentence) for importance, each in parts for sentence in each if sentence]
     places = sorted(range(len(ranked)), key=lambda place: (ranked[place][0], place))[:_MOST]
-    return [ranked[place][1] for place in sorted(places)]
+    sentences = tuple(ranked[place][1] for place in sorted(places))
+    return RunExplanation(sentences, tuple(causes), utilization(run), useful, damage(run, ranks))
 
 
 def _progress(run: RunData) -> Iterator[str]:
-    if not run.columns or not len(run.columns["loss"].steps):
+    steps = run.columns["loss"].steps
+    if not len(steps):
         step = f": the run was at step {run.reached:,} at least" if run.reached else ""
         yield f"No update is recorded yet{step}."
         return
-    steps = run.columns["loss"].steps
     planned = run.configured("run", "steps")
     made = max(int(steps[-1]), run.reached)
     whole = planned if isinstance(planned, int) and planned > made else made
@@ -143,14 +108,41 @@ def _speed(run: RunData, ranks: RankHistory) -> Iterator[str]:
     mean = ranks.step_seconds()
     if mean is None:
         return
-    slow = max(
-        (value for interval in ranks.intervals for value in interval.slowest if math.isfinite(value)), default=mean
-    )
-    speed = throughput(run)
-    middle = formatting.short(float(np.median(speed.known))) if len(speed.known) else ""
-    rate = f"; the median speed was {middle} {speed.name} a second" if middle else ""
+    slow = max((float(s) for interval in ranks.intervals for s in interval.slowest if math.isfinite(s)), default=mean)
+    unit = throughput(run).name
+    median = median_speed(run, unit)
+    rate = f"; the median speed was {formatting.short(median)} {unit} a second" if median else ""
     unsteady = f"; one in twenty took up to {formatting.short_time(slow)}" if slow > _UNSTEADY * mean else ""
     yield f"An update took {formatting.short_time(mean)} on average{rate}{unsteady}."
+
+
+def _peak(run: RunData) -> Iterator[str]:
+    """Yield the operations per second beside the peak of the devices' data sheets, which CPUs have none of."""
+    mfu, attempt = utilization(run), run.attempts[-1] if run.attempts else None
+    if attempt is None or attempt.facts.get("device") == "cpu":
+        return
+    peak = attempt.number("peak_flops")
+    if mfu is None or peak is None:
+        unknown = "the operations of its model" if peak else f"the peak of {attempt.facts.get('device')}"
+        yield f"Its MFU isn't known, as {unknown} {'are' if peak else 'is'} not."
+        return
+    bubble = attempt.planned.bubble
+    pipeline = f"; its pipeline waits {bubble:.0%} by the plan" if bubble > _NOTABLE else ""
+    yield (
+        f"Each rank computes {formatting.short(mfu * peak)}FLOP/s, {100 * mfu:.1f} % (MFU) of the "
+        f"{formatting.short(peak)}FLOP/s that the data sheet of {attempt.facts.get('device')} has for "
+        f"{attempt.facts.get('precision')}{pipeline}."
+    )
+
+
+def _sent(run: RunData, ranks: RankHistory) -> Iterator[str]:
+    """Yield what ranks send by the plan, beside how long they wait for each other."""
+    sent, waited = run.attempts[-1].planned.sent if run.attempts else None, ranks.split().get("communication", 0.0)
+    if sent and waited >= _WORTH * (ranks.step_seconds() or math.inf):
+        yield (
+            f"By its plan a rank sends {formatting.size(sent)} in an update; it waited {formatting.short_time(waited)} "
+            f"for other ranks, as on a link with {formatting.size(sent / waited)}/s if nothing else made it wait."
+        )
 
 
 def _split_so_far(run: Path) -> dict[str, float]:
@@ -174,35 +166,22 @@ def _split(split: Mapping[str, float]) -> Iterator[str]:
         yield "Where an update's time went wasn't measured (monitor.meter_seconds, or too few updates)."
 
 
-def _events(run: RunData) -> Iterator[str]:
-    parts = []
-    if run.restarts:
-        steps = ", ".join(f"{step:,}" for step, _ in run.restarts[:5])
-        more = f" and {len(run.restarts) - 5} more times" if len(run.restarts) > 5 else ""
-        parts.append(f"it was resumed from step {steps}{more}")
-    if run.discarded:
-        number, step = len(run.discarded), run.discarded[-1][0]
-        were = "was discarded, at" if number == 1 else "were discarded, the last at"
-        parts.append(f"{formatting.counted(number, 'update')} {were} step {step:,}")
-    saved = [save for save in run.saves if save.failure is None]
-    evaluations = sum(len(next(iter(metrics.values()), {})) for metrics in run.evaluations.values())
-    if evaluations:
-        parts.append(f"it was evaluated {_times(evaluations)}")
-    if saved:
-        size = formatting.size(float(np.median([save.size for save in saved])))
-        lost = formatting.short_time(sum(save.lost for save in run.saves))
-        parts.append(f"saved {_times(len(saved))} ({size}; training waited {lost})")
-    if failed := [save for save in run.saves if save.failure is not None]:
-        parts.append(f"{len(failed)} of {len(run.saves)} saves failed ({failed[-1].failure})")
-    yield from bad_numbers(run, most=3)
-    yield from left_out(run.left_out, most=3)
-    if parts:
-        text = "; ".join(parts)
-        yield f"{text[0].upper()}{text[1:]}."
-
-
-def _times(number: int) -> str:
-    return {1: "once", 2: "twice"}.get(number, f"{number:,} times")
+def _memory(run: RunData, ranks: RankHistory) -> Iterator[str]:
+    """Yield the peak of the memory beside what the plan holds."""
+    for gauge, what in (("memory_allocated_peak", "of the device"), ("memory_resident_peak", "resident")):
+        peak = ranks.peak(gauge)
+        if peak is None:
+            continue
+        beside = ""
+        if run.attempts and (held := run.attempts[-1].planned).held:
+            parts = f"{formatting.size(held.parameters)} weights, {formatting.size(held.gradients)} gradients, "
+            rest = "activations, buffers" + (" and the process itself" if what == "resident" else "")
+            beside = (
+                f"; by its plan {formatting.size(held.held)} are {parts}{formatting.size(held.optimizer)} optimizer "
+                f"state, the rest is {rest}"
+            )
+        yield f"At most {formatting.size(int(peak[0]))} {what} were used, by rank {peak[1]}{beside}."
+        return
 
 
 def _goodput(useful: Goodput | None, *, is_finished: bool) -> Iterator[str]:
@@ -218,17 +197,16 @@ def _goodput(useful: Goodput | None, *, is_finished: bool) -> Iterator[str]:
     )
 
 
-def _next(evidence: _Evidence) -> Iterator[str]:
-    run = evidence.run
+def _next(run: RunData, ranks: RankHistory, causes: Sequence[Limit], *, traced: bool) -> Iterator[str]:
     if run.summary is None and held_by(run.folder) is None and any(True for _ in saved_steps(run.folder)):
         yield f"`{command_line('lockstep', 'train', run.folder)}` resumes it from the newest checkpoint."
-    if not run.columns or not len(run.columns["loss"].steps):
+    if not len(run.columns["loss"].steps):
         return
-    if not evidence.causes and evidence.ranks.split():
+    if not causes and ranks.split():
         ideas = [*(["precision.compute: bf16"] if run.configured("precision", "compute") == "fp32" else [])]
         ideas += ["a larger batch.micro_size"] if allows_larger(run.attempts) else []
         yield f"Nothing but the computation itself limits it; to try are {', '.join([*ideas, 'more ranks'])}."
-    if not evidence.traced:
+    if not traced:
         yield (
             f"What is inside forward and backward (numbers read on the host, small operators) only a profile shows: "
             f"`{command_line('lockstep', 'profile', run.folder)}` while it trains."

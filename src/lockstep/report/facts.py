@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeGuard
 
@@ -16,16 +17,20 @@ import numpy as np
 from lockstep.core import formatting
 from lockstep.core.command_lines import command_line
 from lockstep.core.secrets import hidden_variable
+from lockstep.launch.ends_file import LaunchEnds
+from lockstep.launch.last_launch import decided_ends
 from lockstep.monitor.folder import EARLIER
-from lockstep.monitor.goodput import goodput, saved_steps
+from lockstep.monitor.goodput import RestartCost, goodput, restart_costs, saved_steps
 from lockstep.monitor.run_lock import held_by
-from lockstep.report.curves import capitalized, throughput, unit_of
-from lockstep.report.restarts import cost_of_all, restarts
+from lockstep.report.charts import value_text
+from lockstep.report.curves import capitalized, median_speed, throughput, unit_of
 from lockstep.report.run_data import RunData
-from lockstep.report.scales import value_text
 
 _MAX_EVALUATIONS = 3  # among the large figures
 MAX_LISTED = 20
+_MOST_STEPS = 5
+_UNRECORDED = "No record: the launcher was killed, or its machine stopped"
+_FINISHED = "It was finished, and was started again"
 _LARGEST = 10**18  # larger integers aren't shown
 _REASONS = {"overflow": "fp16 overflow", "non_finite": "gradient not finite"}
 _ENVIRONMENT = ("command_line", "created", "host", "platform", "cpu", "cpus", "memory_bytes", "gpus", "git")
@@ -71,7 +76,7 @@ def flaws(run: RunData, ended: str = "") -> list[str]:
 def large_figures(run: RunData) -> list[tuple[str, str, str]]:
     """Return (name, value, remark) of what people want to know first."""
     figures = []
-    loss, speed, seconds = run.trained_loss, throughput(run), _at_end(run, "seconds")
+    loss, unit, seconds = run.trained_loss, throughput(run).name, _at_end(run, "seconds")
     if len(loss.steps):
         figures.append(("Training loss", value_text(loss.values[-1], "plain"), f"at step {loss.steps[-1]:,.0f}"))
     evaluations = last_evaluations(run)
@@ -83,8 +88,8 @@ def large_figures(run: RunData) -> list[tuple[str, str, str]]:
     ][:_MAX_EVALUATIONS]
     if _is_amount(seconds):
         figures.append(("Time", formatting.duration(float(seconds)), _attempts(run)))
-    if len(speed.known):
-        figures.append(("Throughput", value_text(float(np.median(speed.known)), "rate"), f"{speed.name}/s, median"))
+    if (speed := median_speed(run, unit)) is not None:
+        figures.append(("Throughput", value_text(speed, "rate"), f"{unit}/s, median"))
     return figures
 
 
@@ -142,16 +147,8 @@ def facts(run: RunData) -> list[tuple[str, str]]:
 
 
 def events(run: RunData) -> list[str]:
-    """Return sentences about restarts, saves, discarded updates and samples that are left out."""
-    failed = [save for save in run.saves if save.failure is not None][:MAX_LISTED]
-    return [
-        _restarts(run),
-        _saves(run),
-        *(f"Step {save.step:,}: not saved: {save.failure}" for save in failed),
-        _discarded(run),
-        *bad_numbers(run),
-        *left_out(run.left_out),
-    ]
+    """Return a sentence each about restarts, saves and discarded updates, as far as there were some."""
+    return [sentence for sentence in (_restarts(run), _saves(run), _discarded(run)) if sentence]
 
 
 def left_out(samples: Mapping[int, str], most: int = MAX_LISTED) -> list[str]:
@@ -182,32 +179,44 @@ def _restarts(run: RunData) -> str:
     earlier = f" Lines that later attempts replaced are in {EARLIER}/ ({run.earlier:,})." if run.earlier else ""
     resumptions = restarts(run)
     if not resumptions:
-        return f"The run was never resumed.{earlier}"
-    shown = f", the last {MAX_LISTED} of which are listed" if len(resumptions) > MAX_LISTED else ""
-    return f"The ranks were started again {_times(len(resumptions))}{shown}. {cost_of_all(resumptions)}{earlier}"
+        return earlier.strip()
+    listed = formatting.listed([f"{restart.step:,}" for restart in resumptions], _MOST_STEPS)
+    return f"The ranks were started again {_times(len(resumptions))}, from step {listed}.{_cost(resumptions)}{earlier}"
+
+
+def _cost(resumptions: Sequence[Restart]) -> str:
+    costs = [restart.cost for restart in resumptions if restart.cost is not None]
+    if not costs:
+        return ""
+    lost, down, startup = (
+        formatting.duration(sum(part)) for part in zip(*((c.lost, c.downtime, c.startup) for c in costs), strict=True)
+    )
+    return (
+        f" This cost {formatting.duration(sum(cost.seconds for cost in costs))}: {lost} were lost with attempts that "
+        f"ended, {down} passed between attempts, and {startup} until their first updates."
+    )
 
 
 def _saves(run: RunData) -> str:
-    saved = [save for save in run.saves if save.failure is None]
-    failed = f"{len(run.saves) - len(saved):,} failed:" if len(run.saves) > len(saved) else ""
-    newest = max(saved_steps(run.folder), default=-1)  # when a rank fails, the others save, which is no event
-    if newest > max((save.step for save in saved), default=-1):
-        failed = f"The state after step {newest:,} was saved when a rank had failed. {failed}"
-    if not saved:
-        return failed or "No save was made."
-    size = formatting.size(float(np.median([save.size for save in saved])))
-    seconds = formatting.duration(float(np.median([save.seconds for save in saved])))
-    median = " (median)" if len(saved) > 1 else ""
-    lost = formatting.duration(sum(save.lost for save in run.saves))
-    last = f"last after step {max(save.step for save in saved):,}"
-    return (
-        f"Saved {_times(len(saved))}, {last}: {size} in {seconds} each{median}. Training waited {lost} in all. {failed}"
-    )
+    saved, failed = ([save for save in run.saves if (save.failure is None) == is_whole] for is_whole in (True, False))
+    sentences = []
+    if saved:
+        size = formatting.size(float(np.median([save.size for save in saved])))
+        seconds = formatting.duration(float(np.median([save.seconds for save in saved])))
+        lost = formatting.duration(sum(save.lost for save in run.saves))
+        last = f"last after step {max(save.step for save in saved):,}"
+        sentences.append(
+            f"Saved {_times(len(saved))}, {last}: {size} in {seconds} each (median). Training waited {lost}."
+        )
+    if failed:
+        last = f"the last at step {failed[-1].step:,}: {failed[-1].failure}"
+        sentences.append(f"{len(failed):,} of {formatting.counted(len(run.saves), 'save')} failed, {last}.")
+    return " ".join(sentences)
 
 
 def _discarded(run: RunData) -> str:
     if not run.discarded:
-        return "No update was discarded."
+        return ""
     numbers = Counter(verdict for _, verdict in run.discarded)
     reasons = ", ".join(f"{number:,} × {_REASONS.get(verdict, verdict)}" for verdict, number in numbers.items())
     first, last = run.discarded[0][0], run.discarded[-1][0]
@@ -295,3 +304,67 @@ def date(value: object) -> str:
     except ValueError:
         return ""
     return f"{moment.day} {moment:%B %Y, %H:%M} {moment:%Z}".rstrip()
+
+
+# --- restarts -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """A restart of a run's ranks.
+
+    Attributes:
+        step: From which they resumed; 0: from the beginning.
+        ranks: Their number; 0: unknown.
+        cause: What had ended the ranks before it; empty: unknown.
+        first: The rank that had failed first, with its host; empty: none, or unknown.
+        cost: None if it isn't known.
+    """
+
+    step: int
+    ranks: int
+    cause: str = ""
+    first: str = ""
+    cost: RestartCost | None = None
+
+
+def restarts(run: RunData) -> list[Restart]:
+    """Return the restarts of a run, the first one first."""
+    if len(run.attempts) <= len(run.restarts):
+        return [Restart(step, ranks) for step, ranks in run.restarts]
+    ends, resumptions = decided_ends(run.folder), []
+    costs = restart_costs(run.attempts)
+    for before, attempt, cost in zip(run.attempts, run.attempts[1:], costs, strict=False):
+        between = [end for end in ends if before.began <= end.time < attempt.began]
+        cause = "; then ".join(map(_cause, between)) or (_UNRECORDED if ends else "")
+        ranks = sum(number for _, number in attempt.hosts)
+        resumptions.append(Restart(attempt.step, ranks, cause, _first_to_fail(between), cost))
+    return resumptions
+
+
+def _cause(end: LaunchEnds) -> str:
+    if end.text:
+        return formatting.first_sentence(end.text)
+    return _FINISHED if end.code == 0 else f"The ranks ended with exit code {end.code}"
+
+
+def _first_to_fail(ends: Sequence[LaunchEnds]) -> str:
+    end = ends[0] if ends else None
+    if end is None or end.cause is None or end.is_stop:
+        return ""
+    return next((f"rank {rank.rank} on {rank.host}" for rank in end.ranks if rank.rank == end.cause), "")
+
+
+def restart_table(resumptions: Sequence[Restart]) -> list[list[str]]:
+    """Return the rows of the last restarts, the head first; empty if there are none."""
+    rows = [["What had ended the ranks", "failed first", "from step", "ranks", "lost", "down", "startup"]]
+    for restart in resumptions[-MAX_LISTED:]:
+        cost = restart.cost
+        times = (
+            ["", "", ""]
+            if cost is None
+            else [formatting.duration(part) for part in (cost.lost, cost.downtime, cost.startup)]
+        )
+        ranks = f"{restart.ranks:,}" if restart.ranks else ""
+        rows.append([restart.cause or "Not recorded", restart.first, f"{restart.step:,}", ranks, *times])
+    return rows if resumptions else []

@@ -8,8 +8,7 @@ A gain is what an update would take without the time that is named, at most (Amd
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.core import formatting
@@ -26,8 +25,6 @@ SAVE_SHARE = 0.05
 _HOST_SHARE = 0.10
 _OPTIMIZER_SHARE = 0.35
 _EVALUATION_SHARE = 0.25
-SPARE = 1.1
-"""Times as many samples as the updates need, which the workers of a data loader should deliver."""
 _LEAST_GAIN = 1.05  # times as fast, below which a gain isn't worth a promise
 _SHORT_S = 0.003  # of a micro-batch: what each kernel costs at least makes up much of it
 
@@ -67,48 +64,34 @@ def limits(run: RunData, ranks: RankHistory) -> list[Limit]:
     split = ranks.split()
     if not split:
         return []
-    shares = _shares(split)
-    candidates = (
-        _of_stragglers(ranks),
-        _of_crowded_host(ranks),
-        _of_data(run, shares, split),
-        _of_communication(run, shares, ranks),
-        _of_host(shares, split),
-        _of_saves(run, shares),
-        _of_optimizer(shares),
-        _of_short_micro_batches(run, split, ranks),
-        _of_evaluations(run, ranks),
-    )
+    straggler = _straggler(ranks)
+    waits = straggler.share if straggler is not None else 0.0
+    candidates = [straggler, _crowded_host(ranks), *_phases(run, split, waits), _short_micro_batches(run, split)]
+    candidates.append(_evaluations(run, ranks))
     return sorted((limit for limit in candidates if limit is not None), key=lambda limit: -limit.share)
 
 
-def _shares(split: Mapping[str, float]) -> dict[str, float]:
-    whole = sum(split.values())
-    return {name: part / whole for name, part in split.items()} if whole else {}
-
-
-def _of_stragglers(ranks: RankHistory) -> Limit | None:
+def _straggler(ranks: RankHistory) -> Limit | None:
     slowest = next(iter(ranks.stragglers()), None)
     if slowest is None or slowest.intervals * 2 < len(ranks.intervals) or not slowest.ratio > 1.0:
         return None
-    rank, phase = slowest.rank, slowest.phase
     return Limit(
         "straggler",
-        ranks.excess(rank, slowest.ratio),
-        f"Rank {rank} computed {slowest.ratio:.1f} times as long as the median rank, above all in {phase}, and the "
-        f"others waited for it (in {slowest.intervals} of {len(ranks.intervals)} intervals)",
+        1.0 - 1.0 / slowest.ratio,
+        f"Rank {slowest.rank} computed {slowest.ratio:.1f} times as long as the median rank, above all in "
+        f"{slowest.phase}, and the others waited for it (in {slowest.intervals} of {len(ranks.intervals)} intervals)",
         "its storage, and how much data it has"
-        if phase == "data"
+        if slowest.phase == "data"
         else "`lockstep doctor` on its host, which may be slower, share its cores, or throttle",
     )
 
 
-def _of_crowded_host(ranks: RankHistory) -> Limit | None:
+def _crowded_host(ranks: RankHistory) -> Limit | None:
     """Return a limit if main threads wait for a core, by the median of the rank that waits most."""
     column = ranks.medians("core_wait_percent")
-    if not column or max(column.values()) <= 100 * CROWDED_SHARE:
+    rank, percent = max(column.items(), key=lambda item: item[1], default=(0, 0.0))
+    if percent <= 100 * CROWDED_SHARE:
         return None
-    rank, percent = max(column.items(), key=lambda item: item[1])
     return Limit(
         "crowded host",
         percent / 100,
@@ -119,132 +102,73 @@ def _of_crowded_host(ranks: RankHistory) -> Limit | None:
     )
 
 
-def _of_data(run: RunData, shares: Mapping[str, float], split: Mapping[str, float]) -> Limit | None:
-    share = shares.get("data", 0.0)
-    if share <= DATA_SHARE:
-        return None
-    measured = command_line("lockstep", "profile", "data", run.folder)
-    given, most = _workers(run), _cores_of_a_rank(run)
-    needed = _workers_that_keep_up(given, share)
-    few = f", as many as a rank has CPUs ({needed} would keep up)" if needed > most else ""
-    prepared = "samples that are prepared beforehand"
-    more = f"data.loader.workers: {min(needed, most)}{few} (`{measured}` measures it), or {prepared}"
-    return Limit(
-        "data",
-        share,
-        f"The data came too late: each update waited {formatting.short_time(split['data'])} for its samples",
-        more if most > given else f"{prepared} (`{measured}` shows what one costs); a rank has no CPU for more workers",
-    )
-
-
-def _workers(run: RunData) -> int:
-    """Return the configured number of workers."""
-    loader = run.configured("data", "loader")
-    given = loader.get("workers", 0) if isinstance(loader, Mapping) else 0
-    return given if isinstance(given, int) and given > 0 else 0
-
-
-def _workers_that_keep_up(workers: int, share: float) -> int:
-    """Return the fewest workers, a power of two, that deliver an update's samples while another update is computed.
+def _phases(run: RunData, split: Mapping[str, float], waits: float) -> Iterator[Limit]:
+    """Yield the phases that take too much of an update.
 
     Args:
-        workers: That the run has.
-        share: Of an update that waits for its samples: with workers, they were busy all the time.
+        waits: Share of an update that ranks wait for a slow one.
     """
-    needed = SPARE * (workers if workers else share) / max(0.01, 1.0 - share)
-    return 1 << math.ceil(math.log2(max(1.0, needed)))
+    whole = sum(split.values())
+    share = {name: split.get(name, 0.0) / whole for name in ("data", "communication", "host", "save", "optimizer")}
+    if share["data"] > DATA_SHARE:
+        yield Limit(
+            "data",
+            share["data"],
+            f"The data came too late: each update waited {formatting.short_time(split['data'])} for its samples",
+            f"more data.loader.workers (`{command_line('lockstep', 'profile', 'data', run.folder)}` measures how many "
+            "pay), or samples that are prepared beforehand",
+        )
+    if (links := share["communication"] - waits) > COMMUNICATION_SHARE:
+        ddp = run.configured("parallel", "ddp")
+        compresses = isinstance(ddp, Mapping) and ddp.get("compression", "none") != "none"
+        yield Limit(
+            "communication",
+            links,
+            f"Ranks waited {100 * links:.0f} % of the time for what others sent, which isn't explained by slow ranks",
+            "a larger batch.global_size (fewer reductions a sample), "
+            f"{'' if compresses else 'parallel.ddp.compression under DDP, '}or faster links, which "
+            "`lockstep doctor --ranks N` measures",
+        )
+    if share["host"] >= _HOST_SHARE:
+        yield Limit(
+            "host",
+            share["host"],
+            f"{formatting.short_time(split['host'])} of an update went to Python between updates (monitors, your code)",
+            "do less in monitors that see every update, or do it in a thread",
+        )
+    if share["save"] > SAVE_SHARE:
+        number = sum(save.failure is None for save in run.saves)
+        waits_for_disk = run.configured("checkpoint", "asynchronous") is False
+        yield Limit(
+            "saves",
+            share["save"],
+            f"Training waited for {formatting.counted(number, 'save')}, {100 * share['save']:.0f} % of the time",
+            f"checkpoint.every larger{', or checkpoint.asynchronous: true' if waits_for_disk else ''}",
+        )
+    if share["optimizer"] >= _OPTIMIZER_SHARE:
+        yield Limit(
+            "optimizer",
+            share["optimizer"],
+            f"The optimizer took {100 * share['optimizer']:.0f} % of each update: the batch is small beside the model",
+            "a larger batch.global_size",
+        )
 
 
-def _cores_of_a_rank(run: RunData) -> int:
-    """Return the CPUs that each rank of the first host has, at least 1; very many if that isn't known."""
-    cpus = run.environment.get("cpus")
-    if not isinstance(cpus, int) or cpus < 1:
-        return sys.maxsize
-    ranks = run.attempts[-1].hosts[0][1] if run.attempts and run.attempts[-1].hosts else 1
-    return max(1, cpus // max(1, ranks))
-
-
-def _of_communication(run: RunData, shares: Mapping[str, float], ranks: RankHistory) -> Limit | None:
-    straggler = _of_stragglers(ranks)
-    share = shares.get("communication", 0.0) - (straggler.share if straggler is not None else 0.0)
-    if share <= COMMUNICATION_SHARE:
-        return None
-    ddp = run.configured("parallel", "ddp")
-    compresses = isinstance(ddp, Mapping) and ddp.get("compression", "none") != "none"
-    compression = "" if compresses else "parallel.ddp.compression under DDP, "
-    return Limit(
-        "communication",
-        share,
-        f"Ranks waited {100 * share:.0f} % of the time for what others sent, which isn't explained by slow ranks",
-        f"a larger batch.global_size (fewer reductions a sample), {compression}or faster links, which "
-        "`lockstep doctor --ranks N` measures",
-    )
-
-
-def _of_host(shares: Mapping[str, float], split: Mapping[str, float]) -> Limit | None:
-    share = shares.get("host", 0.0)
-    if share < _HOST_SHARE:
-        return None
-    return Limit(
-        "host",
-        share,
-        f"{formatting.short_time(split['host'])} of each update went to Python between updates: monitors, your code",
-        "do less in monitors that see every update, or do it in a thread",
-    )
-
-
-def _of_saves(run: RunData, shares: Mapping[str, float]) -> Limit | None:
-    share = shares.get("save", 0.0)
-    if share <= SAVE_SHARE:
-        return None
-    number = sum(save.failure is None for save in run.saves)
-    return Limit(
-        "saves",
-        share,
-        f"Training waited for {formatting.counted(number, 'save')}, {100 * share:.0f} % of the time",
-        "checkpoint.every larger"
-        + (", or checkpoint.asynchronous: true" if run.configured("checkpoint", "asynchronous") is False else ""),
-    )
-
-
-def _of_optimizer(shares: Mapping[str, float]) -> Limit | None:
-    share = shares.get("optimizer", 0.0)
-    if share < _OPTIMIZER_SHARE:
-        return None
-    return Limit(
-        "optimizer",
-        share,
-        f"The optimizer took {100 * share:.0f} % of each update: the batch is small beside the model",
-        "a larger batch.global_size",
-    )
-
-
-def _of_short_micro_batches(run: RunData, split: Mapping[str, float], ranks: RankHistory) -> Limit | None:
+def _short_micro_batches(run: RunData, split: Mapping[str, float]) -> Limit | None:
     number = int((run.attempts[-1].number("accumulation") if run.attempts else None) or 1)
     seconds = sum(split.get(phase, 0.0) for phase in ("forward", "backward", "optimizer")) / number
     if seconds >= _SHORT_S:
         return None
     what = f"Its {number:,} micro-batches" if number > 1 else "Its updates"
-    larger = _larger_micro_batches(run, ranks) if number > 1 else ""
     compiling = "" if run.configured("model", "compile") is True else ", model.compile: true"
+    is_larger = number > 1 and allows_larger(run.attempts)
     return Limit(
-        "tiny batches",
+        "small operators",
         0.5,
         f"{what} are so short ({formatting.short_time(seconds)} each) that operators' fixed costs make up much of them",
-        larger or f"a larger batch.global_size{compiling}",
+        "a larger batch.micro_size" if is_larger else f"a larger batch.global_size{compiling}",
         bounded=False,
     )
-
-
-def _larger_micro_batches(run: RunData, ranks: RankHistory) -> str:
-    """Return what makes micro-batches larger; empty if memory ran out with larger ones, and not of activations."""
-    if allows_larger(run.attempts):
-        return "a larger batch.micro_size"
-    options, peak = run.configured("memory", "activation_checkpointing"), ranks.peak("memory_allocated_peak")
-    is_on = isinstance(options, Mapping) and options.get("mode", "none") != "none"
-    if is_on or (peak is not None and peak[0] < 2 * run.attempts[-1].planned.held):
-        return ""
-    return "memory.activation_checkpointing.mode: full, with which a larger batch.micro_size may fit"
 
 
 def allows_larger(attempts: Sequence[Attempt]) -> bool:
@@ -253,13 +177,13 @@ def allows_larger(attempts: Sequence[Attempt]) -> bool:
     return not sizes or (sizes[-1] == max(sizes) and attempts[-1].number("accumulation") != 1)
 
 
-def _of_evaluations(run: RunData, ranks: RankHistory) -> Limit | None:
+def _evaluations(run: RunData, ranks: RankHistory) -> Limit | None:
     """Return a limit if evaluations take much of the time, which is what the intervals have beside updates."""
     seconds = sum(interval.seconds for interval in ranks.intervals if math.isfinite(interval.seconds))
     training = sum(
-        interval.updates[0] * interval.step_seconds[0]
+        float(interval.updates[0] * interval.step_seconds[0])
         for interval in ranks.intervals
-        if interval.updates and math.isfinite(interval.step_seconds[0])
+        if math.isfinite(interval.step_seconds[0]) and math.isfinite(interval.updates[0])
     )
     evaluations = sum(len(next(iter(metrics.values()), {})) for metrics in run.evaluations.values())
     if evaluations < 2 or not seconds or (share := 1.0 - training / seconds) < _EVALUATION_SHARE:

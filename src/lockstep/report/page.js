@@ -22,7 +22,7 @@ const make = (svg, tag, name) => {
   made.setAttribute("class", name);
   return svg.appendChild(made);
 };
-const charts = [...document.querySelectorAll("figure.curve:not(.still)")].map(figure => {
+const charts = [...document.querySelectorAll("figure.curve")].map(figure => {
   const svg = figure.querySelector("svg.chart"), at = figure.querySelector(".at");
   const {first, last, top, plot} = svg.dataset;
   const values = [...figure.querySelectorAll(".reading b")], before = values.map(value => value.textContent);

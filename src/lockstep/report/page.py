@@ -29,11 +29,9 @@ from lockstep.monitor.media_folder import MEDIA
 from lockstep.monitor.meter_files import RANKS
 from lockstep.report import facts
 from lockstep.report.charts import Marks, draw
-from lockstep.report.curves import MAX_LOGGED, charts
+from lockstep.report.curves import MAX_LOGGED, charts, rank_charts, straggler_rows
 from lockstep.report.html import render
-from lockstep.report.rank_charts import draw_filled, filled_charts, gauge_charts, straggler_rows
 from lockstep.report.rank_history import RankHistory, read_rank_history
-from lockstep.report.restarts import restart_table, restarts
 from lockstep.report.run_data import LoggedFile, RunData, read_run
 
 REPORT = "report.html"
@@ -98,16 +96,14 @@ def compose(run: RunData, ended: str = "") -> str:
         facts=facts.facts(run),
         charts=drawn,
         draw=draw,
-        filled=filled_charts(ranks, *span),
-        gauges=gauge_charts(ranks, *span),
+        of_ranks=rank_charts(ranks, *span),
         stragglers=straggler_rows(ranks),
-        draw_filled=draw_filled,
         marks=drawn[0].marks if drawn else None,
         has_gap=any(not series.finite.all() for chart in drawn for series in chart.series),
         hidden_values=len(run.logged) - MAX_LOGGED,
         evaluations=facts.evaluation_table(run),
-        events=facts.events(run),
-        restarts=restart_table(restarts(run), facts.MAX_LISTED),
+        events=[*facts.events(run), *facts.bad_numbers(run), *facts.left_out(run.left_out)],
+        restarts=facts.restart_table(facts.restarts(run)),
         samples=[run.texts[index] for index in samples],
         images=images,
         images_remark=remark(run.images, images),

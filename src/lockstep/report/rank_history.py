@@ -11,13 +11,12 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -32,17 +31,13 @@ _MOST_RANKS = 16_384
 _LONGEST_LINE = 1 << 25  # bytes; a line of 16,384 ranks has 2 MB
 _LARGEST = 1e18
 
-Column: TypeAlias = "array[float]"
-"""A number for each rank; NaN where it isn't known."""
-
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The times of all ranks in one interval.
+    """The times of all ranks in one interval. Columns have a number for each rank; NaN where it isn't known.
 
     Attributes:
         step: At its end.
-        time: Unix time at its end; NaN if it isn't known.
         seconds: Its length.
         ranks: Their numbers.
         updates: Timed updates of each rank.
@@ -54,21 +49,20 @@ class Interval:
     """
 
     step: int
-    time: float
     seconds: float
     ranks: tuple[int, ...]
-    updates: Column
-    step_seconds: Column
-    slowest: Column
-    split: Mapping[str, Column] = field(default_factory=dict)
-    gauges: Mapping[str, Column] = field(default_factory=dict)
+    updates: Numbers
+    step_seconds: Numbers
+    slowest: Numbers
+    split: Mapping[str, Numbers] = field(default_factory=dict)
+    gauges: Mapping[str, Numbers] = field(default_factory=dict)
     stragglers: tuple[Straggler, ...] = ()
 
     @property
     def computing(self) -> Numbers:
-        """Seconds of an update in which each rank didn't wait for others; NaN if that wasn't measured."""
+        """Seconds of an update in which each rank didn't wait for others; of the whole, if no phase was measured."""
         parts = [column for name, column in self.split.items() if name != "communication"]
-        return np.sum(np.array(parts), axis=0) if parts else np.full(len(self.ranks), np.nan)
+        return np.sum(parts, axis=0) if parts else self.step_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,23 +103,38 @@ class RankHistory:
         sums: dict[str, float] = {}
         weight = 0.0
         for interval in self.intervals:
-            for index, updates in enumerate(interval.updates):
-                parts = {name: column[index] for name, column in interval.split.items()}
-                if updates > 0 and parts and all(map(math.isfinite, parts.values())):
-                    weight += updates
-                    for name, seconds in parts.items():
-                        sums[name] = sums.get(name, 0.0) + updates * seconds
+            parts = np.array([*interval.split.values()]).reshape(-1, len(interval.ranks))
+            known = np.isfinite(parts).all(axis=0) & (interval.updates > 0) & bool(interval.split)
+            weight += interval.updates[known].sum()
+            for name, seconds in zip(interval.split, (parts * interval.updates)[:, known].sum(axis=1), strict=True):
+                sums[name] = sums.get(name, 0.0) + float(seconds)
         return {name: seconds / weight for name, seconds in sums.items()} if weight else {}
 
     def step_seconds(self) -> float | None:
         """Return the mean seconds of an update over all ranks and intervals; None if none was timed."""
-        timed = [
-            (seconds * updates, updates)
-            for interval in self.intervals
-            for seconds, updates in zip(interval.step_seconds, interval.updates, strict=True)
-            if updates > 0 and math.isfinite(seconds)
-        ]
-        return sum(seconds for seconds, _ in timed) / sum(updates for _, updates in timed) if timed else None
+        if not self.intervals:
+            return None
+        seconds, updates = (
+            np.concatenate([getattr(i, name) for i in self.intervals]) for name in ("step_seconds", "updates")
+        )
+        timed = np.isfinite(seconds) & (updates > 0)
+        return float((seconds * updates)[timed].sum() / updates[timed].sum()) if timed.any() else None
+
+    def computing(self) -> tuple[list[int], Numbers, Numbers]:
+        """Return all ranks, the seconds that each computes in an update, [interval, rank], and the mean of each."""
+        ranks = sorted({rank for interval in self.intervals for rank in interval.ranks})
+        place = {rank: at for at, rank in enumerate(ranks)}
+        seconds, updates = (
+            np.full((len(self.intervals), len(ranks)), np.nan),
+            np.zeros((len(self.intervals), len(ranks))),
+        )
+        for row, interval in enumerate(self.intervals):
+            at = [place[rank] for rank in interval.ranks]
+            seconds[row, at] = np.where(interval.updates > 0, interval.computing, np.nan)
+            updates[row, at] = np.where(np.isfinite(seconds[row, at]), interval.updates, 0.0)
+        counts = updates.sum(axis=0)
+        means = np.nansum(seconds * updates, axis=0) / np.maximum(counts, 1e-9)
+        return ranks, seconds, np.where(counts > 0, means, np.nan)
 
     def phases(self) -> dict[str, Numbers]:
         """Return the mean over ranks of each phase's seconds in an update, by interval; NaN where it isn't known."""
@@ -139,13 +148,20 @@ class RankHistory:
 
     def peak(self, gauge: str) -> tuple[float, int] | None:
         """Return the largest value of a gauge and its rank; None if no rank has it."""
-        known = [
-            (value, rank)
-            for interval in self.intervals
-            for value, rank in zip(interval.gauges.get(gauge, ()), interval.ranks, strict=False)
-            if math.isfinite(value)
-        ]
-        return max(known, default=None)
+        by_rank = self._by_rank(gauge)
+        return max(((max(values), rank) for rank, values in by_rank.items()), default=None)
+
+    def medians(self, gauge: str) -> dict[int, float]:
+        """Return the median of a gauge over all intervals, by rank; of ranks that have it."""
+        return {rank: statistics.median(values) for rank, values in self._by_rank(gauge).items()}
+
+    def _by_rank(self, gauge: str) -> dict[int, list[float]]:
+        values: dict[int, list[float]] = {}
+        for interval in self.intervals:
+            for value, rank in zip(interval.gauges.get(gauge, ()), interval.ranks, strict=False):
+                if math.isfinite(value):
+                    values.setdefault(rank, []).append(float(value))
+        return values
 
     def stragglers(self) -> list[FrequentStraggler]:
         """Return the ranks that others waited for, the most frequent first."""
@@ -158,32 +174,12 @@ class RankHistory:
                 rank,
                 each[-1].host,
                 len(each),
-                float(np.median([straggler.ratio for straggler in each])),
+                statistics.median(straggler.ratio for straggler in each),
                 Counter(straggler.phase for straggler in each).most_common(1)[0][0],
             )
             for rank, each in by_rank.items()
         ]
         return sorted(frequent, key=lambda straggler: -straggler.intervals)
-
-    def excess(self, rank: int, ratio: float) -> float:
-        """Return the share of an update in which others wait for a rank that computes `ratio` times as long as they."""
-        computing = whole = 0.0
-        for interval in self.intervals:
-            place = interval.ranks.index(rank) if rank in interval.ranks else None
-            parts = {name: column[place] for name, column in interval.split.items()} if place is not None else {}
-            if parts and all(map(math.isfinite, parts.values())):
-                whole += sum(parts.values())
-                computing += sum(parts.values()) - parts.get("communication", 0.0)
-        return (computing - computing / ratio) / whole if whole else 1.0 - 1.0 / ratio
-
-    def medians(self, gauge: str) -> dict[int, float]:
-        """Return the median of a gauge over all intervals, by rank; of ranks that have it."""
-        values: dict[int, list[float]] = {}
-        for interval in self.intervals:
-            for value, rank in zip(interval.gauges.get(gauge, ()), interval.ranks, strict=False):
-                if math.isfinite(value):
-                    values.setdefault(rank, []).append(value)
-        return {rank: statistics.median(of_rank) for rank, of_rank in values.items()}
 
 
 def damage(run: RunData, ranks: RankHistory) -> tuple[str, ...]:
@@ -229,7 +225,6 @@ def _interval(text: bytes) -> Interval | None:
             return None
         return Interval(
             step,
-            _number(record.get("time")),
             _number(record.get("seconds")),
             ranks,
             _column(record["updates"], size),
@@ -246,10 +241,10 @@ def _interval(text: bytes) -> Interval | None:
         return None
 
 
-def _column(values: Any, size: int) -> Column:
+def _column(values: Any, size: int) -> Numbers:
     if not isinstance(values, list) or len(values) != size:
         raise ValueError("a column has a value for each rank")
-    return array("d", map(_number, values))
+    return np.array([_number(value) for value in values])
 
 
 def _number(value: Any) -> float:
@@ -257,12 +252,11 @@ def _number(value: Any) -> float:
     return float(value) if is_number else math.nan
 
 
-def _over_ranks(columns: Sequence[Column | None]) -> Numbers:
+def _over_ranks(columns: Sequence[Numbers | None]) -> Numbers:
     """Return min, mean and max over ranks of each interval's column, [interval, 3]; NaN where no rank has a value."""
     rows = np.full((len(columns), 3), np.nan)
     for row, column in enumerate(columns):
-        values = np.array(column if column is not None else ())
-        known = values[np.isfinite(values)]
+        known = column[np.isfinite(column)] if column is not None else np.empty(0)
         if len(known):
             rows[row] = known.min(), known.mean(), known.max()
     return rows

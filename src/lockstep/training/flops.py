@@ -35,8 +35,7 @@ def training_flops(model: nn.Module, source: Source, device: torch.device) -> fl
 
     Args:
         model: whole, on the CPU or on the meta device.
-        device: where it is trained. A CPU has no known peak to compare with, so nothing is counted there, which would
-            take a second; `lockstep explain --measure` does.
+        device: where it is trained. A CPU has no known peak to compare with, so nothing is counted there.
     """
     flops = None
     with suppress(Exception):
@@ -44,15 +43,10 @@ def training_flops(model: nn.Module, source: Source, device: torch.device) -> fl
     if flops is not None or device.type == "cpu":
         return flops
     try:
-        return flops_of_first_samples(model, source)
+        return counted_flops(model, next(evaluation_batches(source, _SAMPLES, 0, 1, Loader(), torch.device("cpu"))))
     except Exception as error:  # a forward may do anything with fake tensors
         _LOG.debug("operations can't be counted: %r", error)
         return None
-
-
-def flops_of_first_samples(model: nn.Module, source: Source) -> float:
-    """Return the operations per token, counted. Raises what the model's forward does with fake tensors."""
-    return counted_flops(model, next(evaluation_batches(source, _SAMPLES, 0, 1, Loader(), torch.device("cpu"))))
 
 
 @contextmanager

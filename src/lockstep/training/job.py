@@ -115,7 +115,7 @@ def run_job(job: Job) -> Finished:
         earlier = EarlierAttempts.of(folder) if continues else NO_ATTEMPTS
         checkpoints, notes, rollbacks = _begin(job, session, folder)
         components = components_of(session)
-        profiler = Profiler(config.profile, components.world, folder, components.sharding.state.model)
+        profiler = Profiler(config.profile, components.world, folder)
         notes += profiler.notes
         if late := profiler.begins_after(components.plan.steps):
             notes.append(late)

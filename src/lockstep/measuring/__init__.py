@@ -1,1 +1,0 @@
-"""Measures what a run's devices can do."""
