@@ -34,7 +34,7 @@ from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.core.errors import VerificationError
 from lockstep.resilience.faults import FAULTS, Fault, events_of, write_plan
-from lockstep.training.audit import audit
+from lockstep.training.ledger import audit
 from lockstep.training.locations import choose, find
 
 RESULTS = Path(__file__).parent / "results"

@@ -110,7 +110,6 @@ def test_null_empties_a_mapping_of_names(base: Path) -> None:
     [
         ("monitor.early_stopping", "{metric: held-out.loss}"),
         ("monitor.prometheus", "{port: 9470}"),
-        ("monitor.histograms", "{every: 10}"),
         ("checkpoint.storage", "{target: 'examples/own_storage.py:Memory'}"),
     ],
 )

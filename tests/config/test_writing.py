@@ -116,8 +116,6 @@ def test_a_written_config_loads_equal(data: st.DataObject) -> None:
     if values.get("schedule", {}).get("kind") == "given":
         values["schedule"] = {"kind": "given"}
     values.get("monitor", {}).pop("early_stopping", None)  # names an evaluation set, whose names are drawn, too
-    if values.get("monitor", {}).get("histograms"):
-        values["monitor"]["histograms"] = {"every": 7, "of": "weights", "parameters": ["*.weight"]}
     if "leave_out" in values["data"]:
         values["data"]["leave_out"] = [sorted(each) for each in values["data"]["leave_out"]]
     if "profile" in values:

@@ -10,7 +10,7 @@ from lockstep.config.schema import CustomData
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.progress import Progress
 from lockstep.core.records import Batch
-from lockstep.data.custom import ItemReading, adapt_dataset
+from lockstep.data.custom import adapt_dataset
 from lockstep.data.sources import open_source
 from lockstep.models.building_objectives import adapt_objective
 
@@ -140,15 +140,6 @@ def test_the_fingerprint_of_earlier_versions_is_the_same():
     assert adapt_dataset([(float(index), index % 2) for index in range(40)]).fingerprint == (
         "6b41442d82aa35402d27d440c9bfa2ad"
     )
-
-
-@pytest.mark.parametrize("item", [lambda index: index, lambda index: torch.rand(2)])
-def test_a_sample_that_is_left_out_changes_no_other_part_of_the_fingerprint(item):
-    whole = adapt_dataset(Items(item))
-    first = whole.fingerprint_parts[1]
-    rest = adapt_dataset(Items(item), reading=ItemReading(leaves_out=lambda index: index == 0))
-    assert first is not None
-    assert rest.fingerprint_parts == (whole.fingerprint_parts[0], None, *whole.fingerprint_parts[2:])
 
 
 def test_other_objects_than_map_style_datasets_are_refused():

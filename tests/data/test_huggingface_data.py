@@ -12,9 +12,9 @@ from lockstep.config.schema import Config, HuggingFaceData
 from lockstep.core import hub
 from lockstep.core.errors import ConfigError
 from lockstep.data import huggingface, noise
+from lockstep.data.bad_samples import UnfitItem
 from lockstep.data.prepare import prepare
 from lockstep.data.sources import open_source
-from lockstep.data.unreadable import UnfitItem
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "fast", "slow", "and"]
 ROWS = [

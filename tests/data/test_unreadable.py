@@ -20,7 +20,7 @@ from lockstep.core.errors import RunFailed, Stopped
 from lockstep.core.out_of_memory import error_location
 from lockstep.core.planted import UnreadableSamples, plant_unreadable
 from lockstep.core.progress import Progress
-from lockstep.data import unreadable
+from lockstep.data import bad_samples
 from lockstep.data.custom import adapt_dataset
 from lockstep.data.sources import skipping
 from lockstep.training.job import prefix_warnings
@@ -113,7 +113,7 @@ class Once:
 def test_only_the_sample_that_failed_once_is_named(
     error: Exception | None, warning: str, policy: Any, caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(unreadable, "_warned", 0)
+    monkeypatch.setattr(bad_samples, "_warned", 0)
     dataset = Once(error)
     source = skipping(adapt_dataset(dataset), BadSamples(policy=policy))
     dataset.is_bad = True

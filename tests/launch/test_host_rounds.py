@@ -15,7 +15,7 @@ from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.resilience.faults import Fault, events_of, write_plan
-from lockstep.training.audit import audit
+from lockstep.training.ledger import audit
 from lockstep.training.locations import choose, find
 
 STEPS = 40

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 95_309
-MOST_FILES = 580
+MOST_LINES = 93_593
+MOST_FILES = 554
 
 
 def test_src_keeps_within_its_budget() -> None:

@@ -27,7 +27,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.interop.peers import read_peer
 from lockstep.models.weight_files import read_weights
 from lockstep.models.weight_matching import match_initial_weights
-from lockstep.training.run_info import run_info
+from lockstep.training.attempt import run_info
 from lockstep.training.session import components_of
 
 

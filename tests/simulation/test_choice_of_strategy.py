@@ -18,10 +18,10 @@ from lockstep.simulation.answering import answer
 from lockstep.simulation.choosing import decide
 from lockstep.simulation.estimate import under
 from lockstep.strategies.registry import find_variant
-from lockstep.training import deciding, predictions
+from lockstep.training import deciding
 from lockstep.training.components import Purpose
+from lockstep.training.deciding import NoAnswer, Question, ask
 from lockstep.training.out_of_memory import explain, memory_factors, with_prediction
-from lockstep.training.predictions import NoAnswer, Question, ask
 
 MIB = 1 << 20
 WEIGHT = [ParameterFacts("weight", (4, 4), 4, True)]
@@ -134,13 +134,13 @@ def test_an_out_of_memory_error_names_prediction_category_and_the_change_that_fi
 ) -> None:
     config = decoder(batch={"global_size": 8, "micro_size": 8})
     needed = estimator(config, 1).peak(config).bytes
-    monkeypatch.setattr(predictions, "ask", lambda question, seconds: answer(replace(question, memory=needed // 2)))
+    monkeypatch.setattr(deciding, "ask", lambda question, seconds: answer(replace(question, memory=needed // 2)))
     message, saved = with_prediction(MESSAGE, ADVICE, config, 1, NOTHING).splitlines()
     assert message.startswith(FACTS)
     assert "MiB were predicted, most of it " in message
     assert message.endswith((": it fits with batch.micro_size: 4.", ": it fits with batch.micro_size: 2."))
     assert saved == SAVED
-    monkeypatch.setattr(predictions, "ask", lambda question, seconds: answer(replace(question, memory=2 * needed)))
+    monkeypatch.setattr(deciding, "ask", lambda question, seconds: answer(replace(question, memory=2 * needed)))
     message = with_prediction(MESSAGE, ADVICE, config, 1, NOTHING)
     assert message.endswith(f"which fits: something else holds memory. {ADVICE}\n{SAVED}")
 

@@ -20,9 +20,8 @@ from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.errors import VerificationError
 from lockstep.core.progress import Progress
 from lockstep.data.order import MODULUS, SampleOrder, digest
-from lockstep.training.audit import Audit, audit, expected_digest
 from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.ledger import Ledger, OrderFacts
+from lockstep.training.ledger import Audit, Ledger, OrderFacts, audit, expected_digest
 from lockstep.training.resuming import Resume
 from lockstep.training.session import components_of
 

@@ -167,7 +167,6 @@ def everything(folder: Path) -> dict[str, Any]:
             "tensorboard": True,
             "progress": "plain",
             "prometheus": {"port": 0},
-            "histograms": {"every": 10},
             "early_stopping": {"metric": "held-out.loss", "patience": 1000},
         },
         run={"steps": LAST + 5, "folder": str(folder)},

@@ -11,7 +11,7 @@ from kit.runs import Trajectory, differences, recorded, recorded_all
 from kit.worlds import in_world
 
 import lockstep
-from lockstep.training.run_info import run_info
+from lockstep.training.attempt import run_info
 from lockstep.training.session import components_of
 
 

@@ -14,8 +14,8 @@ from kit.worlds import in_world
 import lockstep
 from lockstep.config.schema import EarlyStoppingConfig
 from lockstep.core.records import EvaluationReport, Request, StepReport
-from lockstep.training.early_stopping import EarlyStopping
-from lockstep.training.saved_state import EarlyStoppingState
+from lockstep.training.evaluations import EarlyStopping
+from lockstep.training.resuming import EarlyStoppingState
 
 STOPPING = {"metric": "held-out.loss", "patience": 3, "min_delta": 0.01}
 

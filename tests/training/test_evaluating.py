@@ -23,10 +23,10 @@ from lockstep.models.objectives import TargetLoss
 from lockstep.monitor.metric_log import MetricLog
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.profiler import Profiler
+from lockstep.training.monitoring import UserLogs
 from lockstep.training.requests import Trigger
 from lockstep.training.run import run
 from lockstep.training.session import components_of
-from lockstep.training.user_logs import UserLogs
 
 SIZES = {"held-out": 11, "tiny": 2, "large": 37}
 

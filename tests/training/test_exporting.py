@@ -28,7 +28,7 @@ from lockstep.models.model_tensors import model_tensors
 from lockstep.models.transformers_models import is_transformers_model
 from lockstep.training import weights
 from lockstep.training.exporting import ExportArguments, export
-from lockstep.training.finished_run import loaded_config, run_config
+from lockstep.training.locations import loaded_config, run_config
 from lockstep.training.publishing import publish
 from lockstep.training.session import components_of
 from lockstep.training.sources import make_model, open_sources

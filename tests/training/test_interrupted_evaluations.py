@@ -26,7 +26,7 @@ from lockstep.distributed.collectives import LocalGroup
 from lockstep.training.evaluate import EvaluationStopped, StopVote
 from lockstep.training.finished_run import evaluate_run
 from lockstep.training.job import Job, run_job
-from lockstep.training.user_logs import UserLogs
+from lockstep.training.monitoring import UserLogs
 
 STEPS = 9
 TARGET = f"{Path(interrupted_data.__file__)}:Interrupting"

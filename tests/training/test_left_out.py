@@ -21,15 +21,14 @@ from lockstep.checkpoint.reading import read_manifest
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.looking.files import sampled_losses
 from lockstep.report.run_data import read_run
-from lockstep.training.audit import Audit, audit
+from lockstep.training.ledger import Audit, audit
 
-BAD = {5: OSError("broken image"), 17: KeyError("no label")}
-ODD = 9
+BAD = {5: OSError("broken image"), 9: ValueError("too short"), 17: KeyError("no label")}
 ENDLESS = 10
 
 
 class Points:
-    """40 points; two can't be read, and one is shorter; `mended`: all are fine."""
+    """40 points, of which three can't be read; `mended`: all are fine."""
 
     def __init__(self, mended: bool = False) -> None:
         self._points, self._mended = small.points(), mended
@@ -43,7 +42,7 @@ class Points:
             return point, label
         if index in BAD:
             raise BAD[index]
-        return (point[:3] if index == ODD else point), label
+        return point, label
 
 
 class Endless(Points):

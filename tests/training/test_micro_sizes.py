@@ -17,7 +17,7 @@ from lockstep.launch.ends import End, EndKind
 from lockstep.monitor.attempts import read_attempts
 from lockstep.plan.batch import plan_batch
 from lockstep.resilience.faults import FAULTS, Fault, write_plan
-from lockstep.training.micro_sizes import least_micro_size
+from lockstep.training.out_of_memory import least_micro_size
 
 
 def test_batch_norm_is_left_more_than_one_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -383,16 +383,3 @@ def test_a_session_of_the_library_uses_no_checkpoint_of_another(copied_in: Path)
     shutil.copytree("other/checkpoints/step-00000006", "run/step-00000006")
     with lockstep.session(_config(lr=0.03)) as session:
         assert session.checkpoints("run").resumed_from == 3
-
-
-def test_a_run_of_an_earlier_version_resumes(here: Path) -> None:
-    """It wrote no owner.json, and no id."""
-    lockstep.train(_config(run={"folder": "run"}, **_SHARED))
-    Path("checkpoints/owner.json").unlink()
-    environment = json.loads(Path("run/environment.json").read_text())
-    known = environment.pop("run")
-    Path("run/environment.json").write_text(json.dumps(environment))
-    with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
-        lockstep.train(_config(lr=0.02, run={"folder": "new"}, **_SHARED))
-    assert main(["train", "run", "--run.steps", "8", "--trust-run"]) == 0
-    assert id_of_run(Path("run")) == known

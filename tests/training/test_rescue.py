@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 from kit import small
-from kit.chains import TENSOR_PLAN
-from kit.layouts import VARIANTS
 from kit.worlds import in_world
 
 import lockstep
@@ -24,7 +22,7 @@ from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.errors import Rescued
 from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Batch
-from lockstep.training.audit import audit
+from lockstep.training.ledger import audit
 from lockstep.training.rescue import Rescue
 from lockstep.training.session import components_of
 
@@ -314,130 +312,22 @@ def _failed_or_left(config: dict[str, Any], fault: str) -> tuple[str, list[str]]
     return "left", []
 
 
-# --- where no rank holds the whole state ----------------------------------------------------------------------------
-
-_now = {"kind": "", "rank": 0, "step": 0}  # what fails, where (-1: on all ranks), and what is done already
-
-
-def _fails_here(kind: str) -> bool:
-    return _now["kind"] == kind and _now["step"] == 3 and _now["rank"] in (-1, int(os.environ["RANK"]))
-
-
-class FailsAnywhere(small.CrossEntropy):
-    """Raises after three updates, in a pass of one rank or of all."""
-
-    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
-        loss = super().loss_sum(outputs, batch)
-        kind = "forward" if torch.is_grad_enabled() else "evaluation"
-        if _fails_here(kind):
-            _raise(kind)
-        if _fails_here("backward"):
-            loss.register_hook(lambda gradient: _raise("backward"))
-        return loss
-
-
-def _divided(variant: str) -> dict[str, Any]:
-    variant, _, norm = variant.partition(", ")
-    plan = {"tensor_parallel": {"plan": TENSOR_PLAN}} if variant == "tensor" else {}
-    target = "kit.small:WithBatchNorm" if norm else "kit.chains:Chain"
-    asked = small.config(
-        objective={"kind": "custom", "target": f"{__name__}:FailsAnywhere"},
-        batch={"global_size": 12},
-        parallel={**VARIANTS[variant], **plan},
-        run={"steps": 5},
-        **_TWO,
-    )
-    return {**asked, "model": {"kind": "custom", "target": target}}
-
-
-def _followed(variant: str, saves: Path, kind: str, rank: int) -> tuple[int, float]:
-    """Where a run begins, and its last loss."""
-    _now.update(kind=kind, rank=rank, step=0)
-    with lockstep.session(_divided(variant)) as session:
-        session.checkpoints(saves)
-        began, loss = session.progress.steps, 0.0
-        for report in session:
-            loss, _now["step"] = report.loss, report.step
-            if kind == "evaluation" and report.step == 3:
-                session.evaluate()
-            if kind == "gather" and report.step == 3 and not _fails_here(kind):
-                lockstep.gather(loss)
-            if kind in ("loop", "exit", "interrupt", "gather") and _fails_here(kind):
-                _raise(kind)
-    return began, loss
-
-
-def _ended_and_resumed(rows: list[tuple[str, str, int]], folder: Path) -> list[tuple[str, list[int], int, float]]:
-    """Of each row: what was raised and noted, which steps are saved then, where it resumes, the last loss."""
-    found = []
-    for number, (variant, kind, rank) in enumerate(rows):
-        saves = folder / str(number)
-        with pytest.raises((Exception, SystemExit, KeyboardInterrupt)) as caught:
-            _followed(variant, saves, kind, rank)
-        noted = [str(note) for note in getattr(caught.value, "__notes__", ())]
-        steps = list(names_by_step(LocalStorage(saves).names()))
-        began, loss = _followed(variant, saves, "", 0)
-        found.append((f"{type(caught.value).__name__}: {noted}", steps, began, loss))
-    return found
-
-
-_ROWS = [
-    ("fsdp", "forward", 1),
-    ("fsdp", "loop", -1),
-    ("zero1", "loop", 1),
-    ("zero3", "backward", 1),
-    ("pipeline-1f1b", "forward", 1),
-    ("tensor", "evaluation", 0),
-    ("ddp, batch norm", "forward", 1),
-]
-_VARIANTS = ("fsdp", "fsdp-grad-op", "zero0", "zero1", "zero2", "zero3", "pipeline-gpipe", "pipeline-1f1b", "tensor")
-_WITH_BUFFERS = ("ddp, batch norm", "fsdp, batch norm", "zero2, batch norm")
-_PASSES = ("forward", "backward", "evaluation")
-_MORE = [
-    (variant, kind, rank)
-    for variant in (*_VARIANTS, *_WITH_BUFFERS)
-    for kind in (*_PASSES, "loop", "gather", "exit", "interrupt")
-    for rank in (0, 1, -1)
-    if (kind, rank) != ("gather", -1)
-    and not (variant.startswith("pipeline") and kind in _PASSES and rank != 1)  # the loss is the last rank's
-]
-
-
-def _check_rows(rows: list[tuple[str, str, int]], folder: Path, patience: float, ranks: int = 2) -> None:
-    told = in_world(ranks, _ended_and_resumed, rows, folder, patience=patience)
-    oracle = in_world(1, _followed, "single", folder / "oracle", "", 0)[0][1]
-    for (variant, kind, rank), *ends in zip(rows, *told, strict=True):
-        row = f"{variant}: {kind} of rank {rank}"
-        for raised, steps, began, loss in ends:
-            assert "the state after step 3 is saved in" in raised, row
-            assert (steps, began) == ([3], 3), row
-            if "norm" not in variant:  # a rank's statistics are those of its samples
-                assert loss == pytest.approx(oracle, rel=1e-5), row
-
-
-def test_ranks_that_hold_parts_save_them_together(tmp_path: Path) -> None:
-    """Also those that wait in a collective for the one that fails."""
-    _check_rows(_ROWS, tmp_path, 120)
-
-
-def test_a_rank_that_waits_for_others_than_the_one_that_fails_saves_with_them(tmp_path: Path) -> None:
-    """Four ranks gather in a ring: the one opposite is connected only to ranks that were called themselves."""
-    _check_rows([("fsdp", "forward", 1)], tmp_path, 60, ranks=4)
-
-
-@pytest.mark.drill
-@pytest.mark.timeout(1800)
-def test_ranks_save_their_parts_wherever_one_of_them_fails(tmp_path: Path) -> None:
-    _check_rows(_MORE, tmp_path, 1500)
+def test_ranks_that_hold_parts_save_them_where_all_fail(tmp_path: Path) -> None:
+    config = _config(tmp_path / "run", parallel={"strategy": "fsdp"}, **_TWO)
+    for _, notes in in_world(2, _failed, config, "objective -1 6"):
+        assert notes == [
+            "the state after step 5 could not be saved: it is sharded over ranks, and not all of them have failed"
+        ]
+    assert _steps(tmp_path / "run") == []
 
 
 def test_it_has_the_time_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, the watch gave it that of an update: a large state that was saved slowly was taken for a hang."""
     phases, save = [], Rescue._save
 
-    def noted(self: Rescue, error: BaseException) -> str | None:
+    def noted(self: Rescue) -> str | None:
         phases.append(components_of(self.session).world.clock.position().phase)
-        return save(self, error)
+        return save(self)
 
     monkeypatch.setattr(Rescue, "_save", noted)
     _, notes = _failed(_config(tmp_path / "run"), "objective 0 6")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,10 @@ from lockstep.distributed.consensus import DeviceConsensus
 from lockstep.launch.ends_file import read_ends
 from lockstep.report.explanation import explain
 from lockstep.training.api import resolved
-from lockstep.training.audit import audit
+from lockstep.training.bad_updates import RollbackDue
 from lockstep.training.job import opened
-from lockstep.training.left_out import LeftOutSamples
+from lockstep.training.ledger import audit
 from lockstep.training.readback import DeviceReadback
-from lockstep.training.rolling_back import RollbackDue
 from lockstep.training.session import Session, bad_updates_of, components_of
 from lockstep.training.user_objects import UserObjects
 
@@ -241,29 +239,6 @@ def test_what_a_run_that_starts_otherwise_does(tmp_path: Path) -> None:
     assert [entry["update"] for entry in json.loads(file.read_text())] == [BAD_UPDATE]
 
 
-def test_samples_are_used_again_whose_rollback_is_forgotten_but_for_those_of_another_run(tmp_path: Path) -> None:
-    asked = config(tmp_path / "run", "single", {"nonfinite": "rollback", "rollback_steps": 1}, steps=8)
-    in_world(1, trained, asked)
-    in_world(1, trained, asked)
-    window = sorted(ORDER[SIZE * (BAD_UPDATE - 1) : SIZE * BAD_UPDATE])
-    assert left_out(tmp_path / "run") == window
-    storage = LocalStorage(tmp_path / "run" / "checkpoints")
-    listed = read_manifest(storage, storage.names()[-1]).state["left_out"]
-    (tmp_path / "run" / "logs" / "rollbacks.json").unlink()
-    longer = {**asked, "run": {**asked["run"], "steps": 16}}
-    message = in_world(1, trained, longer)[0]  # the bad one makes an update of the second epoch NaN
-    assert "goes back to step" in message
-
-    forked = config(tmp_path / "fork", "single", {"nonfinite": "rollback"})
-    with opened(resolved(forked, UserObjects()), UserObjects()) as session:
-        for follows, consumed in ((False, 40), (True, 45)):  # its first start, and the next one
-            samples = LeftOutSamples(components_of(session))
-            samples.follows_records = follows
-            samples.restore(listed, consumed)
-            listed = samples.state()
-            assert sorted(sample["index"] for sample in listed if sample["until"] is None) == window
-
-
 def test_what_is_refused(tmp_path: Path) -> None:
     numbers = {"spike": "rollback"}
     with (
@@ -275,34 +250,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
         lockstep.train(config(tmp_path / "run", "single", {**numbers, "rollback_steps": 10_001}))
     with pytest.raises(ConfigError, match="rollback_steps 3 is for nonfinite: rollback"):
         lockstep.train(config(tmp_path / "run", "single", {"rollback_steps": 3}))
-    coupled = {"model": {"kind": "custom", "target": "kit.small:WithBatchNorm"}}
-    with pytest.raises(ConfigError, match=r"bad_numbers\.bisect: true computes parts of an update"):
-        lockstep.train({**config(tmp_path / "run", "single", {"bisect": True}), **coupled})
-
-
-# --- samples that are found ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", *DRILLED])
-@pytest.mark.parametrize("policy", ["skip", pytest.param("rollback", marks=pytest.mark.drill)])
-def test_a_sample_that_is_found_is_left_out_alone(tmp_path: Path, strategy: str, policy: str) -> None:
-    run, other, ranks = tmp_path / "run", tmp_path / "other", ranks_of(strategy)
-    found = config(run, strategy, {"nonfinite": policy, "bisect": True})
-    assert in_world(ranks, trained, found) == [""] * ranks
-    assert in_world(ranks, trained, config(other, strategy, {}, data=without([BAD]))) == [""] * ranks
-    assert_same_end(run, other)
-    assert left_out(run) == [BAD]
-    (event,) = events(run, "bad_numbers")
-    assert event == event | {"bad_numbers": "left out", "step": BAD_UPDATE, "update": BAD_UPDATE, "samples": [BAD]}
-    assert {line["left_out"] for line in events(run, "left_out")} == {BAD}
-
-
-def test_the_message_names_the_sample_and_what_follows(tmp_path: Path) -> None:
-    printed = in_world(1, printed_by, config(tmp_path / "run", "single", {"nonfinite": "skip", "bisect": True}))[0]
-    assert (
-        f"lockstep: update {BAD_UPDATE} had loss nan, gradient norm nan, because of sample {BAD} "
-        "(found by recovery.bad_numbers.bisect); the update was repeated without it, and is kept"
-    ) in printed
 
 
 SPIKE = 13
@@ -312,21 +259,6 @@ FAR_POINTS = {
     "arguments": {"samples": 120, "far": [FAR]},
     "objective": {"kind": "custom", "target": f"{__file__}:Weighted"},
 }
-
-
-@pytest.mark.parametrize(
-    "strategy", ["single", *(pytest.param(name, marks=pytest.mark.drill) for name in ("ddp", "fsdp"))]
-)
-def test_a_sample_that_makes_a_spike_is_found(tmp_path: Path, strategy: str) -> None:
-    run, other, ranks = tmp_path / "run", tmp_path / "other", ranks_of(strategy)
-    spikes = {"spike": "skip", "window": 8}
-    found = config(run, strategy, {**spikes, "bisect": True}, **FAR_POINTS)
-    assert in_world(ranks, trained, found) == [""] * ranks
-    in_world(ranks, trained, config(other, strategy, spikes, **FAR_POINTS, data=without([FAR])))
-    assert_same_end(run, other)
-    (event,) = events(run, "bad_numbers")
-    assert event == event | {"bad_numbers": "left out", "update": SPIKE, "samples": [FAR]}
-    assert ", limit " in event["what"]
 
 
 def test_a_spike_takes_the_run_back(tmp_path: Path) -> None:
@@ -340,66 +272,23 @@ def test_a_spike_takes_the_run_back(tmp_path: Path) -> None:
     assert_same_end(run, other)
 
 
-@pytest.mark.parametrize("bisect", [True, False])
-def test_a_spike_that_is_kept_is_printed_once(tmp_path: Path, bisect: bool) -> None:
-    printed = in_world(1, printed_by, config(tmp_path / "run", "single", {"window": 8, "bisect": bisect}, **FAR_POINTS))
+def test_a_spike_that_is_kept_is_printed_once_with_its_micro_batch(tmp_path: Path) -> None:
+    printed = in_world(1, printed_by, config(tmp_path / "run", "single", {"window": 8}, **FAR_POINTS))
     about = [
         line for line in printed[0].splitlines() if f"update {SPIKE}" in line and ("spike" in line or "kept" in line)
     ]
     assert len(about) == 1, printed[0]
     assert str(FAR) in about[0]
-
-
-def test_a_spike_that_is_kept_names_its_sample_and_changes_nothing(tmp_path: Path) -> None:
-    run, other = tmp_path / "run", tmp_path / "other"
-    for folder, bisect in ((run, True), (other, False)):
-        in_world(1, trained, config(folder, "single", {"window": 8, "bisect": bisect}, **FAR_POINTS))
-    assert_same_end(run, other)
-    named, suspected = (events(folder, "bad_numbers")[0] for folder in (run, other))
-    assert (named["bad_numbers"], named["samples"]) == ("kept", [FAR])
-    assert suspected["where"].startswith("micro-batch 2 of rank 0 (mean loss ")
-    assert FAR in suspected["samples"]
-
-
-# --- where no sample explains it, and on accelerators ---------------------------------------------------------------
-
-
-def test_numbers_that_no_sample_explains_are_left_to_the_policy(tmp_path: Path) -> None:
-    """All samples of two updates are bad."""
-    asked = config(
-        tmp_path / "run", "single", {"nonfinite": "skip", "bisect": True}, arguments={"nan": ORDER[10:20]}, steps=6
-    )
-    in_world(1, trained, asked)
-    assert [line[3] for line in losses(tmp_path / "run")] == [True, True, False, False, True, True]
-    assert left_out(tmp_path / "run") == []
-    assert [event["bad_numbers"] for event in events(tmp_path / "run", "bad_numbers")] == ["discarded"] * 2
+    (event,) = events(tmp_path / "run", "bad_numbers")
+    assert event["bad_numbers"] == "kept"
+    assert event["where"].startswith("micro-batch 2 of rank 0 (mean loss ")
+    assert FAR in event["samples"]
 
 
 def test_a_device_finds_and_names_the_same_one_update_late(tmp_path: Path) -> None:
-    for numbers in ({"bisect": True}, {"nonfinite": "stop"}, {"nonfinite": "rollback", "rollback_steps": 2}):
+    for numbers in ({"nonfinite": "stop"}, {"nonfinite": "rollback", "rollback_steps": 2}):
         asked = config(tmp_path / "run", "single", numbers)
         assert of_session(asked, on_device=True) == of_session(asked, on_device=False)
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-def test_a_sample_is_found_beside_one_that_only_another_rank_knows_to_be_unreadable(
-    tmp_path: Path, on_device: bool
-) -> None:
-    """On the host that is so in the first update alone; on a device in each, whose votes are read one update late."""
-    update = BAD_UPDATE if on_device else 1
-    first, *_, last = ORDER[SIZE * (update - 1) : SIZE * update]
-    asked = config(
-        tmp_path / "run",
-        "ddp",
-        {"bisect": True},
-        arguments={"nan": [last], "unreadable": [first]},
-        data={"bad_samples": {"policy": "skip"}},
-        steps=BAD_UPDATE + 2,
-    )
-    (reports, _), (others, _) = in_world(2, partial(of_session, on_device=on_device), asked)
-    assert reports == others
-    assert all(kept for _, _, kept, _, _ in reports[:-1])
-    assert reports[-1].samples == (last,)
 
 
 def of_session(asked: dict[str, Any], *, on_device: bool) -> tuple[list[Any], str]:

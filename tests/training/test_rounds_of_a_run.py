@@ -17,7 +17,7 @@ from lockstep.monitor.folder import RunFolder
 from lockstep.training import start_run
 from lockstep.training.job import Job
 from lockstep.training.resuming import Resume
-from lockstep.training.smaller_batches import SmallerBatches
+from lockstep.training.start_run import SmallerBatches
 
 KILLED = [End(EndKind.KILLED, 1, "was killed by SIGKILL", 0.0)]
 

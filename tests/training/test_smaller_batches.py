@@ -24,12 +24,10 @@ from lockstep.launch.outcome import LaunchResult
 from lockstep.monitor.attempts import read_attempts
 from lockstep.resilience.faults import FAULTS, Fault, write_plan
 from lockstep.training import start_run
-from lockstep.training.decisions import decided, decision_of
 from lockstep.training.job import Job
-from lockstep.training.micro_sizes import factors_of
+from lockstep.training.out_of_memory import factors_of
 from lockstep.training.session import components_of
-from lockstep.training.smaller_batches import SmallerBatches
-from lockstep.training.start_run import train_as_rank
+from lockstep.training.start_run import SmallerBatches, decided, decision_of, train_as_rank
 
 MODELS = Path(__file__).with_name("out_of_memory_models.py")
 ZERO = {"strategy": "deepspeed", "deepspeed": {"zero_stage": 3}}

@@ -20,7 +20,7 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.core.records import StepReport, Verdict
 from lockstep.distributed.consensus import DeviceConsensus
-from lockstep.resilience.guard import DISCARD_LIMIT
+from lockstep.resilience.verdicts import DISCARD_LIMIT
 from lockstep.training.readback import DeviceReadback
 from lockstep.training.session import Session, components_of
 

@@ -16,7 +16,7 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.cli.main import main
 from lockstep.core.errors import VerificationError
-from lockstep.training.audit import audit
+from lockstep.training.ledger import audit
 
 
 @pytest.fixture(scope="module")

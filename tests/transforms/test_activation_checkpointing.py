@@ -255,7 +255,7 @@ def test_a_copy_computes_with_its_own_weights() -> None:
 
 def test_a_block_s_logging_is_recorded_once() -> None:
     from lockstep.monitor.metric_log import MetricLog, recording
-    from lockstep.training.engines import muted_logging
+    from lockstep.training.parallelize import muted_logging
 
     model = Stack()
     options = ActivationCheckpointing(mode="full")

@@ -1,7 +1,7 @@
 """Draws the faults of a round: kind, rank, update and phase, where the kind can show what it costs.
 
 kill, exit, raise, ...          any update but the first, any phase
-sample, badsample               samples of any update but the first
+sample                          samples of any update but the first
 nan                             the first forward of any update but the first
 diverge                         after the optimizer's step of any update but the first
 full, readonly, gone, slow      an update that a save follows
@@ -20,11 +20,11 @@ from pathlib import Path
 
 from lockstep.resilience.disk_faults import DISK_KINDS, FLIP, SAMPLE
 from lockstep.resilience.faults import NETWORK_KINDS, OOM, PHASES, SHRINK, Fault
-from lockstep.resilience.number_faults import BAD_SAMPLE, DIVERGE, NAN
+from lockstep.resilience.number_faults import DIVERGE, NAN
 
 _SAVES = 4  # checkpoints of a run
 _AFTER_SAVE = 3  # updates until a small checkpoint exists
-_PHASES_OF_KIND = {NAN: "forward", BAD_SAMPLE: "forward", DIVERGE: "host", SAMPLE: "data"}
+_PHASES_OF_KIND = {NAN: "forward", DIVERGE: "host", SAMPLE: "data"}
 _PHASES_OF_MEMORY = ("forward", "backward")
 
 

@@ -2,8 +2,7 @@
 
 collective, diverge    several ranks; for `diverge` copies of the state, and recovery.compare_every: 1
 flip                   updates enough for two checkpoints
-nan                    recovery.bad_numbers.bisect, where parts of updates can be computed
-badsample              the same beside nan, otherwise recovery.bad_numbers.nonfinite: rollback
+nan                    recovery.bad_numbers.nonfinite: rollback
 host, partition, ...   hosts that are joined by a network of this machine
 shrink                 MIN:MAX hosts; the faults that let hosts come back change the world twice, and don't apply there
 """
@@ -20,7 +19,7 @@ from lockstep.plan.choosing import choose_strategy
 from lockstep.plan.mesh import mesh_of
 from lockstep.resilience.disk_faults import FLIP
 from lockstep.resilience.faults import KINDS, KINDS_OF_HOSTS, OOM, SHRINK
-from lockstep.resilience.number_faults import BAD_SAMPLE, DIVERGE, NAN
+from lockstep.resilience.number_faults import DIVERGE, NAN
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -65,30 +64,12 @@ def applicable(config: Config, chosen: Collection[str], world: Cluster, steps: i
 def prepared(config: Config, kinds: Collection[str]) -> Config:
     """Return the config with what the kinds of faults need."""
     recovery = config.recovery
-    numbers: dict[str, object] = {}
-    if NAN in kinds:
-        numbers = {"bisect": True}
-    elif BAD_SAMPLE in kinds and not (recovery.bad_numbers.bisect or recovery.bad_numbers.nonfinite == "rollback"):
+    if NAN in kinds and recovery.bad_numbers.nonfinite != "rollback":
         numbers = {"nonfinite": "rollback", "rollback_steps": _ROLLBACK_STEPS}
-    if numbers:
         recovery = recovery.model_copy(update={"bad_numbers": recovery.bad_numbers.model_copy(update=numbers)})
     if DIVERGE in kinds:
         recovery = recovery.model_copy(update={"compare_every": 1})
     return config.model_copy(update={"recovery": recovery})
-
-
-def without_parts(kinds: Collection[str], chosen: Collection[str], coupled: str) -> tuple[str, ...]:
-    """Return the kinds that apply to a model whose samples depend on each other: no part of an update is computed.
-
-    Args:
-        coupled: Why they do.
-
-    Raises:
-        ConfigError: Such a kind was chosen.
-    """
-    if NAN in chosen:
-        raise ConfigError(f"--faults {NAN} is met by computing parts of an update, which {coupled} doesn't allow")
-    return tuple(kind for kind in kinds if kind != NAN)
 
 
 def _reasons(config: Config, world: Cluster, steps: int) -> Iterator[tuple[str, str]]:
@@ -100,11 +81,10 @@ def _reasons(config: Config, world: Cluster, steps: int) -> Iterator[tuple[str, 
         yield DIVERGE, f"changes one of several copies of a parameter; start {why}"
     if config.batch.micro_size == 1:
         yield OOM, ONE_SAMPLE
-    for kind in (NAN, BAD_SAMPLE):
-        if config.precision.compute == "fp16":
-            yield kind, "is an overflow under precision.compute: fp16, which isn't repeated; leave it out"
-        elif config.optim.in_backward:
-            yield kind, "needs updates that can be repeated; leave it out, or set optim.in_backward: false"
+    if config.precision.compute == "fp16":
+        yield NAN, "is an overflow under precision.compute: fp16, which is skipped; leave it out"
+    elif config.optim.in_backward:
+        yield NAN, "needs updates that can be discarded; leave it out, or set optim.in_backward: false"
     if first_flip(steps) > steps:
         yield FLIP, f"changes the newer of two checkpoints; give --steps {first_flip(steps)} at least"
     elastic = world.least < world.hosts

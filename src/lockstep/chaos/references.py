@@ -4,7 +4,7 @@
     round           1 2 3 4 5 ! 6 7 8 ...     in update 6 memory runs out, or a host is lost; from then on otherwise
     reference               5 > 6 7 8 ...     resumed from an undisturbed run's state, likewise
 
-    badsample                               a run that leaves the same samples out from the start
+    nan                                     a run that leaves the same samples out from the start
 
 Other sums are rounded otherwise, so no run of the first kind is bitwise equal. The reference is; and the losses'
 distance from the undisturbed run shows that it is the same run.
@@ -25,7 +25,7 @@ from lockstep.data.bad_samples import BAD_NUMBERS
 from lockstep.monitor.attempts import read_attempts
 from lockstep.plan.batch import half
 from lockstep.resilience.faults import OOM, SHRINK, Fault
-from lockstep.resilience.number_faults import BAD_SAMPLE
+from lockstep.resilience.number_faults import NAN
 from lockstep.training.ledger import left_out_in
 from lockstep.training.locations import choose, find
 from lockstep.training.resuming import Resume
@@ -52,17 +52,11 @@ def can_be_halved(undisturbed: Path) -> bool:
     return _last(undisturbed, "micro_size") > 1
 
 
-def coupled(undisturbed: Path) -> str:
-    """Return why the samples of a run's batches depend on each other; empty if they don't."""
-    attempts = read_attempts(undisturbed)
-    return str(attempts[-1].facts.get("coupled") or "") if attempts else ""
-
-
 def needs_one(kind: str, run: Path, undisturbed: Path) -> bool:
     """Return whether a round ends on other sums: not if memory ran out in an evaluation."""
     if kind == OOM:
         return _last(run, "micro_size") != _last(undisturbed, "micro_size")
-    return kind in (SHRINK, BAD_SAMPLE)
+    return kind in (SHRINK, NAN)
 
 
 def reference(kind: str, job: Job, run: Path, size: int, train: Callable[[Job, int], int]) -> Path:
@@ -79,7 +73,7 @@ def reference(kind: str, job: Job, run: Path, size: int, train: Callable[[Job, i
         RunFailed: It failed.
     """
     folder = Path(job.config.run.folder or "")
-    if kind == BAD_SAMPLE:
+    if kind == NAN:
         folder.parent.mkdir()
         _train(_changed(job, "data", leave_out=(*job.config.data.leave_out, *left_out(run))), size, train)
         return folder

@@ -26,9 +26,9 @@ import torch
 from lockstep.chaos import references
 from lockstep.chaos.drawing import balanced, draw_fault, updates_between_saves
 from lockstep.chaos.hosts import output_of, train_on_several
-from lockstep.chaos.kinds import Cluster, applicable, prepared, without_parts
+from lockstep.chaos.kinds import Cluster, applicable, prepared
 from lockstep.chaos.launchers import Launchers, StopRequest
-from lockstep.chaos.references import distance, left_out
+from lockstep.chaos.references import distance
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.config.every import Every
@@ -41,11 +41,10 @@ from lockstep.monitor.folder import METRICS
 from lockstep.plan.schedule import LENGTHS
 from lockstep.resilience.disk_faults import DISK_KINDS, FLIP, SAMPLE
 from lockstep.resilience.faults import FAULTS, NETWORK_KINDS, OOM, STOP, Fault, events_of, write_plan
-from lockstep.resilience.number_faults import BAD_SAMPLE, NAN
+from lockstep.resilience.number_faults import NAN
 from lockstep.training.ahead import imports_ahead
-from lockstep.training.audit import audit
-from lockstep.training.data_identity import continued
 from lockstep.training.job import Job
+from lockstep.training.ledger import audit
 from lockstep.training.locations import choose, find
 from lockstep.training.start_run import launch_job
 
@@ -60,7 +59,7 @@ _LEAST_LIMIT_S, _SLOWER = 600.0, 20  # a round that takes longer than this, and 
 _MAY_DIFFER = (
     "data.leave_out",
     *("recovery.snapshot_every", "recovery.compare_every"),
-    *(f"recovery.bad_numbers.{key}" for key in ("nonfinite", "bisect", "rollback_steps")),
+    *(f"recovery.bad_numbers.{key}" for key in ("nonfinite", "rollback_steps")),
     *(f"memory.activation_checkpointing.{key}" for key in ("mode", "threshold", "look_every")),
 )
 """Keys in which a round's config and that of the run with which it is compared may differ."""
@@ -99,7 +98,7 @@ class ChaosRow:
             mended; None: there was none.
         steps_redone: Updates that had been made before the fault, and were made again.
         equal: Whether the last checkpoint is bitwise identical to that of the undisturbed run, and so are the losses;
-            after `oom` and `shrink`, to that of the run that is resumed likewise; after `badsample`, to that of the run
+            after `oom` and `shrink`, to that of the run that is resumed likewise; after `nan`, to that of the run
             that leaves the same samples out.
         distance: By what part of it a loss differs from the undisturbed run's, at most.
         updates_unrecorded: Number of updates that metrics.jsonl lacks. That in which the first rank itself fails, and
@@ -148,8 +147,6 @@ def run_rounds(job: Job, settings: Settings, stop: StopRequest) -> Iterator[Chao
     import_ahead(imports_ahead(job.config))
     _set_threads(settings.world.size)
     rounds.train_undisturbed()
-    if coupled := references.coupled(rounds.undisturbed):
-        kinds = without_parts(kinds, settings.kinds, coupled)
     rounds.prepare(kinds)
     if not settings.kinds and not references.can_be_halved(rounds.undisturbed):
         kinds = tuple(kind for kind in kinds if kind != OOM)
@@ -306,7 +303,7 @@ def _row(fault: Fault, plan: Path, code: int, undisturbed: Path, reference: Path
         expected = {**usual, **_losses(reference)}
         equal = _have_equal_state(run, reference) and all(expected[step] == loss for step, loss in losses.items())
         ledger_complete = _is_complete(run)
-        exact = reference == undisturbed or fault.kind == BAD_SAMPLE
+        exact = reference == undisturbed or fault.kind == NAN
         evaluations_differ = differing(run, undisturbed, reference, exact=exact)
     return ChaosRow(
         fault.kind,
@@ -332,9 +329,9 @@ def _have_equal_state(run: Path, undisturbed: Path) -> bool:
     with first, second:
         compared = compare(first, second)
     config = {key: values for key, values in compared.config.items() if key not in _MAY_DIFFER}
-    data = first.manifest.state["data"]
-    is_same_data = continued(data, second.manifest.state["data"]) == data  # but for samples that one leaves out
-    state = {key: values for key, values in compared.state.items() if not (is_same_data and key.startswith("data."))}
+    state = {
+        key: values for key, values in compared.state.items() if not key.startswith("data.")
+    }  # one leaves some out
     return replace(compared, config=config, state=state).equal
 
 
@@ -369,9 +366,7 @@ def has_effect(kind: str, run: Path) -> bool:
         return True
     if kind == NAN:
         lines = (run / EVENTS).read_text(encoding="utf-8").splitlines()
-        return any(json.loads(line).get("bad_numbers") == "repeated" for line in lines)
-    if kind == BAD_SAMPLE:
-        return bool(left_out(run))
+        return any(json.loads(line).get("bad_numbers") == "rolled back" for line in lines)
     if kind == FLIP and not any(run.glob(_BROKEN)):
         return False
     return len(read_attempts(run)) > 1

@@ -17,7 +17,7 @@ from lockstep.core.nodes import node_range
 from lockstep.core.stopping import handled_signals, no_effect
 from lockstep.core.terminal import echo
 from lockstep.resilience.faults import KINDS, OOM, SHRINK
-from lockstep.resilience.number_faults import BAD_SAMPLE
+from lockstep.resilience.number_faults import NAN
 
 if TYPE_CHECKING:
     from lockstep.chaos.rounds import ChaosRow
@@ -34,13 +34,13 @@ kind of fault comes equally often:
   flip                      a byte of the newest checkpoint is flipped, and all ranks are killed
   full, readonly, gone, slow      the disk in a save
   oom                       memory runs out until micro-batches are smaller
-  nan, badsample, diverge   a NaN in an update; a sample that is NaN; a bit of a parameter on one rank
+  nan, diverge              a NaN in an update; a bit of a parameter on one rank
   host, partition, one-way, slow-link      with --nodes N: a host's launcher is killed and started again; its link is
                             cut for 8 s, or loses what it sends for as long, or is slow
   shrink                    with --nodes MIN:MAX: a host is lost for good
 Each run must recover by itself, and end as the undisturbed one on one host: bitwise the same losses and state. After
 oom and shrink it must end bitwise as the one that is resumed at that update with smaller micro-batches, or on fewer
-ranks; after badsample as the one that leaves out the same samples. With --nodes the hosts are network namespaces of
+ranks; after nan as the one that leaves out the same samples. With --nodes the hosts are network namespaces of
 this machine, which need root. Exit codes: 0 all rounds did, 3 one did not."""
 _COLUMNS = "{:>5}  {:<10} {:>4} {:>5}  {:<13} {:>9} {:>6}  {}"
 
@@ -140,7 +140,7 @@ def _but(rows: Sequence[ChaosRow]) -> str:
     kinds = {
         OOM: "is resumed with smaller micro-batches",
         SHRINK: "is resumed with fewer ranks",
-        BAD_SAMPLE: "leaves out the same samples",
+        NAN: "leaves out the same samples",
     }
     seen = {row.fault for row in rows}
     return "".join(f", after {kind} as the one that {what}" for kind, what in kinds.items() if kind in seen)

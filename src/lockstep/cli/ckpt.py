@@ -134,7 +134,7 @@ def _audit(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
 
     from lockstep.cli import ckpt_text
-    from lockstep.training.audit import audit
+    from lockstep.training.ledger import audit
 
     place, name, manifest = _chosen(args)
     try:

@@ -17,7 +17,7 @@ from lockstep.core import formatting
 if TYPE_CHECKING:
     from lockstep.checkpoint.comparison import Comparison, TensorDifference
     from lockstep.core.records import LeftOutSample
-    from lockstep.training.audit import Audit, Span
+    from lockstep.training.ledger import Audit, Span
 
 _MAX_VALUE = 100  # characters
 _MAX_LINES = 12  # of one kind

@@ -27,10 +27,6 @@ class BadNumbers(Section):
     rollback_steps: Positive = 10
     """rollback: number of updates, up to and with the bad one, whose samples are left out. The run goes back to the
     newest checkpoint or snapshot before them, or to the oldest one there is."""
-    bisect: bool = False
-    """Search a bad update for the samples that make it so: parts of it are computed again from the same state. Samples
-    that are found are left out alone, and the update is repeated without them, under `skip` and `rollback`; `warn` and
-    `stop` name them. If none are found, it is repeated once as it was. A GPU makes the host wait for each update."""
 
     @model_validator(mode="after")
     def _options_have_an_effect(self) -> BadNumbers:

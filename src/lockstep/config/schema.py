@@ -235,17 +235,6 @@ class PrometheusConfig(Section):
     """Address to listen on; 0.0.0.0: all interfaces. Any host that reaches it can read the metrics."""
 
 
-class HistogramsConfig(Section):
-    """Histograms of weights and gradients, for TensorBoard and the trackers."""
-
-    every: Positive = 100
-    """Steps between histograms."""
-    of: Literal["weights", "gradients", "both"] = "both"
-    """weights: after the update. gradients: those of the update, unscaled, before they are clipped, as `grad_norm`."""
-    parameters: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
-    """Patterns of the names of the trained parameters that are counted, such as `blocks.0.*`."""
-
-
 class MonitorConfig(Section):
     """Display and logs of a run."""
 
@@ -255,8 +244,6 @@ class MonitorConfig(Section):
     """Write event files for TensorBoard into the run's folder."""
     trackers: tuple[Extension, ...] = ()
     """Trackers that record the run elsewhere: `wandb`, `mlflow`, `trackio`, or one of your own (`lockstep.Tracker`)."""
-    histograms: HistogramsConfig | None = None
-    """Null: weights and gradients are not counted."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """auto: a live display on a terminal, otherwise, and in CI, plain lines; with times in a batch job's log."""
     meter_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
@@ -401,21 +388,11 @@ def refusal_in_backward(config: Config) -> str | None:
             "optim.in_backward applies gradients before they are added over ranks, in the order that run.determinism "
             "invariant is about; leave one out"
         )
-    histograms, numbers = config.monitor.histograms, config.recovery.bad_numbers
-    if histograms is not None and histograms.of != "weights":
-        return (
-            "optim.in_backward frees each gradient in the backward, before monitor.histograms can count it; write "
-            "monitor.histograms.of: weights"
-        )
+    numbers = config.recovery.bad_numbers
     if numbers.nonfinite == "rollback":
         return (
             "optim.in_backward applies gradients before it is known whether they are finite, so that "
             "recovery.bad_numbers.nonfinite: rollback can't discard an update; write skip, or in_backward: false"
-        )
-    if numbers.bisect:
-        return (
-            "optim.in_backward applies gradients as soon as they are there, so that recovery.bad_numbers.bisect can't "
-            "compute an update again; write false, or in_backward: false"
         )
     if numbers.spike not in ("ignore", "warn"):
         return (

@@ -110,7 +110,7 @@ _RULES: Mapping[Callable[[Keys, object], str | None], str] = {
     "parallel.tensor_parallel.plan.*",
     _nothing: "description evaluation.prompt model.freeze model.inputs.* data.train.text data.train.text_pair "
     "data.train.label optim.rules.match parallel.pipeline_parallel.split parallel.fsdp.wrap checkpoint.best "
-    "memory.activation_checkpointing.modules monitor.histograms.parameters monitor.early_stopping.metric profile.steps "
+    "memory.activation_checkpointing.modules monitor.early_stopping.metric profile.steps "
     "launch.nodes",
 }
 REACHES = {key: rule for rule, keys in _RULES.items() for key in keys.split()}

@@ -116,13 +116,6 @@ class GradientStep(Protocol):
         """
         return
 
-    def restore_point(self) -> Callable[[], None]:
-        """Return a function that restores what backwards have changed since this call, beside gradients.
-
-        Called before an update's first forward. Such a function does nothing by default.
-        """
-        return lambda: None
-
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
         """Return the context of a micro-batch's forward and backward; only in the last one gradients are reduced."""
 

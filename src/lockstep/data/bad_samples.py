@@ -1,55 +1,239 @@
-"""A source that leaves out samples that can't be read, or not be put into a batch with others, or shall be left out.
+"""Samples that can't be read: errors that name them, a limit of time, and a source that leaves them out.
 
-fetch [4, 7, 9] raises --> [4], [7], [9] are read one by one: [7] raises      --> [4, 9], and 7 is left out
-                           none raises; with a sample that is fine, 9 raises  --> [4, 7], and 9 is left out
-                           none raises, and [4, 7, 9] works now               --> [4, 7, 9], with a warning
+read([4, 7, 9]) raises --> read([4]), read([7]), read([9])
+                           [7] raises            fail: "sample 7 can't be read"    skip: [4, 9], and 7 is left out
+                           none, read([4, 7, 9]) raises again
+                               read([4, 7]), read([4, 9])         "sample 9 can't be put into one batch with sample 4"
+                               no single one is to blame          "... but not put into one batch"
+                                                 works now        used, with a warning that names the sample
+                       --> memory ran out: it is raised, unless a single sample is too large, which is left out
 nothing is left        --> a sample that is fine, without weight: all ranks have the same number of micro-batches
-
-Whether a sample is left out doesn't depend on the others in its micro-batch, so it is the same on any number of ranks.
-Items that torch's own function collates must therefore have the shapes that most items have, also if one is alone.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
+import signal
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
-from lockstep.core.errors import Failure, OutOfMemory, RunFailed
-from lockstep.core.out_of_memory import out_of_memory_cause
+from lockstep.core import heartbeat
+from lockstep.core.errors import Failure, OutOfMemory, RunFailed, UnusableSamples
+from lockstep.core.out_of_memory import note_location, out_of_memory_cause
 from lockstep.core.records import Batch, LeftOutSample
 from lockstep.data import noise
 from lockstep.data.order import Indices, digest
-from lockstep.data.time_limit import time_limit
-from lockstep.data.unreadable import describe, named, noted_sample, reraise_out_of_memory, warn_of_passing_error
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Source
 
+T = TypeVar("T")
 CONFIGURED = "data.leave_out"
 """The reason of samples that the config leaves out."""
 BAD_NUMBERS = "bad numbers: "
 """The beginning of the reason of samples that are left out because of the numbers of their update."""
-WENT_BACK = "; the run went back"
-"""The end of the reason of samples that `rollbacks.json` lists."""
 _LOOKED_AT = 16
-_MOST = 0.75  # of the samples that are looked at have the shapes that all must have
+_MOST_WARNINGS = 5  # of a process
+_TICKS = 4
+_log = logging.getLogger("lockstep.data")
+_warned = 0
 
 
-class _OtherShapes(Exception):
-    """A sample can't be put into a batch with most others."""
+class UnfitItem(TypeError):
+    """A dataset returned what can't be put into a batch.
+
+    Attributes:
+        place: Of the item among those that were to be put into the batch.
+    """
+
+    def __init__(self, message: str, place: int = 0) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+class _SampleNote(str):
+    """A note on an exception that states which sample raised it."""
+
+    sample: int
+
+
+def note_sample(error: Exception, index: int) -> None:
+    """Add a note to `error` on the sample that raised it, where several are read together."""
+    note = _SampleNote(f"while sample {index} was read")
+    note.sample = index
+    error.add_note(note)
+
+
+def _noted_sample(error: Exception) -> int | None:
+    return next((note.sample for note in getattr(error, "__notes__", ()) if isinstance(note, _SampleNote)), None)
+
+
+def _describe(error: Exception) -> str:
+    """Return the error and the line that raised it; of an item, the dataset's, only what is wrong with it."""
+    if isinstance(error, UnfitItem):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    because = f", after {type(cause).__name__}: {cause}" if cause is not None and str(cause) != str(error) else ""
+    return f"{type(error).__name__}: {error}{place}{because}"
+
+
+def _named(indices: Indices) -> str:
+    """Return the first eight indices as text."""
+    shown = ", ".join(str(index) for index in indices[:8])
+    return f"{shown}, ... ({len(indices)} in all)" if len(indices) > 8 else shown
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+def read_or_explain(read: Callable[[Indices], T], indices: Indices) -> T:
+    """Return `read(indices)`; if it raises, and again, raise an UnusableSamples that names the sample."""
+    try:
+        return read(indices)
+    except Failure:
+        raise
+    except Exception as error:
+        return read_again(read, indices, error)
+
+
+def read_again(read: Callable[[Indices], T], indices: Indices, error: Exception) -> T:
+    """Read the samples again, for which `read(indices)` raised `error`, and return them.
+
+    Raises:
+        UnusableSamples: They can't be read, or not be put into one batch; it names the sample.
+        Exception: The error itself, marked with the samples, if memory ran out.
+    """
+    _reraise_out_of_memory(error, indices)
+    for index in indices:
+        sample_error = _error_of(read, indices[indices == index])
+        if sample_error is not None:
+            verb = "used" if isinstance(sample_error, UnfitItem) else "read"
+            raise UnusableSamples(f"sample {index} can't be {verb}: {_describe(sample_error)}") from error
+    try:
+        values = read(indices)
+    except Failure:
+        raise
+    except Exception as batch_error:
+        _reraise_out_of_memory(batch_error, indices)
+        raise UnusableSamples(_unlike_each_other(read, indices, batch_error)) from error
+    _warn_of_passing_error(indices, error)
+    return values
+
+
+def _unlike_each_other(read: Callable[[Indices], object], indices: Indices, error: Exception) -> str:
+    """Return which sample doesn't go into a batch with the others, or that they don't."""
+    remedy = "; a custom collate function can pad them" if "equal size" in str(error) else ""
+    reason = f"{_describe(error)}{remedy}"
+    first, others = indices[:1], indices[1:]
+    unlike = [index for index in others if _error_of(read, np.append(first, index)) is not None]
+    if len(unlike) == 1 and len(others) > 1:
+        return f"sample {unlike[0]} can't be put into one batch with sample {first[0]}: {reason}"
+    if len(unlike) == len(others) > 1 and _error_of(read, others) is None:
+        return f"sample {first[0]} can't be put into one batch with sample {others[0]}: {reason}"
+    return f"samples {_named(indices)} can each be read, but not put into one batch: {reason}"
+
+
+def _warn_of_passing_error(indices: Indices, error: Exception) -> None:
+    """Report an error that didn't come again, with its sample, or all samples [n] of the read if that isn't known."""
+    global _warned
+    _warned += 1
+    if _warned > _MOST_WARNINGS:
+        return
+    sample = _noted_sample(error)
+    alone = indices if sample is None else indices[indices == sample]
+    samples = f"samples {_named(indices)}" if len(alone) > 1 else f"sample {_named(alone)}"
+    more = "; further ones aren't reported" if _warned == _MOST_WARNINGS else ""
+    verb = "using" if isinstance(error, UnfitItem) else "reading"
+    outcome = f"failed once and succeeded when it was tried again: {_describe(error)}"
+    _log.warning("%s %s %s%s", verb, samples, outcome, more)
+
+
+def _error_of(read: Callable[[Indices], object], indices: Indices) -> Exception | None:
+    try:
+        read(indices)
+    except Failure:  # it has its own message, or stops the run
+        raise
+    except Exception as error:
+        _reraise_out_of_memory(error, indices)
+        return error
+    return None
+
+
+def _reraise_out_of_memory(error: Exception, indices: Indices) -> None:
+    """Raise the error, marked with the samples that were read, if memory ran out."""
+    if out_of_memory_cause(error):
+        sample = _noted_sample(error)
+        alone = indices if sample is None else np.array([sample])
+        samples = f"samples {_named(alone)} were" if len(alone) > 1 else f"sample {_named(alone)} was"
+        note_location(error, "data", f"while {samples} read")
+        raise error
+
+
+# --- a limit of time ----------------------------------------------------------------------------------------------
+
+
+class _Over(BaseException):
+    """The limit is over. No `except Exception` of a dataset catches it."""
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Limit the time that reading a sample may take in the block, or all samples of a source that reads them at once.
+
+    SIGALRM comes four times a limit, since a process that was stopped gets one signal, however long it lasted. The
+    exception is raised in the main thread, which reads, of a rank or of a data worker. Code that doesn't return to the
+    interpreter isn't interrupted: the launcher's watch ends its rank.
+
+    Raises:
+        TimeoutError: It takes longer.
+    """
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    beat = heartbeat.own()
+    slots, at = beat.sample_slot()
+    sample, ticks, place = slots[at], 0, None
+
+    def tick(number: int, frame: FrameType | None) -> None:
+        nonlocal sample, ticks, place
+        if place is not None or frame is None:
+            return
+        sample, ticks = slots[at], ticks + 1 if slots[at] == sample else 1
+        if ticks >= _TICKS:
+            place = TracebackType(None, frame, frame.f_lasti, frame.f_lineno)
+            beat.numbers[heartbeat.TIME] = time.perf_counter()  # the rank continues: the watch over it needn't end it
+            raise _Over
+
+    before = signal.signal(signal.SIGALRM, tick)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds / _TICKS, seconds / _TICKS)
+        yield
+    except _Over:
+        raise TimeoutError(f"no end after {seconds:g} s (data.bad_samples.timeout)").with_traceback(place) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# --- leaving samples out ------------------------------------------------------------------------------------------
 
 
 class SkippingSource:
-    """A source whose batches lack the samples that can't be used; their `left_out` lists them.
+    """A source whose batches lack the samples that can't be read, or are to be left out; their `left_out` lists them.
 
     Args:
-        uniform: Whether the source puts only samples of equal shapes into one batch.
         skips: Whether other samples than `known` may be left out.
         known: Reasons of samples to leave out, by index.
         timeout: Seconds after which reading a sample counts as endless; None: never.
@@ -59,7 +243,6 @@ class SkippingSource:
         self,
         source: Source,
         *,
-        uniform: bool,
         skips: bool = True,
         known: Mapping[int, str] | None = None,
         timeout: float | None = None,
@@ -71,30 +254,13 @@ class SkippingSource:
         self._known = dict(known or {})
         self._skips = skips
         self._timeout = timeout if skips else None
-        self._uniform = uniform
-        self._shapes: str | None = None
-        self._reference: Indices | None = None
-        if uniform:
-            self._look()
+        self._good: Indices | None = None
 
     def leave_out(self, samples: Mapping[int, str]) -> None:
-        """Leave samples out without reading them again.
-
-        Args:
-            samples: Reasons by index.
-        """
+        """Leave samples out without reading them again: reasons by index."""
         self._known.update(samples)
-        if self._reference is not None and int(self._reference[0]) in samples:
-            self._reference = None
-
-    @property
-    def number_left_out(self) -> int:
-        """The number of samples that are known to be left out."""
-        return len(self._known)
-
-    def leaves_out(self, sample: int) -> bool:
-        """Return whether a sample is known to be left out."""
-        return sample in self._known
+        if self._good is not None and int(self._good[0]) in samples:
+            self._good = None
 
     def reasons(self, indices: Indices) -> dict[int, str]:
         """Return why those of these samples that are known to be left out are, by index."""
@@ -102,139 +268,77 @@ class SkippingSource:
 
     def lacks(self, indices: Indices, left_out: Sequence[LeftOutSample]) -> bool:
         """Return whether a batch of these samples lacks all that are known to be left out; a worker may not know."""
-        if not self._known:
-            return True
-        lacked = {sample.index for sample in left_out}
-        return all(index in lacked for index in indices.tolist() if index in self._known)
-
-    @contextmanager
-    def without(self, samples: Mapping[int, str]) -> Iterator[None]:
-        """Leave samples out while the block runs.
-
-        Args:
-            samples: Reasons by index.
-        """
-        known, reference = dict(self._known), self._reference
-        self.leave_out(samples)
-        try:
-            yield
-        finally:
-            self._known, self._reference = known, reference
+        return not self._known or self.reasons(indices).keys() <= {sample.index for sample in left_out}
 
     def fetch(self, indices: Indices) -> Batch:
         left_out = self.reasons(indices)
-        tried_again = False
+        usable = indices[[index not in left_out for index in indices.tolist()]] if left_out else indices
+        if not len(usable):
+            rows = np.repeat(self._good_sample(), min(len(indices), 2))  # batch norm can't be computed of one
+            return replace(self._read(rows), samples=0, tokens=0, left_out=_listed(indices, left_out))
         generators = noise.generator_states() if self.draws else None
-        while True:
-            usable = indices[[index not in left_out for index in indices.tolist()]] if left_out else indices
-            if not len(usable):
-                return self._substitute(indices, left_out)
-            try:
-                batch = self._read(usable)
-            except Exception as error:
-                if not self._skips:
-                    raise
-                faults = self._faults(usable, error)
-                if not faults and tried_again:
-                    raise
-                tried_again = True
-                left_out |= faults
-                self._known |= faults  # a data worker has no other way to know them
-                if generators is not None:  # the samples that remain are drawn as if the others had never been there
-                    noise.restore_generators(generators)
-                continue
-            return replace(batch, left_out=_listed(indices, left_out)) if left_out else batch
+        try:
+            batch = self._read(usable)
+        except Exception as error:
+            faults = self._faults(usable, error) if self._skips else {}
+            if not faults:
+                raise
+            self._known |= faults  # a data worker has no other way to know them
+            if generators is not None:  # the samples that remain are drawn as if the others had never been there
+                noise.restore_generators(generators)
+            return self.fetch(indices)
+        return replace(batch, left_out=_listed(indices, left_out)) if left_out else batch
 
-    def _fetch(self, indices: Indices) -> Batch:
+    def _read(self, indices: Indices) -> Batch:
         with time_limit(self._timeout):
             return self.source.fetch(indices)
 
-    def _read(self, indices: Indices) -> Batch:
-        batch = self._fetch(indices)
-        if self._shapes is not None and (shapes := _shapes_of(batch)) != self._shapes:
-            assert self._reference is not None
-            raise _OtherShapes(f"it has the shapes {shapes}, and sample {self._reference[0]} has {self._shapes}")
-        return batch
-
     def _faults(self, indices: Indices, error: Exception) -> dict[int, str]:
-        """Return why samples can't be used, by index; empty if all can, when they are read again."""
+        """Return why samples can't be used, by index; empty if each can be read now."""
         _reraise_failure(error)
-        errors = {int(index): _error_of(self._read, indices[indices == index]) for index in indices}
-        faults = {index: _reason(fault) for index, fault in errors.items() if fault is not None}
-        if out_of_memory_cause(error) and (not faults or _error_of(self._fetch, self._good_sample()) is not None):
-            reraise_out_of_memory(error, indices)  # it isn't one sample that is too large
-        if faults or _error_of(self._read, indices) is None:
-            sample = noted_sample(error)
-            if sample not in faults if sample is not None else not faults:
-                warn_of_passing_error(indices, error)
-            return faults
-        reference = self._good_sample()
-        for index in indices[indices != reference[0]]:
-            fault = _error_of(self._read, np.append(reference, index))
-            if fault is not None:
-                faults[int(index)] = f"can't be put into one batch with sample {reference[0]}: {describe(fault)}"
-        if not faults:
-            reason = f"samples {named(indices)} can each be read, but not put into one batch: {describe(error)}"
-            raise RunFailed(reason) from error
+        errors = {int(index): self._error_of(indices[indices == index]) for index in indices}
+        faults = {index: _describe(fault) for index, fault in errors.items() if fault is not None}
+        if faults and out_of_memory_cause(error) and self._error_of(self._good_sample()) is not None:
+            return {}  # it isn't one sample that is too large
+        sample = _noted_sample(error)
+        if faults and sample is not None and sample not in faults:
+            _warn_of_passing_error(indices, error)
         return faults
 
-    def _substitute(self, indices: Indices, left_out: Mapping[int, str]) -> Batch:
-        rows = min(len(indices), 2)  # batch norm can't be computed of one
-        batch = self._read(np.repeat(self._good_sample(), rows))
-        return replace(batch, samples=0, tokens=0, left_out=_listed(indices, left_out))
+    def _error_of(self, indices: Indices) -> Exception | None:
+        try:
+            self._read(indices)
+        except Exception as error:
+            _reraise_failure(error)
+            return error
+        return None
 
     def _good_sample(self) -> Indices:
-        """Return a sample [1] that can be read. Raises RunFailed if there is none among those that are looked at."""
-        if self._reference is None:
-            self._look()
-        if self._reference is not None:
-            return self._reference
-        first = np.zeros(1, np.int64)
-        error = _error_of(self._fetch, first)
-        reason = f": sample 0: {describe(error)}" if error is not None else ""
-        raise RunFailed(f"none of {self._candidates().size} samples can be read that were tried{reason}")
+        """Return a sample [1] that can be read, whose numbers are finite: without weight, NaN would still be NaN.
 
-    def _look(self) -> None:
-        """Read some samples, from the first to the last, to find one that is fine and the shapes that most have."""
-        if not self.facts.samples:
-            return
-        shapes: dict[int, str] = {}
-        not_finite = set()  # without weight such a sample would still make its update's gradient NaN
+        Raises:
+            RunFailed: There is none among those that are looked at, from the first to the last.
+        """
+        if self._good is not None:
+            return self._good
+        candidates = np.unique(np.linspace(0, self.facts.samples - 1, _LOOKED_AT).astype(np.int64))
+        reason = ""
         with noise.keyed_generators(0):
-            for index in self._candidates():
-                if int(index) in self._known:
-                    continue
+            for index in candidates[[int(index) not in self._known for index in candidates]]:
                 try:
-                    batch = self._fetch(np.array([index]))
-                    shapes[int(index)] = _shapes_of(batch)
-                    if not _is_finite(batch.inputs):
-                        not_finite.add(int(index))
+                    batch = self._read(np.array([index]))
                 except Exception as error:
                     _reraise_failure(error)
-        if not shapes:
-            return
-        common, number = Counter(shapes.values()).most_common(1)[0]
-        alike = [index for index, shape in shapes.items() if shape == common]
-        index = next((index for index in alike if index not in not_finite), alike[0])
-        self._reference = np.array([index])
-        if self._uniform and number >= _MOST * len(shapes):
-            self._shapes = shapes[index]
-
-    def _candidates(self) -> Indices:
-        return np.unique(np.linspace(0, self.facts.samples - 1, _LOOKED_AT).astype(np.int64))
+                    reason = reason or f": sample {index}: {_describe(error)}"
+                    continue
+                if all(map(_is_finite, tree_leaves(batch.inputs))):
+                    self._good = np.array([index])
+                    return self._good
+        raise RunFailed(f"none of {candidates.size} samples can be read that were tried{reason}")
 
 
-def _error_of(read: Callable[[Indices], Batch], indices: Indices) -> Exception | None:
-    try:
-        read(indices)
-    except Exception as error:
-        _reraise_failure(error)
-        return error
-    return None
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, _OtherShapes) else describe(error)
+def _is_finite(value: object) -> bool:
+    return not (isinstance(value, torch.Tensor) and value.is_floating_point()) or bool(value.isfinite().all())
 
 
 def _reraise_failure(error: Exception) -> None:
@@ -261,28 +365,3 @@ def positioned(left_out: tuple[LeftOutSample, ...], indices: Indices, first: int
 def sum_of_digests(epoch: int, left_out: tuple[LeftOutSample, ...]) -> int:
     """Return the digest of the samples; an update's digest is smaller by it, modulo `order.MODULUS`."""
     return digest(epoch, np.array([sample.index for sample in left_out], dtype=np.int64))
-
-
-def _shapes_of(batch: Batch) -> str:
-    """Return the shapes of a batch's values, by name or in order, without the dim of samples."""
-    shown = [_shapes(batch.inputs), *([_shapes(batch.targets)] if batch.targets is not None else [])]
-    return ", ".join(shown)
-
-
-def _is_finite(value: Any) -> bool:
-    """Return whether all numbers in tensors of a value, however nested, are finite."""
-    if isinstance(value, torch.Tensor):
-        return not value.is_floating_point() or bool(torch.isfinite(value).all())
-    if isinstance(value, Mapping):
-        return all(map(_is_finite, value.values()))
-    return not isinstance(value, list | tuple) or all(map(_is_finite, value))
-
-
-def _shapes(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return str(list(value.shape[1:]))
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_shapes(part)}" for name, part in value.items())
-    if isinstance(value, tuple) or (isinstance(value, list) and value and not isinstance(value[0], str | bytes)):
-        return ", ".join(map(_shapes, value))
-    return type(value).__name__

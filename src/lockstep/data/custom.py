@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,9 +44,8 @@ from lockstep.core.extensions import construct, import_target, source_file
 from lockstep.core.protocols import Source
 from lockstep.core.records import TARGETS, Batch, DataFacts
 from lockstep.data import noise
+from lockstep.data.bad_samples import UnfitItem, note_sample, read_or_explain, time_limit
 from lockstep.data.order import Indices
-from lockstep.data.time_limit import time_limit
-from lockstep.data.unreadable import UnfitItem, note_sample, read_or_explain
 from lockstep.data.weighted import WeightedDataset
 from lockstep.data.windows import fingerprint
 
@@ -229,14 +228,7 @@ class ItemSource:
         self._fetches_lists = callable(getattr(type(dataset), "__getitems__", None))
         self.facts = DataFacts(len(dataset), None)
         self._evaluates = reading.evaluates
-        self.fingerprint, self.fingerprint_parts = fingerprint_of_items(
-            dataset, collate, lambda index: self._item(index, reading)
-        )
-
-    @property
-    def is_uniform(self) -> bool:
-        """True if only items of equal shapes can be put into one batch."""
-        return self.collate is collate_values
+        self.fingerprint = fingerprint_of_items(dataset, collate, lambda index: self._item(index, reading))
 
     def fetch(self, indices: Indices) -> Batch:
         numbers = indices.tolist()
@@ -261,17 +253,18 @@ class ItemSource:
             raise
 
     def _item(self, index: int, reading: ItemReading) -> Any:
-        """Return an item for the fingerprint. Raises NotRead if it is left out, or can't be read and may be."""
+        """Return an item for the fingerprint, or a text if it is left out, or can't be read and may be."""
         if reading.leaves_out(index):
-            raise NotRead
+            return _UNREADABLE
         skips, timeout = reading.bad_samples.skips, reading.bad_samples.timeout
         try:
             with heartbeat.reads(np.array([index]), self._evaluates), time_limit(timeout if skips else None):
                 return self.dataset[index]
         except Exception as error:
-            if not skips:
-                raise
-            raise NotRead from error
+            if skips:
+                return _UNREADABLE
+            note_sample(error, index)
+            raise
 
 
 def collate_values(items: list[Any]) -> Any:
@@ -382,27 +375,12 @@ def _rows(*parts: Any, otherwise: int) -> int:
     return otherwise
 
 
-class ItemFingerprint(NamedTuple):
-    """The hashes of a dataset.
-
-    Attributes:
-        parts: The first is of its code and length, each other one of an item; None: it wasn't read.
-    """
-
-    whole: str
-    parts: tuple[str | None, ...]
-
-
-class NotRead(Exception):
-    """An item is left out, or can't be read."""
-
-
-def fingerprint_of_items(dataset: Any, collate: Any, read: Callable[[int], Any]) -> ItemFingerprint:
+def fingerprint_of_items(dataset: Any, collate: Any, read: Callable[[int], Any]) -> str:
     """Return the fingerprint of a map-style dataset.
 
     Args:
         collate: The user's collate function, if any.
-        read: Returns an item, or raises NotRead.
+        read: Returns an item.
 
     Raises:
         UnusableSamples: An item can't be read; it names the sample.
@@ -414,27 +392,10 @@ def fingerprint_of_items(dataset: Any, collate: Any, read: Callable[[int], Any])
     code += [fingerprint(dataset.weights)] if inner is not dataset else []
     noise.use_epoch(0)
     with noise.keyed_generators(0):  # random items are the same each time
-        items = read_or_explain(lambda indices: [*_items(indices, read)], spread(len(dataset)))
-    whole = fingerprint(kind, len(dataset), code, [contents for contents, _ in items])
-    return ItemFingerprint(whole, (fingerprint(kind, len(dataset), code), *(part for _, part in items)))
-
-
-def _items(indices: Indices, read: Callable[[int], Any]) -> Iterator[tuple[Any, str | None]]:
-    """Yield what the fingerprint covers of each item, and its part."""
-    for index in indices.tolist():
-        before = noise.generator_states()
-        try:
-            item = contents = covered(read(index))
-            if noise.has_drawn(before):  # it depends on how many items were read before this one
-                with noise.keyed_generators(index):
-                    item = covered(read(index))
-        except NotRead:
-            yield _UNREADABLE, None
-        except Exception as error:
-            note_sample(error, index)
-            raise
-        else:
-            yield contents, fingerprint(item)
+        items = read_or_explain(
+            lambda indices: [covered(read(index)) for index in indices.tolist()], spread(len(dataset))
+        )
+    return fingerprint(kind, len(dataset), code, items)
 
 
 def spread(samples: int) -> Indices:

@@ -50,9 +50,9 @@ from lockstep.core.stopping import (
     no_effect,
 )
 from lockstep.data import noise
+from lockstep.data.bad_samples import read_again
 from lockstep.data.order import Indices
 from lockstep.data.sources import skipping_part
-from lockstep.data.unreadable import read_again
 
 _SIGCHLD_WAIT_S = 1.0
 

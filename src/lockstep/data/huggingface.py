@@ -31,6 +31,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data import noise, windows
+from lockstep.data.bad_samples import UnfitItem, read_or_explain
 from lockstep.data.columns import check_columns, check_first_texts
 from lockstep.data.hub import (
     begin_tokens,
@@ -45,7 +46,6 @@ from lockstep.data.hub import (
 from lockstep.data.order import Indices
 from lockstep.data.packed_cache import FORMAT, TokenBlock, cached_stream
 from lockstep.data.sources import LANGUAGE_MODEL
-from lockstep.data.unreadable import UnfitItem, read_or_explain
 
 _IGNORED = -100
 _COMPLETED = ("causal-lm", LANGUAGE_MODEL)

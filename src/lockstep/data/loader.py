@@ -63,7 +63,6 @@ class TrainingLoader:
 
     Attributes:
         epoch_samples: Samples of an epoch; with `drop_last`, those that fill global batches.
-        show: Is called with each micro-batch that isn't padding, and the request for it; None: nothing is.
 
     Raises:
         ConfigError: There are no samples, or none left with `drop_last`.
@@ -95,7 +94,6 @@ class TrainingLoader:
         self._count = count
         self._workers = _workers(options, device, key(seed, "workers", rank))
         self._running: Generator[GlobalBatch, None, None] | None = None
-        self.show: Callable[[FetchRequest, Batch], None] | None = None
 
     def updates(self, progress: Progress) -> Iterator[GlobalBatch]:
         """Yield the updates after `progress`, without end; close the iterator of an earlier call.
@@ -118,20 +116,10 @@ class TrainingLoader:
 
     # --- the samples of an update, once more ----------------------------------------------------------------------
 
-    def again(self, progress: Progress) -> GlobalBatch:
-        """Return the update after `progress`, fetched in this process, without the samples that are left out by now."""
-        share = self._share_after(progress)
-        update = self._update(share, tuple(fetch(self._source, request) for request in share.requests))
-        return next(to_device(iter((update,)), self._device, self._workers.pin))
-
     def own_samples(self, progress: Progress) -> list[list[int]]:
         """Return this rank's samples of the update after `progress`, by micro-batch; none of padding."""
         requests = self._share_after(progress).requests
         return [[] if request.is_padding else request.indices.tolist() for request in requests]
-
-    def samples_after(self, progress: Progress) -> list[int]:
-        """Return the samples of all ranks in the update after `progress`."""
-        return self.samples_between(progress.samples, self._share_after(progress).cursor)
 
     def samples_between(self, first: int, last: int) -> list[int]:
         """Return the samples of all ranks at the positions `first` to `last`, exclusive."""
@@ -142,16 +130,6 @@ class TrainingLoader:
             samples += self._order.indices(epoch, np.arange(start, stop)).tolist()
             first += stop - start
         return samples
-
-    def sample_of(self, step: int, rank: int) -> tuple[int, Batch]:
-        """Return the first sample of update `step`, from 1, on a rank, and a batch of it alone, on the CPU."""
-        size = self._batch.global_size
-        epoch, position = divmod(self.positions_of(step)[0], self.epoch_samples)
-        ranges = self._batch.ranges(min(size, self.epoch_samples - position), rank % self._batch.ranks)
-        indices = self._order.indices(epoch, np.array([position + ranges[0][0] % size]))
-        draws = key(self._seed, "augmentation") if self._source.draws else None
-        batch = fetch(self._source, FetchRequest(indices, False, key(self._seed, "noise", epoch), draws))
-        return int(indices[0]), batch
 
     def positions_of(self, step: int) -> tuple[int, int]:
         """Return the positions between which update `step`, from 1, has its samples, at this global batch."""
@@ -188,25 +166,9 @@ class TrainingLoader:
             if self._options.workers and not self._options.persistent_workers:
                 stop = (cursor // self.epoch_samples + 1) * self.epoch_samples
             updates = self._fetched(self._shares(steps, cursor, stop))
-            left_out = self._number_left_out()
             for update in to_device(updates, self._device, self._workers.pin):
-                before, left_out = left_out, self._number_left_out()
-                # on a device's way since the update before, after which more samples may have been left out
-                yield update if left_out == before else self._again_if_stale(update, Progress(steps, cursor))
+                yield update
                 steps, cursor = update.step + 1, update.cursor
-
-    def _number_left_out(self) -> int:
-        return self._skipping.number_left_out if self._skipping is not None else 0
-
-    def _again_if_stale(self, update: GlobalBatch, before: Progress) -> GlobalBatch:
-        """Return the update after `before`, fetched again if it has samples that are left out by now."""
-        assert self._skipping is not None, "other sources leave nothing out"
-        requests = self._share_after(before).requests
-        lacks = (
-            request.is_padding or self._skipping.lacks(request.indices, batch.left_out)
-            for request, batch in zip(requests, update.micro_batches, strict=True)
-        )
-        return update if all(lacks) else self.again(before)
 
     def _fetched(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
         prefetched, shares = tee(shares)  # workers read requests ahead of the updates that are delivered
@@ -233,8 +195,6 @@ class TrainingLoader:
             if batch.samples:
                 count += self._count(batch)
                 tokens += batch.tokens
-                if self.show is not None:
-                    self.show(request, batch)
             if batch.left_out:
                 left_out += positioned(batch.left_out, request.indices, request.position)
         used = share.digest - sum_of_digests(share.epoch, left_out) if left_out else share.digest

@@ -69,14 +69,6 @@ def generator_states() -> _States:
     return random.getstate(), np.random.get_state(), torch.random.get_rng_state(), generators.on_host()
 
 
-def has_drawn(since: _States) -> bool:
-    """Return whether a generator of the process has drawn since `generator_states` returned these states."""
-    python, numpy, pytorch, registered = generator_states()
-    same_numpy = all(map(np.array_equal, numpy, since[1]))
-    same_registered = all(torch.equal(state, since[3].get(name, state)) for name, state in registered.items())
-    return not (python == since[0] and same_numpy and torch.equal(pytorch, since[2]) and same_registered)
-
-
 def restore_generators(states: _States) -> None:
     """Restore what `generator_states` has returned."""
     python, numpy, pytorch, registered = states

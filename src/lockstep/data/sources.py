@@ -140,9 +140,8 @@ def skipping(
         )
         raise ConfigError(Problem("", "data.bad_samples.policy" if skips else "data.leave_out", why))
     left_out = _indices_of(ranges, source.facts.samples)
-    uniform = skips and isinstance(source, ItemSource) and source.is_uniform
     known = dict.fromkeys(left_out, CONFIGURED)
-    return SkippingSource(source, uniform=uniform, skips=skips, known=known, timeout=bad_samples.timeout)
+    return SkippingSource(source, skips=skips, known=known, timeout=bad_samples.timeout)
 
 
 def _indices_of(ranges: Sequence[tuple[int, int]], samples: int) -> list[int]:
@@ -163,19 +162,6 @@ def skipping_part(source: Source) -> SkippingSource | None:
     while isinstance(source, PreparedSource):
         source = source.source
     return source if isinstance(source, SkippingSource) else None
-
-
-def fingerprint_parts(source: Source) -> tuple[str | None, ...]:
-    """Return hashes of what a source's fingerprint covers, None for samples that weren't read; empty: it has no parts.
-
-    Args:
-        source: May have been prepared, or leave samples out.
-    """
-    from lockstep.data.custom import ItemSource
-
-    while isinstance(source, PreparedSource | SkippingSource):
-        source = source.source
-    return source.fingerprint_parts if isinstance(source, ItemSource) else ()
 
 
 def renamed_inputs(names: Mapping[str, str | None], batch: Batch) -> Batch:

@@ -9,8 +9,6 @@
 
 A tensor is reduced on the device of the group's backend, wherever it is: nccl takes none of the CPU, and ranks that
 chose the backend by the tensor would wait for each other. Objects never wait for an accelerator: see `host_group`.
-
-Where a rank's failure has broken the groups, objects and small tensors go over the store: see `over_store`.
 """
 
 from __future__ import annotations
@@ -18,17 +16,21 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from lockstep.core.errors import Failure
 from lockstep.distributed.host_group import HostGroup, device_types, host_group, pickled
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lockstep.core.protocols import Axis
     from lockstep.distributed.store_exchange import StoreExchange
+
+T = TypeVar("T")
 
 
 class LocalGroup:
@@ -66,6 +68,24 @@ class LocalGroup:
 
     def barrier(self) -> None:
         pass
+
+
+def from_first_rank(axis: Axis, make: Callable[[], T]) -> T:
+    """Return what a function returns on the first rank, on all ranks, however long it takes there.
+
+    A Failure that it raises is raised on all.
+    """
+    result: T | Failure | None = None
+    if axis.rank == 0:
+        try:
+            result = make()
+        except Failure as failure:
+            result = failure
+    axis.barrier()
+    result = cast("T | Failure", axis.broadcast(result))
+    if isinstance(result, Failure):
+        raise result
+    return result
 
 
 class RankGroup:
@@ -124,9 +144,6 @@ class RankGroup:
             whole.copy_(everything)
 
     def copy_first(self, tensor: Tensor) -> None:
-        if _exchange is not None:
-            tensor.copy_(cast("Tensor", self._gather_over(_exchange, tensor)[0]))
-            return
         moved = self._moved(tensor).contiguous()  # gloo would read and write beyond the elements of others
         dist.broadcast(moved, group=self._group, group_src=0)
         if moved is not tensor:
@@ -150,8 +167,6 @@ class RankGroup:
         return host_group(self._group)
 
     def gather(self, value: object) -> list[object]:
-        if _exchange is not None:
-            return self._gather_over(_exchange, value)
         return self.host().gather(value)
 
     def gather_if_all(self, value: object) -> list[object]:
@@ -160,15 +175,12 @@ class RankGroup:
         Raises:
             RunFailed: Some don't.
         """
-        exchange = _exchange or _waits
-        if exchange is None:  # outside of a run
+        if _waits is None:  # outside of a run
             return self.gather(value)
-        values = exchange.gather_if_all(dist.get_process_group_ranks(self._group), pickled(value))
+        values = _waits.gather_if_all(dist.get_process_group_ranks(self._group), pickled(value))
         return [pickle.loads(cast("bytes", data)) for data in values]
 
     def broadcast(self, value: object) -> object:
-        if _exchange is not None:
-            return self._gather_over(_exchange, value)[0]
         return self.host().broadcast(value)
 
     def barrier(self) -> None:
@@ -184,30 +196,10 @@ class RankGroup:
     def _moved(self, tensor: Tensor) -> Tensor:
         return _moved(tensor, self._device_types)
 
-    def _gather_over(self, exchange: StoreExchange, value: object) -> list[object]:
-        values = exchange.gather(dist.get_process_group_ranks(self._group), pickled(value))
-        return [pickle.loads(cast("bytes", data)) for data in values]
-
 
 def _moved(tensor: Tensor, types: Sequence[str]) -> Tensor:
     """Return the tensor, or a copy on the device of a backend that takes tensors of these types of devices."""
     return tensor if tensor.device.type in types else tensor.to(torch.device(types[0]))  # the current one of its type
-
-
-_exchange: StoreExchange | None = None
-"""Replaces the collectives of all groups while it is set. Process-wide, since a failed rank breaks every group of the
-process at once, also those that torch or a `DeviceMesh` made and that no session knows."""
-
-
-@contextmanager
-def over_store(exchange: StoreExchange) -> Iterator[None]:
-    """Have `gather`, `broadcast` and `copy_first` use the store, too; no other collective works in the block."""
-    global _exchange
-    _exchange = exchange
-    try:
-        yield
-    finally:
-        _exchange = None
 
 
 _waits: StoreExchange | None = None

@@ -18,8 +18,8 @@ On the CPU the result is a list of floats. On a GPU it stays on the device, so t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -165,20 +165,6 @@ def requests_in(slots: Sequence[float]) -> frozenset[Request]:
     if not any(slots[FIRST_REQUEST:]):
         return frozenset()
     return frozenset(request for request in Request if slots[FIRST_REQUEST + request.value] > 0)
-
-
-def with_requests(outcome: VoteResult, requests: Iterable[Request]) -> VoteResult:
-    """Return the result of a vote as if these requests had been made in it; the same on all ranks."""
-    for request in requests:
-        outcome.slots[FIRST_REQUEST + request.value] = 1.0
-    return outcome
-
-
-def with_next_counts(outcome: VoteResult, count: float | Tensor, tokens: float | Tensor) -> VoteResult:
-    """Return the result of a vote as if the next update had these counts, over all ranks."""
-    slots: Any = outcome.slots  # numbers of the same kind
-    slots[NEXT_COUNT], slots[NEXT_TOKENS] = count, tokens
-    return replace(outcome, next_count=count, next_tokens=tokens)
 
 
 def gradients_agree(slots: Sequence[float], ranks: int) -> bool:

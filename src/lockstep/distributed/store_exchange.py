@@ -1,12 +1,10 @@
-"""Exchange objects between ranks over the process group's store, where collectives can't be used any more.
+"""Waits and failures of ranks over the process group's store, where a collective would end after a time, or never.
 
-    rank 1   raises  -> call(): a key in the store, then its connections are closed --.
+    rank 1   raises  -> fail(): a key in the store, then its connections are closed --.
     rank 0   in a collective, which raises "connection closed by peer" at once  <-----'
-             closes its connections, too: in a ring of ranks, rank 2 waits for this one alone
-    all      meet(): each posts its status and waits for the others' -> over_store(): gather and broadcast by the store
+    all      barrier(): however long it takes, as long as none has failed
 
-A collective that one rank has left can't be finished, and the group can't be used again. The store can: it is a server
-in the first rank's process, to which every rank is connected.
+The store is a server in the first rank's process, to which every rank is connected.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ _WOKEN_S = 30.0  # seconds to wait for other ranks, which may be busy between tw
 _NOT_WOKEN_S = 10.0  # the same where nothing interrupts a collective: for ranks that fail by themselves
 _PAUSE_PER_RANK_S, _LONGEST_PAUSE_S = 0.002, 0.2  # between two looks of a rank in a barrier: a thousand looks a second
 _FIRST_PAUSE_PER_RANK_S, _LONGEST_FIRST_PAUSE_S = 0.00005, 0.001  # the same at first
-_LEFT = "left"
 _log = logging.getLogger("lockstep")
 _numbers = itertools.count()  # process-wide: the exchanges of all sessions share the store
 
@@ -44,7 +41,7 @@ class StoreExchange:
 
     Args:
         store: The process group's.
-        wakes: Whether `call` closes this rank's connections to its peers, so that their collectives fail.
+        wakes: Whether `fail` closes this rank's connections to its peers, so that their collectives fail.
         timeout: Seconds that ranks wait for each other once they have met; until then they wait half a minute at most.
     """
 
@@ -55,7 +52,6 @@ class StoreExchange:
         self._wakes = wakes
         self._timeout = timeout
         self._meeting_timeout = min(timeout, _WOKEN_S if wakes else _NOT_WOKEN_S)
-        self._has_posted = self._has_met = False
         self._barriers: Counter[tuple[int, ...]] = Counter()
         self._rounds: Counter[str] = Counter()
 
@@ -63,18 +59,6 @@ class StoreExchange:
         """Post the addresses on which this rank's groups listen; again when more groups have been made."""
         if self._wakes:
             self._store.set(f"listens/{self._rank}", json.dumps(sorted(_listening())))
-
-    def called(self) -> bool:
-        """Return whether a rank has called the others."""
-        try:
-            return self._store.check(["call"])
-        except RuntimeError as error:
-            raise PeerFailed("rank 0, which keeps the ranks' store, has ended") from error
-
-    def call(self) -> None:
-        """Call the other ranks, and make the collectives fail in which they wait for this one."""
-        self._store.set("call", str(self._rank))
-        self._disconnect()
 
     def fail(self) -> None:
         """Post that this rank fails, for those that wait without a limit; make the collectives of its group fail."""
@@ -93,19 +77,16 @@ class StoreExchange:
         key = tuple(ranks)
         self._barriers[key] += 1
         members = "all" if len(key) == len(self._all) else "-".join(map(str, key))
-        name, size = f"barrier/{self._has_met}/{members}/{self._barriers[key]}", len(key)
-        failures = ["failed"] if self._has_met else ["failed", "call"]
+        name, size = f"barrier/{members}/{self._barriers[key]}", len(key)
 
         def is_over() -> bool:
             if self._store.check([f"{name}/all"]):
                 return True
-            for failure in failures:
-                if self._store.check([failure]):
-                    if self._store.check([f"{name}/all"]):  # the last one came, left and failed between the two
-                        return True
-                    rank = self._store.get(failure).decode()
-                    raise PeerFailed(f"rank {rank} has failed, while the others waited for it")
-            return False
+            if not self._store.check(["failed"]):
+                return False
+            if self._store.check([f"{name}/all"]):  # the last one came, left and failed between the two
+                return True
+            raise PeerFailed(f"rank {self._store.get('failed').decode()} has failed, while the others waited for it")
 
         try:
             self._store.set(f"waits/{self._rank}", name)
@@ -144,38 +125,16 @@ class StoreExchange:
                         connection.shutdown(socket.SHUT_RDWR)
 
     def meet(self, status: object) -> list[object]:
-        """Return every rank's status, in the order of ranks.
+        """Return every rank's status, in the order of ranks, after a collective has failed.
 
-        A rank may wait in a collective for ranks that were called, not for the one that has called: this one's
-        connections are closed, too.
+        A rank may wait in one for this one: its connections are closed.
 
         Raises:
-            RunFailed: A rank doesn't answer, or has left the session.
+            RunFailed: A rank doesn't answer.
         """
-        self._has_met = True
         self._disconnect()
-        self._barriers.clear()  # some ranks may have left one
-        self._post(status)
-        statuses = self._read("status", self._all, self._meeting_timeout)
-        if left := [rank for rank, status in enumerate(statuses) if status == _LEFT]:
-            raise RunFailed(f"{named_ranks(left)} left the run")
-        return statuses
-
-    def leave(self) -> None:
-        """Post that this rank has left, unless it has met the others."""
-        if not self._has_posted:
-            with contextlib.suppress(RuntimeError):  # the first rank has ended, and its store with it
-                self._post(_LEFT)
-
-    def close(self) -> None:
-        """End the exchange: the first rank, which runs the store, waits until the others have read all of it."""
-        self._store.set(f"done/{self._rank}", "")
-        if self._rank == 0:
-            self._wait([f"done/{rank}" for rank in self._all], self._meeting_timeout)
-
-    def gather(self, ranks: Sequence[int], value: object) -> list[object]:
-        """Return the value of each of `ranks`, in their order."""
-        return self._read(self._write_next("round", ranks, value), ranks, self._timeout)
+        self._write("status", status)
+        return self._read("status", self._all, self._meeting_timeout)
 
     def gather_if_all(self, ranks: Sequence[int], value: object) -> list[object]:
         """Return the value of each of `ranks`, in their order, at a point that some of them may not reach.
@@ -183,19 +142,11 @@ class StoreExchange:
         Raises:
             RunFailed: Some don't, in half the time for which others may wait for this one in a collective.
         """
-        return self._read(self._write_next("all", ranks, value), ranks, self._timeout / 2)
-
-    def _write_next(self, kind: str, ranks: Sequence[int], value: object) -> str:
-        """Write this rank's value of the next exchange of a kind between `ranks`; return the exchange's name."""
-        between = f"{kind}/{'-'.join(map(str, ranks))}"
+        between = f"all/{'-'.join(map(str, ranks))}"
         self._rounds[between] += 1
         name = f"{between}/{self._rounds[between]}"
         self._write(name, value)
-        return name
-
-    def _post(self, status: object) -> None:
-        self._has_posted = True
-        self._write("status", status)
+        return self._read(name, ranks, self._timeout / 2)
 
     def _write(self, name: str, value: object) -> None:
         self._store.set(f"{name}/{self._rank}", base64.b64encode(pickle.dumps(value)).decode())

@@ -105,7 +105,7 @@ _PROGRAM = (
         "The loss or the gradient of an update was not finite, or far above those before, and the config ends the run "
         "then.",
         "See the suspected samples in that line and in events.jsonl: leave them out (data.leave_out), or let the run "
-        "do it (recovery.bad_numbers: nonfinite: rollback, bisect: true); if other samples follow, lower optim.lr.",
+        "do it (recovery.bad_numbers: nonfinite: rollback); if other samples follow, lower optim.lr.",
     ),
     row(
         "mismatched collectives",

@@ -52,8 +52,7 @@ from lockstep.launch.memory_folder import left_by
 from lockstep.monitor.folder import ENVIRONMENT, LOGS, is_finished, is_run, refuse_escaping_links
 from lockstep.monitor.run_lock import held_by
 from lockstep.report.run_data import RunData, read_run
-from lockstep.training.finished_run import run_config
-from lockstep.training.locations import storage_of
+from lockstep.training.locations import run_config, storage_of
 from lockstep.training.memory_snapshots import snapshots_in
 
 _SHORTEST_HANG_S = 10.0

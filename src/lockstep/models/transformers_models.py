@@ -79,16 +79,6 @@ def converts_weights(model: Any) -> bool:
 
 
 @contextmanager
-def saving_on_every_rank(model: Any) -> Iterator[None]:
-    """Let `save_pretrained` write on any rank within the block; by default only the first one of all ranks does."""
-    model.should_save_on_this_rank = lambda is_main_process: True
-    try:
-        yield
-    finally:
-        del model.should_save_on_this_rank
-
-
-@contextmanager
 def own_classes(model: nn.Module) -> Iterator[None]:
     """Restore the classes of modules that FSDP2 has wrapped, within the block.
 

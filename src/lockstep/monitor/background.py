@@ -99,8 +99,7 @@ class BackgroundMonitor(ThrottledMonitor):
         texts = sum(len(text) for text in logged.texts.values()) // _CHARACTERS
         pixels = sum(len(image.pixels) for image in logged.images.values()) // _CHARACTERS
         cells = sum(len(table.rows) * len(table.columns) for table in logged.tables.values())
-        histograms = len(logged.histograms) + len(logged.of_model)
-        weight = 1 + len(logged.values) // 10 + _HISTOGRAM_WEIGHT * histograms + texts + pixels + cells
+        weight = 1 + len(logged.values) // 10 + _HISTOGRAM_WEIGHT * len(logged.histograms) + texts + pixels + cells
         weight = min(weight, MOST_WEIGHT // 2)  # else dropped if any wait
         self._put(self._writer.logged, step, logged, weight=weight)
 

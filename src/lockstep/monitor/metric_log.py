@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -96,17 +96,15 @@ class Logged:
 
     Attributes:
         media: images and tables.
-        of_model: histograms of weights and gradients (`monitor.histograms`).
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     media: Mapping[str, LoggedImage | LoggedTable] = field(default_factory=dict)
-    of_model: Mapping[str, Histogram] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.values or self.histograms or self.texts or self.media or self.of_model)
+        return bool(self.values or self.histograms or self.texts or self.media)
 
     @property
     def images(self) -> dict[str, LoggedImage]:
@@ -118,15 +116,11 @@ class Logged:
 
     def numbers(self) -> dict[str, float]:
         """Return the values, and how many elements of a histogram aren't finite, where there are any."""
-        parts = self.all_histograms().items()
+        parts = self.histograms.items()
         return {
             **self.values,
             **{f"{name}/not_finite": float(part.not_finite) for name, part in parts if part.not_finite},
         }
-
-    def all_histograms(self) -> dict[str, Histogram]:
-        """Return the histograms that user code logged, and those of the model."""
-        return {**self.histograms, **self.of_model}
 
 
 class MetricLog:
@@ -227,18 +221,6 @@ class MetricLog:
             known = self._histograms.get(name)
             self._histograms[name] = counts if known is None else known.plus(counts)
 
-    def copy(self) -> MetricLog:
-        """Return a log with the same entries, without reading them."""
-        copied = MetricLog()
-        copied._kinds, copied._clamped = self._kinds, self._clamped
-        copied.replace(self)
-        return copied
-
-    def replace(self, other: MetricLog) -> None:
-        """Replace the entries by those of another log, which stay there, too."""
-        self._scalars, self._means, self._histograms = {**other._scalars}, {**other._means}, {**other._histograms}
-        self._texts, self._media = {**other._texts}, {**other._media}
-
     def _claim(self, name: object, kind: str) -> None:
         if not isinstance(name, str):
             raise TypeError(f"log.{kind}({name!r}): the name must be a str, not {type(name).__name__}")
@@ -317,17 +299,6 @@ def recording(log: MetricLog) -> Iterator[MetricLog]:
 def current() -> MetricLog:
     """Return the log that user code writes to; outside of a run an empty one."""
     return _current or MetricLog()
-
-
-def restore_point() -> Callable[[], object]:
-    """Return a function that drops what user code has logged since this call; it may be called several times."""
-    log = _current
-    if log is None:
-        return lambda: None
-    if log.empty:
-        return log.take
-    copied = log.copy()
-    return lambda: log.replace(copied)
 
 
 def scalar(name: str, value: float | Tensor) -> None:

@@ -90,7 +90,7 @@ class TensorBoard(ReportWriter):
 
     def logged(self, step: int, logged: Logged) -> None:
         tables = {name: table.markdown(_TABLE_ROWS) for name, table in logged.tables.items()}
-        self._write(step, logged.numbers(), logged.all_histograms(), {**logged.texts, **tables}, logged.images)
+        self._write(step, logged.numbers(), logged.histograms, {**logged.texts, **tables}, logged.images)
 
     def measured(self, report: MeterReport) -> None:
         self._write(report.step, meter_values(report))

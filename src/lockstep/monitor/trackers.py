@@ -89,8 +89,8 @@ class TrackerMonitor(ReportWriter):
     def logged(self, step: int, logged: Logged) -> None:
         if numbers := logged.numbers():
             self._tracker.scalars(step, numbers)
-        if histograms := logged.all_histograms():
-            self._tracker.histograms(step, {name: value.bins() for name, value in histograms.items()})
+        if logged.histograms:
+            self._tracker.histograms(step, {name: value.bins() for name, value in logged.histograms.items()})
         if logged.texts:
             self._tracker.texts(step, logged.texts)
         if images := logged.images:

@@ -35,7 +35,7 @@ from lockstep.proof.evidence import (
 )
 from lockstep.proof.rank_dependence import design_notes, disable_dropout, measured_causes
 from lockstep.proof.tolerances import EPS, NEGLIGIBLE_GRADIENT, NORMALIZING_OPTIMIZERS, Tolerance
-from lockstep.training.audit import expected_digest
+from lockstep.training.ledger import expected_digest
 from lockstep.training.publishing import publish
 from lockstep.training.session import components_of, ledger_of
 

@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -38,11 +37,9 @@ from lockstep.resilience.disk_faults import (
     plant_in_disk,
 )
 from lockstep.resilience.memory_faults import Trained, plant_in
-from lockstep.resilience.number_faults import BAD_SAMPLE, DIVERGE, NAN, NUMBER_FAULTS, make_sample_nan
+from lockstep.resilience.number_faults import DIVERGE, NAN, NUMBER_FAULTS
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from lockstep.distributed.process_group import World
 
 FAULTS = "LOCKSTEP_FAULTS"
@@ -54,7 +51,6 @@ NETWORK_KINDS = ("partition", "one-way", "slow-link")
 _EXIT_CODE = 9
 _PATIENCE_S = 60.0
 _SLICE_S = 0.01
-_DRAWN = 64  # micro-batches with a sample, which may be on their way, or repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +96,9 @@ def events_of(plan: Path) -> list[dict[str, Any]]:
         return []
 
 
-def plant(world: World, steps: int, environ: Mapping[str, str] = os.environ, trained: Trained | None = None) -> None:
+def plant(
+    world: World, steps: int, environ: Mapping[str, str] = os.environ, trained_in: Callable[[], Trained] | None = None
+) -> None:
     """Plant the faults of the environment's plan in this rank, whose run has made `steps` updates; most have none.
 
     Raises:
@@ -116,7 +114,7 @@ def plant(world: World, steps: int, environ: Mapping[str, str] = os.environ, tra
         raise ConfigError(f"{FAULTS} names {name}, which is no plan of faults: {error}") from error
     if any(fault.kind == FLIP for fault in faults):
         _process_file(plan, world.rank).write_text(str(os.getpid()), encoding="utf-8")
-    here = [fault for fault in faults if fault.rank == world.rank or fault.kind == BAD_SAMPLE]
+    here = [fault for fault in faults if fault.rank == world.rank]
     trap = _Trap(plan, world, steps, here)
     clock = world.clock
     enter = clock.enter
@@ -127,8 +125,8 @@ def plant(world: World, steps: int, environ: Mapping[str, str] = os.environ, tra
         return before
 
     clock.enter = entered  # type: ignore[method-assign]
-    if trained is not None:
-        trap.plant(trained)
+    if trained_in is not None:
+        trap.plant(trained_in())
 
 
 class _Trap:
@@ -151,11 +149,6 @@ class _Trap:
                 fails = partial(_fires_once, self._plan, self._world.rank, number, fault.step)
                 plant_unreadable(UnreadableSamples(*trained.positions(fault.step), fails))
                 self._fired_in = fault.step
-            if fault.kind == BAD_SAMPLE:
-                drawn: deque[list[Tensor]] = deque(maxlen=_DRAWN)
-                sample = trained.sample(fault.step, fault.rank, drawn.append)
-                if sample:  # else the run leaves it out by now
-                    make_sample_nan(trained.first_module, sample, drawn, partial(self._fires, number))
 
     def entered(self, phase: Phase, updates: int, *, ends_update: bool) -> None:
         """See a phase begin, after some updates of this process.
@@ -202,11 +195,6 @@ class _Trap:
         if _is_first(self._plan, self._world.rank, number):
             self._note("fired", step)
         return True
-
-    def _fires(self, number: int) -> None:
-        """Note the first time that a fault fires which may fire again."""
-        if _is_first(self._plan, self._world.rank, number):
-            self._note("fired", self._step())
 
     def _step(self) -> int:
         return self._steps + self._world.clock.position().updates + 1
@@ -313,7 +301,7 @@ _ACTIONS: Mapping[str, Callable[[Fault, World], None]] = {
     HOST: _kill_host,
     SHRINK: _kill_host,
 }
-_PLANTED_AHEAD = (OOM, SAMPLE, BAD_SAMPLE)
+_PLANTED_AHEAD = (OOM, SAMPLE)
 KINDS_OF_HOSTS = (HOST, *NETWORK_KINDS)
 """Kinds of faults that happen to one of several hosts, which is there again afterwards."""
 KINDS = (
@@ -323,7 +311,6 @@ KINDS = (
     *DISK_KINDS,
     OOM,
     *NUMBER_FAULTS,
-    BAD_SAMPLE,
     *KINDS_OF_HOSTS,
     SHRINK,
 )

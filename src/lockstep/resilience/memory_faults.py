@@ -30,8 +30,6 @@ class Trained:
     Attributes:
         step: Its optimizer's step is the method `update`.
         samples: Returns how many samples of a micro-batch count, in training (true) or in an evaluation.
-        sample: Returns the inputs of the first sample of an update on a rank, alone; none if it is left out. The last
-            argument is called with its inputs in each micro-batch that has it: they may be others each time.
         positions: Returns between which positions in the order of the run an update has its samples.
         first_module: The one whose outputs are the first that this rank uses.
     """
@@ -39,7 +37,6 @@ class Trained:
     model: nn.Module
     step: GradientStep
     samples: Callable[[bool], int]
-    sample: Callable[[int, int, Callable[[list[Tensor]], None]], list[Tensor]]
     positions: Callable[[int], tuple[int, int]]
     first_module: nn.Module
 

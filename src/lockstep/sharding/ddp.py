@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -92,9 +92,6 @@ class DDPStep(GradientStep):
         self._reduced_bytes = 0 if is_seen else sum(each.numel() * each.element_size() for each in self._parameters)
         self._unused_remedy = "leave parallel.ddp.static_graph out and " if options.static_graph else ""
         self._reduces = True
-
-    def restore_point(self) -> Callable[[], None]:
-        return super().restore_point() if self._memory is None else self._memory.restore_point()
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
         self._reduces = last
@@ -299,8 +296,6 @@ class _Hook:
 class _PowerSGDMemory:
     """PowerSGD's memory of the updates before: errors that it adds to the next gradient, and factors to begin with."""
 
-    _NUMBERS = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
-
     def __init__(self, state: Any) -> None:
         self._state = state
 
@@ -309,27 +304,6 @@ class _PowerSGDMemory:
         self._state.error_dict.clear()
         self._state.p_memory_dict.clear()
         self._state.q_memory_dict.clear()
-
-    def restore_point(self) -> Callable[[], None]:
-        """Return a function that restores the memory as it is now.
-
-        A backward replaces the errors, so they aren't copied: those of before exist beside the new ones.
-        """
-        state = self._state
-        errors, left, right = {**state.error_dict}, {**state.p_memory_dict}, _copies(state.q_memory_dict)
-        numbers, drawn = [getattr(state, name) for name in self._NUMBERS], state.rng.get_state()
-
-        def restore() -> None:
-            state.error_dict, state.p_memory_dict, state.q_memory_dict = {**errors}, {**left}, _copies(right)
-            state.rng.set_state(drawn)
-            for name, number in zip(self._NUMBERS, numbers, strict=True):
-                setattr(state, name, number)
-
-        return restore
-
-
-def _copies(factors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    return {bucket: factor.clone() for bucket, factor in factors.items()}
 
 
 def _hook(options: DDP, backend: str, accumulates: bool) -> tuple[_Hook | None, _PowerSGDMemory | None]:

@@ -13,14 +13,13 @@ from lockstep.simulation import device
 from lockstep.simulation.choosing import decide
 from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.planning import estimator_of
-from lockstep.training.deciding import decides
-from lockstep.training.predictions import Explanation
+from lockstep.training.deciding import Explanation, decides
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.plan.choosing import Decision
     from lockstep.simulation.estimate import Estimator
-    from lockstep.training.predictions import Question
+    from lockstep.training.deciding import Question
 
 
 _MOST_NAMED = 3  # categories

@@ -22,7 +22,7 @@ from lockstep.simulation.failing import Unpredictable, explained
 from lockstep.simulation.groups import OtherRankFailed
 from lockstep.simulation.memory import Peak
 from lockstep.simulation.updates import peak_of_rank
-from lockstep.training.predictions import ask_process
+from lockstep.training.deciding import ask_process
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config

@@ -37,12 +37,21 @@ from lockstep.optim.precision import LossScaler, resolve_compute, set_tf32
 from lockstep.plan.choosing import choose_strategy
 from lockstep.plan.plan import make_plan
 from lockstep.plan.schedule import learning_rate
+from lockstep.training.checkpoints import checkpoints_in
 from lockstep.training.components import Components, Purpose, Rate
 from lockstep.training.deciding import machine_of
-from lockstep.training.engines import build_engine, computed_objective, consensus_of, keyed_draws
 from lockstep.training.evaluate import Evaluator
 from lockstep.training.flops import training_flops
-from lockstep.training.parallelize import WholeModel, load_builder, parallelize, tensor_plan_of
+from lockstep.training.parallelize import (
+    WholeModel,
+    build_engine,
+    computed_objective,
+    consensus_of,
+    keyed_draws,
+    load_builder,
+    parallelize,
+    tensor_plan_of,
+)
 from lockstep.training.readback import readback_from
 from lockstep.training.session import Session
 from lockstep.training.sources import make_objective, open_sources, users_model
@@ -116,6 +125,7 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
         rate=_rate(config.optim, config.schedule, given.schedule),
         coupled=prepared.coupled,
         flops_per_token=prepared.flops,
+        open_checkpoints=checkpoints_in,
         draw=partial(whole.draw_sharded, made.sharding) if whole.deferred else _nothing,
     )
     return Session(components)

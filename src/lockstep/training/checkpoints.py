@@ -8,6 +8,7 @@ finish          the last save exists, or the run reports why it doesn't
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint.loading import load_newest
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
@@ -26,26 +29,33 @@ from lockstep.core.errors import RunFailed
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Request, SaveReport, TrainingState
+from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.jsonl import finite
+from lockstep.stores.addresses import is_address
+from lockstep.stores.blobs import UserStore
+from lockstep.stores.buckets import open_store
 from lockstep.training.components import FailureState, VoteParticipant
-from lockstep.training.data_identity import identity_of
 from lockstep.training.evaluations import Evaluations
 from lockstep.training.memory_snapshots import MemorySnapshots
 from lockstep.training.ownership import refuse_other_run
 from lockstep.training.replicas import refuse_not_finite
 from lockstep.training.requests import Trigger
 from lockstep.training.rescue import Rescue
-from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, restore, set_back
-from lockstep.training.saved_state import check_state
+from lockstep.training.resuming import Resume, check_state, lock_storage, refuse_local_storage, restore, set_back
 from lockstep.training.session import Session, attach, components_of, seconds_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
     from lockstep.checkpoint.storage import Storage
     from lockstep.core.progress import Progress
+    from lockstep.core.protocols import ObjectStore
     from lockstep.monitor.history import HistoryFiles
+    from lockstep.training.session import Session
 
 _log = logging.getLogger("lockstep")
+# Keys in a manifest's environment:
+HISTORY = "history"  # how far the run's files had been written
+TRANSFORMS = "transforms"  # names of the transforms of the model, if there are any
 
 
 def restore_best(session: Session, storage: Storage, retention: Retention) -> None:
@@ -84,13 +94,6 @@ def _move_aside(storage: Storage, step: int, failure: RunFailed) -> None:
     )
 
 
-_log = logging.getLogger("lockstep")
-
-# Keys in a manifest's environment:
-HISTORY = "history"  # how far the run's files had been written
-TRANSFORMS = "transforms"  # names of the transforms of the model, if there are any
-
-
 class Checkpoints(VoteParticipant):
     """The checkpoints of one run, on one rank; all ranks call the same methods at the same updates.
 
@@ -122,7 +125,11 @@ class Checkpoints(VoteParticipant):
         components = components_of(session)
         section, epoch_samples = components.config.checkpoint, components.plan.epoch_samples
         self._session = session
-        self._data: Mapping[str, Any] = identity_of(components.source, epoch_samples)
+        self._data: Mapping[str, Any] = {
+            "fingerprint": components.source.fingerprint,
+            "samples": components.source.facts.samples,
+            "epoch_samples": epoch_samples,
+        }
         self.storage = storage
         self._axis = components.world.axis
         self._section = section
@@ -190,7 +197,7 @@ class Checkpoints(VoteParticipant):
             origin = resume.origin or storage
             restored = restore(self._session, origin, resume, self._data)
             if restored is not None:
-                loaded, notes, self._data = restored
+                loaded, notes = restored
                 manifest = loaded.manifest
                 self.resumed_environment = manifest.environment
                 self.resumed_from = manifest.step
@@ -382,3 +389,25 @@ class Checkpoints(VoteParticipant):
     def load_best(self) -> None:
         """Restore the session from the best checkpoint that is intact; all ranks together."""
         restore_best(self._session, self.storage, self._retention)
+
+
+def checkpoints_in(
+    session: Session,
+    place: str | os.PathLike[str] | ObjectStore,
+    *,
+    fresh: bool = False,
+    accept_changes: bool = False,
+) -> Checkpoints:
+    """Return the checkpoints of a session under a custom loop; see `Session.checkpoints`."""
+    section = components_of(session).config.checkpoint
+    storage: Storage
+    if not isinstance(place, str | os.PathLike):
+        storage = ObjectStorage(UserStore(place))
+    elif is_address(os.fspath(place)):
+        storage = ObjectStorage(open_store(os.fspath(place), section.retry_seconds))
+    else:
+        storage = LocalStorage(Path(place).absolute(), retry_seconds=section.retry_seconds)
+    checkpoints = Checkpoints(session, storage, {})
+    for note in checkpoints.begin(Resume(fresh=fresh, accept_changes=accept_changes)):
+        print_once(f"lockstep: {note}")
+    return checkpoints

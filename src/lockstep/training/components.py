@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -24,14 +24,12 @@ if TYPE_CHECKING:
     from lockstep.plan.plan import Plan
     from lockstep.sharding.buffers import BufferSnapshot
     from lockstep.sharding.context import Sharding
+    from lockstep.training.checkpoints import Checkpoints
     from lockstep.training.evaluate import Evaluator
     from lockstep.training.readback import Readback
 
 Rate = Callable[[float, int, int | None], float]
 """The learning rate by fraction of the run done, step from 0, and steps of the run or None."""
-
-
-GradientObserver = Callable[[int, "float | Tensor"], None]
 
 
 class Purpose(Enum):
@@ -53,9 +51,8 @@ class Components:
         tensors: names and shapes of the whole model's tensors.
         coupled: why the loss of a batch is not a sum over its samples; None if it is.
         flops_per_token: of the whole model; None if unknown.
+        open_checkpoints: opens those of a session under a custom loop; see `Session.checkpoints`.
         draw: sets the parameters to their initial values, if that was left to a checkpoint; no collective.
-        gradient_observers: are called in each update, before the optimizer's step, with the number of the update, from
-            1, and the loss scale of the gradients.
     """
 
     config: Config
@@ -75,8 +72,8 @@ class Components:
     rate: Rate
     coupled: str | None
     flops_per_token: float | None
+    open_checkpoints: Callable[..., Checkpoints]
     draw: Callable[[], None] = lambda: None
-    gradient_observers: list[GradientObserver] = field(default_factory=list)
 
 
 class VoteParticipant:

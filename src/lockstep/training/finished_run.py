@@ -14,34 +14,20 @@ from lockstep.core.ranks import names_a_rank
 from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.local import launch
-from lockstep.monitor.folder import RunFolder
 from lockstep.strategies.registry import AUTO, find_strategy
 from lockstep.training.ahead import imports_ahead
 from lockstep.training.components import Purpose
 from lockstep.training.job import opened
+from lockstep.training.locations import loaded_config
 from lockstep.training.session import components_of
 from lockstep.training.sources import facts_of_data, make_model
 from lockstep.training.user_objects import UserObjects
 from lockstep.training.weights import load_weights, to_rebuild
 
 if TYPE_CHECKING:
-    from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
 
 _EVALUATION_SET = "data.evaluation: {held-out: {kind: digits, split: held-out}}"
-
-
-def loaded_config(run: Path) -> LoadedConfig:
-    """Return the resolved config in a run's folder, without secrets, and whether this user started the run."""
-    from lockstep.config.loading import load
-
-    file = RunFolder.open(run).config
-    return load([file], environ={}, of_runs=[file])
-
-
-def run_config(run: Path) -> Config:
-    """Return the resolved config in a run's folder, without secrets."""
-    return loaded_config(run).config
 
 
 def evaluate_run(

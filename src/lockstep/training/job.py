@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lockstep.config.schema import Config
 from lockstep.config.trust import recorded, unremembered
@@ -25,6 +25,7 @@ from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.ranks import names_a_rank, started_by_lockstep
 from lockstep.core.records import RestartReport, RunInfo
 from lockstep.core.terminal import echo
+from lockstep.distributed.collectives import from_first_rank
 from lockstep.distributed.process_group import World, joined
 from lockstep.launch.other_launchers import launch_environment
 from lockstep.launch.outside_watch import watched_from_outside
@@ -39,29 +40,24 @@ from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.profiler import Profiler
 from lockstep.monitor.run_lock import lock_holder
 from lockstep.resilience.faults import plant
+from lockstep.resilience.memory_faults import Trained
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
-from lockstep.training import rolling_back
 from lockstep.training.assemble import assemble
-from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt
+from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt, run_info
+from lockstep.training.bad_updates import Rollback, leave_out_windows, report_rollbacks, rollbacks_of
 from lockstep.training.checkpoints import HISTORY, TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
-from lockstep.training.launch_folder import has_begun, keep_folder, kept_folder, mark_begun, resumed
 from lockstep.training.locations import storage_of
 from lockstep.training.memory_snapshots import snapshots_in
-from lockstep.training.micro_sizes import factors_of
-from lockstep.training.monitoring import Meters, make_monitors, refuse_missing_packages, started
-from lockstep.training.out_of_memory import explain, with_prediction
-from lockstep.training.ownership import run_folder_for
-from lockstep.training.planted_faults import trained_in
+from lockstep.training.monitoring import Meters, UserLogs, make_monitors, refuse_missing_packages, started
+from lockstep.training.out_of_memory import explain, factors_of, with_prediction
+from lockstep.training.ownership import has_begun, keep_folder, kept_folder, mark_begun, resumed, run_folder_for
 from lockstep.training.publishing import publish, write_report
 from lockstep.training.resuming import Resume, a_checkpoint_follows
-from lockstep.training.rolling_back import Rollback
 from lockstep.training.run import Results, SaveFailed, run
-from lockstep.training.run_info import run_info
 from lockstep.training.session import Session, components_of, ledger_of, left_out_of
 from lockstep.training.text import codec_of, sample
-from lockstep.training.user_logs import UserLogs
 from lockstep.training.user_objects import UserObjects, transform_names
 
 
@@ -123,23 +119,23 @@ def run_job(job: Job) -> Finished:
         if again:  # the first start has printed the others
             facts = replace(facts, again=True, notes=tuple(notes))
         checkpoints.snapshots.begin_attempt(record_attempt(session, folder, earlier, facts, job.memory))
-        plant(components.world, session.progress.steps, trained=trained_in(session))
+        plant(components.world, session.progress.steps, trained_in=partial(trained_in, session))
         meters = Meters(session, folder)
         monitors = make_monitors(job, folder, checkpoints, meters) if is_first else Monitors()
-        checked_folder = partial(_own_folder, folder, lock_holder(folder))
+        own_folder = partial(_own_folder, folder, lock_holder(folder))
         with closing(checkpoints.history) if checkpoints.history is not None else nullcontext():
             with metric_log.recording(MetricLog()) as log, started(monitors, facts), meters.measuring():
                 if (step := checkpoints.resumed_from) is not None:
                     monitors.restarted(RestartReport(ledger_of(session).attempt, step, session.progress.samples))
                 if is_first:
-                    rolling_back.report(rollbacks, monitors, session.progress, folder)
+                    report_rollbacks(rollbacks, monitors, session.progress, folder)
                 user_logs = UserLogs(session, monitors, log)
                 try:
                     results = run(session, monitors, checkpoints, user_logs, profiler)
                 except SaveFailed as failure:
                     if checkpoints.snapshots.keep():  # which the launcher saves, or leaves to the next start
                         raise
-                    raise RunFailed(f"{failure}; {_weights_alone(session, checked_folder)}") from failure
+                    raise RunFailed(f"{failure}; its weights are in {publish(session, own_folder)}") from failure
                 if prompt is not None:
                     metric_log.text("sample", sample(session, prompt))
                 if results.stopped_early is not None:
@@ -147,8 +143,21 @@ def run_job(job: Job) -> Finished:
                 meters.stop()  # and all ranks have, when their logs have been gathered
                 user_logs.finish(results.progress.steps)
             with run_signals(shown=is_first, ends=True):  # the run is finished: there is nothing to stop
-                summary = _publish_results(session, checkpoints, facts, results, checked_folder)
+                summary = _publish_results(session, checkpoints, facts, results, own_folder)
     return Finished(summary, folder)
+
+
+def trained_in(session: Session) -> Trained:
+    """Return the model and the data of a session, in which `lockstep chaos` plants faults."""
+    components = components_of(session)
+    model = components.sharding.state.model
+    return Trained(
+        model,
+        components.sharding.step,
+        (components.evaluator.micro_size, components.plan.batch.micro_size).__getitem__,
+        components.loader.positions_of,
+        getattr(components.engine, "first_module", model),
+    )
 
 
 def _purpose(job: Job, world: World) -> Purpose:
@@ -213,14 +222,13 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     transforms = transform_names(job.config.transforms, job.given)
     if is_first and transforms:
         environment[TRANSFORMS] = transforms
-    rollbacks, resume = rolling_back.rollbacks_of(components, folder, job.resume)
+    rollbacks, resume = rollbacks_of(components, folder, job.resume)
     storage = storage_of(job.config.checkpoint, folder, job.given.storage)
     checkpoints = Checkpoints(session, storage, environment, folder, job.recipe, job.memory)
     notes = [f"transforms of the model: {', '.join(transforms)}"] if transforms else []
     if callable(getattr(components.sharding.state.model, "configure_optimizers", None)) and job.given.optimizer is None:
         notes.append(f"configure_optimizers isn't called; optim.name: {job.config.optim.name}, or pass optimizer=...")
-    left_out_of(session).follows_records = resume.origin is None
-    of_rollbacks = rolling_back.apply(rollbacks, components, left_out_of(session))
+    of_rollbacks = leave_out_windows(rollbacks, components, left_out_of(session))
     notes += [*checkpoints.begin(resume), *of_rollbacks]
     if checkpoints.resumed_from is None:
         components.draw()
@@ -239,7 +247,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     components.world.axis.barrier()
     if resume.origin is not None:
         checkpoints.save()
-    mark_begun(components.world, folder)
+    mark_begun(components.world)
     return checkpoints, notes, rollbacks
 
 
@@ -252,23 +260,20 @@ def _run_folder(job: Job, world: World) -> Iterator[Path]:
     if job.folder is not None:
         yield job.folder
         return
-    folder: RunFolder | None = None
-    failure: Failure | None = None
+    created: list[RunFolder] = []
     kept = kept_folder(world)
-    if world.rank == 0:
-        try:
-            path = kept or run_folder_for(job.config, job.recipe, job.resume)
-            folder = RunFolder.create(path, job.recipe, again=True)
-        except Failure as error:
-            failure = error
-    result = world.axis.broadcast(folder.path if folder is not None else failure)
-    if isinstance(result, Failure):
-        raise result
+
+    def create() -> Path:
+        path = kept or run_folder_for(job.config, job.recipe, job.resume)
+        created.append(RunFolder.create(path, job.recipe, again=True))
+        return created[0].path
+
     try:
-        keep_folder(world, cast("Path", result))
-        yield cast("Path", result)
+        path = from_first_rank(world.axis, create)
+        keep_folder(world, path)
+        yield path
     finally:
-        if folder is not None:
+        for folder in created:
             folder.release()
 
 
@@ -280,13 +285,11 @@ def _logged_tracebacks(job: Job, session: Session) -> Iterator[Path]:
     """
     world = components_of(session).world
     with _run_folder(job, world) as folder:
-        holder = lock_holder(folder)
         try:
             yield folder
         except Exception as error:
             is_message = out_of_memory_cause(error) or (isinstance(error, Failure) and error.__cause__ is not None)
-            is_held = lock_holder(folder) == holder  # it may have been deleted, or belong to another run now
-            if is_message and is_held and job.folder is None and names_a_rank(os.environ):
+            if is_message and folder.is_dir() and job.folder is None and names_a_rank(os.environ):
                 append(log_path(folder / LOGS, world.rank), "".join(traceback.format_exception(error)))
             raise
 
@@ -302,45 +305,27 @@ def _own_folder(folder: Path, holder: bytes | None) -> Path:
 
 
 def _publish_results(
-    session: Session,
-    checkpoints: Checkpoints,
-    facts: RunInfo,
-    results: Results,
-    checked_folder: Callable[[], Path],
+    session: Session, checkpoints: Checkpoints, facts: RunInfo, results: Results, own_folder: Callable[[], Path]
 ) -> dict[str, Any]:
     """Write weights and summary to the run's folder; the summary, written last, marks the run as finished."""
     components = components_of(session)
-    world, ends_with_best = components.world, components.config.run.end_with == "best"
     summary = summarize(facts, results.progress, results.last, results.evaluations, results.seconds)
     if results.stopped_early is not None:
         summary["stopped_early"] = results.stopped_early
-    if ends_with_best:
+    if components.config.run.end_with == "best":
         checkpoints.load_best()
-    saved = f"the state after step {results.progress.steps:,} is saved in {checkpoints.place}"
+
+    def write() -> None:
+        RunFolder.open(own_folder()).write_summary(summary)
+        write_report(own_folder())
+
     try:
-        publish(session, checked_folder)
+        publish(session, own_folder)
+        from_first_rank(components.world.axis, write)
     except RunFailed as failure:
+        saved = f"the state after step {results.progress.steps:,} is saved in {checkpoints.place}"
         raise RunFailed(f"{failure}; {saved}") from failure
-    unwritten: RunFailed | None = None
-    if world.rank == 0:
-        try:
-            RunFolder.open(checked_folder()).write_summary(summary)
-            write_report(checked_folder())
-        except RunFailed as error:
-            unwritten = RunFailed(f"{error}; {saved}")
-    world.axis.barrier()
-    unwritten = cast("RunFailed | None", world.axis.broadcast(unwritten))
-    if unwritten is not None:
-        raise unwritten
     return summary
-
-
-def _weights_alone(session: Session, checked_folder: Callable[[], Path]) -> str:
-    """Publish the weights of a run that can't save its last state; return what to report."""
-    try:
-        return f"its weights are in {publish(session, checked_folder)}"
-    except RunFailed as error:
-        return f"neither could its weights: {error}"
 
 
 class _OnStandardError(logging.Handler):

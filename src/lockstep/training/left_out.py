@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.core.errors import RunFailed, UnusableSamples
 from lockstep.core.formatting import counted
 from lockstep.core.records import LeftOutSample, Request
-from lockstep.data.bad_samples import BAD_NUMBERS, CONFIGURED, WENT_BACK
+from lockstep.data.bad_samples import BAD_NUMBERS, CONFIGURED
 from lockstep.data.sources import skipping_part
 from lockstep.distributed.user_collectives import print_once
 from lockstep.training.ledger import left_out_in
@@ -34,11 +35,7 @@ _Share = tuple[int, bool, list[LeftOutSample]]
 
 
 class LeftOutSamples:
-    """The samples that a run has left out so far; free while there are none.
-
-    Attributes:
-        follows_records: Whether a run that resumes uses samples again that its folder's records don't list any more.
-    """
+    """The samples that a run has left out so far; free while there are none."""
 
     def __init__(self, components: Components) -> None:
         self._axis = components.world.axis
@@ -50,7 +47,6 @@ class LeftOutSamples:
         self._samples: list[LeftOutSample] = []
         self._listed: set[int] = set()  # those of `_samples` that are left out now
         self._unseen: list[LeftOutSample] = []
-        self.follows_records = False
 
     def fetched(self, batch: GlobalBatch) -> tuple[Request, ...]:
         """Return this rank's request for the next vote, after it has fetched a batch."""
@@ -116,12 +112,10 @@ class LeftOutSamples:
 
     def restore(self, state: Iterable[Mapping[str, Any]], consumed: int) -> None:
         """Continue the list of a checkpoint after `consumed` samples; those that follow are found again."""
-        listed = [sample for sample in left_out_in(state) if sample.position < consumed]
-        if not self.follows_records:
-            listed = [*map(_for_good, listed)]
         self._samples = [
             replace(sample, until=consumed) if sample.until is None and not self._stays(sample) else sample
-            for sample in listed
+            for sample in left_out_in(state)
+            if sample.position < consumed
         ]
         self._pending = []
         self._listed = set()
@@ -131,14 +125,12 @@ class LeftOutSamples:
         """Return whether a sample of an earlier attempt is left out of this one, too."""
         if sample.reason == CONFIGURED:
             return any(first <= sample.index <= last for first, last in map(sorted, self._configured))
-        if self._source is None or not self.follows_records or not _is_recorded(sample):
-            return self._source is not None
-        return self._source.leaves_out(sample.index)
+        return self._source is not None
 
     def _first_of_each(self, samples: Iterable[LeftOutSample]) -> list[LeftOutSample]:
         """Return the samples that aren't listed yet, each once: two updates of a tiny epoch may have lacked it."""
         new: dict[int, LeftOutSample] = {}
-        for sample in sorted(samples, key=_by_position):
+        for sample in sorted(samples, key=attrgetter("position")):
             if sample.index not in self._listed:
                 new.setdefault(sample.index, sample)
         return [*new.values()]
@@ -153,20 +145,6 @@ class LeftOutSamples:
 def _bad(samples: Iterable[LeftOutSample]) -> list[LeftOutSample]:
     """Return the samples that can't be used."""
     return [sample for sample in samples if sample.reason != CONFIGURED and not sample.reason.startswith(BAD_NUMBERS)]
-
-
-def _is_recorded(sample: LeftOutSample) -> bool:
-    """Return whether a file in the run's folder lists it, too."""
-    return sample.reason.endswith(WENT_BACK)
-
-
-def _for_good(sample: LeftOutSample) -> LeftOutSample:
-    """Return a sample of another run, whose records this run's folder doesn't have."""
-    return replace(sample, reason=sample.reason.removesuffix(WENT_BACK)) if _is_recorded(sample) else sample
-
-
-def _by_position(sample: LeftOutSample) -> int:
-    return sample.position
 
 
 def _line(sample: LeftOutSample) -> str:

@@ -26,7 +26,7 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.extensions import instance
 from lockstep.core.near_runs import did_you_mean_run
 from lockstep.core.protocols import ObjectStore
-from lockstep.monitor.folder import CHECKPOINTS, CONFIG, is_run, refuse_escaping_links
+from lockstep.monitor.folder import CHECKPOINTS, CONFIG, RunFolder, is_run, refuse_escaping_links
 from lockstep.monitor.run_lock import LOCK
 from lockstep.stores.addresses import is_address
 from lockstep.stores.blobs import UserStore
@@ -177,14 +177,13 @@ def choose(location: CheckpointLocation, step: int | None) -> str:
 
 
 def _of_run(run: Path, *, trusted: bool = False) -> CheckpointLocation:
-    from lockstep.config.loading import load
     from lockstep.config.trust import approved, outside
 
     refuse_escaping_links(run)
     file = run / CONFIG
     if not file.is_file():
         return CheckpointLocation(LocalStorage(run / CHECKPOINTS, id_of_run(run)), run)
-    loaded = load([file], environ={}, of_runs=[file])
+    loaded = loaded_config(run)
     section = loaded.config.checkpoint
     if section.storage is not None:
         section = approved(loaded, trusted=trusted).checkpoint  # the storage is code that the run's config names
@@ -205,6 +204,19 @@ def _of_folder(folder: Path) -> CheckpointLocation:
         if location.place == str(folder):
             return location
     return CheckpointLocation(LocalStorage(folder))
+
+
+def loaded_config(run: Path) -> LoadedConfig:
+    """Return the resolved config in a run's folder, without secrets, and whether this user started the run."""
+    from lockstep.config.loading import load
+
+    file = RunFolder.open(run).config
+    return load([file], environ={}, of_runs=[file])
+
+
+def run_config(run: Path) -> Config:
+    """Return the resolved config in a run's folder, without secrets."""
+    return loaded_config(run).config
 
 
 @contextmanager

@@ -30,11 +30,10 @@ from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.monitor.folder import LOGS
 from lockstep.plan.plan import check_on_ranks
 from lockstep.training.ahead import imports_ahead
-from lockstep.training.decisions import decided, flat
 from lockstep.training.job import Job
-from lockstep.training.last_snapshot import left_on_host
+from lockstep.training.memory_snapshots import left_on_host
 from lockstep.training.out_of_memory import advice, memory_factors
-from lockstep.training.start_run import is_done, launch_job, train_as_rank
+from lockstep.training.start_run import decided, flat, is_done, launch_job, train_as_rank
 
 _OF_HOST = ("launch", "monitor", "description")  # sections that may differ between hosts
 

@@ -11,7 +11,7 @@ sharding the training state takes ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lockstep.core.control_groups import SHARED_MEMORY
@@ -23,8 +23,11 @@ from lockstep.core.out_of_memory import (
     out_of_memory_cause,
     requested_bytes,
 )
-from lockstep.plan.batch import half
+from lockstep.models.blocks import repeated_blocks
+from lockstep.models.building_objectives import least_samples
+from lockstep.plan.batch import half, smallest_micro_batch
 from lockstep.strategies.registry import AUTO, find_strategy
+from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
     import torch
@@ -32,12 +35,46 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.control_groups import MemoryLimit
     from lockstep.core.out_of_memory import Phase
+    from lockstep.training.components import Components
+    from lockstep.training.session import Session
     from lockstep.training.user_objects import UserObjects
-
 
 _PREDICTION_SECONDS = 45.0
 _TOO_LARGE = "One sample alone would need"
 _IN_UPDATE = ("forward", "backward", "update", None)  # None: before the first update
+
+
+def least_micro_size(components: Components) -> int:
+    """Return the smallest `batch.micro_size` with which no micro-batch has too few samples for the model."""
+    least, plan = least_samples(components.sharding.state.model), components.plan
+    batch, current = plan.batch, plan.batch.micro_size
+    if least == 1:
+        return 1
+    updates = [batch.global_size]
+    rest = plan.epoch_samples % batch.global_size
+    ends_epoch = plan.steps is None or plan.steps > plan.epoch_samples // batch.global_size
+    if rest and ends_epoch and smallest_micro_batch(rest, current, batch.ranks) >= least:
+        updates.append(rest)
+    for smaller in range(1, current):
+        if all(smallest_micro_batch(samples, smaller, batch.ranks) >= least for samples in updates):
+            return smaller
+    return current
+
+
+def factors_of(config: Config, ranks: int, session: Session | None) -> MemoryFactors:
+    """Return what determines how much memory a rank needs; without a session, as far as the config does."""
+    factors = memory_factors(config, ranks)
+    if session is None:
+        return factors
+    components = components_of(session)
+    return replace(
+        factors,
+        micro_size=components.plan.batch.micro_size,
+        least_size=least_micro_size(components),
+        evaluation_size=components.evaluator.micro_size,
+        strategy=components.plan.strategy,
+        can_checkpoint=factors.can_checkpoint and bool(repeated_blocks(components.sharding.state.model)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +174,7 @@ def with_prediction(message: str, advised: str, config: Config, ranks: int, give
     from lockstep.distributed.memory import memory_if_started
     from lockstep.launch.devices import count_accelerators, count_cores
     from lockstep.plan.choosing import USABLE
-    from lockstep.training.predictions import Explanation, NoAnswer, Question, ask
+    from lockstep.training.deciding import Explanation, NoAnswer, Question, ask
 
     device_type, devices = count_accelerators(config.launch)
     memory = memory_if_started(device_type, devices, count_cores(), ranks) if devices else None

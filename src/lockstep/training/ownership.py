@@ -1,21 +1,36 @@
-"""The check of which run the checkpoints in `checkpoint.folder` belong to, before a run starts there.
+"""The folder of a run, and the check of which run the checkpoints in `checkpoint.folder` belong to.
 
 no checkpoints                              --> this run takes the folder
 this run's (its id, or its folder)          --> the run resumes
-another run's: same config, not finished    --> the same command was started again: it resumes in that run's folder
+another run's: trains alike, not finished   --> the same command was started again: it resumes in that run's folder
 another run's                               --> refused, with a free subfolder
 
 Checkpoints in the run's own folder need no check: they are moved and copied with it. An object store (an address,
 or `checkpoint.storage`) is checked by the ranks: a client that the launcher has used can't be forked with them.
+
+A run whose config names no folder has one for its launch, which a restart finds again:
+
+    the launcher's store has it             that folder: the ranks have been started again
+    the launch has an id (--rdzv-id 4711,   runs/RECIPE-4711, so that a job that is queued again finds it
+    or --job-id 4711)
+    neither                                 a new folder, RECIPE-DATE-TIME
+
+torchrun's id is "none" unless one is given, and on a single node a UUID that no other launch will have; its store lives
+as long as the launcher. Without a store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1) a restart can't be told from a start, so
+what starts over is refused there.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
@@ -27,6 +42,8 @@ from lockstep.config.writing import to_public
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.progress import Progress
+from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
+from lockstep.distributed.collectives import from_first_rank
 from lockstep.launch.forking import in_fork, may_fork
 from lockstep.monitor.folder import is_finished, is_run
 from lockstep.monitor.jsonl import finite
@@ -34,20 +51,76 @@ from lockstep.plan.schedule import LENGTHS
 from lockstep.plan.schedule import is_finished as is_at_its_end
 from lockstep.stores.addresses import is_address
 from lockstep.stores.buckets import RETRY_SECONDS
-from lockstep.training.launch_folder import folder_of_launch
-from lockstep.training.locations import checkpoint_folder, reachable, storage_of
-from lockstep.training.resuming import Resume
-from lockstep.training.saved_state import epoch_samples_in
+from lockstep.training.locations import checkpoint_folder, reachable, run_config, storage_of
+from lockstep.training.resuming import Resume, epoch_samples_in
 from lockstep.training.session import Session, components_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
     from lockstep.config.schema import Checkpoint, Config
+    from lockstep.distributed.process_group import World
 
-_NOT_OF_THE_RUN = ("description", "launch", "monitor")  # sections that may differ between two starts of one command
-_MICRO_SIZES = ("batch", "evaluation")  # sections whose `micro_size` becomes smaller when memory runs out
+_FOLDER, _BEGUN = "run-folder", "run-begun"  # keys in the launcher's store
+_NO_ID = ("", "none")
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_NOT_OF_THE_TRAINING = (
+    "description", "launch", "monitor", "checkpoint", "evaluation", "parallel", "memory",
+)  # fmt: skip
+"""Sections that don't affect what is learned."""
+_MAY_DIFFER = {"batch": ("micro_size",), "run": ("folder", *LENGTHS)}
 _OF_OPTIMIZER = ("optim.lr", "optim.weight_decay")  # settings that a custom optimizer may have by itself
-_NOT_OF_THE_TRAINING = ("checkpoint", "evaluation", "parallel", "memory")  # sections that don't affect what is learned
+
+
+# --- the folder of a launch ---------------------------------------------------------------------------------------
+
+
+def kept_folder(world: World) -> Path | None:
+    """Return the folder that earlier ranks of this launch have used, as far as it is known. All ranks together."""
+    store = world.launcher_store
+    return Path(store.get(_FOLDER).decode()) if store is not None and store.check([_FOLDER]) else None
+
+
+def keep_folder(world: World, folder: Path) -> None:
+    """Record the folder for ranks that the launcher starts after these."""
+    if world.rank == 0 and world.launcher_store is not None:
+        world.launcher_store.set(_FOLDER, str(folder))
+
+
+def folder_of_launch(config: Config, recipe: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder for the id of a launch; None: it has none."""
+    launch = config.launch.job_id or ""
+    if not launch and names_a_rank(environ):
+        environment = RankEnvironment.read(environ)
+        is_made_up = environment.agent_store and _UUID.fullmatch(environment.launch_id)
+        launch = "" if is_made_up else environment.launch_id
+    if launch in _NO_ID:
+        return None
+    return Path("runs", f"{Path(recipe).stem or 'run'}-{re.sub(r'[^A-Za-z0-9._-]', '-', launch)}").absolute()
+
+
+def mark_begun(world: World) -> None:
+    """Record that the run has begun: ranks that the launcher starts after these resume it, whatever began it."""
+    if world.rank == 0 and world.launcher_store is not None:
+        world.launcher_store.set(_BEGUN, "")
+
+
+def has_begun(world: World) -> bool:
+    """Return whether the launcher starts the ranks of this run again."""
+    return world.launcher_store is not None and world.launcher_store.check([_BEGUN])
+
+
+def resumed(resume: Resume, world: World) -> Resume:
+    """Return how a run begins: as the command has it, or, after a restart, from its newest checkpoint."""
+    store, starts = world.launcher_store, resume.fresh or resume.step is not None or resume.origin is not None
+    if starts and store is None and "TORCHELASTIC_RUN_ID" in os.environ and not started_by_lockstep(os.environ):
+        raise ConfigError(
+            "--fresh, --from and --fork would start over at each restart: this launcher has no store that outlives its "
+            "ranks; unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE, or begin the run once without torchrun"
+        )
+    return replace(resume, fresh=False, step=None, origin=None) if has_begun(world) else resume
+
+
+# --- the owner of checkpoints -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +141,7 @@ class _Occupant:
 def run_folder_for(config: Config, recipe: str, resume: Resume) -> Path | None:
     """Return the folder of the config, or of the run that owns `checkpoint.folder` and that this config continues.
 
-    An elastic launch has a folder where its config names none: see `launch_folder`.
+    A launch may have a folder where its config names none: see `folder_of_launch`.
 
     Returns:
         None: the run needs a new folder.
@@ -94,7 +167,7 @@ def run_folder_for(config: Config, recipe: str, resume: Resume) -> Path | None:
         return folder
     if config.run.folder is None and _is_continued(config, occupant, fresh=resume.fresh):
         return occupant.folder
-    subfolder = _free_subfolder(config.checkpoint.folder, recipe)
+    subfolder = f"{config.checkpoint.folder.rstrip('/')}/{Path(recipe).stem or 'run'}"
     remedy = f"set checkpoint.folder: {subfolder}, or leave it out: a run keeps its checkpoints in run.folder then"
     raise ConfigError(Problem("", "checkpoint.folder", _refusal(storage.place, occupant, remedy)))
 
@@ -168,26 +241,22 @@ def _refuse_taken_fork(checkpoint: Checkpoint, folder: Path) -> None:
 
 def _refuse_empty_place(checkpoint: Checkpoint, folder: Path) -> None:
     """Raise ConfigError if the run in a folder would start over, because its checkpoints are in another place."""
-    from lockstep.training.finished_run import run_config  # which imports this module
-
-    if not (folder / CONFIG).is_file():
-        return
-    try:
-        then = run_config(folder).checkpoint
-        if then.folder == checkpoint.folder or then.storage is not None or checkpoint.storage is not None:
-            return
-        before, now = storage_of(then, folder), storage_of(checkpoint, folder)
-        steps, owner = names_by_step(before.names()), before.owner()
-        is_own = owner is None or owner.run == id_of_run(folder)
-        if before.place == now.place or not steps or not is_own or names_by_step(now.names()):
-            return
-    except (Failure, OSError):  # a config that can't be read, a place that is gone: the ranks report it
-        return
-    why = (
-        f"{now.place} has no checkpoints, and the run in {folder} has its own in {before.place}, the newest of step "
-        f"{max(steps):,}; copy them there to resume, leave the key out, or start over: --fresh"
-    )
-    raise ConfigError(Problem("", "checkpoint.folder", why))
+    why = ""
+    if (folder / CONFIG).is_file():
+        with suppress(Failure, OSError):  # a config that can't be read, a place that is gone: the ranks report it
+            then = run_config(folder).checkpoint
+            if then.folder != checkpoint.folder and then.storage is None and checkpoint.storage is None:
+                before, now = storage_of(then, folder), storage_of(checkpoint, folder)
+                steps, owner = names_by_step(before.names()), before.owner()
+                is_own = owner is None or owner.run == id_of_run(folder)
+                if steps and is_own and not names_by_step(now.names()):
+                    why = (
+                        f"{now.place} has no checkpoints, and the run in {folder} has its own in {before.place}, the "
+                        f"newest of step {max(steps):,}; copy them there to resume, leave the key out, or start over: "
+                        "--fresh"
+                    )
+    if why:
+        raise ConfigError(Problem("", "checkpoint.folder", why))
 
 
 def _occupant(storage: Storage) -> _Occupant | None:
@@ -218,15 +287,15 @@ def _trains_alike(config: Config, newest: Manifest | None) -> bool:
 def _belongs_to(folder: Path, owner: Owner) -> bool:
     run = id_of_run(folder)
     if run is None:  # killed before it wrote its id
-        return owner.folder == str(folder) or (owner.folder is None and (folder / CONFIG).is_file())
+        return owner.folder == str(folder)
     is_copy = owner.folder not in (None, str(folder)) and id_of_run(Path(str(owner.folder))) == owner.run
     return run == owner.run and not is_copy
 
 
 def _is_continued(config: Config, occupant: _Occupant, *, fresh: bool) -> bool:
-    """Return whether this is the command that started the other run, and that run isn't finished or starts over."""
+    """Return whether this command started the other run, and that run isn't finished or starts over."""
     newest, folder = occupant.newest, occupant.folder
-    if newest is None or _of_run(newest.config) != _of_run(finite(to_public(config))):
+    if newest is None or not _trains_alike(config, newest):
         return False
     if fresh:
         return True
@@ -244,29 +313,13 @@ def _refusal(place: str, occupant: _Occupant, remedy: str) -> str:
     return f"{place} holds the checkpoints of another run, {occupant.owner}{step}{finished}; {remedy}{resume}"
 
 
-def _free_subfolder(folder: str, recipe: str) -> str:
-    first = free = f"{folder.rstrip('/')}/{Path(recipe).stem or 'run'}"
-    number = 1
-    while Path(free).exists():
-        number += 1
-        free = f"{first}-{number}"
-    return free
-
-
-def _of_run(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without what may differ between two starts of one command."""
-    kept = {name: section for name, section in config.items() if name not in _NOT_OF_THE_RUN}
-    run = kept.get("run")
-    kept_of_run = {key: value for key, value in run.items() if key != "folder"} if isinstance(run, Mapping) else {}
-    for name in _MICRO_SIZES:
-        if isinstance(section := kept.get(name), Mapping):
-            kept[name] = {key: value for key, value in section.items() if key != "micro_size"}
-    return {**kept, "run": kept_of_run}
-
-
 def _of_training(config: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: section for name, section in _of_run(config).items() if name not in _NOT_OF_THE_TRAINING}
-    return {**kept, "run": {key: value for key, value in kept["run"].items() if key not in LENGTHS}}
+    """Return a config without what doesn't affect what is learned, lengths, and what may become smaller in a run."""
+    kept = {name: section for name, section in config.items() if name not in _NOT_OF_THE_TRAINING}
+    for name, keys in _MAY_DIFFER.items():
+        if isinstance(section := kept.get(name), Mapping):
+            kept[name] = {key: value for key, value in section.items() if key not in keys}
+    return kept
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -286,10 +339,8 @@ def refuse_other_run(session: Session, storage: Storage, home: Path | None, resu
     config, axis = components_of(session).config, components_of(session).world.axis
     if home is not None and isinstance(storage, LocalStorage):
         return
-    refusal: str | None = None
-    if axis.rank == 0:
-        refusal = refusal_of_storage(config, storage, home, fresh=resume.fresh, accept_changes=resume.accept_changes)
-    refusal = cast("str | None", axis.broadcast(refusal))
+    options = {"fresh": resume.fresh, "accept_changes": resume.accept_changes}
+    refusal = from_first_rank(axis, partial(refusal_of_storage, config, storage, home, **options))
     if refusal is not None:
         key = "checkpoint.storage" if config.checkpoint.storage is not None else "checkpoint.folder"
         raise ConfigError(Problem("", "" if home is None else key, refusal))

@@ -1,12 +1,11 @@
-"""The trained weights, from all ranks to RUN/model: each writes a share of a large model, and none holds it whole.
+"""The trained weights, from all ranks to RUN/model, which rank 0 writes; no rank holds a large model whole.
 
-    small    rank 0: model.safetensors
-    large    rank 0: model-00001-of-00004.safetensors        model.safetensors.index.json: name -> file
-             rank 1: model-00002-of-00004.safetensors        written by the first rank, last
-             ...
+    small    model.safetensors
+    large    model-00001-of-00004.safetensors, ...        model.safetensors.index.json: name -> file
 
-Tensors are gathered one at a time; a rank keeps those of its file. Ranks then wait for each other's disks without a
-time limit. The folder is written under another name and exchanged with the old one: it is the old one or the new one.
+The tensors of one file are gathered, one at a time, and written before those of the next. The other ranks wait for the
+disk without a time limit. The folder is written under another name and exchanged with the old one: it is the old one or
+the new one.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import zip_longest
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from lockstep.core import checksums
-from lockstep.core.errors import ConfigError, Failure, RunFailed
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import flush
+from lockstep.distributed.collectives import from_first_rank
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.transformers_models import (
     converts_weights,
@@ -35,7 +34,6 @@ from lockstep.models.transformers_models import (
     never_written,
     own_classes,
     quiet,
-    saving_on_every_rank,
 )
 from lockstep.training.session import components_of, evaluation_weights
 from lockstep.training.weights import (
@@ -53,31 +51,15 @@ from lockstep.training.weights import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lockstep.core.protocols import Axis
     from lockstep.models.model_tensors import ModelTensors
     from lockstep.sharding.partition import Spec
+    from lockstep.training.components import Components
     from lockstep.training.session import Session
 
 _log = logging.getLogger("lockstep")
 MAX_FILE_BYTES = 5 * 10**9
 """A model of more bytes is written in several files, as the transformers library's `max_shard_size` does by default in
 versions before 5."""
-MIN_FILE_BYTES = 5 * 10**8
-"""Files of a large model aren't smaller, however many ranks there are."""
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    """A file of the published model.
-
-    Attributes:
-        rank: The rank that writes it.
-        names: Its tensors, by the model's names.
-    """
-
-    name: str
-    rank: int
-    names: tuple[str, ...]
 
 
 def publish(session: Session, folder: Callable[[], Path]) -> Path:
@@ -91,87 +73,58 @@ def publish(session: Session, folder: Callable[[], Path]) -> Path:
     """
     components = components_of(session)
     axis, state = components.world.axis, components.sharding.state
-    target, partial = _begin(axis, folder)
+    target, new = from_first_rank(axis, partial(_begin, folder))
     try:
         specs = state.specs()
         shapes = {name: shape for name, (shape, _) in specs.items()}
         listed = components.tensors
         listed.refuse_incomplete(shapes, listed.shapes, f"{target}: nothing was published: the gathered weights")
-        writers = [rank for rank, sees in enumerate(axis.gather(_sees(partial))) if sees] or [0]
-        files = plan_files(_groups(state.model, specs), specs, writers)
+        files = plan_files(_groups(state.model, specs), specs)
         hashes: dict[str, str] = {}
         with evaluation_weights(session):
-            for start in range(0, len(files), len(writers)):
-                hashes |= _write_files(session, files[start : start + len(writers)], partial, target)
-        _finish(session, hashes, sum(map(bytes_of, specs.values())), partial, target)
+            for name, names in files.items():
+                wanted = frozenset(names if axis.rank == 0 else ())
+                tensors = dict(state.weights(wanted=wanted.__contains__, names=names))
+                hashes[name] = from_first_rank(axis, partial(_write, components, new / name, names, tensors, target))
+                tensors.clear()
+        from_first_rank(axis, partial(_complete, components, hashes, sum(map(bytes_of, specs.values())), new, target))
     finally:
         if axis.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-    is_file = len(files) == 1 and not is_transformers_model(state.model)
-    return target / FILE if is_file else target
+            shutil.rmtree(new, ignore_errors=True)
+    return target / FILE if len(files) == 1 and not is_transformers_model(state.model) else target
 
 
-def _begin(axis: Axis, folder: Callable[[], Path]) -> tuple[Path, Path]:
-    """Make the new folder on the first rank; return the path of the published one, and of the new one."""
-    result: tuple[Path, Path] | Failure | None = None
-    if axis.rank == 0:
-        try:
-            target = folder() / MODEL
-            partial = temporary(target, "new")
-            with _as_run_failed(target):
-                for stale in target.parent.glob(f".{MODEL}.*"):  # of a process that was killed; the folder is locked
-                    shutil.rmtree(stale, ignore_errors=True)
-                if target.exists() and not target.is_dir():
-                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target))
-                partial.mkdir(parents=True)
-            result = target, partial
-        except Failure as error:
-            result = error
-    axis.barrier()
-    result = cast("tuple[Path, Path] | Failure", axis.broadcast(result))
-    if isinstance(result, Failure):
-        raise result
-    return result
+def _begin(folder: Callable[[], Path]) -> tuple[Path, Path]:
+    """Make the new folder; return the path of the published one, and of the new one."""
+    target = folder() / MODEL
+    new = temporary(target, "new")
+    with _as_run_failed(target):
+        for stale in target.parent.glob(f".{MODEL}.*"):  # of a process that was killed; the folder is locked
+            shutil.rmtree(stale, ignore_errors=True)
+        if target.exists() and not target.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target))
+        new.mkdir(parents=True)
+    return target, new
 
 
-def _sees(partial: Path) -> bool:
-    """Return whether this rank can write to the folder: it may be on another host's disk."""
-    with suppress(OSError):
-        return partial.name in {entry.name for entry in partial.parent.iterdir()}
-    return False
-
-
-# --- which rank writes what ---------------------------------------------------------------------------------------
-
-
-def plan_files(groups: Sequence[Sequence[str]], specs: Mapping[str, Spec], writers: Sequence[int]) -> list[_File]:
-    """Divide a model into files of about equal bytes, whose writers take turns.
+def plan_files(groups: Sequence[Sequence[str]], specs: Mapping[str, Spec]) -> dict[str, list[str]]:
+    """Divide a model into files of about equal bytes; return the tensors of each, by its name.
 
     Args:
         groups: Names that stay together in one file, in the order of the model.
-        writers: Ranks that can write.
     """
     sizes = [sum(bytes_of(specs[name]) for name in group) for group in groups]
-    total = sum(sizes)
-    number = 1
-    if total > MAX_FILE_BYTES:
-        rounds = -(-total // (len(writers) * MAX_FILE_BYTES))
-        number = min(rounds * len(writers), max(-(-total // MAX_FILE_BYTES), total // MIN_FILE_BYTES))
+    total, before = sum(sizes), 0.0
+    number = max(1, -(-total // MAX_FILE_BYTES))
     members: list[list[str]] = [[] for _ in range(number)]
-    before = 0
     for group, size in zip(groups, sizes, strict=True):
         middle = (before + size / 2) / max(total, 1)
         members[min(int(middle * number), number - 1)] += group
         before += size
     filled = [names for names in members if names] or [[]]
-    return [
-        _File(
-            FILE if len(filled) == 1 else f"model-{index + 1:05d}-of-{len(filled):05d}.safetensors",
-            writers[index % len(writers)],
-            tuple(names),
-        )
-        for index, names in enumerate(filled)
-    ]
+    if len(filled) == 1:
+        return {FILE: filled[0]}
+    return {f"model-{at:05d}-of-{len(filled):05d}.safetensors": names for at, names in enumerate(filled, 1)}
 
 
 def bytes_of(spec: Spec) -> int:
@@ -192,97 +145,62 @@ def _groups(model: nn.Module, specs: Mapping[str, Spec]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _in_turns(files: Iterable[_File]) -> list[str]:
-    """Return the names of files that are gathered together: the first of each, the second of each, ..."""
-    rows = zip_longest(*(file.names for file in files))
-    return [name for row in rows for name in row if name is not None]
-
-
-# --- writing ------------------------------------------------------------------------------------------------------
-
-
-def _write_files(session: Session, files: Sequence[_File], partial: Path, target: Path) -> dict[str, str]:
-    """Gather the tensors of files, one file a rank, and write them; return all hashes, once all ranks have written."""
-    components = components_of(session)
-    axis, state = components.world.axis, components.sharding.state
-    own = next((file for file in files if file.rank == axis.rank), None)
-    wanted = frozenset(own.names if own is not None else ())
-    tensors = dict(state.weights(wanted=wanted.__contains__, names=_in_turns(files)))
-    result: str | RunFailed | None = None
-    if own is not None:
-        try:
-            with _as_run_failed(target):
-                shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-                what = f"{target}: nothing was published: the gathered weights"
-                components.tensors.refuse_incomplete(shapes, own.names, what)
-                result = _write(state.model, components.tensors, own, tensors, partial)
-        except RunFailed as failure:
-            result = failure
-    tensors.clear()
-    results = _all_results(components.world.axis, result)
-    return {file.name: cast("str", results[file.rank]) for file in files}
-
-
-def _write(model: Any, expected: ModelTensors, file: _File, tensors: dict[str, Tensor], partial: Path) -> str:
+def _write(
+    components: Components, file: Path, names: Sequence[str], tensors: Mapping[str, Tensor], target: Path
+) -> str:
     """Write one file; return its hash."""
-    place = partial / file.name
+    with _as_run_failed(target):
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        what = f"{target}: nothing was published: the gathered weights"
+        components.tensors.refuse_incomplete(shapes, names, what)
+        write_file(components.sharding.state.model, components.tensors, file, dict(tensors))
+        return checksums.hash_of(file)
+
+
+def write_file(model: Any, expected: ModelTensors, file: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a file of the model's tensors, and beside it config.json and others of a transformers model."""
     if is_transformers_model(model):
-        own = partial / f".{file.name}"
-        with quiet(), own_classes(model), saving_on_every_rank(model):
+        own = file.with_name(f".{file.name}")
+        with quiet(), own_classes(model):
             model.save_pretrained(own, state_dict=expected.with_tied_names(tensors), max_shard_size="1000TB")
-        (own / FILE).rename(place)
-        if file.rank == 0:  # config.json and others
-            for other in own.iterdir():
-                other.replace(partial / other.name)
-        shutil.rmtree(own)
+        (own / FILE).rename(file)
+        for other in own.iterdir():
+            other.replace(file.with_name(other.name))
+        own.rmdir()
     else:
-        write_tensors(tensors, place)
-    place.chmod(partial.stat().st_mode & 0o666)  # safetensors makes it readable by its owner alone
-    flush(place)
-    return checksums.hash_of(place)
+        write_tensors(tensors, file)
+    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors makes it readable by its owner alone
+    flush(file)
 
 
-def _finish(session: Session, hashes: Mapping[str, str], size: int, partial: Path, target: Path) -> None:
-    """Complete the folder and exchange it with the published one, on the first rank; the others wait.
+def _complete(components: Components, hashes: Mapping[str, str], size: int, new: Path, target: Path) -> None:
+    """Check what was written; add the index, the list of hashes and the tokenizer; exchange the folders.
 
     Args:
         size: Bytes of all tensors.
     """
-    components = components_of(session)
-    failure: RunFailed | None = None
-    if components.world.rank == 0:
-        try:
-            with _as_run_failed(target):
-                _complete(session, hashes, size, partial, target)
-                replace_folder(target, partial)
-        except RunFailed as error:
-            failure = error
-    _all_results(components.world.axis, failure)
-
-
-def _complete(session: Session, hashes: Mapping[str, str], size: int, partial: Path, target: Path) -> None:
-    """Check what all ranks have written, and add the index, the list of hashes and the tokenizer."""
     from lockstep.data.hub import load_tokenizer
 
-    components = components_of(session)
     model: Any = components.sharding.state.model
-    shapes = {file: shapes_in(partial / file) for file in hashes}
-    if len(hashes) > 1:
-        weight_map = {name: file for file, names in shapes.items() for name in names}
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    if is_transformers_model(model):
-        written = f"{target}: nothing was published: the files that transformers has written"
-        union = {name: shape for of_file in shapes.values() for name, shape in of_file.items()}
-        components.tensors.refuse_incomplete_file(union, never_written(model), written)
-        remove_training_keys(partial)
-        tokenizer = tokenizer_of(components.config.model, components.config.data.train)
-        if tokenizer is not None:
-            with suppress(ConfigError):  # it isn't on this machine
-                load_tokenizer(tokenizer).save_pretrained(partial)
-    checksums.record_folder(partial, hashes)
-    for path in (*sorted(partial.iterdir()), partial):
-        flush(path)
+    with _as_run_failed(target):
+        shapes = {file: shapes_in(new / file) for file in hashes}
+        if len(hashes) > 1:
+            weight_map = {name: file for file, names in shapes.items() for name in names}
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            (new / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if is_transformers_model(model):
+            written = f"{target}: nothing was published: the files that transformers has written"
+            union = {name: shape for of_file in shapes.values() for name, shape in of_file.items()}
+            components.tensors.refuse_incomplete_file(union, never_written(model), written)
+            remove_training_keys(new)
+            tokenizer = tokenizer_of(components.config.model, components.config.data.train)
+            if tokenizer is not None:
+                with suppress(ConfigError):  # it isn't on this machine
+                    load_tokenizer(tokenizer).save_pretrained(new)
+        checksums.record_folder(new, hashes)
+        for path in (*sorted(new.iterdir()), new):
+            flush(path)
+        replace_folder(target, new)
 
 
 @contextmanager
@@ -293,16 +211,6 @@ def _as_run_failed(target: Path) -> Iterator[None]:
         raise
     except Exception as error:  # safetensors has an exception of its own for a full disk
         raise RunFailed(f"{target}: the trained weights could not be written: {error}") from error
-
-
-def _all_results(axis: Axis, result: object) -> list[object]:
-    """Return each rank's result, however long its disk takes; raise the first failure among them on all ranks."""
-    axis.barrier()
-    results = axis.gather(result)
-    failure = next((result for result in results if isinstance(result, RunFailed)), None)
-    if failure is not None:
-        raise failure
-    return results
 
 
 def write_report(folder: Path) -> None:

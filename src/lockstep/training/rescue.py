@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,8 @@ from lockstep.core.phase_clock import Phase
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.terminal import echo
 from lockstep.distributed import generators
-from lockstep.distributed.collectives import LocalGroup, over_store
+from lockstep.distributed.collectives import LocalGroup
 from lockstep.distributed.rounds import poll
-from lockstep.distributed.timeouts import is_timeout
 from lockstep.strategies.registry import find_strategy
 from lockstep.training.memory_snapshots import snapshots_in
 from lockstep.training.session import components_of, rescue
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.saving import RunMetadata
     from lockstep.checkpoint.storage import Storage
     from lockstep.core.records import SaveReport, TrainingState
-    from lockstep.distributed.store_exchange import StoreExchange
     from lockstep.training.components import FailureState
     from lockstep.training.session import Session
 _OTHER_WRITES_S = 30.0  # for another rank to write the state that all have
@@ -76,10 +74,6 @@ def rescuing(session: Session, *excluded: type[Exception]) -> Iterator[None]:
             if isinstance(error, SystemExit) and not started_by_lockstep(os.environ):  # nothing else prints it
                 echo(f"lockstep: {outcome}", file=sys.stderr, flush=True)
         raise
-    finally:
-        exchange = components_of(session).world.exchange
-        if exchange is not None:
-            exchange.leave()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +98,15 @@ class Rescue:
         """Save the state, and return what to report.
 
         Where all ranks know of the failure, they save together. Otherwise a rank that holds the whole state saves it
-        alone; one that doesn't calls the others, which may wait for it in a collective, and all save together. A rank
-        that has lost a peer saves in its launcher's memory, from which the next round resumes: that is faster.
+        alone; where ranks hold parts, the run resumes from the newest snapshot or checkpoint. A rank that has lost a
+        peer saves in its launcher's memory, from which the next round resumes: that is faster.
         """
         step, place = self.session.progress.steps, self.storage.place
         try:
             if blames_a_peer(error) and self._save_in_memory():
                 return f"the state after step {step:,} is in the launcher's memory"
             with components_of(self.session).world.clock.phase(Phase.SAVE):  # the watch gives a save more time
-                failure = self._save(error)
+                failure = self._save()
         except Exception as another:
             failure = failure_reason(another)
         if failure is None:
@@ -121,12 +115,12 @@ class Rescue:
         kept = f"; the newest checkpoint is that of step {newest:,}" if newest is not None else ""
         return f"the state after step {step:,} could not be saved: {failure}{kept}"
 
-    def _save(self, error: BaseException) -> str | None:
+    def _save(self) -> str | None:
         """Return why nothing could be saved; None if the checkpoint exists."""
         together = self.failure_state.fails_together
         inconsistency = self._inconsistency()
         if not together and not self._has_whole_state():
-            return self._save_with_others(inconsistency, error)
+            return "it is sharded over ranks, and not all of them have failed"
         if together:
             self.saver.finish()
         else:
@@ -186,41 +180,6 @@ class Rescue:
         self.saver.finish()
         reports = components_of(self.session).world.axis.broadcast(self.saver.outcomes())
         return next((report.failure for report in cast("list[SaveReport]", reports) if report.step == step), None)
-
-    def _save_with_others(self, inconsistency: str | None, error: BaseException) -> str | None:
-        """Save with the other ranks, which may not know of the failure yet; collectives can't be used anymore."""
-        exchange = components_of(self.session).world.exchange
-        assert exchange is not None, "a single rank fails together with all ranks"
-        if not exchange.called():
-            self.saver.abandon()
-            if blames_a_peer(error) or is_timeout(error):
-                return "it is sharded over ranks, and another rank has ended or hangs"
-            exchange.call()
-        states = cast("list[tuple[int, str | None]]", exchange.meet((self.session.progress.steps, inconsistency)))
-        try:
-            return self._save_over_store(exchange, states)
-        finally:
-            exchange.close()
-
-    def _save_over_store(self, exchange: StoreExchange, states: Sequence[tuple[int, str | None]]) -> str | None:
-        """Save over the store, if every rank's (step, inconsistency) allows it."""
-        for rank, (_, inconsistency) in enumerate(states):
-            if inconsistency is not None:
-                return f"rank {rank}: {inconsistency}"
-        steps = [step for step, _ in states]
-        if len(set(steps)) > 1:
-            most, least = steps.index(max(steps)), steps.index(min(steps))
-            return f"rank {least} has finished update {steps[least]:,}, and rank {most} update {steps[most]:,}"
-        axis = components_of(self.session).world.axis
-        with over_store(exchange):
-            if len(set(axis.gather(self.saver.in_progress))) == 1:
-                self.saver.finish()
-            self.saver.abandon()
-            is_saved, missing = cast(
-                "tuple[bool, str | None]",
-                axis.broadcast((self._is_saved(), self._missing_best()) if axis.rank == 0 else None),
-            )
-            return missing if is_saved or missing is not None else self._save_together()
 
     def _save_alone(self) -> str | None:
         """Save by this rank, without a collective; or wait for the rank that does, because this one's end ends it."""

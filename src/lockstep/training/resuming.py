@@ -6,6 +6,7 @@ shared by all ranks? --> no other run saves there? --> newest checkpoint that ve
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import time
 import uuid
@@ -15,21 +16,155 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from pydantic import BaseModel, ValidationError
+
 from lockstep.checkpoint.loading import LoadedCheckpoint, load_newest, move_newer_aside
-from lockstep.checkpoint.manifest import CorruptCheckpoint
+from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.storage import MANIFEST, names_by_step
+from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
+from lockstep.core.progress import Progress
+from lockstep.core.records import LeftOutSample
+from lockstep.monitor.jsonl import finite
 from lockstep.plan.schedule import LENGTHS, fraction_done, horizon
-from lockstep.training.data_identity import continued
-from lockstep.training.saved_state import changes, check_state
-from lockstep.training.session import Session, components_of, ledger_of
+from lockstep.training.ledger import Segment, segments_in
+from lockstep.training.session import Session, components_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
     from lockstep.checkpoint.storage import ReadableStorage, Storage
-    from lockstep.config.schema import Run
+    from lockstep.config.schema import Config, Run
     from lockstep.core.protocols import Axis, EvaluatedObjective
     from lockstep.distributed.process_group import World
+
+_DATA = {
+    "fingerprint": "the fingerprint of data.train",
+    "samples": "the samples of data.train",
+    "epoch_samples": "the samples of an epoch (those that fill batch.global_size, with data.drop_last)",
+}
+_RUN_KEYS = (
+    "model", "objective", "data.train", "data.shuffle", "data.drop_last", "run.seed", "optim.name", "transforms",
+)  # fmt: skip
+_CACHED = 60.0  # seconds for which a client of a network file system may remember that a name doesn't exist
+_PAUSE = 0.5
+
+
+class _Discards(BaseModel):
+    discarded: int
+    in_a_row: int
+    idle: int
+    recent: list[tuple[int, float, float]] = []
+
+
+class _Sharding(BaseModel):
+    optimizer: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    own: dict[str, dict[str, Any]] = {}
+    recast: list[str] = []
+
+
+class _Data(BaseModel):
+    fingerprint: str
+    samples: int
+
+
+class EarlyStoppingState(BaseModel):
+    """The state of `monitor.early_stopping`.
+
+    Attributes:
+        best: The best value so far; None: there was no finite one.
+        step: The number of updates before its evaluation.
+        waited: Evaluations since then.
+    """
+
+    metric: str
+    best: float | None = None
+    step: int = 0
+    waited: int = 0
+
+
+class _State(BaseModel):
+    """The state that `Session.state` and `Checkpoints.save` write, as far as a resuming run needs it."""
+
+    progress: Progress
+    loss_scale: dict[str, float]
+    patience: _Discards
+    seconds: float
+    ledger: list[Segment]
+    sharding: _Sharding
+    data: _Data
+    best: float | None = None
+    early_stopping: EarlyStoppingState | None = None
+    evaluation_due: bool = False
+    left_out: list[LeftOutSample] = []
+
+
+def check_state(manifest: Manifest) -> list[str]:
+    """Return the tensors to which forwards have given another dtype.
+
+    Raises:
+        CorruptCheckpoint: No run can resume from the manifest's state, tensors aside.
+    """
+    try:
+        state = _State.model_validate_json(json.dumps(manifest.state), strict=True)
+        progress = Progress(**manifest.state["progress"])
+        segments_in(manifest.state["ledger"])
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        key = ".".join(map(str, first["loc"]))[:200]
+        raise CorruptCheckpoint(MANIFEST, f"its state is invalid: {key}: {first['msg'][:200]}") from None
+    except TypeError as error:  # an unknown field
+        raise CorruptCheckpoint(MANIFEST, f"its state is invalid: {error}") from None
+    expected = Progress(manifest.step, manifest.samples, manifest.tokens)
+    if progress != expected:
+        raise CorruptCheckpoint(MANIFEST, f"its state contradicts it: {progress} there, {expected} here")
+    return [f"model.{name}" for name in state.sharding.recast]
+
+
+def epoch_samples_in(manifest: Manifest) -> int:
+    """Return how many samples an epoch of the run has; 1 if the manifest has no record of it."""
+    data = manifest.state.get("data")
+    samples = data.get("epoch_samples") if isinstance(data, dict) else None
+    return samples if isinstance(samples, int) and samples > 0 else 1
+
+
+def changes(manifest: Manifest, config: Config, data: Mapping[str, Any]) -> list[str]:
+    """Return how this run's data, model and seed differ from those of the saved run, one line each.
+
+    Args:
+        data: what identifies that of this run.
+    """
+    current = finite(to_public(config))
+    lines = []
+    for key in _RUN_KEYS:
+        then, now = _value(manifest.config, key), _value(current, key)
+        if then != now:
+            lines += _differences(key, then, now)
+    then, now = _value(manifest.config, "schedule.kind"), _value(current, "schedule.kind")
+    if then == "given" != now:  # a schedule of the config may be changed; one that was passed was only forgotten
+        lines += _differences("schedule.kind", then, now)
+    saved = manifest.state.get("data", {})
+    if not any(line.startswith("data.") for line in lines):
+        lines += [
+            f"{name}: {saved.get(fact)} then, {data[fact]} now"
+            for fact, name in _DATA.items()
+            if saved.get(fact) != data[fact]
+        ]
+    return lines
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _differences(key: str, then: Any, now: Any) -> list[str]:
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+        return [line for name in names for line in _differences(f"{key}.{name}", then.get(name), now.get(name))]
+    return [f"{key}: {json.dumps(then)} then, {json.dumps(now)} now"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +216,6 @@ def refuse_unknown_metric(objective: EvaluatedObjective, evaluation_sets: Iterab
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known) or 'no evaluation sets'}"
         raise ConfigError(Problem("", key, f"no evaluation will have {name}; {hint}"))
-
-
-_CACHED = 60.0  # seconds for which a client of a network file system may remember that a name doesn't exist
-_PAUSE = 0.5
 
 
 def refuse_local_storage(storage: Storage, axis: Axis, timeout: float) -> None:
@@ -163,16 +294,16 @@ def _other_rate(session: Session, manifest: Manifest) -> list[str]:
 
 def restore(
     session: Session, origin: ReadableStorage, resume: Resume, data: Mapping[str, Any]
-) -> tuple[LoadedCheckpoint, list[str], Mapping[str, Any]] | None:
+) -> tuple[LoadedCheckpoint, list[str]] | None:
     """Restore the session from the newest checkpoint that is usable, or from that of `resume.step`.
 
     A manifest with the right hash may hold an invalid state: then the checkpoint before it is used.
 
     Args:
-        data: of this run, as `identity_of` returns it.
+        data: what identifies that of this run.
 
     Returns:
-        The checkpoint, notes for the user, and what identifies the data from now on; None: there is no checkpoint.
+        The checkpoint, and notes for the user; None: there is no checkpoint.
 
     Raises:
         ConfigError: the checkpoint is of a run with other data, model or seed.
@@ -203,15 +334,13 @@ def restore(
         except (AttributeError, TypeError, LookupError, ValueError) as error:
             invalid[step] = f"its state is invalid: {type(error).__name__}: {error}"
             continue
-        identity = continued(loaded.manifest.state["data"], data)
-        ledger_of(session).continue_with(identity["fingerprint"])
         notes = [
             f"resumes from step {step:,} ({loaded.manifest.samples:,} samples)",
             *(f"{name} could not be used: {why}" for name, why in loaded.broken.items()),
             *(f"resumes although this changed: {line}" for line in differences),
             *_other_rate(session, loaded.manifest),
         ]
-        return loaded, notes, identity
+        return loaded, notes
     return None
 
 

@@ -20,23 +20,26 @@ from lockstep.core.errors import Paused, ReplicasDiffer, RolledBack, RunFailed, 
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.distributed.timeouts import is_timeout
 from lockstep.distributed.user_collectives import print_once
-from lockstep.resilience.guard import NoTargets, NothingLearned
 from lockstep.resilience.notices import watched_notice
 from lockstep.resilience.signals import RunSignals, run_signals
+from lockstep.resilience.verdicts import NoTargets, NothingLearned
+from lockstep.training.bad_updates import RollbackDue, recorded
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.evaluate import EvaluationStopped
 from lockstep.training.replicas import CORRUPTED, StateNotFinite, difference
 from lockstep.training.rescue import rescuing
-from lockstep.training.rolling_back import RollbackDue, recorded
 from lockstep.training.session import Session, bad_updates_of, components_of, reports_of, seconds_of, updates_of
 
 if TYPE_CHECKING:
     from lockstep.core.progress import Progress
     from lockstep.core.protocols import Monitor
     from lockstep.monitor.profiler import Profiler
-    from lockstep.training.user_logs import UserLogs
+    from lockstep.training.monitoring import UserLogs
 
 _CAUSE = f"{CORRUPTED}; the checkpoints were compared before they were saved"
+_LAST_REPORT_S = 30.0
+_FOLLOWED = (Request.EVALUATE, Request.SAVE, Request.STOP, Request.PAUSE, Request.SNAPSHOT)
+"""Requests for something that follows the update in which all ranks receive them."""
 
 
 @dataclass(slots=True)
@@ -68,11 +71,6 @@ class ReplicaCheck:
         self._compared_at = step
         if (fault := difference(components)) is not None:
             raise ReplicasDiffer(f"step {step:,}: {fault.text}; {_CAUSE}", fault.ranks)
-
-
-_LAST_REPORT_S = 30.0
-_FOLLOWED = (Request.EVALUATE, Request.SAVE, Request.STOP, Request.PAUSE, Request.SNAPSHOT)
-"""Requests for something that follows the update in which all ranks receive them."""
 
 
 class SaveFailed(RunFailed):

@@ -10,48 +10,150 @@ verdict that is the same on all ranks (`commit`). Schedule, cursor and triggers 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from lockstep.core.deferred_signals import DEFERRAL
-from lockstep.core.errors import Paused, PeerFailed, RunFailed, Stopped, UnusableSamples
+from lockstep.core.errors import Paused, PeerFailed, ReplicasDiffer, RunFailed, Stopped, UnusableSamples
+from lockstep.core.formatting import listed
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase
 from lockstep.core.progress import Progress, running
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
 from lockstep.distributed import generators
+from lockstep.distributed.consensus import FIRST_REQUEST, FIRST_TALLY, gradients_agree, requests_in
+from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor import metric_log
 from lockstep.optim.norms import clip_divisor
+from lockstep.plan.refusals import before_unused
 from lockstep.plan.schedule import fraction_done, is_finished
-from lockstep.resilience.verdicts import Verdicts
+from lockstep.resilience.verdicts import Verdicts, ranks_differ
 from lockstep.sharding.buffers import BufferSnapshot
+from lockstep.sharding.single import unused_parameters
 from lockstep.training.bad_updates import BadUpdates
 from lockstep.training.components import Components, FailureState, VoteParticipant
 from lockstep.training.ledger import Ledger, order_of
 from lockstep.training.left_out import LeftOutSamples, with_remedy
 from lockstep.training.readback import PendingReport, Reports
-from lockstep.training.repeating import UpdateAttempt, UpdateRepeats
 from lockstep.training.replicas import difference
-from lockstep.training.reporting import Books
-from lockstep.training.unused_parameters import note_changed_buffers, refuse_unused
-from lockstep.training.valid_targets import nonzero_count, reported_counts
 from lockstep.training.written_parameters import REQUIRES_GRAD, ParameterWatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lockstep.core.progress import Progress
     from lockstep.core.protocols import ObjectStore
+    from lockstep.core.records import GlobalBatch
+    from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.monitor.metric_log import Logged
     from lockstep.plan.batch import BatchPlan
+    from lockstep.resilience.verdicts import Limits, Verdicts
     from lockstep.training.checkpoints import Checkpoints
+    from lockstep.training.components import VoteParticipant
+    from lockstep.training.ledger import Ledger
+    from lockstep.training.replicas import Difference
 
+_NAMED = 3
 _MODEL = "model."  # before the names of the model's tensors in a saved state
+
+
+@dataclass(slots=True)
+class Books:
+    """The records that each update is added to.
+
+    Attributes:
+        ranks: Number of ranks in the vote.
+        difference: Returns how the ranks' copies of the state differ; all ranks together.
+        saves: Receives the sums of the ranks' finished saves.
+        began: When the run's first update began, on `time.perf_counter`'s clock.
+    """
+
+    ranks: int
+    verdicts: Verdicts
+    ledger: Ledger
+    difference: Callable[[], Difference | None]
+    saves: VoteParticipant
+    began: float
+
+    def reporter(
+        self, batch: GlobalBatch, progress: Progress, rate: float, tokens: int, limits: Limits
+    ) -> Callable[[list[float], float, bool, float, float], StepReport]:
+        """Return what makes the report of the update that led to `progress`, of its numbers."""
+
+        def report(slots: list[float], norm: float, keep: bool, scale: float, count: float) -> StepReport:
+            if self.ranks > 1 and not gradients_agree(slots, self.ranks):
+                fault = self.difference()
+                text, ranks = ("", ()) if fault is None else (f"; {fault.text}", fault.ranks)
+                raise ReplicasDiffer(f"{ranks_differ(progress.steps - 1)}{text}", ranks)
+            loss = slots[0] / (count or 1.0)
+            result, spike = self.verdicts.see(progress.steps, loss, norm, limits, count=count, keep=keep)
+            digest, settled, failed = slots[FIRST_TALLY:FIRST_REQUEST]
+            self.ledger.add(progress.samples - batch.samples, progress.samples, digest)
+            self.saves.receive(settled, failed)
+            return StepReport(
+                step=progress.steps,
+                samples=progress.samples,
+                tokens=progress.tokens,
+                epoch=batch.epoch,
+                loss=loss if count or not keep else math.nan,
+                count=count,
+                grad_norm=norm,
+                lr=rate,
+                verdict=result,
+                loss_scale=scale,
+                discarded=self.verdicts.discarded,
+                seconds=time.perf_counter() - self.began,
+                update_samples=batch.samples,
+                update_tokens=tokens,
+                requests=requests_in(slots),
+                spike=spike,
+            )
+
+        return report
+
+
+if TYPE_CHECKING:
+    from lockstep.sharding.buffers import BufferSnapshot
+    from lockstep.training.components import Components
+
+
+def refuse_unused(components: Components) -> None:
+    """Raise for parameters without a gradient, which are a bug; under DDP they would stop the next step."""
+    if components.config.parallel.ddp.find_unused_parameters:
+        return
+    if unused := components.sharding.step.parameters_without_gradient():
+        plan = components.plan
+        raise unused_parameters(unused, remedy=before_unused(plan.strategy, plan.mesh))
+
+
+def note_changed_buffers(before: BufferSnapshot | None, micro_batches: int) -> None:
+    """Print which buffers each of an update's forwards changes; of torch's norms, `plan` does."""
+    changed = before.changed() if before is not None and micro_batches > 1 else []
+    if changed:
+        print_once(
+            f"lockstep: the forward changes {listed(changed, _NAMED)} in each of {micro_batches} micro-batches: "
+            "the run depends on batch.micro_size and the number of ranks (lockstep.step() counts updates)"
+        )
+
+
+def nonzero_count(count: float | Tensor) -> float | Tensor:
+    """Return the divisor of a loss: 1 for an update without a valid target, whose sum is 0, so that none is 0 / 0.
+
+    A count may be less than 1, since class weights count by their sum.
+    """
+    return (count or 1.0) if isinstance(count, float) else count.masked_fill(count == 0, 1.0)
+
+
+def reported_counts(batch: GlobalBatch, position: MeshPosition) -> tuple[float, int]:
+    """Return valid targets and tokens of a batch; 0 where another rank with the same samples counts them."""
+    return (batch.count, batch.tokens) if position.reports_counts else (0, 0)
 
 
 class Session:
@@ -71,7 +173,6 @@ class Session:
         buffers = BufferSnapshot(components.sharding.state.model)
         self._failure_state = FailureState(components.world.size == 1, buffers if buffers.names else None)
         self._bad_updates = BadUpdates(components, self._verdicts, self._failure_state)
-        self._repeats = UpdateRepeats(components, self._failure_state, self._left_out, self._bad_updates)
         compare = partial(difference, components)
         ranks = components.world.axis.size
         self._books = Books(ranks, self._verdicts, self._ledger, compare, self._saves, time.perf_counter())
@@ -201,9 +302,7 @@ class Session:
             ConfigError: the checkpoints there are of another run.
             RunFailed: none of the checkpoints there can be read.
         """
-        from lockstep.training.session_checkpoints import checkpoints_in
-
-        return checkpoints_in(self, place, fresh=fresh, accept_changes=accept_changes)
+        return self._components.open_checkpoints(self, place, fresh=fresh, accept_changes=accept_changes)
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -271,8 +370,6 @@ class Session:
         if self._failure_state.accumulating:
             self._failure_state.discard_attempt(components.sharding, self._rate)  # an interrupted one, to be repeated
         self._failure_state.begin_forward()
-        if self._repeats.enabled:
-            self._repeats.begin()
         if components.sharding.updates_in_backward:
             DEFERRAL.begin()  # until commit ends
             self._failure_state.updating = True
@@ -296,12 +393,11 @@ class Session:
         step, scale, clock = components.sharding.step, components.scaler.scale, components.world.clock
         clock.enter(Phase.OPTIMIZER)
         before, rate = self.progress, self._rate()
-        attempt = self._close_vote()
-        if self._repeats.enabled:
-            attempt, upcoming = self._repeats.settled(attempt, upcoming, before, rate, self._attempt)
-        batch, norm, decision = attempt.batch, attempt.norm, attempt.decision
-        for observe in components.gradient_observers:
-            observe(batch.step + 1, scale)
+        batch, count = self._batch, self._count
+        assert batch is not None, "batches() begins the session"
+        outcome = components.consensus.close(step.squared_norm)
+        norm = outcome.squared_norm**0.5 / scale
+        decision = self._verdicts.decide(batch.step + 1, outcome.loss_sum, self._divisor, norm)
         self._failure_state.updating = True
         self._saves.before_update()
         try:
@@ -315,8 +411,8 @@ class Session:
         self.progress = running.progress = before.advance(batch.samples, tokens)
         reporter = self._books.reporter(batch, self.progress, rate, tokens, decision.limits)
         self._bad_updates.updated(before)
-        pending = components.readback.push(attempt.outcome, (norm, decision.keep, scale, attempt.count), reporter)
-        self._batch, self._count, self._upcoming = upcoming, attempt.outcome.next_count, None
+        pending = components.readback.push(outcome, (norm, decision.keep, scale, count), reporter)
+        self._batch, self._count, self._upcoming = upcoming, outcome.next_count, None
         self._failure_state.updated(decision.keep)
         if not batch.step & (batch.step + 1):
             self._parameters.updated()
@@ -341,20 +437,6 @@ class Session:
         loss_sum = loss_sum if position.reports_loss else loss_sum.new_zeros(())
         self._components.consensus.open(loss_sum, *reported_counts(self._upcoming, position), tallies, self._requests)
         self._requests.clear()
-
-    def _close_vote(self) -> UpdateAttempt:
-        """Return the attempt that the vote is about."""
-        components, batch, count = self._components, self._batch, self._count
-        assert batch is not None, "batches() begins the session"
-        outcome = components.consensus.close(components.sharding.step.squared_norm)
-        norm = outcome.squared_norm**0.5 / components.scaler.scale
-        decision = self._verdicts.decide(batch.step + 1, outcome.loss_sum, self._divisor, norm)
-        return UpdateAttempt(batch, count, outcome, norm, decision)
-
-    def _attempt(self, batch: GlobalBatch, count: float | Tensor) -> UpdateAttempt:
-        self._batch, self._count = batch, count
-        self.accumulate(batch)
-        return self._close_vote()
 
     def _next_batch(self, batches: Iterator[GlobalBatch]) -> GlobalBatch:
         """Return the next update's batch. If its data fails, all ranks finish the current update and learn of it."""

@@ -32,8 +32,8 @@ from lockstep.models.heads import Head, head_of, preparation, taking_targets
 from lockstep.models.initialization import generators_keyed
 from lockstep.models.objectives import OF_USERS_MODEL, ModelLoss
 from lockstep.models.parameters import freeze
+from lockstep.training.bad_updates import refuse_large_window
 from lockstep.training.checked_objective import CheckedObjective
-from lockstep.training.rolling_back import refuse_large_window
 from lockstep.training.user_objects import UserObjects, not_given
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ def open_sources(config: Config, given: UserObjects, model: nn.Module | None = N
     train = _open(config.data.train, given, given.train_dataset, "data.train", task, tokenizer, reading)
     numbers = config.recovery.bad_numbers
     refuse_large_window(numbers, config.batch.global_size)
-    later = numbers.rolls_back or numbers.bisect
-    train = skipping(train, bad_samples, config.data.leave_out, later=later)
+    train = skipping(train, bad_samples, config.data.leave_out, later=numbers.rolls_back)
     evaluation = {
         name: _open_evaluation(name, section, given, task, tokenizer)
         for name, section in config.data.evaluation.items()

@@ -7,17 +7,20 @@ several hosts (launch.nodes)                    --> `on_hosts`: meet the others 
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lockstep.checkpoint.manifest import CorruptCheckpoint
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
+from lockstep.config.schema import Config
+from lockstep.config.writing import to_plain
 from lockstep.core.errors import ConfigError, Failure, Paused, Problem, RunFailed, Stopped, message_of
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
@@ -25,27 +28,25 @@ from lockstep.core.stopping import blocked_signals, undo_on_stop
 from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.ends_file import append_ends, last_step
+from lockstep.launch.failure_kinds import was_killed
 from lockstep.launch.host_rounds import LeaderRounds
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.local import launch
 from lockstep.launch.memory_folder import MemoryFolder
 from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Rounds, Supervisor
+from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.folder import ATTEMPTS, CONFIG, METRICS, RunFolder, is_finished, read_summary, recipe_of
+from lockstep.plan.batch import half
+from lockstep.plan.plan import check_on_ranks
 from lockstep.plan.schedule import LENGTHS, used_of_budget
 from lockstep.training.ahead import imports_ahead, prepared_ahead
-from lockstep.training.decisions import decision_of
-from lockstep.training.finished_run import run_config
 from lockstep.training.job import Job, run_job
-from lockstep.training.last_snapshot import after_last_round
-from lockstep.training.launch_folder import is_first_start
-from lockstep.training.locations import CheckpointLocation, choose, storage_of
-from lockstep.training.memory_snapshots import snapshots_in
+from lockstep.training.locations import CheckpointLocation, choose, run_config, storage_of
+from lockstep.training.memory_snapshots import after_last_round, snapshots_in
 from lockstep.training.out_of_memory import advice, memory_factors, with_prediction
 from lockstep.training.ownership import other_settings, run_folder_for
-from lockstep.training.resuming import Resume
-from lockstep.training.saved_state import epoch_samples_in
-from lockstep.training.smaller_batches import SmallerBatches
+from lockstep.training.resuming import Resume, epoch_samples_in
 from lockstep.training.user_objects import UserObjects, refuse_given
 
 if TYPE_CHECKING:
@@ -54,13 +55,126 @@ if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config, Run
     from lockstep.core.protocols import ObjectStore
+    from lockstep.launch.ends import End
+    from lockstep.training.job import Job
 
+_MICRO_SIZE, _EVALUATION_SIZE = "batch.micro_size", "evaluation.micro_size"
 _UNTRAINED_CODES = (
     ConfigError.exit_code,
     Stopped.exit_code,
     Paused.exit_code,
 )  # unless the folder holds the run's config
 _MAX_DIFFERENCES = 5  # settings shown in a message
+
+
+def decision_of(begun: Job, entry: Callable[[], int]) -> dict[str, Any]:
+    """Return what other hosts have to know of an entry, which is a `partial` of a job and its folder.
+
+    Args:
+        begun: The job as this launcher has begun it.
+    """
+    job = cast("Job", entry.args[0])  # type: ignore[attr-defined]
+    fields = {name: getattr(job.resume, name) for name in ("fresh", "step", "accept_changes")}
+    before = dict(flat(to_plain(begun.config)))
+    settings = {key: value for key, value in flat(to_plain(job.config)) if before.get(key) != value}
+    return {"resume": {**fields, "forks": job.resume.origin is not None}, "settings": settings}
+
+
+def decided(job: Job, decision: Mapping[str, Any]) -> Job:
+    """Return the job of this host as the leader has decided."""
+    fields = dict(decision["resume"])
+    origin = job.resume.origin if fields.pop("forks") else None
+    config = job.config
+    if decision["settings"]:
+        plain = to_plain(config)
+        for key, value in decision["settings"].items():
+            *sections, name = key.split(".")
+            section = plain
+            for part in sections:
+                section = section[part]
+            section[name] = value
+        config = Config.model_validate_json(json.dumps(plain))  # in Python's mode a list is no tuple
+    return replace(job, config=config, resume=replace(job.resume, origin=origin, **fields))
+
+
+def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the values of nested sections by their keys."""
+    if not isinstance(value, dict) or not value:
+        yield name, value
+        return
+    for key, item in value.items():
+        yield from flat(item, f"{name}.{key}" if name else str(key))
+
+
+@dataclass
+class SmallerBatches:
+    """The sizes of a launch's micro-batches, round after round.
+
+    Attributes:
+        job: The next round's.
+        folder: Of the run.
+        ranks: On all hosts.
+    """
+
+    job: Job
+    folder: Path
+    ranks: int
+    _attempts: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._attempts = len(read_attempts(self.folder))
+
+    def after(self, end: End) -> str:
+        """Let the next round need less memory after this end; return what changes, empty if nothing can."""
+        sizes = self._too_large(end)
+        changed = self._smaller(sizes)
+        if changed is None:
+            return ""
+        self.job = replace(self.job, config=changed)
+        listed = " and ".join(f"{key} is {half(size)} instead of {size}" for key, size in sizes.items())
+        kept = ", and the global batch stays as it is" if _MICRO_SIZE in sizes else ""
+        return f"{listed} from here on{kept}"
+
+    def may_follow(self, end: End) -> bool:
+        """Return whether the next round could need less memory after this end; change nothing."""
+        return self._smaller(self._too_large(end)) is not None
+
+    def _smaller(self, sizes: Mapping[str, int]) -> Config | None:
+        """Return the config with half of these sizes; None: that isn't smaller, or the run doesn't work with it.
+
+        Some settings need a whole update in one micro-batch, and batch norm more than one sample in each.
+        """
+        changed = self.job.config
+        for key, size in sizes.items():
+            name, _, option = key.partition(".")
+            section = getattr(changed, name)
+            current = getattr(section, option)
+            if size > 1 and (current == "auto" or current >= size):
+                changed = changed.model_copy(update={name: section.model_copy(update={option: half(size)})})
+        micro_size, before = changed.batch.micro_size, self.job.config.batch.micro_size
+        is_too_small = micro_size != "auto" and micro_size < (self._of_last_attempt("least_micro_size") or 1)
+        if changed == self.job.config or (is_too_small and micro_size != before):
+            return None
+        try:
+            check_on_ranks(changed, self.ranks)
+        except ConfigError:
+            return None
+        return changed
+
+    def _too_large(self, end: End) -> Mapping[str, int]:
+        """Return the sizes with which memory ran out, by their keys; also after the kernel has killed a rank."""
+        if end.too_large or not was_killed(end):
+            return end.too_large
+        is_evaluated = end.evaluates or end.evaluation_set is not None
+        key, fact = (_EVALUATION_SIZE, "evaluation_size") if is_evaluated else (_MICRO_SIZE, "micro_size")
+        size = self._of_last_attempt(fact)
+        return {} if size is None else {key: size}
+
+    def _of_last_attempt(self, fact: str) -> int | None:
+        """Return a fact of the newest attempt of this launch; None if none had begun."""
+        attempts = read_attempts(self.folder)
+        number = attempts[-1].number(fact) if len(attempts) > self._attempts else None
+        return None if number is None else int(number)
 
 
 def train(loaded: LoadedConfig, recipe: str, resume: Resume, *, trust_remote_code: bool) -> tuple[int, Path | None]:
@@ -115,7 +229,9 @@ def is_done(job: Job, *, is_first: bool) -> bool:
 
 def _check_start(config: Config, resume: Resume) -> None:
     """Raise ConfigError if the checkpoint to start from doesn't exist, or leaves nothing to train."""
-    if not is_first_start():  # the run resumes from its newest checkpoint, and that one may have been deleted
+    if (
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    ):  # the run resumes from its newest checkpoint, and that one may have been deleted
         return
     if resume.origin is not None:
         location = CheckpointLocation(resume.origin)

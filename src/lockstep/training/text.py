@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.strategies.registry import find_strategy
 from lockstep.training.session import components_of, evaluation_weights
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from lockstep.config.schema import DataSource, Model
     from lockstep.core.records import DataFacts
     from lockstep.training.session import Session
@@ -90,11 +87,13 @@ def sample(session: Session, prompt: str) -> str:
 
     components, config = components_of(session), components_of(session).config
     codec, plan = codec_of(config.model, config.data.train), components.plan
+    if plan.mesh.pipeline > 1:
+        return f"{prompt}: no stage of a pipeline has the whole model; `lockstep generate` continues it"
     shards = find_strategy(plan.strategy).variant(config.parallel).state.parameters
     try:
         with evaluation_weights(session):
             tokens = generate(
-                whole_model(session),
+                components.sharding.state.model,
                 codec.encode(prompt),
                 _SAMPLE_TOKENS,
                 temperature=0.8,
@@ -106,35 +105,6 @@ def sample(session: Session, prompt: str) -> str:
     except RunFailed as failure:  # must not fail a run that is finished
         return f"{prompt}: {failure}"
     return prompt + codec.decode(tokens)
-
-
-def whole_model(session: Session) -> nn.Module:
-    """Return the session's model, for forwards that all ranks run together; a pipeline's returns logits everywhere."""
-    model = components_of(session).sharding.state.model
-    return model if components_of(session).position.pipeline.size == 1 else _all_stages(session, model)
-
-
-def _all_stages(session: Session, model: nn.Module) -> nn.Module:
-    """Return a module that runs all stages; it yields the logits of the last position on every rank."""
-    from torch import nn
-
-    from lockstep.models.outputs import logits_of
-
-    class AllStages(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own_stages = model
-            self.config = getattr(model, "config", None)
-
-        @wraps(model.forward)
-        def forward(self, **inputs: Any) -> Tensor:  # type: ignore[override]
-            components = components_of(session)
-            outputs = components.engine.outputs(inputs)
-            own = None if outputs is None else logits_of(outputs)[:, -1:].cpu()
-            gathered = cast("list[Tensor | None]", components.position.pipeline.gather(own))
-            return next(logits for logits in gathered if logits is not None)
-
-    return AllStages()
 
 
 def context_of(facts: DataFacts) -> int:
