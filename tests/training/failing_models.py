@@ -11,14 +11,12 @@ from pathlib import Path
 import torch
 from kit import small
 
-from lockstep.checkpoint.memory_saving import MemorySaver
-
 
 class Failing(small.Net):
     """Fails on the last rank in update `at`; with a file `once`, in the first round only.
 
     Args:
-        how: "kill", "exit", "stop", "hang", "raise", or "hang in a snapshot" or "in an evaluation" after the update.
+        how: "kill", "exit", "stop", "hang", "raise", or "hang in an evaluation" after the update.
     """
 
     def __init__(self, how: str, at: int, once: str | None = None) -> None:
@@ -42,9 +40,6 @@ class Failing(small.Net):
                 return super().forward(points)
             while self._how == "hang" or evaluates:
                 time.sleep(0.1)
-            if self._how == "hang in a snapshot":
-                MemorySaver.start = lambda *arguments: time.sleep(60.0)  # type: ignore[method-assign]
-                return super().forward(points)
             if self._how == "exit":
                 sys.exit(3)
             raise KeyError("sample 17")

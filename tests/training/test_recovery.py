@@ -99,30 +99,18 @@ def test_without_restarts_the_first_failure_ends_the_run(tmp_path: Path) -> None
 def test_a_stopped_rank_is_let_continue(tmp_path: Path, undisturbed: Path) -> None:
     done = train(tmp_path / "run", 0, {"how": "stop", "at": 7})
     assert done.returncode == 0, done.stderr
-    assert "rank 1 is stopped in its forward (update 7, samples" in done.stderr
-    assert "it continues now (SIGCONT)" in done.stderr
+    assert "rank 1 is stopped (SIGSTOP) in its forward (update 7)" in done.stderr
+    assert "it gets SIGCONT" in done.stderr
     assert losses(tmp_path / "run") == losses(undisturbed)
 
 
-def test_a_rank_that_hangs_is_named_with_its_line_and_samples(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path) -> None:
     done = train(tmp_path / "run", 0, {"how": "hang", "at": 7})
     assert done.returncode == 124
-    assert re.search(
-        r"rank 1 hangs in its forward at .*failing_models\.py:\d+ in forward \(update 7, samples \d+, ", done.stderr
-    )
+    assert re.search(r"rank 1 hangs in its forward at .*failing_models\.py:\d+ in forward \(update 7\)", done.stderr)
     (ends,) = read_ends(tmp_path / "run" / "logs")
     assert (ends.cause, ends.ranks[1].end, ends.code) == (1, "hung", 124)
     assert "--- rank 0" in (tmp_path / "run" / "logs" / "hangs.txt").read_text()
-
-
-@pytest.mark.drill
-def test_a_snapshot_in_memory_has_the_limits_of_an_update(tmp_path: Path, undisturbed: Path) -> None:
-    """A rank that hangs in one is named, and killed, as soon as one that hangs in its forward."""
-    arguments = {"how": "hang in a snapshot", "at": 7, "once": str(tmp_path / "once")}
-    done = train(tmp_path / "run", 1, arguments, "--recovery.snapshot_every=1")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"rank 1 hangs in a snapshot in memory at .*failing_models\.py:\d+ in <lambda>", done.stderr)
-    assert losses(tmp_path / "run") == losses(undisturbed)
 
 
 @pytest.mark.drill

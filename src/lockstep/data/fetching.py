@@ -322,7 +322,7 @@ def _death(error: Exception, worker_sets: Sequence[_WorkerSet]) -> RunFailed:
     message = str(error).partition(_TORCHS_ADVICE)[0].strip(" .")
     dead = {int(process) for process in _PROCESSES.findall(message)}
     requests = [request for workers in worker_sets for request in workers.busy(dead)]
-    read = [worker.reading for worker in heartbeat.own().workers() if worker.process in dead]
+    read = [worker.reading for worker in heartbeat.own().workers() if worker.process in dead or not dead]
     name = heartbeat.own().evaluation_set()
     read = read or [Reading((*request.indices.tolist(),), name if request.evaluates else None) for request in requests]
     samples = f" while it read {' or '.join(map(str, read))}" if read else ""
