@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lockstep.doctor.known_failures import KNOWN, failure_in
-from lockstep.doctor.run_output import describe_known, known_as_json
+from lockstep.doctor.run import describe_known, known_as_json
 
 # --- made here ----------------------------------------------------------------------------------------------------
 

@@ -17,10 +17,8 @@ from pathlib import Path
 import pytest
 from kit.commands import run_lockstep, start_lockstep
 
-from lockstep.doctor.evidence import kernel_kills_near
 from lockstep.doctor.losses import finding_of_losses
-from lockstep.doctor.run import diagnose_run
-from lockstep.doctor.run_output import describe_run, run_as_json
+from lockstep.doctor.run import describe_run, diagnose_run, run_as_json
 from lockstep.launch.ends_file import file_name
 from lockstep.launch.group import _SAME_REQUEST
 from lockstep.report.series import Series
@@ -223,20 +221,6 @@ def test_remedy_and_headline_agree_on_who_killed_a_rank(
     assert len(item.evidence) == 2, "of the launcher, and of the log"
     assert has in item.failure.remedy
     assert lacks not in item.failure.cause + item.failure.remedy
-
-
-def test_the_kernels_log_decides_where_the_launcher_could_not(tmp_path: Path) -> None:
-    started = time.time() - time.monotonic()
-    log = tmp_path / "kmsg"
-    log.write_text(
-        "6,7,1000000,-;usb: new device\n"
-        "3,8,50000000,-;Out of memory: Killed process 4410 (python) total-vm:8\n"
-        "3,9,900000000,c;oom-kill:constraint=CONSTRAINT_MEMCG\ngarbage\xff\n"
-    )
-    assert kernel_kills_near([started + 52], log) == [(8, "Out of memory: Killed process 4410 (python) total-vm:8")]
-    assert kernel_kills_near([started + 500], log) == []
-    assert kernel_kills_near([], log) == []
-    assert kernel_kills_near([started], tmp_path / "missing") == []
 
 
 # --- losses ---------------------------------------------------------------------------------------------------------

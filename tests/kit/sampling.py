@@ -72,7 +72,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "docs/test_places.py": {"the_command_can_be_launched": 3},
     "doctor/test_diagnosed_runs.py": {
         "a_run_that_really_failed_is_explained": 1,
-        "what_has_changed_since_an_earlier_start_is_named": 0,
+        "a_rank_that_exits_is_named": 0,
     },
     "doctor/test_measured_ranks.py": {"a_dead_or_hung_rank_is_named_within_the_timeout": 1},
     "doctor/test_run_causes.py": {

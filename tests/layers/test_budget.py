@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 93_593
-MOST_FILES = 554
+MOST_LINES = 93_159
+MOST_FILES = 553
 
 
 def test_src_keeps_within_its_budget() -> None:

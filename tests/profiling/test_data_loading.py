@@ -41,13 +41,11 @@ def test_workers_pay_for_samples_that_wait(slow: DataProfile) -> None:
     if 2 in speeds:
         assert speeds[2].samples > 1.15 * speeds[0].samples
         assert slow.recommended == max(speeds, key=lambda workers: speeds[workers].samples)
-    assert speeds[0].memory is None
-    assert (speeds[1].memory or 0) > 1 << 20
     assert slow.needed == pytest.approx(20 / 0.02)
     text = "\n".join(data_lines(slow))
     assert "; the slowest, sample 17, " in text
     assert "the model's updates need 1.00k samples/s on this rank" in text
-    assert f"recommended: data.loader.workers: {slow.recommended} (the fastest, and only " in text
+    assert f"recommended: data.loader.workers: {slow.recommended} (the fastest: " in text
 
 
 def test_a_time_that_is_too_short_for_a_micro_batch() -> None:
@@ -98,14 +96,14 @@ def test_settings_and_recommendations() -> None:
     assert settings(8, 3) == [0, 1, 2, 3, 4, 8]
     assert settings(6, 0) == [0, 1, 2, 4, 6]
     assert settings(0, 0) == [0, 1]
-    speeds = [LoaderSpeed(workers, samples, 0.0, 0.0, None) for workers, samples in ((0, 100), (1, 80), (2, 500))]
+    speeds = [LoaderSpeed(workers, samples, 0.0, 0.0) for workers, samples in ((0, 100), (1, 80), (2, 500))]
     assert recommend(speeds, None)[0] == 2
     assert recommend(speeds, 4)[0] == 0
     assert recommend(speeds, 50)[0] == 1
     assert recommend(speeds, 300)[0] == 2
     assert recommend(speeds, 1000) == (
         2,
-        "the fastest, and only 50% of what the model's updates need: samples must get cheaper, or be prepared once",
+        "the fastest: 0.5 times what the model's updates need: samples must get cheaper, or be prepared once",
     )
-    assert recommend([*speeds, LoaderSpeed(4, 520, 0.0, 0.0, None)], None) == (2, "within 10% of the fastest (4)")
+    assert recommend([*speeds, LoaderSpeed(4, 520, 0.0, 0.0)], None) == (2, "within 10% of the fastest (4)")
     assert recommend([], None) == (None, "")

@@ -72,7 +72,7 @@ def test_a_difference_is_named() -> None:
     measured = Peak(2200, {**predicted.by_category, "activations": 2000}, {"body": {"activations": 2000}})
     profile = MemoryProfile("three updates", measured, predicted, "", 5000, on_cpu=False)
     text = "\n".join(memory_lines(profile))
-    assert "it is 2.20 times what the plan predicts, above all in activations: 1.17 KiB more (samples" in text
+    assert "it is 2.20 times what the plan predicts, above all in activations: 1.17 KiB more" in text
     assert "activations       1.95 KiB   90.9%       800 B   +1.17 KiB" in text
     assert "has reserved 4.88 KiB of the GPU: 2.73 KiB more than the tensors' peak" in text
     unknown = MemoryProfile("three updates", measured, None, "its forward reads values", 5000, on_cpu=True)

@@ -60,8 +60,8 @@ def test_a_pipeline_waits_by_its_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"peak_flops": None}, "Its MFU isn't known, as the peak of NVIDIA H100 80GB HBM3 is not."),
-        ({"flops_per_token": None}, "Its MFU isn't known, as the operations of its model are not."),
+        ({"peak_flops": None}, "Its MFU isn't known for lack of the peak of NVIDIA H100 80GB HBM3."),
+        ({"flops_per_token": None}, "Its MFU isn't known for lack of the operations of its model."),
         ({"device": "cpu", "peak_flops": None}, ""),
     ],
 )

@@ -13,7 +13,6 @@ from kit.reports import report
 
 from lockstep.core.records import Verdict
 from lockstep.monitor.events import EventLog
-from lockstep.monitor.folder import RunFolder
 from lockstep.report import explanation
 from lockstep.report.explanation import explain
 from lockstep.report.limits import Limit, limits
@@ -127,17 +126,6 @@ def test_a_larger_micro_batch_is_not_proposed_where_it_can_not_be(
     short = write_run(tmp_path / "short", data=1e-5, forward=5e-4, backward=1e-3, communication=1e-5, optimizer=1e-4)
     (folder / "attempts.jsonl").rename(short / "attempts.jsonl")
     assert "to try: a larger batch.micro_size" not in " ".join(explain(short).sentences)
-
-
-def test_a_running_run_shows_where_the_time_goes_before_its_first_interval_is_over(tmp_path: Path) -> None:
-    run = RunFolder.create(tmp_path / "run")
-    run.write_config("run: {steps: 100}\n")
-    run.metrics.write_text('{"step": 1, "loss": 5.0}\n')
-    live = {"step": 1, "ranks": [{"rank": 0, "split": {"forward": 0.03, "data": 0.01}}, {"rank": 1, "split": None}]}
-    (run.path / "live.json").write_text(json.dumps(live))
-    assert "Where an update's time went: forward 75 %, data 25 %." in explain(run.path).sentences
-    run.release()
-    assert "wasn't measured" in " ".join(explain(run.path).sentences)
 
 
 def test_what_is_damaged_or_missing_is_left_out(tmp_path: Path) -> None:

@@ -45,11 +45,11 @@ def test_the_last_table_of_each_name_is_in_the_page(tmp_path: Path) -> None:
     ("table", "cut"),
     [
         (of(20, 20), ""),
-        (of(21), "1 row more: all are in media/t-00000003.json."),
-        (of(1, 22), "2 columns more: all are in media/t-00000003.json."),
+        (of(21), "21 rows and 1 column: all are in media/t-00000003.json."),
+        (of(1, 22), "1 row and 22 columns: all are in media/t-00000003.json."),
         (
             of(30, 21, left_out=5),
-            "15 rows and 1 column more: all are in media/t-00000003.json, but for 5 rows that the run didn't keep.",
+            "35 rows and 21 columns: all are in media/t-00000003.json, but for 5 rows that the run didn't keep.",
         ),
     ],
 )

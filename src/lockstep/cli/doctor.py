@@ -103,7 +103,7 @@ def _measure(args: argparse.Namespace, width: int | None) -> int:
 
 
 def _show_known(args: argparse.Namespace, width: int | None) -> int:
-    from lockstep.doctor.run_output import describe_known, known_as_json
+    from lockstep.doctor.run import describe_known, known_as_json
 
     if args.json:
         emit(known_as_json())
@@ -113,8 +113,7 @@ def _show_known(args: argparse.Namespace, width: int | None) -> int:
 
 
 def _diagnose(args: argparse.Namespace, width: int | None) -> int:
-    from lockstep.doctor.run import diagnose_run
-    from lockstep.doctor.run_output import describe_run, run_as_json
+    from lockstep.doctor.run import describe_run, diagnose_run, run_as_json
 
     try:
         diagnosis = diagnose_run(args.run)

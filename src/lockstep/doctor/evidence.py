@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import stat
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,10 +36,6 @@ _MOST_SEARCHED = 4000  # characters of a line, in which a failure is looked for
 _LONGEST_LINE = 1 << 16  # characters that are kept of a line
 _NO_FAILURES = ("done", "ended", "stopped", "paused", "interrupted")
 _LOG_NAME = re.compile(r"rank-(\d+)\.log")
-_LINE = re.compile(r"\d+,(\d+),(\d+),[^;]*;(.*)")
-_KILLED = re.compile(r"Killed process \d+|oom-kill:")
-_NEAR_S = 5.0  # between a line and the moment at which the launcher noticed that the rank had ended
-_MOST_LINES = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +61,9 @@ def seen_failures(run: Path, last: LastLaunch) -> list[SeenFailure]:
     lines: dict[str, list[LogEvidence]] = {}
     for line, failure in (*_of_ends(last.records), *_of_files(run, last)):
         lines.setdefault(failure.name, []).append(line)
-    if KILLED in lines:
-        _tell_who_killed(lines, last.records)
+    known = next((name for name in (OUT_OF_MEMORY, BY_A_PERSON) if name in lines), None)
+    if KILLED in lines and known is not None:  # the launcher knows it
+        lines[known] += lines.pop(KILLED)
     _gather_memory(lines)
     by_name = {failure.name: failure for failure in KNOWN}
     seen = [SeenFailure(by_name[name], evidence) for name, evidence in lines.items()]
@@ -90,7 +84,6 @@ def _of_ends(records: Sequence[LaunchEnds]) -> Iterator[tuple[LogEvidence, Known
 
 
 def _of_files(run: Path, last: LastLaunch) -> Iterator[tuple[LogEvidence, KnownFailure]]:
-    """Yield the last line of each file that shows a failure, for each failure."""
     logs = [(file, "", rank) for rank, file in rank_logs(run).items()]
     others = [(run / name, name, None) for name in sorted({failure.file for failure in KNOWN} - {""})]
     for file, name, rank in [*logs, *others]:
@@ -103,27 +96,12 @@ def _of_files(run: Path, last: LastLaunch) -> Iterator[tuple[LogEvidence, KnownF
         yield from kept.values()
 
 
-def _tell_who_killed(lines: dict[str, list[LogEvidence]], records: Sequence[LaunchEnds]) -> None:
-    """Move the lines about a rank that SIGKILL has ended to the cause, if the launcher or the kernel knows it."""
-    ends = [end for record in records[:1] for end in record.ranks if "SIGKILL" in end.text]
-    if of_kernel := kernel_evidence([end.time for end in ends if end.host == socket.gethostname()]):
-        lines.setdefault(OUT_OF_MEMORY, []).extend(of_kernel)
-    known = next((name for name in (OUT_OF_MEMORY, BY_A_PERSON) if name in lines), None)
-    if known is not None:
-        lines[known] += lines.pop(KILLED)
-
-
 def _gather_memory(lines: dict[str, list[LogEvidence]]) -> None:
     """Move the errors of torch and the system to the report that a rank has made of them, whose advice fits."""
     known = next((name for name in (ONE_SAMPLE, CPU_MEMORY) if name in lines), None)
     for name in (CPU_MEMORY, GPU_MEMORY, OUT_OF_MEMORY):
         if known is not None and name != known:
             lines[known] += lines.pop(name, [])
-
-
-def kernel_evidence(moments: Sequence[float]) -> list[LogEvidence]:
-    """Return this host's record of processes that were killed at these times because memory ran out."""
-    return [LogEvidence("kernel log", number, text) for number, text in kernel_kills_near(moments)]
 
 
 def rank_logs(run: Path) -> dict[int, Path]:
@@ -173,36 +151,3 @@ def _lines(file: Path, since: int = 0) -> Iterator[tuple[int, str]]:
             text = part[:_LONGEST_LINE].decode("utf-8", "replace").rstrip()
             more = len(part) - _LONGEST_LINE
             yield number, f"{text} ... {more:,} more bytes" if more > 0 else text
-
-
-# --- the kernel's log -------------------------------------------------------------------------------------------------
-
-
-def kernel_kills_near(moments: Sequence[float], log: Path = Path("/dev/kmsg")) -> list[tuple[int, str]]:
-    """Return number and text of this host's lines about processes that it killed at these times, seconds of the epoch.
-
-    Nothing is returned if the log can't be read, or has forgotten that time.
-    """
-    started = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC)
-    lines = []
-    for text in _read(log) if moments else ():
-        match = _LINE.match(text)
-        if match is None or not _KILLED.search(match[3]):
-            continue
-        moment = started + int(match[2]) / 1e6
-        if any(abs(moment - ended) < _NEAR_S for ended in moments):
-            lines.append((int(match[1]), match[3]))
-    return lines
-
-
-def _read(log: Path) -> list[str]:
-    """Return the log's lines; each read returns one."""
-    lines: list[str] = []
-    with suppress(OSError):
-        handle = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            while len(lines) < _MOST_LINES and (data := os.read(handle, 1 << 16)):
-                lines += data.decode("utf-8", "replace").splitlines()
-        finally:
-            os.close(handle)
-    return lines

@@ -9,7 +9,6 @@ import os
 import socket
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -70,7 +69,6 @@ def wrong(seen: str, remedy: str) -> Finding:
 
 
 def _file_time(folder: Path) -> float:
-    """Return the time that the file system of a folder gives a new file. Raises OSError."""
     file = folder / f".lockstep-clock-{socket.gethostname()}-{os.getpid()}"
     try:
         file.write_bytes(b"")
@@ -103,7 +101,6 @@ class MachineView:
     root: Path = Path("/")
     statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
     file_time: Callable[[Path], float] = _file_time
-    now: Callable[[], float] = time.time
 
     def existing(self, path: Path) -> Path:
         """Return the path, or the nearest folder above it that exists."""
@@ -126,16 +123,7 @@ class MachineView:
 
 
 def describe(findings: Sequence[Finding], width: int | None) -> str:
-    """Return the findings as text of at most `width` columns; None: for a file, in which no line is broken or cut.
-
-    1 wrong, 19 ok, 2 not here
-
-    wrong: port
-      port 29500 is taken by process 812 (python serve.py)
-      -> End that process, or set launch.port to another port.
-
-    ok        Python          3.11.2 at /usr/bin/python
-    """
+    """Return the findings as text of at most `width` columns; None: for a file, in which no line is broken or cut."""
     counts = {state: sum(finding.state is state for finding in findings) for state in FindingState}
     plural = {FindingState.WARNING: "s" * (counts[FindingState.WARNING] > 1)}
     lines = [", ".join(f"{count} {state.value}{plural.get(state, '')}" for state, count in counts.items() if count)]

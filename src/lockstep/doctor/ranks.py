@@ -2,8 +2,8 @@
 
     start --> `check_ranks` on each rank --> figures and findings, the same on all; rank 0 prints --> exit code 0 or 3
 
-Started by Lockstep's launcher on one or several hosts, or as a rank of any other one. A rank that hangs or ends is
-named when `launch.timeout` is over: by Lockstep's launcher, or under another one by the ranks that are left.
+Started by Lockstep's launcher on one or several hosts, or as a rank of any other one. Lockstep's launcher names a rank
+that hangs or ends when `launch.timeout` is over.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.schema import Launch
-from lockstep.core.errors import CollectiveTimeout, RunFailed, VerificationError, blames_a_peer
+from lockstep.core.errors import RunFailed, VerificationError
 from lockstep.core.formatting import aligned, short_time, size
 from lockstep.core.json_output import emit
-from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
+from lockstep.core.ranks import RankEnvironment, names_a_rank
 from lockstep.core.terminal import echo
 from lockstep.doctor.checks import CHECKS, examine
 from lockstep.doctor.findings import Finding, FindingState, MachineView, describe
@@ -87,7 +86,6 @@ def start(measurement: Measurement) -> int:
 
 
 def _on_hosts(entry: Callable[[], int], ranks: int, section: Launch) -> LaunchResult:
-    """Measure as one of several hosts; all return the same result."""
     with connected_hosts(section, ranks, {}) as hosts:
         import_ahead(())
         hosts.meet()
@@ -108,7 +106,7 @@ def check_ranks(measurement: Measurement, file: Path | None) -> int:
     from lockstep.distributed.measurements import timed_collectives, timed_pairs
     from lockstep.distributed.process_group import joined
 
-    with joined(measurement.section, grouped=True) as world, _missing_ranks_named(world):
+    with joined(measurement.section, grouped=True) as world:
         places = _places(world, measurement)
         shows = world.rank == 0 and not measurement.as_json
         if shows:
@@ -139,32 +137,10 @@ def check_ranks(measurement: Measurement, file: Path | None) -> int:
     return 0
 
 
-@contextmanager
-def _missing_ranks_named(world: World) -> Iterator[None]:
-    """Name the ranks that hang or have ended when a collective fails; Lockstep's launcher does that itself.
-
-    Raises:
-        CollectiveTimeout: The message names them.
-    """
-    from lockstep.distributed.timeouts import is_timeout
-
-    try:
-        yield
-    except Exception as error:
-        if world.exchange is None or started_by_lockstep(os.environ) or not (blames_a_peer(error) or is_timeout(error)):
-            raise
-        try:
-            world.exchange.meet(None)
-        except RunFailed as missing:
-            raise CollectiveTimeout(f"{missing}, after a collective had failed") from error
-        raise
-
-
 # --- a rank's own part ----------------------------------------------------------------------------------------------
 
 
 def _places(world: World, measurement: Measurement) -> list[RankPlace]:
-    """Return where all ranks are, and what is wrong there."""
     hosts: list[Any] = world.axis.gather(socket.gethostname())
     leads_host = len(set(hosts)) > 1 and world.local_rank == 0
     here = _wrong_here(measurement.section) if leads_host else []

@@ -4,41 +4,40 @@
     logs/rank-*.log  metrics.jsonl  events.jsonl  --> lines that show a known failure --> causes first, with evidence
     summary.json, run.lock                        --> finished, running, or ended
     metrics.jsonl                                 --> a loss that diverged, or never improved; a run that hung
-    environment.json, checkpoints                 --> what has changed since an earlier start; where it resumes
+    checkpoints                                   --> where it resumes
 
 Links out of the folder are refused.
 """
 
 from __future__ import annotations
 
-import socket
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.manifest import CorruptCheckpoint
-from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import Failure, named_ranks
-from lockstep.core.formatting import duration, listed
+from lockstep.core.formatting import duration, first_sentence, listed
 from lockstep.core.near_runs import not_a_run
-from lockstep.doctor.catalog import Standing
+from lockstep.core.terminal import plain_line
+from lockstep.doctor.catalog import KnownFailure, Standing
 from lockstep.doctor.evidence import (
     LogEvidence,
     SeenFailure,
-    kernel_evidence,
     last_line_of,
     rank_logs,
     seen_failures,
     silent_ranks,
 )
-from lockstep.doctor.failures_of_hosts import DISK_FULL, OUT_OF_MEMORY
+from lockstep.doctor.failures_of_hosts import DISK_FULL
 from lockstep.doctor.failures_of_samples import LIMIT, TOO_MANY, with_higher_limit
-from lockstep.doctor.known_failures import NO_PROGRESS, OTHER_DATA, SAVE_FAILED, failure_in, failure_named
+from lockstep.doctor.findings import wrapped
+from lockstep.doctor.known_failures import KNOWN, NO_PROGRESS, OTHER_DATA, SAVE_FAILED, failure_in, failure_named
 from lockstep.doctor.losses import finding_of_losses
 from lockstep.launch.ends_file import EXITED, LaunchEnds, RankEnd
 from lockstep.launch.last_launch import (
@@ -49,7 +48,7 @@ from lockstep.launch.last_launch import (
     survived_failures,
 )
 from lockstep.launch.memory_folder import left_by
-from lockstep.monitor.folder import ENVIRONMENT, LOGS, is_finished, is_run, refuse_escaping_links
+from lockstep.monitor.folder import ENVIRONMENT, is_finished, is_run, refuse_escaping_links
 from lockstep.monitor.run_lock import held_by
 from lockstep.report.run_data import RunData, read_run
 from lockstep.training.locations import run_config, storage_of
@@ -62,12 +61,25 @@ _FEWEST = 2  # bad updates: each of one has its samples in common with itself
 _MOST_COMMON = 3  # samples in common: more are no finding
 _OF_HOSTS = ("--nodes", "--rendezvous", "--job-id", "--ranks")
 """Flags that a resumed run needs again: its config has what the others set."""
-_PLAIN = ("host", "python", "executable", "platform", "cpu", "working_directory")
+_PLAIN = ("python", "executable", "platform", "cpu", "gpus", "working_directory")
 _OF_A_LAUNCH = ("RANK", "MASTER_", "WORLD_SIZE", "LOCAL_", "GROUP_", "LOCKSTEP_", "TORCHELASTIC_", "SLURM_", "OMP_NUM")
 """Variables that differ from start to start, and mean nothing."""
-_CREATED = "created"  # when a start was described; a rank that saves while others fail describes nothing
-_CHECKPOINTS = 5  # the newest, in which a description is looked for
 _MOST_NAMED = 8  # differences in a note
+_SHOWN_IN_TERMINAL = 400  # characters of a line of evidence
+_MOST_EVIDENCE = 3  # lines of one failure
+_MOST_RANKS = 8  # shown
+_ENDS = {
+    "done": "was done",
+    "ended": "was ended by the launcher",
+    "paused": "saved and stopped",
+    "peer_failed": "failed because another rank had ended",
+    "stopped": "was stopped",
+}
+"""How a rank without a message ended, or one whose message is about another rank, by `EndKind`."""
+_MARK_OF_GLOO = re.compile(r"\[\S*/gloo/transport/\S+\] ")
+_HINT_OF_GLOO = re.compile(r"\. This is typically caused by .* GLHF!.*")
+"""Parts of gloo's errors that help no one here: the place in its code, and advice that the diagnosis gives itself."""
+_COMMANDS_OF_RUN = re.compile(r"(lockstep (?:train|ckpt [a-z]+)) RUN")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +116,8 @@ def diagnose_run(run: Path) -> Diagnosis:
     refuse_escaping_links(run)
     data = read_run(run)
     last = last_launch(run, data.environment)
-    seen = [_with_later_save(item, data) for item in seen_failures(run, last)]
+    is_saved = bool(data.saves) and data.saves[-1].failure is None  # after a failed save, if there was one
+    seen = [item for item in seen_failures(run, last) if item.failure.name != SAVE_FAILED or not is_saved]
     if is_finished(run):
         early = (data.summary or {}).get("stopped_early")
         why = f"; it ended early: {early}" if isinstance(early, str) else ""
@@ -121,18 +134,6 @@ def _continuing(run: Path, data: RunData, seen: list[SeenFailure], state: str) -
     losses = finding_of_losses(data.trained_loss)
     notes = [*_common_suspects(data), *_survived(run), *([losses.text] if losses is not None else [])]
     return Diagnosis(run, state, losses is not None and losses.is_wrong, _remarks(seen), (*notes, *data.flaws))
-
-
-def _with_later_save(item: SeenFailure, data: RunData) -> SeenFailure:
-    """Return a failed save with the one that was written after it, if there is one; any other failure as it is."""
-    last = data.saves[-1] if data.saves else None
-    if item.failure.name != SAVE_FAILED or last is None or last.failure is not None:
-        return item
-    failed = max(save.step for save in data.saves if save.failure is not None)
-    again = "it was repeated, and succeeded" if last.step == failed else f"that of step {last.step:,} succeeded"
-    cause = f"A checkpoint could not be written at step {failed:,}; after that, {again}."
-    remedy = "Nothing is missing now. If it happens again, read the reason in that line, and check the disk."
-    return replace(item, failure=replace(item.failure, cause=cause, remedy=remedy))
 
 
 def _survived(run: Path) -> list[str]:
@@ -170,7 +171,6 @@ def _recorded(run: Path, data: RunData, last: LastLaunch, seen: list[SeenFailure
 
 
 def _shown_by(end: LaunchEnds, seen: Sequence[SeenFailure]) -> list[SeenFailure]:
-    """Return the failure that the message of an earlier launch shows, unless it was seen."""
     failure = failure_in(end.text)
     if failure is None or any(item.failure is failure for item in seen):
         return []
@@ -180,14 +180,15 @@ def _shown_by(end: LaunchEnds, seen: Sequence[SeenFailure]) -> list[SeenFailure]
 def _unrecorded(run: Path, data: RunData, last: LastLaunch, seen: list[SeenFailure]) -> Diagnosis:
     """Diagnose a launch that left no record, or that another launcher started."""
     if last.was_killed:
-        if (full := _full_disk(run)) is not None:
-            seen = [full, *(item for item in seen if item.failure is not full.failure)]
-        elif lines := _kernel_kills_at_the_end(run, data):
-            seen = [SeenFailure(failure_named(OUT_OF_MEMORY), lines), *seen]
+        full = full_disk(run)
+        if full:
+            failure = failure_named(DISK_FULL)
+            others = (item for item in seen if item.failure is not failure)
+            seen = [SeenFailure(failure, [LogEvidence(str(run), 0, full)]), *others]
         way = "its launcher was killed, its machine stopped, or its disk was full"
-        if _variable(data, "WORLD_SIZE") == "1":
+        if _mapping(data.environment.get("variables")).get("WORLD_SIZE") == "1":
             way = "its process was killed or called os._exit(), its machine stopped, or its disk was full"
-        if full is not None:
+        if full:
             way = "its disk is full"
         advice = _of_last_line(run) if _lacks_cause(seen) else []
         return _ended(run, data, f"failed {_after(data)} without a record: {way}", seen, advice)
@@ -211,16 +212,14 @@ def _ended(
     failed: bool = True,
 ) -> Diagnosis:
     """Return the diagnosis of a run that has ended, with what a person needs in order to resume it."""
-    losses, saved = finding_of_losses(data.trained_loss), saved_state(run, data)
+    losses = finding_of_losses(data.trained_loss)
     texts = [*notes, *_common_suspects(data), *([losses.text] if losses is not None else [])]
-    if failed:
-        texts += changes_since_saved(run, data)
     texts += _survived(run)
     if data.restarts:
         times = len(data.restarts)
         texts.append(f"It was resumed {times} time{'s' * (times > 1)}, last from step {data.restarts[-1][0]}.")
-    texts += [saved.note, *data.flaws]
-    resume = saved.resume + _changes_to_resume(seen) if saved.resume else ""
+    texts += [saved_state(run, data), *data.flaws]
+    resume = command_line("lockstep", "train", run, *_flags_of_hosts(data)) + _changes_to_resume(seen)
     return Diagnosis(run, state, failed, tuple(seen), tuple(texts), ranks, resume)
 
 
@@ -257,11 +256,6 @@ def _lacks_cause(seen: Sequence[SeenFailure]) -> bool:
     return all(item.failure.standing > Standing.SYMPTOM for item in seen)
 
 
-def _variable(data: RunData, name: str) -> object:
-    variables = data.environment.get("variables")
-    return variables.get(name) if isinstance(variables, dict) else None
-
-
 # --- what no log has ------------------------------------------------------------------------------------------------
 
 
@@ -278,20 +272,6 @@ def _hang(run: Path, data: RunData, end: LaunchEnds) -> SeenFailure | None:
     usual = f"; until then a record came every {duration(interval)}" if records else ""
     what = f"nothing was recorded for {duration(silent)} before the end, since {since}{usual}"
     return SeenFailure(failure_named(NO_PROGRESS), [LogEvidence("metrics.jsonl" if records else ENVIRONMENT, 0, what)])
-
-
-def _full_disk(run: Path) -> SeenFailure | None:
-    """Return the finding that the disk of the run has no space now."""
-    text = full_disk(run)
-    return SeenFailure(failure_named(DISK_FULL), [LogEvidence(str(run), 0, text)]) if text else None
-
-
-def _kernel_kills_at_the_end(run: Path, data: RunData) -> list[LogEvidence]:
-    """Return the kernel's record of processes that it killed when the run's files were last written."""
-    if data.environment.get("host") != socket.gethostname():
-        return []
-    logs = [f"{LOGS}/{file.name}" for file in rank_logs(run).values()]
-    return kernel_evidence(_times(run, ("metrics.jsonl", "events.jsonl", ENVIRONMENT, *logs)))
 
 
 def _times(run: Path, names: Sequence[str]) -> list[float]:
@@ -316,37 +296,18 @@ def _common_suspects(data: RunData) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class SavedState:
-    """The newest saved state of a run.
-
-    Attributes:
-        note: What is saved where.
-        resume: The command that resumes from it; empty: there is nothing to resume.
-    """
-
-    note: str
-    resume: str = ""
-
-
-def saved_state(run: Path, data: RunData) -> SavedState:
-    """Return where the newest state of a run that has ended is, and how it is resumed."""
+def saved_state(run: Path, data: RunData) -> str:
+    """Return a sentence on where the newest state of a run that has ended is."""
     own = max(_steps(run), default=None) if (run / ENVIRONMENT).exists() else None
     if own is None:
-        own = max((save.step for save in data.saves if save.failure is None), default=None)
+        own = max((save.step for save in data.saves if save.failure is None), default=-1)
     memory = left_by(run)
     in_memory = max(names_by_step(snapshots_in(memory, None).names()), default=-1) if memory is not None else -1
-    if in_memory > (-1 if own is None else own):
-        return SavedState(
-            f"The state after step {in_memory:,} is in this host's memory, in {memory}.", _resume(run, data)
-        )
-    if own is None:
-        return SavedState("No checkpoint exists: the run starts from the beginning.", _resume(run, data))
-    return SavedState(f"The newest checkpoint is that of step {own:,}.", _resume(run, data))
-
-
-def _resume(run: Path, data: RunData) -> str:
-    return command_line("lockstep", "train", run, *_flags_of_hosts(data))
+    if in_memory > own:
+        return f"The state after step {in_memory:,} is in this host's memory, in {memory}."
+    if own < 0:
+        return "No checkpoint exists: the run starts from the beginning."
+    return f"The newest checkpoint is that of step {own:,}."
 
 
 def _flags_of_hosts(data: RunData) -> list[str]:
@@ -364,31 +325,8 @@ def _flags_of_hosts(data: RunData) -> list[str]:
 
 
 def _steps(run: Path) -> list[int]:
-    """Return the steps of a run's checkpoints; none if they can't be listed."""
     with suppress(Failure, OSError):
         return [*names_by_step(storage_of(run_config(run).checkpoint, run).names())]
-    return []
-
-
-def changes_since_saved(run: Path, data: RunData) -> list[str]:
-    """Return a sentence about what differs between the last start and an earlier one, by its newest checkpoint."""
-    this = data.environment
-    if _CREATED not in this:
-        return []
-    try:
-        storage = storage_of(run_config(run).checkpoint, run)
-        steps = sorted(names_by_step(storage.names()).items(), reverse=True)[:_CHECKPOINTS]
-        for step, name in steps:
-            before = read_manifest(storage, name).environment
-            changed = list(_differences(before, this)) if _CREATED in before else []
-            if changed:
-                return [
-                    f"An earlier start saved step {step}; since then this has changed: {listed(changed, _MOST_NAMED)}."
-                ]
-            if before.get(_CREATED, this[_CREATED]) != this[_CREATED]:
-                return []
-    except (Failure, CorruptCheckpoint, OSError):
-        return []
     return []
 
 
@@ -396,9 +334,8 @@ def differences_of_hosts(records: Sequence[LaunchEnds]) -> list[str]:
     """Return a sentence for each host whose environment differs from node 0's."""
     notes = []
     for record in records[1:]:
-        changed = [text for text in _differences(records[0].environment, record.environment) if text[:5] != "host "]
-        if changed:
-            first, other = (_text(entry.environment.get("host")) for entry in (records[0], record))
+        if changed := list(_differences(records[0].environment, record.environment)):
+            first, other = (entry.environment.get("host") for entry in (records[0], record))
             notes.append(f"From host {first} to host {other} this differs: {listed(changed, _MOST_NAMED)}.")
     return notes
 
@@ -406,31 +343,141 @@ def differences_of_hosts(records: Sequence[LaunchEnds]) -> list[str]:
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
     for name in _PLAIN:
         if name in before and name in after and before[name] != after[name]:
-            yield f"{name.replace('_', ' ')} {_text(before[name])} -> {_text(after[name])}"
-    for section in ("packages", "variables"):
+            yield f"{name.replace('_', ' ')} {before[name]} -> {after[name]}"
+    for section, sign in (("packages", " "), ("variables", "=")):
         old, new = (_mapping(environment.get(section)) for environment in (before, after))
         for name in sorted({*old, *new}):
             if old.get(name) != new.get(name) and not name.startswith(_OF_A_LAUNCH):
-                sign = "=" if section == "variables" else " "
-                yield f"{name}{sign}{_text(old.get(name))} -> {_text(new.get(name))}"
-    if before.get("gpus") != after.get("gpus") and "gpus" in before and "gpus" in after:
-        yield f"GPUs {_gpus(before['gpus'])} -> {_gpus(after['gpus'])}"
-    commits = [_mapping(environment.get("git")).get("commit") for environment in (before, after)]
-    if None not in commits and commits[0] != commits[1]:
-        yield f"commit {_text(commits[0])[:10]} -> {_text(commits[1])[:10]}"
+                yield f"{name}{sign}{old.get(name, 'none')} -> {new.get(name, 'none')}"
+    commits = [str(_mapping(environment.get("git")).get("commit"))[:10] for environment in (before, after)]
+    if commits[0] != commits[1]:
+        yield f"commit {commits[0]} -> {commits[1]}"
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _gpus(value: object) -> str:
-    names: dict[str, int] = {}
-    for gpu in value if isinstance(value, list) else []:
-        with suppress(TypeError):
-            names[_text(_mapping(gpu).get("name"))] = names.get(_text(_mapping(gpu).get("name")), 0) + 1
-    return " + ".join(f"{number} x {name}" for name, number in names.items()) or "none"
+# --- text and JSON: in a terminal long evidence is cut, in a file nothing -------------------------------------------
 
 
-def _text(value: object) -> str:
-    return "none" if value is None else str(value)
+def describe_run(diagnosis: Diagnosis, width: int | None) -> str:
+    """Return the diagnosis as text: the state, the cause with its evidence, then what followed from it.
+
+    Args:
+        width: Columns of the terminal; None: of a file, in which no line is broken or cut.
+    """
+    lines = [plain_line(f"{diagnosis.run}: {diagnosis.state}")]
+    if diagnosis.is_wrong and diagnosis.ranks:
+        lines += ["", *_of_ranks(diagnosis, width)]
+    for number, item in enumerate(diagnosis.seen):
+        failure = item.failure
+        lines += ["", f"{_title(failure.standing, is_first=number == 0)}: {failure.name}"]
+        lines += wrapped(failure.cause, "  ", width)
+        shown = item.evidence if width is None else item.evidence[:_MOST_EVIDENCE]
+        for place, text in _without_repetitions(shown):
+            lines += wrapped(_shortened(f"{place}: {text}", width), "  ", width, "    ", breaks=True)
+        if len(item.evidence) > len(shown):
+            lines.append(f"  and {len(item.evidence) - len(shown)} more such lines")
+        lines += wrapped(f"-> {remedy_for(item, diagnosis.run)}", "  ", width, "     ")
+    if diagnosis.notes:
+        lines += ["", *(line for note in diagnosis.notes for line in wrapped(note, "  ", width))]
+    if diagnosis.resume:
+        lines += ["  resume it:", f"    {plain_line(diagnosis.resume)}"]
+    return "\n".join(lines)
+
+
+def remedy_for(seen: SeenFailure, run: Path) -> str:
+    """Return what to do, with this run in the commands, and the sample that the evidence names."""
+    named = command_line(run)
+    samples = {sample for line in seen.evidence if (sample := seen.failure.sample_in(line.text))}
+    remedy = with_higher_limit(seen.failure.remedy, [line.text for line in seen.evidence])
+    if len(samples) == 1:
+        remedy = remedy.replace("[[N, N]]", "[[{0}, {0}]]".format(*samples))
+    return _COMMANDS_OF_RUN.sub(lambda match: f"{match[1]} {named}", remedy)
+
+
+def _shortened(text: str, width: int | None) -> str:
+    if width is None or len(text) <= _SHOWN_IN_TERMINAL:
+        return text
+    return f"{text[: _SHOWN_IN_TERMINAL - 1]}…"
+
+
+def _without_repetitions(evidence: Sequence[LogEvidence]) -> Iterator[tuple[str, str]]:
+    """Yield place and text of each line; a rank's log repeats what the launcher has recorded of its end."""
+    shown: list[str] = []
+    for line in evidence:
+        text = _MARK_OF_GLOO.sub("", _HINT_OF_GLOO.sub("", line.text))
+        repeats = any(earlier.endswith(text) for earlier in shown)
+        yield f"{line.file}:{line.line}" if line.line else line.file, "the same" if repeats else text
+        shown.append(text)
+
+
+def _of_ranks(diagnosis: Diagnosis, width: int | None) -> Iterator[str]:
+    """Yield lines for each of the first ranks to end: which was first, and how long after it the others ended."""
+    ranks, first = diagnosis.ranks, diagnosis.ranks[0].time
+    in_full = [diagnosis.state, *(line.text for item in diagnosis.seen for line in item.evidence)]
+    shown = ranks if width is None else ranks[:_MOST_RANKS]
+    for number, rank in enumerate(shown):
+        moment = (
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first)) if number == 0 else f"{rank.time - first:+.1f} s"
+        )
+        text = f"rank {rank.rank} on {rank.host}  {moment}  {_end_of(rank, in_full)}"
+        yield from wrapped(_shortened(text, width), "  ", width, "      ", breaks=True)
+    if len(ranks) > len(shown):
+        yield f"  and {len(ranks) - len(shown)} more ranks"
+
+
+def _end_of(rank: RankEnd, in_full: Sequence[str]) -> str:
+    """Return how a rank ended; only the first sentence of a message that is in `in_full`."""
+    if not rank.text or rank.end == "peer_failed":
+        return _ENDS.get(rank.end, rank.end)
+    return first_sentence(rank.text) if any(rank.text in text for text in in_full) else rank.text
+
+
+def _title(standing: Standing, *, is_first: bool) -> str:
+    if standing in (Standing.CAUSE, Standing.SYMPTOM):
+        return "cause" if is_first else "also seen"
+    return standing.name.lower()
+
+
+def run_as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return the diagnosis for `--json`."""
+    return {
+        "run": str(diagnosis.run),
+        "state": diagnosis.state,
+        "wrong": diagnosis.is_wrong,
+        "failures": [
+            {
+                **_as_json(item.failure),
+                "remedy": remedy_for(item, diagnosis.run),
+                "evidence": [
+                    {"file": line.file, "line": line.line, "rank": line.rank, "text": line.text}
+                    for line in item.evidence
+                ],
+            }
+            for item in diagnosis.seen
+        ],
+        "ranks": [asdict(rank) for rank in diagnosis.ranks],
+        "notes": list(diagnosis.notes),
+        "resume": diagnosis.resume or None,
+    }
+
+
+def describe_known(width: int | None) -> str:
+    """Return the catalog as text."""
+    lines = [f"{len(KNOWN)} known failures"]
+    for failure in KNOWN:
+        lines += ["", failure.name, *wrapped(failure.cause, "  ", width)]
+        lines += wrapped(f"-> {failure.remedy}", "  ", width, "     ")
+    return "\n".join(lines)
+
+
+def known_as_json() -> list[dict[str, str]]:
+    """Return the catalog for `--json`."""
+    return [{**_as_json(failure), "pattern": failure.pattern.pattern, "file": failure.file} for failure in KNOWN]
+
+
+def _as_json(failure: KnownFailure) -> dict[str, str]:
+    standing = failure.standing.name.lower()
+    return {"name": failure.name, "standing": standing, "cause": failure.cause, "remedy": failure.remedy}

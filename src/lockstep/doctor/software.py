@@ -78,7 +78,6 @@ def packages_fit(machine: MachineView) -> Iterator[Finding]:
 
 
 def _installed(machine: MachineView, name: str) -> metadata.Distribution | None:
-    """Return a package as Python would import it: the first of several."""
     return next(iter(metadata.distributions(name=name, path=list(machine.search_path))), None)
 
 
@@ -162,7 +161,6 @@ def accelerators(machine: MachineView) -> Iterator[Finding]:
 
 
 def _driver(machine: MachineView) -> str:
-    """Return the version of NVIDIA's driver; empty if none is loaded."""
     match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", machine.text("proc/driver/nvidia/version") + " ")
     return match[1] if match else ""
 
@@ -187,8 +185,6 @@ def not_usable(machine: MachineView, count: int, cuda: str | None) -> Finding:
 def nvidia(machine: MachineView, torch: Any, count: int) -> Iterator[Finding]:
     """Check driver, NCCL and whether the GPUs reach each other; torch finds at least one."""
     version, cuda = _driver(machine), torch.version.cuda
-    if version and int(version.split(".")[0]) < _oldest_driver(cuda):
-        yield warning(f"driver {version} is older than CUDA {cuda} asks for", _update(cuda))
     if not torch.distributed.is_nccl_available():
         yield wrong("this torch has no NCCL, by which GPUs exchange gradients", "Install an official build of torch.")
     else:

@@ -1,10 +1,4 @@
-"""Lists the runs of a folder, for `lockstep ls`.
-
-state    run        step    loss            speed         age  host
-running  runs/a  120/300   2.345   24.5k tokens/s  5 min 02 s  a +3
-failed   runs/b    7/300   2.871    9.2k tokens/s  2 h 10 min  a
-  rank 1 on host b was killed by SIGKILL
-"""
+"""Lists the runs of a folder, for `lockstep ls`: what each does, how far it is, and below it why it ended."""
 
 from __future__ import annotations
 
@@ -34,8 +28,8 @@ RUNS = "runs"
 """The default folder of runs."""
 _MOST_ENTRIES = 20_000  # of a folder
 _TAIL = 1 << 12
-_LENGTHS = re.compile(r"^run:\n(?:[ #].*\n)*", re.MULTILINE)
-_LENGTH = re.compile(r"^ +(steps|samples|tokens|epochs): (\d+(?:\.\d+)?)$", re.MULTILINE)
+_SECTION = re.compile(r"^run:\n(?:[ #].*\n)*", re.MULTILINE)
+_STEPS = re.compile(r"^ +steps: (\d+)$", re.MULTILINE)
 _HEAD = ("state", "run", "step", "loss", "speed", "age", "host")
 _RIGHT = ("step", "loss", "speed", "age")
 _DISPENSABLE = ("host", "speed", "age", "loss", "step")
@@ -103,7 +97,6 @@ def runs_in(folder: Path, depth: int = 2) -> Iterator[Path]:
 
 
 def _natural(name: str) -> list[tuple[str, int]]:
-    """Return a key that sorts names by the numbers in them."""
     return [(text, int(digits or -1)) for text, digits in re.findall(r"([^0-9]*)([0-9]{0,18})", name)]
 
 
@@ -115,8 +108,8 @@ def listed(run: Path) -> ListedRun:
     trained: Mapping[str, Any] = next((each for each in reversed(records) if each.get("kept") is not False), {})
     summary, live, environment = (read_object(run / name) for name in (SUMMARY, LIVE, ENVIRONMENT))
     step = max(number(summary.get("steps"), -1), number(last.get("step"), -1), step_reached(run) or -1)
-    unit, wanted = _planned_length(run)
-    share = _share(summary, last, max(step, 0), unit, wanted)
+    wanted = _planned_steps(run)
+    share = 1.0 if summary else min(1.0, max(step, 0) / wanted) if wanted > 0 else None
     tokens, samples = (number(last.get(f"{name}_per_second")) for name in ("tokens", "samples"))
     speed, name = (tokens, "tokens") if tokens > samples else (samples, "samples")
     host = environment.get("host")
@@ -124,7 +117,7 @@ def listed(run: Path) -> ListedRun:
         run=str(run),
         state=status.state,
         step=int(step) if step >= 0 else None,
-        steps=_steps(summary, unit, wanted),
+        steps=int(wanted or number(summary.get("steps"), 0.0)) or None,
         share=share,
         loss=_known(number(trained.get("loss"))),
         speed=_known(speed) if speed > 0 else None,
@@ -138,43 +131,18 @@ def listed(run: Path) -> ListedRun:
     )
 
 
-def _planned_length(run: Path) -> tuple[str, float]:
-    """Return the length of a run in steps, if its last attempt knew it, else as it is configured."""
-    unit, wanted = _length(run)
-    attempts = read_attempts(run) if unit != "steps" else ()
-    steps = number(attempts[-1].facts.get("steps"), 0.0) if attempts else 0.0
-    return ("steps", steps) if steps > 0 else (unit, wanted)
-
-
-def _length(run: Path) -> tuple[str, float]:
-    """Return the unit and number of the configured length; ("", 0) if it can't be read.
+def _planned_steps(run: Path) -> float:
+    """Return the length of a run in steps, if its last attempt knew it or its config has it; 0: unknown.
 
     The config is read as text: Lockstep writes it in one form, and parsing 500 of them takes seconds.
     """
-    try:
-        text = read_bounded(run / CONFIG, MAX_JSON_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return "", 0.0
-    section = _LENGTHS.search(text + "\n")
-    length = _LENGTH.search(section[0]) if section is not None else None
-    return (length[1], float(length[2])) if length is not None else ("", 0.0)
-
-
-def _steps(summary: Mapping[str, Any], unit: str, wanted: float) -> int | None:
-    if unit == "steps":
-        return int(wanted)
-    steps = number(summary.get("steps"))
-    return int(steps) if steps >= 0 else None
-
-
-def _share(summary: Mapping[str, Any], last: Mapping[str, Any], step: float, unit: str, wanted: float) -> float | None:
-    if summary:
-        return 1.0
-    if wanted <= 0 or (unit != "steps" and step > 0 and not last):
-        return None
-    done = {"steps": step, "epochs": number(last.get("epoch"), 0.0)}.get(unit)
-    share = (number(last.get(unit), 0.0) if done is None else done) / wanted
-    return min(1.0, max(0.0, share))
+    attempts = read_attempts(run)
+    steps = number(attempts[-1].facts.get("steps"), 0.0) if attempts else 0.0
+    with suppress(OSError):
+        text = read_bounded(run / CONFIG, MAX_JSON_BYTES).decode("utf-8", "replace") if steps <= 0 else ""
+        section = _SECTION.search(text + "\n")
+        steps = float(match[1]) if section is not None and (match := _STEPS.search(section[0])) else steps
+    return steps
 
 
 def _hosts(live: Mapping[str, Any]) -> set[str]:
@@ -232,8 +200,6 @@ def _cells(row: ListedRun, now: float) -> tuple[str, ...]:
     step = "" if row.step is None else f"{row.step:,}"
     if row.steps is not None:
         step = f"{step or 0}/{row.steps:,}"
-    elif row.share is not None:
-        step = f"{step} ({100 * row.share:.0f} %)"
     host = row.host + (f" +{row.hosts - 1}" if row.hosts > 1 else "")
     return (
         row.state.value,

@@ -1,15 +1,7 @@
 """The screen of `lockstep top`, drawn by rich: once, or every second in a terminal until q is pressed.
 
-runs/a  running  2 ranks on vm
-120/300 ━━━━━━━━━━━━━━━━━━━━━━━━━────────────────────────────────  40 %  0:14 left
-loss 2.345  24.5k tokens/s  grad norm 0.82  lr 9.8e-04
-loss ▇▆▅▄▃▂▁▁▁ 4.1 to 2.345
-time forward 30 %  backward 45 %  communication 20 %
-
 rank  host  step  phase     for     mean     p95      memory
    1  vm     120  backward  0.01 s  0.05 s   0.07 s   1.2 GiB  1.7x backward
-
-step 100: saved 5.37 MiB in 0.04 s
 """
 
 from __future__ import annotations
@@ -118,10 +110,7 @@ def _head(run: WatchedRun, console: Console) -> Iterator[RenderableType]:
 
 
 def _progress(run: WatchedRun) -> RenderableType:
-    row, step = run.listed, run.listed.step or 0
-    steps = row.steps
-    if steps is None and row.step is not None and row.share:
-        steps = max(row.step, round(row.step / row.share))
+    steps, step = run.listed.steps, run.listed.step or 0
     left = f"{formatting.clock(run.left)} left" if run.left is not None else ""
     if not steps:
         return _line(f"step {step:,}  {left}".rstrip())

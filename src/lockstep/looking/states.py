@@ -123,7 +123,6 @@ def _ended(run: Path) -> RunStatus:
 
 
 def _divergence(run: Path) -> str:
-    """Return what shows that the losses have diverged; empty: nothing does."""
     losses = sampled_losses(run / METRICS)
     values = [value for _, value in losses]
     finite = [abs(value) for value in values if math.isfinite(value)]

@@ -1,6 +1,6 @@
 """A run as `lockstep top` sees it, read again and again from its files.
 
-live.json       --> each rank: phase, step time, memory, silent or not     none: the last line of ranks.jsonl
+live.json       --> each rank: phase, step time, memory, silent or not; nothing once the run has ended
 metrics.jsonl   --> loss, speed, time left
 events.jsonl    --> the last events
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from lockstep.core import formatting
 from lockstep.core.errors import ConfigError
 from lockstep.core.near_runs import not_a_run
 from lockstep.looking.listing import RUNS, ListedRun, list_runs, listed
-from lockstep.looking.states import RunState, last_records, number, read_object, read_tail, sampled_losses
-from lockstep.monitor.attempts import Attempt, read_attempts
+from lockstep.looking.states import RunState, number, read_object, read_tail, sampled_losses
+from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import METRICS, is_run
-from lockstep.monitor.meter_files import LIVE, RANKS
+from lockstep.monitor.meter_files import LIVE
 from lockstep.monitor.rank_meters import POST_S
 
 SILENT_S = 10.0
@@ -31,7 +31,6 @@ _MEMORY = ("memory_allocated", "memory_used", "memory_resident")
 _UTILIZATION = ("gpu_utilization", "utilization")
 _EVENTS = 8
 _TAIL = 1 << 15
-_LARGEST_LINE = 1 << 22  # of ranks.jsonl: a line of 1,024 ranks has 100 KB
 _NO_METRICS = ("evaluation", "step", "samples", "seconds", "not_finite")
 
 
@@ -40,7 +39,7 @@ class WatchedRank:
     """A rank as it was last seen; NaN: unknown.
 
     Attributes:
-        phase: In which it was when it posted its last notice, for `phase_seconds` by then; empty if the run has ended.
+        phase: In which it was when it posted its last notice, for `phase_seconds` by then.
         silent: Seconds since its last notice.
         seconds, slowest: Of an update: mean and 95th percentile.
         memory: Bytes, on its device if it has one.
@@ -112,21 +111,17 @@ class WatchedRun:
 def watch(run: Path) -> WatchedRun:
     """Read a run's files. Never raises OSError: what can't be read is left out."""
     row = listed(run)
-    live = read_object(run / LIVE)
+    live = read_object(run / LIVE) if row.state.is_active else {}
     (records, damaged), (events, damaged_events) = (read_tail(run / name, _TAIL) for name in (METRICS, EVENTS))
     attempts = read_attempts(run)
-    if row.state.is_active and live:
-        age = max(0.0, time.time() - number(live.get("time"), time.time()))
-        ranks = _of_live(live, age)
-    else:
-        ranks = _of_last_interval(run, attempts)
+    age = max(0.0, time.time() - number(live.get("time"), time.time()))
     return WatchedRun(
         row,
         records[-1] if records else {},
         _time_left(row, records) if row.state is RunState.RUNNING else None,
         tuple(loss for _, loss in sampled_losses(run / METRICS)),
-        ranks,
-        _split(live if row.state.is_active else _last_interval(run)),
+        _ranks(live, age),
+        _split(live),
         tuple(filter(None, map(event_text, events[-_EVENTS:]))),
         attempts[-1].utilization(number(records[-1].get("tokens_per_second"))) if attempts and records else None,
         _damage({METRICS: damaged, EVENTS: damaged_events}),
@@ -157,7 +152,7 @@ def chosen_run(run: Path | None) -> Path:
 # --- ranks ----------------------------------------------------------------------------------------------------------
 
 
-def _of_live(live: Mapping[str, Any], age: float) -> tuple[WatchedRank, ...]:
+def _ranks(live: Mapping[str, Any], age: float) -> tuple[WatchedRank, ...]:
     stragglers = _stragglers(live)
     ranks = []
     for record in _objects(live.get("ranks")):
@@ -192,43 +187,6 @@ def _in_phase(record: Mapping[str, Any], age: float) -> float:
     return since + age if posted >= POST_S or silent + age > SILENT_S else posted
 
 
-def _of_last_interval(run: Path, attempts: Sequence[Attempt]) -> tuple[WatchedRank, ...]:
-    record = _last_interval(run)
-    stragglers, gauges = _stragglers(record), record.get("gauges")
-
-    def value(column: object, place: int) -> float:
-        values = _list(column)
-        return number(values[place]) if place < len(values) else math.nan
-
-    def gauge(names: Iterable[str], place: int) -> float:
-        columns = gauges if isinstance(gauges, dict) else {}
-        return next((value(columns[name], place) for name in names if name in columns), math.nan)
-
-    return tuple(
-        WatchedRank(
-            int(number(rank, 0)),
-            attempts[-1].host_of(int(number(rank, 0))) if attempts else "",
-            math.nan,
-            "",
-            math.nan,
-            0.0,
-            value(record.get("step_seconds"), place),
-            value(record.get("slowest"), place),
-            gauge(_MEMORY, place),
-            gauge(_UTILIZATION, place),
-            stragglers.get(int(number(rank, 0)), ""),
-        )
-        for place, rank in enumerate(_list(record.get("ranks")))
-    )
-
-
-def _last_interval(run: Path) -> Mapping[str, Any]:
-    for size in (_TAIL, _LARGEST_LINE):
-        if records := last_records(run / RANKS, size):
-            return records[-1]
-    return {}
-
-
 def _stragglers(record: Mapping[str, Any]) -> dict[int, str]:
     ratios = {}
     for item in _objects(record.get("stragglers")):
@@ -238,15 +196,11 @@ def _stragglers(record: Mapping[str, Any]) -> dict[int, str]:
     return ratios
 
 
-def _split(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the mean share of an update by phase, of live.json or a line of ranks.jsonl."""
+def _split(live: Mapping[str, Any]) -> dict[str, float]:
     totals: dict[str, float] = {}
-    columns = record.get("split")
-    splits = [record.get("split") for record in _objects(record.get("ranks"))] if columns is None else [columns]
-    for split in splits:
+    for split in (record.get("split") for record in _objects(live.get("ranks"))):
         for name, seconds in split.items() if isinstance(split, dict) else ():
-            values = [number(value, 0.0) for value in (seconds if isinstance(seconds, list) else [seconds])]
-            totals[str(name)] = totals.get(str(name), 0.0) + sum(values)
+            totals[str(name)] = totals.get(str(name), 0.0) + number(seconds, 0.0)
     total = sum(totals.values())
     return {name: seconds / total for name, seconds in totals.items()} if total > 0 else {}
 
@@ -255,16 +209,12 @@ def _split(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _time_left(row: ListedRun, records: list[dict[str, Any]]) -> float | None:
-    """Return the seconds that the rest takes at the speed of the last records."""
-    if row.share is None or row.step is None or len(records) < 2:
+    if row.steps is None or row.step is None or len(records) < 2:
         return None
     first, last = records[-min(len(records), 20)], records[-1]
     done = number(last.get("step"), 0.0) - number(first.get("step"), 0.0)
     seconds = number(last.get("seconds")) - number(first.get("seconds"))
-    if not (done > 0 and seconds > 0 and row.share > 0):
-        return None
-    steps_left = row.step / row.share - row.step
-    return steps_left * seconds / done
+    return (row.steps - row.step) * seconds / done if done > 0 and seconds > 0 else None
 
 
 def event_text(record: Mapping[str, Any]) -> str:

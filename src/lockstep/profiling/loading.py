@@ -10,14 +10,12 @@ stopped, so that none gets samples that another one has brought into the system'
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
 from lockstep.core import formatting
@@ -81,14 +79,12 @@ class LoaderSpeed:
     Attributes:
         samples, tokens: Per second.
         first: Seconds until the first micro-batch, with the start of the workers.
-        memory: Bytes of a worker that it shares with no other process; None: there is none.
     """
 
     workers: int
     samples: float
     tokens: float
     first: float
-    memory: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +179,12 @@ def recommend(speeds: Sequence[LoaderSpeed], needed: float | None) -> tuple[int 
         return None, ""
     best = max(speeds, key=lambda speed: speed.samples)
     if needed is not None:
-        for speed in speeds:
-            if speed.samples >= needed * (_SPARE if speed.workers else _UNNOTICED):
-                ratio = speed.samples / needed
-                return speed.workers, f"the fewest that keep up: {ratio:.1f} times what the model's updates need"
-        if best.samples < needed:
-            missing = f"only {best.samples / needed:.0%} of what the model's updates need"
-            return best.workers, f"the fastest, and {missing}: samples must get cheaper, or be prepared once"
-        return best.workers, f"the fastest: {best.samples / needed:.1f} times what the model's updates need"
+        keeps_up = (each for each in speeds if each.samples >= needed * (_SPARE if each.workers else _UNNOTICED))
+        if (speed := next(keeps_up, None)) is not None:
+            ratio = speed.samples / needed
+            return speed.workers, f"the fewest that keep up: {ratio:.1f} times what the model's updates need"
+        missing = ": samples must get cheaper, or be prepared once" if best.samples < needed else ""
+        return best.workers, f"the fastest: {best.samples / needed:.1f} times what the model's updates need{missing}"
     fewest = next(speed for speed in speeds if speed.samples >= _ENOUGH * best.samples)
     whose = "the fastest" if fewest is best else f"within {1 - _ENOUGH:.0%} of the fastest ({best.workers})"
     return fewest.workers, whose
@@ -303,10 +297,8 @@ def _measured(data: _OpenedData, numbers: Sequence[int], end: float, cost: Sampl
 
 
 def _speed(data: _OpenedData, workers: int, seconds: float, progress: Progress) -> tuple[LoaderSpeed, int]:
-    """Time a setting; return its speed, and the number of samples that it has read."""
     options = data.config.data.loader.model_copy(update={"workers": workers})
     began = time.perf_counter()
-    others = set(psutil.Process().children())
     batches = (batch for batch in data.loader(options).micro_batches(progress) if batch.samples)
     read = next(batches).samples
     first = time.perf_counter() - began
@@ -320,18 +312,9 @@ def _speed(data: _OpenedData, workers: int, seconds: float, progress: Progress) 
         batch = next(batches)
         samples, tokens = samples + batch.samples, tokens + batch.tokens
     elapsed = time.perf_counter() - start
-    memory = _memory_of(set(psutil.Process().children()) - others) if workers else None
     ahead = workers * options.prefetch * data.plan.batch.micro_size
-    speed = LoaderSpeed(workers, samples / elapsed, tokens / elapsed, first, memory)
+    speed = LoaderSpeed(workers, samples / elapsed, tokens / elapsed, first)
     return speed, read + samples + ahead
-
-
-def _memory_of(workers: set[psutil.Process]) -> int | None:
-    sizes = []
-    for worker in workers:
-        with suppress(psutil.Error):
-            sizes.append(worker.memory_full_info().uss)
-    return round(statistics.fmean(sizes)) if sizes else None
 
 
 # --- text -----------------------------------------------------------------------------------------------------------
@@ -355,13 +338,12 @@ def data_lines(profile: DataProfile) -> Iterator[str]:
         stages = {**cost.stages, **({"other": rest} if rest > 0.005 else {})}
         yield "the time: " + ", ".join(f"{name} {share:.0%}" for name, share in stages.items())
     if profile.settings:
-        rows = [["workers", "samples/s", "tokens/s", "first batch in", "each holds", ""]]
+        rows = [["workers", "samples/s", "tokens/s", "first batch in", ""]]
         for speed in profile.settings:
-            holds = formatting.size(speed.memory) if speed.memory is not None else "-"
             mark = "<- data.loader.workers" if speed.workers == profile.configured else ""
             speeds = formatting.short(speed.samples), formatting.short(speed.tokens)
-            rows.append([str(speed.workers), *speeds, short_time(speed.first), holds, mark])
-        yield from ("", *formatting.aligned(rows, left={5}))
+            rows.append([str(speed.workers), *speeds, short_time(speed.first), mark])
+        yield from ("", *formatting.aligned(rows, left={4}))
     yield ""
     if profile.unmeasured:
         yield profile.unmeasured

@@ -24,18 +24,6 @@ _MOST_MODULES = 20
 _CLOSE = 0.02
 _HEADS: Mapping[Category, str] = {"parameters": "params", "gradients": "grads", "communication": "comm."}
 
-_MEANINGS: Mapping[Category, str] = {
-    "parameters": "the model has other parameters than its config describes, or holds copies of them",
-    "gradients": "gradients are kept longer, or in another dtype",
-    "optimizer": "the optimizer keeps other state, or temporary tensors of its update",
-    "activations": "samples are longer or more than the plan assumes, or the model keeps tensors for itself",
-    "logits": "samples are longer or more than the plan assumes",
-    "casts": "autocast keeps copies of weights",
-    "communication": "buckets and gathered parameters overlap otherwise",
-    "buffers": "the model's buffers have grown",
-    "other": "tensors are kept between updates: by a monitor, or by the model's own code",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
@@ -159,7 +147,4 @@ def _verdict(profile: MemoryProfile) -> str:
         return "it is as the plan predicts"
     more = "more" if differences[most] > 0 else "less"
     ratio = profile.measured.bytes / max(predicted.bytes, 1)
-    return (
-        f"it is {ratio:.2f} times what the plan predicts, above all in {most}: {size(abs(differences[most]))} {more} "
-        f"({_MEANINGS[most]})"
-    )
+    return f"it is {ratio:.2f} times what the plan predicts, above all in {most}: {size(abs(differences[most]))} {more}"

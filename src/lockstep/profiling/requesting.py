@@ -74,7 +74,6 @@ def _has_begun(run: Path) -> bool:
 
 
 def _write(path: Path, request: TraceRequest) -> None:
-    """Write a request, if no other one is waiting."""
     try:
         path.parent.mkdir(exist_ok=True)
         part = path.with_name(f"{request.name}.part")

@@ -246,7 +246,6 @@ def _small(leaves: Sequence[Event], phases: Sequence[tuple[float, str]]) -> floa
 
 
 def _outside(calls: Iterable[Event], spans: Mapping[str, Sequence[Interval]]) -> dict[str, list[Interval]]:
-    """Return when the host computes, by phase, and no call or kernel runs, on no thread."""
     busy = union(map(_interval_of, calls))
     outside = {}
     for name in _COMPUTE:
@@ -268,29 +267,22 @@ def _collectives(events: Iterable[Event], count: int, ranks: int) -> list[Collec
                 _size(*pair)
                 for pair in zip(arguments.get("Input Dims", []), arguments.get("Input type", []), strict=False)
             )
-            _add(uses[name.removeprefix("gloo:")], size, event["dur"])
+            use = uses[name.removeprefix("gloo:")]
+            use[:] = use[0] + 1, use[1] + size, use[2] + event["dur"]
         elif name == "record_param_comms" and arguments.get("Collective name") not in (None, "wait", "barrier", "init"):
             elements = max(int(arguments.get("In msg nelems", 0)), int(arguments.get("Out msg nelems", 0)))
             size = elements * _BYTES.get(str(arguments.get("dtype")), 4)
-            _add(uses[str(arguments["Collective name"]).strip("_")], size, event["dur"])
+            use = uses[str(arguments["Collective name"]).strip("_")]
+            use[:] = use[0] + 1, use[1] + size, use[2] + event["dur"]
     for name, time in kernels.items():
         uses[name][2] = time
     result = []
     for name, (calls, size, time) in uses.items():
         factor = bus_factor(OPERATIONS.get(name, (name, 0))[0], ranks)
         seconds = time * _MICRO
-        result.append(
-            CollectiveUse(
-                name, calls / count, size / count, seconds / count, factor * size / seconds if seconds else 0.0
-            )
-        )
+        bandwidth = factor * size / seconds if seconds else 0.0
+        result.append(CollectiveUse(name, calls / count, size / count, seconds / count, bandwidth))
     return sorted(result, key=lambda use: -use.seconds)
-
-
-def _add(use: list[float], size: float, time: float) -> None:
-    use[0] += 1
-    use[1] += size
-    use[2] += time
 
 
 def _size(dims: Any, kind: str) -> float:
@@ -366,7 +358,6 @@ def _device_use(
 
 
 def _launches_of(events: Iterable[Event]) -> Iterable[Event]:
-    """Return the calls of CUDA's runtime and driver."""
     return (event for event in events if event.get("cat") in _LAUNCHES)
 
 
@@ -399,5 +390,4 @@ def _synchronizes(name: str) -> bool:
 
 
 def _interval_of(event: Event) -> Interval:
-    """Return begin and end of an event, in microseconds."""
     return event["ts"], event["ts"] + event["dur"]

@@ -364,7 +364,6 @@ def _restart_lines(chart: Chart) -> list[tuple[str, str]]:
 
 
 def _rollback_bands(chart: Chart) -> list[tuple[str, str]]:
-    """Return place and width of each stretch of steps that was made again after a restart."""
     bands = []
     for first, last in chart.marks.rollbacks:
         left, right = np.clip(chart.along(np.array([first, last], dtype=float)), 0.0, 1.0).tolist()
@@ -373,7 +372,6 @@ def _rollback_bands(chart: Chart) -> list[tuple[str, str]]:
 
 
 def _distinct_places(chart: Chart, steps: Sequence[int]) -> list[str]:
-    """Return the places of marks, once each."""
     slots = np.unique(np.round(chart.along(np.array(steps, dtype=float)) * _SLOTS))
     return [f"{100 * slot / _SLOTS:g}%" for slot in slots]
 

@@ -249,7 +249,6 @@ def _check_number(folders: Sequence[Path], distinct: Sequence[Path]) -> None:
 
 
 def _check_common(runs: Sequence[ComparedRun]) -> None:
-    """Raise ConfigError if no metric is there in two runs."""
     metrics = [_metrics_of(run.data) for run in runs]
     if max(Counter(name for names in metrics for name in names).values(), default=0) < 2:
         parts = [
@@ -380,7 +379,6 @@ def _merged(orders: Sequence[Iterable[str]]) -> list[str]:
 
 
 def _spread(runs: Sequence[ComparedRun], name: str) -> tuple[Figure, Figure, int]:
-    """Return mean and deviation of a figure over the runs that have it, and their number."""
     figures = [run.figures[name] for run in runs if name in run.figures]
     values = np.array([figure.value for figure in figures])
     deviation = float(values.std(ddof=1)) if len(values) > 1 else math.nan
@@ -549,7 +547,6 @@ def _finding(series: Sequence[Series], unit: Unit) -> str:
 
 
 def _row(run: ComparedRun, style: str) -> tuple[str, list[str], str]:
-    """Return style, cells and path of a run in the table of runs."""
     restarts = formatting.listed([f"{step:,}" for step, _ in run.data.restarts], 5)
     rollbacks = formatting.listed([f"{last:,} to {first:,}" for first, last in run.data.rollbacks], 5)
     steps = run.data.columns["loss"].steps

@@ -8,6 +8,7 @@ ranks: time of an update by rank and by phase (large), memory, use of GPUs
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -144,16 +145,8 @@ def _span(run: RunData, charts: Sequence[Chart]) -> tuple[int, int]:
 
 
 def _marks(run: RunData) -> Marks:
-    """Return the marks; restarts from the same step are one, and ranks are named if their number changes."""
-    names_ranks = len({ranks for _, ranks in run.restarts}) > 1
-    ranks_by_step: dict[int, list[int]] = {}
-    for step, ranks in sorted(run.restarts, key=lambda restart: restart[0]):
-        ranks_by_step.setdefault(step, []).append(ranks)
-    labels = {}
-    for step, numbers in ranks_by_step.items():
-        times = f"restarted {len(numbers)} times" if len(numbers) > 1 else "restarted"
-        ranks_text = f", {formatting.counted(numbers[-1], 'rank')}" if names_ranks and numbers[-1] else ""
-        labels[step] = times + ranks_text
+    restarts = Counter(step for step, _ in sorted(run.restarts))
+    labels = {step: "restarted" + (f" {number} times" if number > 1 else "") for step, number in restarts.items()}
     return Marks(
         labels,
         [step for step, _ in run.discarded],
@@ -214,7 +207,6 @@ def _phases(ranks: RankHistory) -> Chart | None:
 
 
 def _gauges(ranks: RankHistory) -> list[Chart]:
-    """Return charts of memory and of the use of GPUs: min, mean and max over ranks."""
     charts = []
     for title, names in (("Memory by rank", _MEMORY), ("Use of GPUs, %", _UTILIZATION)):
         known = ((name, ranks.gauge(name)) for name in names)
@@ -241,7 +233,7 @@ def _colored(steps: Numbers, lines: dict[str, Numbers]) -> list[Series]:
 def straggler_rows(ranks: RankHistory, most: int = 12) -> list[list[str]]:
     """Return the rows of a table of the ranks that others waited for, the head first; empty if there are none."""
     rows = [
-        [str(each.rank), each.host, f"{each.intervals:,} of {len(ranks.intervals):,}", f"{each.ratio:.1f}x", each.phase]
-        for each in ranks.stragglers()[:most]
+        [str(each.rank), each.host, f"{number:,} of {len(ranks.intervals):,}", f"{each.ratio:.1f}x", each.phase]
+        for number, each in ranks.stragglers()[:most]
     ]
     return [["Rank", "host", "intervals", "time", "phase"], *rows] if rows else []

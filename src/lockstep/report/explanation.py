@@ -6,20 +6,15 @@ memory beside the plan   restarts, saves, discarded updates   goodput   what to 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.core import formatting
 from lockstep.core.command_lines import command_line
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.launch.last_launch import survived_failures
-from lockstep.monitor.attempts import number_or_nan
 from lockstep.monitor.goodput import Goodput, goodput, saved_steps
-from lockstep.monitor.meter_files import LIVE
 from lockstep.monitor.run_lock import held_by
 from lockstep.report.curves import median_speed, throughput, utilization
 from lockstep.report.facts import bad_numbers, events, left_out
@@ -70,7 +65,7 @@ def explain(folder: Path, profiled: Sequence[Limit] | None = None, ended: str = 
         (1, _speed(run, ranks)),
         (1, _peak(run)),
         (2, _sent(run, ranks) if all(cause.name != "straggler" for cause in causes) else ()),
-        (1, _split(ranks.split() or _split_so_far(run.folder))),
+        (1, _split(ranks.split())),
         (0, [cause.sentences for cause in causes[:1]]),
         (3, [cause.sentences for cause in causes[1:]]),
         (2, _memory(run, ranks)),
@@ -123,8 +118,8 @@ def _peak(run: RunData) -> Iterator[str]:
         return
     peak = attempt.number("peak_flops")
     if mfu is None or peak is None:
-        unknown = "the operations of its model" if peak else f"the peak of {attempt.facts.get('device')}"
-        yield f"Its MFU isn't known, as {unknown} {'are' if peak else 'is'} not."
+        of = f"the peak of {attempt.facts.get('device')}" if peak is None else "the operations of its model"
+        yield f"Its MFU isn't known for lack of {of}."
         return
     bubble = attempt.planned.bubble
     pipeline = f"; its pipeline waits {bubble:.0%} by the plan" if bubble > _NOTABLE else ""
@@ -145,17 +140,6 @@ def _sent(run: RunData, ranks: RankHistory) -> Iterator[str]:
         )
 
 
-def _split_so_far(run: Path) -> dict[str, float]:
-    """Return the seconds of an update by phase that a running run shows before its first interval is over."""
-    sums: dict[str, float] = {}
-    with suppress(OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        live = json.loads(read_bounded(run / LIVE, MAX_JSON_BYTES)) if held_by(run) is not None else {"ranks": []}
-        for name, seconds in (item for rank in live["ranks"] for item in rank["split"].items()):
-            if (value := number_or_nan(seconds)) >= 0:
-                sums[name] = sums.get(name, 0.0) + value
-    return sums
-
-
 def _split(split: Mapping[str, float]) -> Iterator[str]:
     whole = sum(split.values())
     longest = sorted(split.items(), key=lambda item: -item[1])
@@ -167,7 +151,6 @@ def _split(split: Mapping[str, float]) -> Iterator[str]:
 
 
 def _memory(run: RunData, ranks: RankHistory) -> Iterator[str]:
-    """Yield the peak of the memory beside what the plan holds."""
     for gauge, what in (("memory_allocated_peak", "of the device"), ("memory_resident_peak", "resident")):
         peak = ranks.peak(gauge)
         if peak is None:

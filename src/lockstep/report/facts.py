@@ -162,17 +162,15 @@ def left_out(samples: Mapping[int, str], most: int = MAX_LISTED) -> list[str]:
     listed = "; ".join(f"{formatting.listed(indices, most)}: {reason}" for reason, indices in shown)
     hidden = len(samples) - sum(len(indices) for _, indices in shown)
     more = f"; and {hidden:,} more" if hidden else ""
-    number = "1 sample" if len(samples) == 1 else f"{len(samples):,} samples"
-    return [f"Left out {number} of the training data: {listed}{more}."]
+    return [f"Left out {formatting.counted(len(samples), 'sample')} of the training data: {listed}{more}."]
 
 
 def bad_numbers(run: RunData, most: int = MAX_LISTED) -> list[str]:
     """Return a sentence about updates whose numbers were bad, with the suspected samples; none if there were none."""
     if not run.bad_numbers:
         return []
-    listed = "; ".join(f"update {update:,}: {clause}" for update, clause in run.bad_numbers[:most])
-    more = f"; and {len(run.bad_numbers) - most:,} more" if len(run.bad_numbers) > most else ""
-    return [f"Bad numbers: {listed}{more}."]
+    updates = [f"update {update:,}: {clause}" for update, clause in run.bad_numbers]
+    return [f"Bad numbers: {formatting.listed(updates, most)}."]
 
 
 def _restarts(run: RunData) -> str:
@@ -251,7 +249,6 @@ def _resolved(run: RunData, name: str, section: str, key: str = "") -> str:
 
 
 def _at_end(run: RunData, name: str) -> object:
-    """Return a value of the summary, or of the last line of metrics.jsonl."""
     return (run.summary or {}).get(name, run.last.get("step" if name == "steps" else name))
 
 
@@ -293,7 +290,6 @@ def count_text(value: object) -> str:
 
 
 def _is_amount(value: object) -> TypeGuard[float]:
-    """Return whether it is a number of seconds, bytes or the like."""
     return isinstance(value, int | float) and 0 <= value < _LARGEST
 
 
@@ -317,14 +313,12 @@ class Restart:
         step: From which they resumed; 0: from the beginning.
         ranks: Their number; 0: unknown.
         cause: What had ended the ranks before it; empty: unknown.
-        first: The rank that had failed first, with its host; empty: none, or unknown.
         cost: None if it isn't known.
     """
 
     step: int
     ranks: int
     cause: str = ""
-    first: str = ""
     cost: RestartCost | None = None
 
 
@@ -338,7 +332,7 @@ def restarts(run: RunData) -> list[Restart]:
         between = [end for end in ends if before.began <= end.time < attempt.began]
         cause = "; then ".join(map(_cause, between)) or (_UNRECORDED if ends else "")
         ranks = sum(number for _, number in attempt.hosts)
-        resumptions.append(Restart(attempt.step, ranks, cause, _first_to_fail(between), cost))
+        resumptions.append(Restart(attempt.step, ranks, cause, cost))
     return resumptions
 
 
@@ -348,16 +342,9 @@ def _cause(end: LaunchEnds) -> str:
     return _FINISHED if end.code == 0 else f"The ranks ended with exit code {end.code}"
 
 
-def _first_to_fail(ends: Sequence[LaunchEnds]) -> str:
-    end = ends[0] if ends else None
-    if end is None or end.cause is None or end.is_stop:
-        return ""
-    return next((f"rank {rank.rank} on {rank.host}" for rank in end.ranks if rank.rank == end.cause), "")
-
-
 def restart_table(resumptions: Sequence[Restart]) -> list[list[str]]:
     """Return the rows of the last restarts, the head first; empty if there are none."""
-    rows = [["What had ended the ranks", "failed first", "from step", "ranks", "lost", "down", "startup"]]
+    rows = [["What had ended the ranks", "from step", "ranks", "lost", "down", "startup"]]
     for restart in resumptions[-MAX_LISTED:]:
         cost = restart.cost
         times = (
@@ -366,5 +353,5 @@ def restart_table(resumptions: Sequence[Restart]) -> list[list[str]]:
             else [formatting.duration(part) for part in (cost.lost, cost.downtime, cost.startup)]
         )
         ranks = f"{restart.ranks:,}" if restart.ranks else ""
-        rows.append([restart.cause or "Not recorded", restart.first, f"{restart.step:,}", ranks, *times])
+        rows.append([restart.cause or "Not recorded", f"{restart.step:,}", ranks, *times])
     return rows if resumptions else []

@@ -72,14 +72,16 @@ def limits(run: RunData, ranks: RankHistory) -> list[Limit]:
 
 
 def _straggler(ranks: RankHistory) -> Limit | None:
-    slowest = next(iter(ranks.stragglers()), None)
-    if slowest is None or slowest.intervals * 2 < len(ranks.intervals) or not slowest.ratio > 1.0:
+    if not (frequent := ranks.stragglers()):
+        return None
+    intervals, slowest = frequent[0]
+    if intervals * 2 < len(ranks.intervals) or not slowest.ratio > 1.0:
         return None
     return Limit(
         "straggler",
         1.0 - 1.0 / slowest.ratio,
         f"Rank {slowest.rank} computed {slowest.ratio:.1f} times as long as the median rank, above all in "
-        f"{slowest.phase}, and the others waited for it (in {slowest.intervals} of {len(ranks.intervals)} intervals)",
+        f"{slowest.phase}, and the others waited for it (in {intervals} of {len(ranks.intervals)} intervals)",
         "its storage, and how much data it has"
         if slowest.phase == "data"
         else "`lockstep doctor` on its host, which may be slower, share its cores, or throttle",
@@ -87,7 +89,6 @@ def _straggler(ranks: RankHistory) -> Limit | None:
 
 
 def _crowded_host(ranks: RankHistory) -> Limit | None:
-    """Return a limit if main threads wait for a core, by the median of the rank that waits most."""
     column = ranks.medians("core_wait_percent")
     rank, percent = max(column.items(), key=lambda item: item[1], default=(0, 0.0))
     if percent <= 100 * CROWDED_SHARE:

@@ -31,7 +31,7 @@ from lockstep.report import facts
 from lockstep.report.charts import Marks, draw
 from lockstep.report.curves import MAX_LOGGED, charts, rank_charts, straggler_rows
 from lockstep.report.html import render
-from lockstep.report.rank_history import RankHistory, read_rank_history
+from lockstep.report.rank_history import read_rank_history
 from lockstep.report.run_data import LoggedFile, RunData, read_run
 
 REPORT = "report.html"
@@ -79,6 +79,7 @@ def compose(run: RunData, ended: str = "") -> str:
     """Return the page. Arguments as of `write_report`."""
     drawn, images, tables = charts(run), thumbnails(run), logged_tables(run)
     ranks = read_rank_history(run.folder)
+    rank_flaws = [f"{counted(ranks.damaged, 'line')} of {RANKS} can't be read, and left out."] if ranks.damaged else []
     span = (drawn[0].first, drawn[0].last, drawn[0].marks) if drawn else (0, 1, Marks())
     samples = np.unique(np.linspace(0, len(run.texts) - 1, min(_SAMPLES, len(run.texts))).round().astype(int))
     created = facts.date(run.environment.get("created"))
@@ -91,7 +92,7 @@ def compose(run: RunData, ended: str = "") -> str:
         standfirst=facts.as_text(run.config.get("description")),
         state=facts.state(run),
         byline=f" · {'last started' if run.num_attempts > 1 else 'started'} {created}" if created else "",
-        flaws=[*facts.flaws(run, ended), *_flaws_of_ranks(ranks)],
+        flaws=[*facts.flaws(run, ended), *rank_flaws],
         figures=facts.large_figures(run),
         facts=facts.facts(run),
         charts=drawn,
@@ -117,15 +118,7 @@ def compose(run: RunData, ended: str = "") -> str:
     )
 
 
-def _flaws_of_ranks(ranks: RankHistory) -> list[str]:
-    if not ranks.damaged:
-        return []
-    lines = "A line" if ranks.damaged == 1 else f"{ranks.damaged:,} lines"
-    return [f"{lines} of {RANKS} can't be read, and left out."]
-
-
 def _config_line(line: str) -> tuple[str, str]:
-    """Return the key with its colon, and the rest, without secrets."""
     key, colon, value = line.partition(": ")
     text = f"{key}{colon}{hidden_setting(key.strip(), value)}" if colon else without_secrets(line)
     name, colon, rest = text.partition(":")
@@ -177,20 +170,14 @@ def _table(run: RunData, file: LoggedFile) -> ShownTable | None:
             return None
         kept = [row[:_MOST_COLUMNS] for row in rows[:_MOST_ROWS]]
         numeric = [all(_is_number(row[at]) for row in kept) for at in range(min(len(columns), _MOST_COLUMNS))]
-        more = (len(rows) - len(kept) + left_out, len(columns) - len(numeric))
+        is_cut = len(kept) + len(numeric) < len(rows) + left_out + len(columns)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     named = [(_text(name), is_numeric) for name, is_numeric in zip(columns, numeric, strict=False)]
     texts = [[_text(cell) for cell in row] for row in kept]
-    return ShownTable(file.step, file.name, named, texts, _cut(*more, left_out, file.file))
-
-
-def _cut(rows: int, columns: int, left_out: int, file: str) -> str:
-    parts = [counted(number, what) for number, what in ((rows, "row"), (columns, "column")) if number > 0]
-    if not parts:
-        return ""
+    size = f"{counted(len(rows) + left_out, 'row')} and {counted(len(columns), 'column')}"
     lost = f", but for {counted(left_out, 'row')} that the run didn't keep" if left_out else ""
-    return f"{' and '.join(parts)} more: all are in {file}{lost}."
+    return ShownTable(file.step, file.name, named, texts, f"{size}: all are in {file.file}{lost}." if is_cut else "")
 
 
 def _is_number(cell: Any) -> bool:

@@ -13,7 +13,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,23 +63,6 @@ class Interval:
         """Seconds of an update in which each rank didn't wait for others; of the whole, if no phase was measured."""
         parts = [column for name, column in self.split.items() if name != "communication"]
         return np.sum(parts, axis=0) if parts else self.step_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class FrequentStraggler:
-    """A rank that the others waited for again and again.
-
-    Attributes:
-        intervals: Number of intervals in which they did.
-        ratio: Median of its computing time to the median rank's.
-        phase: In which it was slow most often.
-    """
-
-    rank: int
-    host: str
-    intervals: int
-    ratio: float
-    phase: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,23 +146,17 @@ class RankHistory:
                     values.setdefault(rank, []).append(float(value))
         return values
 
-    def stragglers(self) -> list[FrequentStraggler]:
-        """Return the ranks that others waited for, the most frequent first."""
+    def stragglers(self) -> list[tuple[int, Straggler]]:
+        """Return the ranks that others waited for, the most frequent first: in how many intervals, how slow, where."""
         by_rank: dict[int, list[Straggler]] = {}
-        for interval in self.intervals:
-            for straggler in interval.stragglers:
-                by_rank.setdefault(straggler.rank, []).append(straggler)
-        frequent = [
-            FrequentStraggler(
-                rank,
-                each[-1].host,
-                len(each),
-                statistics.median(straggler.ratio for straggler in each),
-                Counter(straggler.phase for straggler in each).most_common(1)[0][0],
-            )
-            for rank, each in by_rank.items()
-        ]
-        return sorted(frequent, key=lambda straggler: -straggler.intervals)
+        for straggler in (each for interval in self.intervals for each in interval.stragglers):
+            by_rank.setdefault(straggler.rank, []).append(straggler)
+        frequent = []
+        for each in by_rank.values():
+            ratio = statistics.median(straggler.ratio for straggler in each)
+            phase = Counter(straggler.phase for straggler in each).most_common(1)[0][0]
+            frequent.append((len(each), replace(each[-1], ratio=ratio, phase=phase)))
+        return sorted(frequent, key=lambda item: -item[0])
 
 
 def damage(run: RunData, ranks: RankHistory) -> tuple[str, ...]:

@@ -193,7 +193,6 @@ def _read_config(run: RunData) -> None:
 
 
 def _object(run: RunData, name: str) -> Json | None:
-    """Return a file's object: None if there is no file, empty if it is damaged."""
     text = _text(run.folder / name)
     if text is None:
         return None
@@ -315,12 +314,10 @@ def _name(value: object) -> str:
 
 
 def _is_number(value: object) -> bool:
-    """Return whether it is a number; null stands for one that wasn't finite."""
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _number(value: object) -> float:
-    """Return a number; NaN for anything else."""
     try:
         return float(cast("float", value)) if _is_number(value) and value is not None else math.nan
     except OverflowError:
