@@ -51,7 +51,7 @@ _CHILD = """
 import json, os, resource, signal, sys, time, traceback
 from pathlib import Path
 
-import lockstep.training.finished_run, lockstep.report, lockstep.report.comparison_page, lockstep.data.prepare
+import lockstep.training.finished_run, lockstep.report, lockstep.report.comparison, lockstep.data.prepare
 from lockstep.cli.main import main
 from lockstep.core.errors import Failure
 from lockstep.models.weight_files import read_weights
