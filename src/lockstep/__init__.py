@@ -58,10 +58,10 @@ if TYPE_CHECKING:
     from lockstep.launch.outcome import exit_with as exit_with
     from lockstep.models.build import count_parameters as count_parameters
     from lockstep.monitor import metric_log as log
-    from lockstep.monitor.gpu_monitor import GPUMonitor as GPUMonitor
     from lockstep.monitor.metric_log import merged_histogram as merged_histogram
-    from lockstep.monitor.rank_logger import rank_logger as rank_logger
-    from lockstep.monitor.throughput_tracker import ThroughputTracker as ThroughputTracker
+    from lockstep.monitor.own_loop import GPUMonitor as GPUMonitor
+    from lockstep.monitor.own_loop import ThroughputTracker as ThroughputTracker
+    from lockstep.monitor.own_loop import rank_logger as rank_logger
     from lockstep.proof.api import verify as verify
     from lockstep.simulation.planning import estimate_memory as estimate_memory
     from lockstep.strategies.record import Strategy as Strategy
@@ -98,10 +98,8 @@ _HOMES = {
         "lockstep.interop.importing": "import_config",
         "lockstep.launch.outcome": "exit_with",
         "lockstep.models.build": "count_parameters",
-        "lockstep.monitor.gpu_monitor": "GPUMonitor",
         "lockstep.monitor.metric_log": "merged_histogram",
-        "lockstep.monitor.rank_logger": "rank_logger",
-        "lockstep.monitor.throughput_tracker": "ThroughputTracker",
+        "lockstep.monitor.own_loop": "GPUMonitor ThroughputTracker rank_logger",
         "lockstep.proof.api": "verify",
         "lockstep.simulation.planning": "estimate_memory",
         "lockstep.strategies.record": "Strategy",

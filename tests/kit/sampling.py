@@ -328,7 +328,6 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "what_cannot_be_is_refused": 2,
     },
     "training/test_handed_over.py": {"renamed_inputs_of_the_library_are_the_same_run_however_the_model_is_cut": 0},
-    "training/test_history.py": {"a_damaged_history_is_reported": 5},
     "training/test_interrupted_evaluations.py": {
         "a_model_that_draws_has_the_metrics_of_the_undisturbed_run_after_a_kill": 0,
         "it_is_done_when_the_run_resumes": 1,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 93_159
-MOST_FILES = 553
+MOST_LINES = 92_686
+MOST_FILES = 543
 
 
 def test_src_keeps_within_its_budget() -> None:

@@ -15,10 +15,9 @@ from kit.worlds import in_process
 from lockstep.core.phase_clock import PhaseClock
 from lockstep.core.run_queue import waited_for_core
 from lockstep.distributed.notice_board import NoticeBoard
-from lockstep.monitor import meter_files
+from lockstep.monitor import rank_meters as meter_files
 from lockstep.monitor.host_gauges import CounterRates, host_gauges
-from lockstep.monitor.meter_files import MeterFiles, MeterThread
-from lockstep.monitor.rank_meters import RankMeters
+from lockstep.monitor.rank_meters import MeterFiles, MeterThread, RankMeters
 
 
 def read(folder: Path, block_devices: Path, times: int = 2) -> dict[str, float]:

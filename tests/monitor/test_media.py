@@ -25,8 +25,8 @@ from lockstep import log
 from lockstep.core import slow_imports
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.monitor import history
-from lockstep.monitor.media_folder import MediaFolder, file_name
-from lockstep.monitor.metric_log import MetricLog, media_of, merge
+from lockstep.monitor.media import MediaFolder, file_name
+from lockstep.monitor.metric_log import MetricLog, merge
 
 COLORS = torch.arange(2 * 3 * 3, dtype=torch.uint8).reshape(3, 2, 3)
 
@@ -145,15 +145,6 @@ def test_the_first_rank_that_has_one_counts(tmp_path: Path) -> None:
     assert np.array_equal(np.asarray(Pillow.open(io.BytesIO(points[0].encoded_image_string))), COLORS.permute(1, 2, 0))
     (text,) = {event.tensor_proto.string_val[0] for event in events.Tensors("ranks")}
     assert text == b"| rank |\n| --- |\n| 0 |"
-
-
-def test_each_image_is_sent_by_one_rank() -> None:
-    ranks = [MetricLog() for _ in range(3)]
-    ranks[1].image("a", COLORS)
-    ranks[2].image("a", COLORS)
-    ranks[2].table("b", ["c"], [])
-    entries = [rank.drain().without_media() for rank in ranks]
-    assert [media_of(entries, rank) for rank in range(3)] == [[], ["a"], ["b"]]
 
 
 def test_the_folder_is_bounded_and_rewound(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,8 +14,17 @@ from hypothesis import strategies as st
 
 from lockstep.core.phase_clock import Durations, Phase, PhaseClock, UpdateTimes
 from lockstep.distributed.notice_board import NoticeBoard
-from lockstep.monitor.meter_files import LIVE, RANKS, MeterFiles, MeterThread
-from lockstep.monitor.rank_meters import MeterReport, RankInterval, RankMeters, RankNotice, meter_values
+from lockstep.monitor.rank_meters import (
+    LIVE,
+    RANKS,
+    MeterFiles,
+    MeterReport,
+    MeterThread,
+    RankInterval,
+    RankMeters,
+    RankNotice,
+    meter_values,
+)
 
 
 def times_of(updates: int, **seconds: float) -> UpdateTimes:

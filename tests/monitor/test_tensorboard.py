@@ -48,6 +48,21 @@ def test_scalars_of_the_scheduled_steps(tmp_path: Path) -> None:
     assert events.file_version == 2.0
 
 
+def test_steps_that_a_resumed_run_repeats_are_dropped(tmp_path: Path) -> None:
+    for steps, loss, resumed in ((range(1, 6), 2.0, None), (range(4, 7), 1.0, 3)):
+        board = TensorBoard(tmp_path, every=1)
+        board.start(replace(FACTS, resumed_from=resumed))
+        for step in steps:
+            board.see(report(step, seconds=float(step), loss=loss))
+        board.finish(None)
+    assert _scalars(_read(tmp_path), "train/loss") == [
+        *((step, 2.0) for step in (1, 2, 3)),
+        (4, 1.0),
+        (5, 1.0),
+        (6, 1.0),
+    ]
+
+
 def test_at_most_ten_points_a_second_but_every_discarded_update(tmp_path: Path) -> None:
     board = TensorBoard(tmp_path, every=1)
     for step in range(1, 1001):

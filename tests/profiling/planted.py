@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +15,6 @@ from torch import nn
 from torch.profiler import record_function
 
 import lockstep
-from lockstep.monitor import trace_files
 
 
 class Reading(small.Net):
@@ -70,7 +66,6 @@ class SlowPoints(torch.utils.data.Dataset[Any]):
 
 
 DATA = {"train": {"kind": "custom", "target": "profiling.planted:SlowPoints"}}
-FORK_SECONDS = 0.8
 SAVES = {"every": "1 steps", "asynchronous": False}
 
 
@@ -106,19 +101,6 @@ def train_alone(folder: Path, *names: str) -> None:
     for name in names or ALONE:
         model, sections = ALONE[name]
         train(folder / name, model, **sections)
-
-
-def slow_fork() -> int:
-    """Fork a process so large that all threads stand still for a while."""
-    child = os.fork()
-    if child:
-        ctypes.PyDLL(None).usleep(round(1e6 * FORK_SECONDS))  # keeps the interpreter's lock
-    return child
-
-
-def train_with_a_slow_fork(folder: Path) -> None:
-    with patch.object(trace_files, "os", SimpleNamespace(**{**vars(os), "fork": slow_fork})):
-        train(folder, "ManySmall")
 
 
 def train_on_two(folder: Path) -> None:

@@ -12,7 +12,7 @@ from kit import small
 from kit.commands import run_lockstep, start_lockstep
 
 from lockstep.core.errors import RunFailed
-from lockstep.monitor.profile_spans import PROFILE, TraceOptions
+from lockstep.monitor.trace_requests import PROFILE, TraceOptions
 from lockstep.profiling import requesting
 from lockstep.profiling.requesting import request_traces
 

@@ -80,12 +80,6 @@ def test_the_profiler_itself_is_no_limit(runs: Path, tmp_path: Path, run: str) -
     raise AssertionError(names)
 
 
-def test_the_fork_that_writes_a_trace_is_in_no_update(tmp_path: Path) -> None:
-    in_process(planted.train_with_a_slow_fork, tmp_path / "run")
-    (interval,) = read_rank_history(tmp_path / "run").intervals
-    assert interval.updates[0] * interval.step_seconds[0] < planted.FORK_SECONDS
-
-
 @pytest.mark.parametrize("run", ["data", "small", "save", "rank", "link"])
 def test_the_split_of_the_meters_is_that_of_the_trace(runs: Path, run: str) -> None:
     """Phases add up to an update, by the meters and by torch's profiler, whose operators are in the right phases."""

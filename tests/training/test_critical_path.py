@@ -177,7 +177,7 @@ def touched(folder: Path, planted: type[lockstep.Monitor] | None = None) -> tupl
     """Train with everything on; return what the training thread touched, how often it read or wrote, and what other
     threads touched."""
     patched = pytest.MonkeyPatch()
-    patched.setattr("lockstep.monitor.meter_files.MeterThread.__init__.__defaults__", (0.05,))
+    patched.setattr("lockstep.monitor.rank_meters.MeterThread.__init__.__defaults__", (0.05,))
     touches, commit = Touches(), Session.commit
 
     def committed(session: Session) -> Any:

@@ -106,10 +106,7 @@ def _records(run: Path) -> list[list[Any]]:
 def _ledgers(run: Path) -> list[Any]:
     storage = LocalStorage(run / "checkpoints")
     manifests = [read_manifest(storage, name) for name in storage.names()]
-    return [
-        [(manifest.step, manifest.state["ledger"], manifest.environment["history"]["metrics.jsonl"][0])]
-        for manifest in manifests
-    ]
+    return [(manifest.step, manifest.state["ledger"]) for manifest in manifests]
 
 
 _SCHEDULES: dict[str, dict[str, Any]] = {

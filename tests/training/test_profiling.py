@@ -18,8 +18,7 @@ from kit.worlds import in_process, in_world
 
 import lockstep
 from lockstep.core.errors import ConfigError
-from lockstep.monitor.profile_spans import TraceOptions, TraceRequest
-from lockstep.monitor.trace_requests import REQUEST, read_answer
+from lockstep.monitor.trace_requests import REQUEST, TraceOptions, TraceRequest, read_answer
 
 
 class Slow(small.Net):

@@ -86,8 +86,7 @@ def plain(arguments: Sequence[str]) -> int:
 
 def _recorded(args: argparse.Namespace) -> list[Path]:
     """Return the traces: of a run that trains, new ones."""
-    from lockstep.monitor.profile_spans import TraceOptions
-    from lockstep.monitor.trace_requests import TraceAnswer
+    from lockstep.monitor.trace_requests import TraceAnswer, TraceOptions
     from lockstep.profiling.requesting import is_running, request_traces
     from lockstep.profiling.traces import trace_files
 
@@ -170,7 +169,7 @@ def _memory(arguments: Sequence[str]) -> int:
 def _refuse_beside_gpus(run: Path) -> None:
     """Raise RunFailed for a run that trains on GPUs of this host: new ranks beside it would take its memory."""
     from lockstep.monitor.attempts import read_attempts
-    from lockstep.monitor.run_lock import held_by
+    from lockstep.monitor.folder import held_by
 
     attempts = read_attempts(run)
     if attempts and attempts[-1].facts.get("device") != "cpu" and held_by(run) is not None:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 _NANO = 1e-9
@@ -18,15 +17,6 @@ def waited_for_core(tasks: Path = _TASKS) -> float | None:
     """Return the seconds in which this process's main thread was ready, but had no core; None if unknown."""
     times = _times(tasks, os.getpid())
     return None if times is None else times[1]
-
-
-def seconds_at_work(threads: Iterable[int]) -> float:
-    """Return the seconds in which threads of this process were on a core, or ready for one; 0 for those unknown.
-
-    Args:
-        threads: As `threading.Thread.native_id`.
-    """
-    return sum(sum(_times(_TASKS, thread) or ()) for thread in threads)
 
 
 def _times(tasks: Path, thread: int) -> tuple[float, float] | None:

@@ -48,8 +48,7 @@ from lockstep.launch.last_launch import (
     survived_failures,
 )
 from lockstep.launch.memory_folder import left_by
-from lockstep.monitor.folder import ENVIRONMENT, is_finished, is_run, refuse_escaping_links
-from lockstep.monitor.run_lock import held_by
+from lockstep.monitor.folder import ENVIRONMENT, held_by, is_finished, is_run, refuse_escaping_links
 from lockstep.report.run_data import RunData, read_run
 from lockstep.training.locations import run_config, storage_of
 from lockstep.training.memory_snapshots import snapshots_in

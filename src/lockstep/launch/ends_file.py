@@ -30,8 +30,8 @@ from lockstep.launch.ends import End, first_cause
 from lockstep.launch.outcome import LaunchResult
 from lockstep.monitor.attempts import ENDS, last_record, number_or_nan
 from lockstep.monitor.environment import short_description
+from lockstep.monitor.folder import lock_holder
 from lockstep.monitor.goodput import step_reached
-from lockstep.monitor.run_lock import lock_holder
 
 EXITED = ("exited", "code")
 """Ends of a rank by the program's own exit."""

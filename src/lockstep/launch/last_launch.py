@@ -17,8 +17,7 @@ from lockstep.core.formatting import first_sentence, size
 from lockstep.core.ranks import LAUNCHER
 from lockstep.launch.ends_file import LaunchEnds, read_ends
 from lockstep.monitor.attempts import ENDS
-from lockstep.monitor.folder import LOGS, is_finished
-from lockstep.monitor.run_lock import held_by, lock_holder
+from lockstep.monitor.folder import LOGS, held_by, is_finished, lock_holder
 
 _FULL = 1 << 20  # bytes that are free on a disk that counts as full
 _ROLLED_BACK = "rolled_back"  # a new round follows by itself: it isn't a failure

@@ -3,7 +3,6 @@
     /dev/shm/lockstep-1000-3f0c.../       of the user 1000's run in a folder whose path has this hash; mode 0700
     |- lock                               held by the launcher and its ranks
     |- attempts                           the run's attempts.jsonl when it was last used
-    |- tensorboard.json                   see `monitor.history`
     '- checkpoints/step-00000470/         snapshots
 
 A launcher that is killed leaves its folder: the next start of the same run on this host resumes from it, and a start of

@@ -22,7 +22,7 @@ from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import CONFIG, ENVIRONMENT, METRICS, SUMMARY, is_run
 from lockstep.monitor.goodput import goodput, step_reached
-from lockstep.monitor.meter_files import LIVE
+from lockstep.monitor.rank_meters import LIVE
 
 RUNS = "runs"
 """The default folder of runs."""

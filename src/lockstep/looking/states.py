@@ -25,10 +25,9 @@ from lockstep.core.files import MAX_JSON_BYTES, changed, opened_regular, read_bo
 from lockstep.core.formatting import duration
 from lockstep.launch.last_launch import last_launch, why_unrecorded
 from lockstep.monitor.attempts import holder_may_live
-from lockstep.monitor.discards import passed
-from lockstep.monitor.folder import ENVIRONMENT, METRICS, SUMMARY, is_finished
-from lockstep.monitor.meter_files import LIVE
-from lockstep.monitor.run_lock import held_by
+from lockstep.monitor.events import passed_discards
+from lockstep.monitor.folder import ENVIRONMENT, METRICS, SUMMARY, held_by, is_finished
+from lockstep.monitor.rank_meters import LIVE
 
 _FRESH_S = 30.0
 """Age up to which a live.json, which is replaced every 2 s, shows that its run is running, wherever that is."""
@@ -195,7 +194,7 @@ def sampled_losses(file: Path) -> list[tuple[int, float]]:
         return []
     matches = [match for part in parts for match in _LOSS.finditer(part)]
     losses = {int(match[1]): _loss(match[2]) for match in matches}
-    gone = passed([int(match[1]) for match in matches if match[3]], max(losses, default=0))
+    gone = passed_discards([int(match[1]) for match in matches if match[3]], max(losses, default=0))
     return sorted((step, loss) for step, loss in losses.items() if step not in gone)
 
 

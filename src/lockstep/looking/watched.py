@@ -22,8 +22,7 @@ from lockstep.looking.states import RunState, number, read_object, read_tail, sa
 from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import METRICS, is_run
-from lockstep.monitor.meter_files import LIVE
-from lockstep.monitor.rank_meters import POST_S
+from lockstep.monitor.rank_meters import LIVE, POST_S
 
 SILENT_S = 10.0
 """Seconds without a notice, of which each rank posts one every 2 s, after which it counts as silent."""

@@ -20,11 +20,10 @@ from typing import Any
 from lockstep.core.files import MAX_JSON_BYTES, opened_regular, read_bounded
 from lockstep.core.records import RunInfo
 from lockstep.monitor.events import EVENTS
-from lockstep.monitor.folder import ATTEMPTS, METRICS
+from lockstep.monitor.folder import ATTEMPTS, LOCK, METRICS, holder_is_gone
 from lockstep.monitor.jsonl import line
-from lockstep.monitor.meter_files import LIVE, RANKS
 from lockstep.monitor.meters import memory_bandwidth
-from lockstep.monitor.run_lock import LOCK, holder_is_gone
+from lockstep.monitor.rank_meters import LIVE, RANKS
 
 ENDS = "ends.jsonl"
 """The file, among the logs, with a line for each round of ranks: how and when it ended."""

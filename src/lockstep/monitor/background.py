@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from lockstep.core.errors import Failure
@@ -29,18 +31,105 @@ from lockstep.core.records import (
     SaveReport,
     StepReport,
 )
-from lockstep.core.run_queue import seconds_at_work
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, NextReport, ReportWriter, ThrottledMonitor
 from lockstep.monitor.rank_meters import MeterReport
-from lockstep.monitor.work_queue import MOST_WEIGHT, WorkQueue
 
+MOST_WEIGHT = 10_000
+_Work = tuple[Callable[..., object], tuple[object, ...], int]
 _log = logging.getLogger("lockstep.monitor")
 _HISTOGRAM_WEIGHT = 10
 _LONGEST_REASON = 400  # characters
 _CHARACTERS = 500  # of a text that weigh as much as a report
-END_S = 20.0
-"""How long the end of a run waits for writers that hang; for those at work it waits longer (`_AtWork`)."""
+END_S = 30.0
+"""How long the end of a run waits for its writers."""
+
+
+class WorkQueue:
+    """Calls functions in the order in which they were put, in a thread that starts with the first.
+
+    Args:
+        name: of the thread.
+        most: weight of the waiting functions, at most. A single one is always taken, and those without weight.
+
+    Attributes:
+        dropped: Number of functions that were not called, since the queue was full or closed.
+    """
+
+    def __init__(self, name: str, most: int = MOST_WEIGHT) -> None:
+        self._name = name
+        self._most = most
+        self._changed = threading.Condition()
+        self._waiting: deque[_Work] = deque()
+        self._weight = 0
+        self._busy_since = math.inf
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.dropped = 0
+
+    def put(self, act: Callable[..., object], *arguments: object, weight: int = 1) -> bool:
+        """Add a call of a function, which must not raise; return whether it fitted. Never waits."""
+        with self._changed:
+            if self._closed or (self._waiting and weight and self._weight + weight > self._most):
+                self.dropped += 1
+                return False
+            self._waiting.append((act, arguments, weight))
+            self._weight += weight
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            elif len(self._waiting) == 1:
+                self._changed.notify_all()
+        return True
+
+    def drain(self, seconds: float = math.inf) -> bool:
+        """Wait until all functions have been called; return False if that takes longer, or one already does."""
+        limit = time.monotonic() + seconds
+        with self._changed:
+            while self._waiting or self._busy_since < math.inf:
+                left = min(limit, self._busy_since + seconds) - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(None if left == math.inf else left)
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        """Wait that long, even for a function that already takes long; return whether all have been called."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and self._busy_since == math.inf, seconds)
+
+    def close(self, seconds: float = math.inf) -> bool:
+        """Wait as `drain` does, and call nothing more; return whether all functions were called."""
+        done = self.drain(seconds)
+        with self._changed:
+            self._closed = True
+            self.dropped += len(self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
+        return done
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+            while (work := self._next()) is not None:
+                act, arguments, weight = work
+                act(*arguments)
+                del act, arguments, work  # and what they hold
+                with self._changed:
+                    self._weight -= weight
+            if self._closed:
+                return
+
+    def _next(self) -> _Work | None:
+        """Return the next call; None if nothing waits."""
+        with self._changed:
+            if self._waiting:
+                self._busy_since = time.monotonic()
+                return self._waiting.popleft()
+            self._busy_since = math.inf
+            self._changed.notify_all()
+            return None
 
 
 class BackgroundMonitor(ThrottledMonitor):
@@ -69,7 +158,7 @@ class BackgroundMonitor(ThrottledMonitor):
         self._queue = WorkQueue(f"lockstep-{self._name}", most)
         self._next_step = 0
         self._failed = False
-        self._work: _AtWork | None = None  # once it finishes
+        self._ends_at: float | None = None  # once it finishes
 
     def start(self, info: RunInfo) -> None:
         self._put(self._writer.start, info)
@@ -115,25 +204,17 @@ class BackgroundMonitor(ThrottledMonitor):
     def begin_finish(self, error: BaseException | None) -> None:
         """Let the writer finish, without waiting for it."""
         self._put(self._writer.finish, error, weight=0)
-        self._work = _AtWork([self.thread] if self.thread is not None else [], self.end_seconds)
+        self._ends_at = time.monotonic() + self.end_seconds
 
     def finish(self, error: BaseException | None) -> None:
-        """Wait for the writer up to the limit, which began with `begin_finish`, and longer while it is at work."""
-        if self._work is None:
+        """Wait for the writer up to the limit, which began with `begin_finish`."""
+        if self._ends_at is None:
             self.begin_finish(error)
-        assert self._work is not None, "begin_finish has made it"
-        done = self._queue.drain(max(0.0, self.end_seconds - self._work.seconds))
-        while not done and self._work.continues():
-            done = self._queue.wait(self._work.interval)
+        self._queue.wait(max(0.0, (self._ends_at or 0.0) - time.monotonic()))
         if not self._queue.close(0.0):
             _log.warning("%s has not ended within %g s: its last reports are lost", self._name, self.end_seconds)
         elif self._queue.dropped:
             _log.warning("%s was too slow for %d reports, which are lost", self._name, self._queue.dropped)
-
-    @property
-    def thread(self) -> int | None:
-        """The system's number of the writer's thread, once it has begun."""
-        return self._queue.thread
 
     def drain(self, seconds: float) -> bool:
         """Wait until the writer has taken all reports, in any thread; return False if it takes longer."""
@@ -170,44 +251,3 @@ def _known_reason(error: BaseException) -> str | None:
     first = str(error).partition("\n")[0][:_LONGEST_REASON] or repr(error)
     cause = f"{chain.strerror}: {chain.filename}" if chain.strerror and chain.filename else str(chain)
     return first if chain is error or cause[:_LONGEST_REASON] in first else f"{first} ({cause[:_LONGEST_REASON]})"
-
-
-_SHARE = 0.5  # of an interval, spent at work by all threads together
-_MOST_ENDS = 4
-
-
-class _AtWork:
-    """States whether threads are at work, from now on: one that hangs, as on a network, uses no core.
-
-    Args:
-        threads: As `threading.Thread.native_id`.
-        bound: Seconds that the end waits for threads that hang. For those at work it waits four times as long at most.
-
-    Attributes:
-        interval: Seconds between two answers of `continues`.
-    """
-
-    def __init__(self, threads: Sequence[int], bound: float) -> None:
-        self._threads, self._most = threads, _MOST_ENDS * bound
-        self.interval = bound / 4
-        self._began = self._asked = time.monotonic()
-        self._worked = seconds_at_work(threads)
-        self._idle = False
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the beginning."""
-        return time.monotonic() - self._began
-
-    def continues(self) -> bool:
-        """Return whether they were at work lately; once they weren't, they never are.
-
-        Only a whole interval counts: a shorter one shows nothing, as the system counts in ticks.
-        """
-        now = time.monotonic()
-        if now - self._asked < self.interval:
-            return not self._idle
-        worked = seconds_at_work(self._threads)
-        self._idle |= worked - self._worked < _SHARE * (now - self._asked) or now - self._began > self._most
-        self._asked, self._worked = now, worked
-        return not self._idle

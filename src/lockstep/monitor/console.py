@@ -29,13 +29,13 @@ from lockstep.core.errors import (
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport, Verdict
 from lockstep.core.terminal import plain, plain_line
-from lockstep.monitor.gpu_health import GpuHealth
+from lockstep.monitor.background import WorkQueue
 from lockstep.monitor.live import LiveDisplay, Status, terminal_width
 from lockstep.monitor.meters import Rates, Throughput, model_flops_utilization
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, NextReport, ThrottledMonitor
+from lockstep.monitor.nvidia import GpuHealth
 from lockstep.monitor.rank_meters import MeterReport
-from lockstep.monitor.work_queue import WorkQueue
 from lockstep.plan.batch import BatchPlan
 
 Progress = Literal["auto", "live", "plain", "none"]

@@ -22,7 +22,7 @@ summary.json, which is also the last line of `--json`, marks a finished run. A f
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from lockstep.core.records import (
     StepReport,
 )
 from lockstep.monitor.jsonl import LineFile, finite, line
-from lockstep.monitor.media_folder import MEDIA, MediaFolder
+from lockstep.monitor.media import MEDIA, MediaFolder
 from lockstep.monitor.meters import Throughput
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, ReportWriter
@@ -51,6 +51,7 @@ _SUMMARY = (
     *("strategy", "ranks", "backend", "device", "precision", "global_size"),
     *("parameters", "trainable", "flops_per_token", "peak_flops"),
 )
+_MANY = 20  # in a row: more than a new loss scale of fp16 needs
 
 
 class EventLog(ReportWriter):
@@ -199,3 +200,16 @@ def summarize(
 def metrics_by_set(evaluations: Iterable[EvaluationReport]) -> Mapping[str, Any]:
     """Return the last metrics of each set by name."""
     return {report.name: dict(report.metrics) for report in evaluations}
+
+
+def passed_discards(discarded: Collection[int], last: int) -> set[int]:
+    """Return the discarded updates that a run has passed: all but many in a row up to the last one.
+
+    Args:
+        discarded: Their steps.
+        last: The step of the last update.
+    """
+    steps, kept = {*discarded}, last
+    while kept in steps:
+        kept -= 1
+    return {step for step in steps if step <= kept} if last - kept >= _MANY else steps

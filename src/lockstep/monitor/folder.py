@@ -26,9 +26,11 @@ The process that starts the run creates the folder (`RunFolder.create`), once; i
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -43,8 +45,7 @@ from lockstep.core.jobs import JOB_FILES
 from lockstep.core.local_paths import local_path, target_of
 from lockstep.core.near_runs import did_you_mean_run
 from lockstep.monitor import history
-from lockstep.monitor.media_folder import MEDIA
-from lockstep.monitor.run_lock import LOCK, open_lock
+from lockstep.monitor.media import MEDIA
 
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
@@ -56,6 +57,13 @@ LOGS = "logs"
 SUMMARY = "summary.json"
 EARLIER = "earlier"
 CHECKPOINTS = "checkpoints"
+_FOLDERS = (TENSORBOARD, MEDIA, TRACKERS, LOGS, EARLIER, "model")
+LOCK = "run.lock"
+HOLDER = re.compile(r"process (\d+) on (\S+), since (.+)")
+"""The content of a lock: process, host, time."""
+_MOST_LOCK = 1000
+_FORKS_END_S = 10.0  # of a process that was killed: they end with it
+_PAUSE_S = 0.05
 
 
 class RunFolder:
@@ -132,10 +140,10 @@ class RunFolder:
                     entry.rename(archive / entry.name)
             self.tensorboard.mkdir(exist_ok=True)
 
-    def rewind(self, step: int, memory: Path | None = None) -> None:
+    def rewind(self, step: int) -> None:
         """Rewind the history to `step`, as `history.rewind` does; later lines move to earlier/N. Raises RunFailed."""
         with _run_failed_on_error("rewind the history in", self.path):
-            history.rewind(self.path, step, _next_archive(self.path), memory)
+            history.rewind(self.path, step, _next_archive(self.path))
 
     def remove_evaluations(self, step: int) -> None:
         """Move evaluations at `step`, with which the run resumes, to earlier/N. Raises RunFailed."""
@@ -266,9 +274,6 @@ def _mode(path: Path) -> int:
         return stat.S_IFREG
 
 
-_FOLDERS = (TENSORBOARD, MEDIA, TRACKERS, LOGS, EARLIER, "model")
-
-
 def _refuse_bytes(path: Path) -> None:
     """Raise ConfigError if a path isn't text, which files of a run and libraries that write weights take only."""
     with _run_failed_on_error("create the run folder", path):  # there may be no working directory
@@ -305,3 +310,56 @@ def _run_failed_on_error(verb: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunFailed(f"can't {verb} {path}: {error.strerror or error}") from error
+
+
+def lock_holder(path: str | os.PathLike[str]) -> bytes | None:
+    """Return the content of the run's lock, which differs from run to run; None if it can't be read."""
+    try:
+        return read_bounded(Path(path) / LOCK, _MOST_LOCK)
+    except OSError:
+        return None
+
+
+def held_by(path: str | os.PathLike[str]) -> str | None:
+    """Return what the run's lock states if a process holds it; None if none does, or that can't be seen."""
+    try:
+        handle = os.open(Path(path) / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return (lock_holder(path) or b"").decode(errors="replace").strip()
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
+    return None
+
+
+def holder_is_gone(path: str | os.PathLike[str]) -> bool:
+    """Return whether the process that took the lock was one of this host, and has ended."""
+    match = HOLDER.fullmatch((lock_holder(path) or b"").decode(errors="replace").strip())
+    return match is not None and match[2] == socket.gethostname() and not Path("/proc", match[1]).exists()
+
+
+def open_lock(path: Path) -> tuple[int, str | None]:
+    """Open and take a run folder's lock; return its handle, and the holder if that is another process.
+
+    If that has ended, the processes that were forked from it are waited for, which end with it.
+
+    Raises OSError.
+    """
+    file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    until = time.monotonic() + _FORKS_END_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if holder_is_gone(path) and time.monotonic() < until:
+                time.sleep(_PAUSE_S)
+                continue
+            return file, os.pread(file, _MOST_LOCK, 0).decode(errors="replace").strip() or "another process"
+        except OSError:  # no locks on this file system: no process is kept out
+            pass
+        return file, None

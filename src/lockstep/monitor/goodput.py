@@ -34,9 +34,8 @@ from lockstep.monitor.attempts import (
     read_attempts,
 )
 from lockstep.monitor.events import EVENTS
-from lockstep.monitor.folder import CHECKPOINTS, LOGS, METRICS, is_finished
-from lockstep.monitor.meter_files import LIVE
-from lockstep.monitor.run_lock import held_by
+from lockstep.monitor.folder import CHECKPOINTS, LOGS, METRICS, held_by, is_finished
+from lockstep.monitor.rank_meters import LIVE
 
 _SAVED = re.compile(r"step-(\d{8,15})")
 _FRESH_S = 30.0  # since the last sign of a run on another host, whose lock doesn't show here

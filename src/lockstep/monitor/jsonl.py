@@ -9,15 +9,12 @@ import json
 import math
 import os
 import threading
-import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.core.files import append_to, flush
 
-_CHUNK = 2**20
 _strict = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
 
@@ -49,35 +46,6 @@ def _not_finite(path: str, value: Any) -> list[tuple[str, str]]:
     return [entry for name, part in parts for entry in _not_finite(f"{path}.{name}" if path else str(name), part)]
 
 
-@dataclass(frozen=True, slots=True)
-class FileMark:
-    """The extent of a file at some moment.
-
-    Attributes:
-        lines: Number of lines or records.
-        size: Bytes.
-        crc: CRC-32 of these bytes.
-    """
-
-    lines: int = 0
-    size: int = 0
-    crc: int = 0
-
-
-def mark_of(path: Path) -> FileMark:
-    """Return the mark of a file of lines; zeros if it can't be read, or isn't a regular file (a device may not end)."""
-    if not path.is_file():
-        return FileMark()
-    lines = size = crc = 0
-    try:
-        with path.open("rb") as file:
-            for chunk in iter(lambda: file.read(_CHUNK), b""):
-                lines, size, crc = lines + chunk.count(b"\n"), size + len(chunk), zlib.crc32(chunk, crc)
-    except OSError:
-        return FileMark()
-    return FileMark(lines, size, crc)
-
-
 class LineFile:
     """A file that lines are appended to, one write each, nothing buffered.
 
@@ -86,7 +54,6 @@ class LineFile:
     Attributes:
         lost: Number of lines that could not be written.
         reason: Why the last of these could not.
-        mark: How far the file has been written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,7 +63,6 @@ class LineFile:
         self._is_new = False
         self.lost = 0
         self.reason: OSError | None = None
-        self.mark = mark_of(path)
 
     def write(self, text: bytes) -> bool:
         """Return whether it is in the file. Never raises OSError."""
@@ -141,5 +107,3 @@ class LineFile:
             if written:
                 os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             raise
-        mark = self.mark
-        self.mark = FileMark(mark.lines + 1, mark.size + len(text), zlib.crc32(text, mark.crc))

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.core.collective_names import OPERATIONS
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.monitor.histogram import Histogram, HistogramCounts, merge_histograms
-from lockstep.monitor.logged_media import DeviceImage, table_of
+from lockstep.monitor.media import DeviceImage, table_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,65 +128,58 @@ class MetricLog:
 
     def __init__(self) -> None:
         self._kinds: dict[str, str] = {}
-        self._scalars: dict[str, float | Tensor] = {}
-        self._means: dict[str, tuple[float | Tensor, float | Tensor]] = {}
-        self._histograms: dict[str, HistogramCounts] = {}
-        self._texts: dict[str, str] = {}
-        self._media: dict[str, DeviceImage | LoggedTable] = {}
+        self._entries: dict[str, Any] = {}  # of their kinds, on their devices
         self._clamped: set[str] = set()  # names of images of which that was stated
 
     @property
     def empty(self) -> bool:
-        return not (self._scalars or self._means or self._histograms or self._texts or self._media)
+        return not self._entries
 
     def scalar(self, name: str, value: object) -> None:
         self._claim(name, "scalar")
-        self._scalars[name] = _number("scalar", name, value)
+        self._entries[name] = _number("scalar", name, value)
 
     def mean(self, name: str, total: object, weight: object) -> None:
         self._claim(name, "mean")
-        total_now, weight_now = _number("mean", name, total), _number("mean", name, weight)
-        before = self._means.get(name)
-        if before is not None:
-            total_now, weight_now = _add(before[0], total_now), _add(before[1], weight_now)
-        self._means[name] = (total_now, weight_now)
+        self._add(name, (_number("mean", name, total), _number("mean", name, weight)))
 
     def histogram(self, name: str, values: object) -> None:
         self._claim(name, "histogram")
-        counts = HistogramCounts.of(_tensor("histogram", name, values))
-        before = self._histograms.get(name)
-        self._histograms[name] = counts if before is None else before.plus(counts)
+        self._add(name, HistogramCounts.of(_tensor("histogram", name, values)))
 
     def text(self, name: str, text: object) -> None:
         self._claim(name, "text")
         if not isinstance(text, str):
             raise _wrong_type("text", name, text, "a str", "; log.scalar takes numbers")
-        self._texts[name] = text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
+        self._entries[name] = text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
 
     def image(self, name: str, pixels: object) -> None:
         self._claim(name, "image")
-        self._media[name] = DeviceImage.of(name, pixels)
+        self._entries[name] = DeviceImage.of(name, pixels)
 
     def table(self, name: str, columns: object, rows: object) -> None:
         self._claim(name, "table")
-        self._media[name] = table_of(name, columns, rows)
+        self._entries[name] = table_of(name, columns, rows)
 
     def drain(self) -> LogEntries:
         """Return what was logged since the last drain, as plain numbers. Waits for what is on a GPU."""
-        entries = LogEntries(
-            {name: float(value) for name, value in self._scalars.items()},
-            {name: (float(total), float(weight)) for name, (total, weight) in self._means.items()},
-            {name: counts.read() for name, counts in self._histograms.items()},
-            dict(self._texts),
-            {name: self._read(name, value) for name, value in self._media.items()},
-        )
-        for kept in (self._scalars, self._means, self._histograms, self._texts, self._media):
-            kept.clear()
-        return entries
+        of_kind: dict[str, dict[str, Any]] = {kind: {} for kind in ("scalar", "mean", "histogram", "text", "media")}
+        for name, value in self._entries.items():
+            kind = self._kinds[name]
+            of_kind["media" if kind in ("image", "table") else kind][name] = self._read(name, kind, value)
+        self._entries = {}
+        return LogEntries(*of_kind.values())
 
-    def _read(self, name: str, value: DeviceImage | LoggedTable) -> LoggedImage | LoggedTable:
-        if isinstance(value, LoggedTable):
-            return value
+    def _read(self, name: str, kind: str, value: Any) -> Any:
+        match kind:
+            case "scalar":
+                return float(value)
+            case "mean":
+                return float(value[0]), float(value[1])
+            case "histogram":
+                return value.read()
+            case "text" | "table":
+                return value
         if name not in self._clamped and value.is_clamped:
             self._clamped.add(name)
             _log.warning(
@@ -200,26 +193,23 @@ class MetricLog:
         """Return the entries since the last drain as a log of their own, without reading them; none stay here."""
         taken = MetricLog()
         taken._kinds, taken._clamped = self._kinds, self._clamped
-        taken._scalars, self._scalars = self._scalars, taken._scalars
-        taken._means, self._means = self._means, taken._means
-        taken._histograms, self._histograms = self._histograms, taken._histograms
-        taken._texts, self._texts = self._texts, taken._texts
-        taken._media, self._media = self._media, taken._media
+        taken._entries, self._entries = self._entries, {}
         return taken
 
     def put_back(self, earlier: MetricLog) -> None:
         """Put entries that were taken before those that have come since."""
-        since = self.take()
-        self._scalars = earlier._scalars | since._scalars
-        self._texts = earlier._texts | since._texts
-        self._media = earlier._media | since._media
-        self._means, self._histograms = earlier._means, earlier._histograms
-        for name, (total, weight) in since._means.items():
-            before = self._means.get(name)
-            self._means[name] = (total, weight) if before is None else (_add(before[0], total), _add(before[1], weight))
-        for name, counts in since._histograms.items():
-            known = self._histograms.get(name)
-            self._histograms[name] = counts if known is None else known.plus(counts)
+        since, self._entries = self._entries, {**earlier._entries}
+        for name, value in since.items():
+            self._add(name, value)
+
+    def _add(self, name: str, value: Any) -> None:
+        """Add to a mean or a histogram, and replace everything else."""
+        before = self._entries.get(name)
+        if before is not None and isinstance(value, tuple):
+            value = _sum(before[0], value[0]), _sum(before[1], value[1])
+        elif before is not None and isinstance(value, HistogramCounts):
+            value = before.plus(value)
+        self._entries[name] = value
 
     def _claim(self, name: object, kind: str) -> None:
         if not isinstance(name, str):
@@ -259,16 +249,11 @@ def collected(log: MetricLog, ranks: Axis) -> Logged:
     entries = cast("list[LogEntries]", ranks.gather(own.without_media()))
     logged = merge(entries)
     if any(entry.media for entry in entries):  # each is sent by one rank alone
-        part = {name: own.media[name] for name in media_of(entries, ranks.rank)}
+        before = {name for entry in entries[: ranks.rank] for name in entry.media}
+        part = {name: value for name, value in own.media.items() if name not in before}
         parts = cast("list[dict[str, LoggedImage | LoggedTable]]", ranks.gather(part))
         logged = replace(logged, media={name: media for of_rank in parts for name, media in of_rank.items()})
     return logged
-
-
-def media_of(entries: Sequence[LogEntries], rank: int) -> list[str]:
-    """Return the names of the images and tables that all ranks take from `rank`, the first one that has them."""
-    before = {name for entry in entries[:rank] for name in entry.media}
-    return [name for name in entries[rank].media if name not in before]
 
 
 def _by_name(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -398,5 +383,5 @@ def _wrong_type(kind: str, name: str, value: object, expected: str, remedy: str)
     return TypeError(f"log.{kind}({name!r}): expected {expected}, got {given}{remedy}")
 
 
-def _add(total: float | Tensor, more: float | Tensor) -> float | Tensor:
+def _sum(total: float | Tensor, more: float | Tensor) -> float | Tensor:
     return total + more if isinstance(total, float) or isinstance(more, float) else total + more.to(total.device)

@@ -24,7 +24,7 @@ from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.core.slow_imports import import_beside
 from lockstep.core.tracking import Bins, TrackedRun, Tracker
-from lockstep.monitor.media_folder import file_name
+from lockstep.monitor.media import file_name
 
 _REFUSED = re.compile(r"[^\w\-. :/]")
 _LONGEST_PARAMETER = 500

@@ -1,23 +1,32 @@
 """The profiler of a rank: starts, steps and ends torch's, between two updates.
 
     update    8       9          10   11   12   13              14
-    profiler          warmup     recorded                       --> RUN/profile/rank0.10.pt.trace.json.gz, by a thread
+    profiler          warmup     recorded                       --> RUN/profile/rank0.10.pt.trace.json.gz
               start              clock's marks                  ended
 
-Which updates these are follows from the config, or from a request in the vote: they
-record the same ones, without a collective of their own.
+Which updates these are follows from the config, or from a request in the vote: all ranks know them, without a
+collective of their own. Training waits while a trace is written, a second per 50 MB or so.
+
+The files' names are those that TensorBoard's profiler plugin reads (WORKER.SPAN.pt.trace.json.gz); Perfetto and
+chrome://tracing open them as they are. What Lockstep adds is a track `lockstep/PHASE` with the marks of the rank's
+clock, and the object "lockstep", which names rank, updates and device.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import os
+import pickle
+import re
 import socket
 import time
 import warnings
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerAction, profile
@@ -29,29 +38,35 @@ from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Request
 from lockstep.core.run_queue import waited_for_core
 from lockstep.distributed.memory import end_memory_history, record_memory_history
-from lockstep.monitor.profile_spans import (
+from lockstep.monitor.folder import lock_holder
+from lockstep.monitor.trace_requests import (
     PROFILE,
+    TRACE_SUFFIX,
+    RequestWatch,
     Span,
+    TraceAnswer,
     TraceOptions,
     TraceRequest,
     next_free,
     options_of,
     spans_of,
+    write_answer,
 )
-from lockstep.monitor.run_lock import lock_holder
-from lockstep.monitor.trace_files import EndedTrace, TraceWriter, write_trace
-from lockstep.monitor.trace_requests import RequestWatch, TraceAnswer, write_answer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from lockstep.config.training_sections import ProfileConfig
+    from lockstep.core.phase_clock import Mark
     from lockstep.core.records import StepReport
     from lockstep.distributed.process_group import World
 
+_HEADER_CHARS = 1 << 20
+_CHUNK = 1 << 20
+_EVENTS = '"traceEvents": ['
+_TRACK = 1  # thread number of the phases' track: no process has a thread with it
 _log = logging.getLogger("lockstep.monitor")
 _QUIET = "6"  # without it, Kineto prints a line at each start and end
-_FORK_S = 1.0  # that a trace may wait for earlier ones until the process that writes it is forked
 
 
 class Profiler:
@@ -68,7 +83,6 @@ class Profiler:
         self._world = world
         self._folder = folder
         self._holder = lock_holder(folder)
-        self._writer = TraceWriter()
         self._watch = RequestWatch(folder, self._announce, self._is_own) if world.rank == 0 else None
         self._planned: list[tuple[Span, TraceOptions]] = [(span, options_of(config)) for span in spans_of(config)]
         self._requested = False  # by the watch, for the next vote
@@ -131,12 +145,11 @@ class Profiler:
                 self._recording = _Recording.started(span, options, self._world)
 
     def close(self) -> None:
-        """End a trace that isn't over, and wait until all is written."""
+        """End a trace that isn't over, and write it."""
         if self._watch is not None:
             self._watch.stop()
         if self._recording is not None:
             self._end()
-        self._writer.close()
 
     def _plan(self, step: int, request: TraceRequest) -> TraceAnswer:
         options, size = request.options, self._world.size
@@ -149,15 +162,9 @@ class Profiler:
         return TraceAnswer(request.name, span.first, span.last, ranks)
 
     def _answer(self, answer: TraceAnswer) -> None:
-        watch = self._watch
-        if watch is None:
-            return
-
-        def write() -> None:
-            write_answer(self._folder, answer)
-            watch.answered(answer.name)
-
-        self._writer.submit(write)
+        if self._watch is not None:
+            self._attempt(lambda: write_answer(self._folder, answer))
+            self._watch.answered(answer.name)
 
     def _announce(self, request: TraceRequest) -> None:
         """Announce a request to all ranks, then make it known in the vote."""
@@ -168,8 +175,13 @@ class Profiler:
         recording, self._recording = self._recording, None
         trace = recording.ended() if recording is not None else None
         if trace is not None and self._is_own():
-            self._writer.submit(partial(write_trace, trace, self._folder / PROFILE))
-            trace.is_forked.wait(_FORK_S)  # here: it is no update's time
+            self._attempt(lambda: _write_trace(trace, self._folder / PROFILE))
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:
+            _log.warning("a trace can't be written: %s; the run continues without it", error)
 
     def _is_own(self) -> bool:
         return lock_holder(self._folder) == self._holder
@@ -220,7 +232,7 @@ class _Recording:
         self._record_if_first()
         return True
 
-    def ended(self) -> EndedTrace | None:
+    def ended(self) -> _EndedTrace | None:
         """End the profiler; return what it has recorded, None if that is no whole update."""
         marks = self._world.clock.recorded()
         waited = waited_for_core()
@@ -243,7 +255,7 @@ class _Recording:
         if waited is not None and self._waited is not None:
             facts["waited_for_core"] = waited - self._waited
         offset = time.time_ns() - time.perf_counter_ns()
-        return EndedTrace(self._profiler.export_chrome_trace, facts, marks, offset, snapshot)
+        return _EndedTrace(self._profiler.export_chrome_trace, facts, marks, offset, snapshot)
 
     def _record_if_first(self) -> None:
         """Keep the clock's marks, and the history of a GPU's memory, from the first recorded update on."""
@@ -261,3 +273,81 @@ def _action(span: Span, step: int) -> ProfilerAction:
     if step > span.last:
         return ProfilerAction.NONE
     return ProfilerAction.RECORD if step < span.last else ProfilerAction.RECORD_AND_SAVE
+
+
+@dataclass(frozen=True, slots=True)
+class _EndedTrace:
+    """A trace that was recorded and isn't written.
+
+    Attributes:
+        export: Writes Kineto's JSON to a path.
+        facts: The object "lockstep": rank, ranks, first, last, host, device, seconds that the main thread waited for
+            a core.
+        marks: Of the rank's clock.
+        offset: Nanoseconds from the clock's to Unix time.
+        snapshot: Of a GPU's memory, for `torch.cuda.memory`; None: there is none.
+    """
+
+    export: Callable[[str], Any]
+    facts: dict[str, Any]
+    marks: Sequence[Mark]
+    offset: int
+    snapshot: Any = None
+
+    @property
+    def stem(self) -> str:
+        return f"rank{self.facts['rank']}.{self.facts['first']}"
+
+
+def _write_trace(trace: _EndedTrace, folder: Path) -> None:
+    """Write a trace. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if trace.snapshot is not None:
+        (folder / f"{trace.stem}.memory.pickle").write_bytes(pickle.dumps(trace.snapshot))
+    path = folder / f"{trace.stem}{TRACE_SUFFIX}"
+    plain, packed = path.with_suffix(".kineto"), path.with_suffix(".part")
+    try:
+        trace.export(str(plain))
+        with plain.open(encoding="utf-8") as source, gzip.open(packed, "wt", 1, encoding="utf-8") as target:
+            _add_marks(trace, source, target)
+        packed.replace(path)
+    finally:
+        plain.unlink(missing_ok=True)
+        packed.unlink(missing_ok=True)
+
+
+def _add_marks(trace: _EndedTrace, source: IO[str], target: IO[str]) -> None:
+    """Copy Kineto's JSON with the marks as events, and the facts."""
+    header = source.read(_HEADER_CHARS)
+    before, begins, after = header.partition(_EVENTS)
+    if not begins:
+        raise OSError(f"torch's trace has no {_EVENTS} in its first {_HEADER_CHARS:,} characters")
+    match = re.search(r'"baseTimeNanoseconds":\s*(\d+)', before)
+    base = int(match[1]) if match else 0
+    facts = {**trace.facts, "process": os.getpid()}
+    target.write(before.replace("{", f'{{"lockstep": {json.dumps(facts)},', 1) + begins)
+    for event in _events(trace, base):
+        target.write(json.dumps(event) + ",\n")
+    target.write(after)
+    while chunk := source.read(_CHUNK):
+        target.write(chunk)
+
+
+def _events(trace: _EndedTrace, base: int) -> Iterator[dict[str, Any]]:
+    """Yield the updates and phases of the clock as events of a track of its own."""
+    track = {"pid": os.getpid(), "tid": _TRACK}
+    yield {"ph": "M", "name": "thread_name", **track, "args": {"name": "phases of the update (lockstep)"}}
+    marks = [(round(at * 1e9) + trace.offset - base, phase) for at, phase in trace.marks]
+    ends = [at for at, phase in marks if phase is None]
+    for number, (begin, end) in enumerate(pairwise(ends), trace.facts["first"]):
+        yield _slice(track, f"lockstep/update {number}", begin, end, update=number)
+    phases = [(at, phase) for at, phase in marks if phase is not None and ends and ends[0] <= at < ends[-1]]
+    for (begin, phase), end in zip(phases, [at for at, _ in phases[1:]] + ends[-1:], strict=False):
+        if end > begin:
+            yield _slice(track, f"lockstep/{Phase(phase).name.lower()}", begin, end)
+
+
+def _slice(track: dict[str, int], name: str, begin: int, end: int, **arguments: Any) -> dict[str, Any]:
+    """Return an event between two times in nanoseconds."""
+    times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
+    return {"ph": "X", "cat": "lockstep", "name": name, **track, **times, "args": arguments}

@@ -4,7 +4,8 @@
 
 The messages are TensorBoard's own; the frame around them is written here, since TensorBoard's writer imports
 TensorFlow where that is installed (seconds) and a stub of it where it isn't (0.15 s, against 0.015 s), and loses
-its errors in a thread. At most ten points a second are written: more can't be seen, and metrics.jsonl has them all.
+its errors in a thread. A run that resumes begins a file with a `SessionLog`, for which TensorBoard drops the later
+steps of earlier files. At most ten points a second are written: more can't be seen, and metrics.jsonl has them all.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from lockstep.monitor.rank_meters import MeterReport, meter_values
 _log = logging.getLogger("lockstep.monitor")
 _SECONDS_BETWEEN_POINTS = 0.1
 _TABLE_ROWS = 100  # of a table, which is shown as text
-_FRAME = 16  # bytes of a record around its data
 _numbers = itertools.count()
 
 
@@ -115,14 +115,17 @@ class TensorBoard(ReportWriter):
         images: Mapping[str, LoggedImage] | None = None,
     ) -> None:
         """Write one event; the file begins with one that has its version."""
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         if self._file is None:  # the name that TensorBoard looks for; the number distinguishes files of one process
             name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
             self._file = LineFile(self._folder / name)
         if not self._has_head:
-            head = Event(wall_time=time.time(), file_version="brain.Event:2")
-            self._has_head = self._file.write(_record(head.SerializeToString()))
+            head = [Event(wall_time=time.time(), file_version="brain.Event:2")]
+            if (resumed := self._facts.resumed_from if self._facts is not None else None) is not None:
+                began = SessionLog(status=SessionLog.START)
+                head.append(Event(wall_time=time.time(), step=resumed + 1, session_log=began))
+            self._has_head = self._file.write(b"".join(_record(event.SerializeToString()) for event in head))
         event = Event(wall_time=time.time(), step=step)
         for name, value in values.items():
             event.summary.value.add(tag=name, simple_value=value)
@@ -135,35 +138,6 @@ class TensorBoard(ReportWriter):
         if not self._file.write(_record(event.SerializeToString())) and not self._warned:
             self._warned = True
             _log.warning("can't write %s: %s; the run continues without it", self._folder, self._file.reason)
-
-
-def records(data: bytes) -> Iterator[bytes]:
-    """Yield the records of an event file; what follows the last complete one is yielded as it is."""
-    at = 0
-    while len(data) - at >= _FRAME:
-        (length,) = struct.unpack_from("<Q", data, at)
-        if length > len(data) - at - _FRAME:
-            break
-        yield data[at : at + length + _FRAME]
-        at += length + _FRAME
-    if at < len(data):
-        yield data[at:]
-
-
-def step_of(record: bytes) -> int | None:
-    """Return the step of the event in a record; None if it is no event, as the end of a file that a kill has truncated.
-
-    The checksum of its data isn't looked at, which takes Python a third of a millisecond: ranks that start again wait.
-    """
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    if len(record) < _FRAME or record[8:12] != _masked_crc(record[:8]):
-        return None
-    try:
-        return int(Event.FromString(record[12:-4]).step)
-    except DecodeError:
-        return None
 
 
 def _histogram_message(histogram: Histogram) -> Any:

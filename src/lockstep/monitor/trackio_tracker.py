@@ -18,7 +18,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.core.slow_imports import import_beside
 from lockstep.core.tracking import Bins, TrackedRun, Tracker, edges_and_counts, refuse_unknown
-from lockstep.monitor.media_folder import file_name
+from lockstep.monitor.media import file_name
 
 _log = logging.getLogger("lockstep.monitor")
 

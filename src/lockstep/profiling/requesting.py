@@ -15,11 +15,17 @@ from pathlib import Path
 
 from lockstep.core.errors import RunFailed
 from lockstep.monitor.attempts import holder_may_live, launched
-from lockstep.monitor.folder import ATTEMPTS
-from lockstep.monitor.meter_files import LIVE
-from lockstep.monitor.profile_spans import PROFILE, TRACE_SUFFIX, TraceOptions, TraceRequest
-from lockstep.monitor.run_lock import held_by
-from lockstep.monitor.trace_requests import REQUEST, TraceAnswer, read_answer
+from lockstep.monitor.folder import ATTEMPTS, held_by
+from lockstep.monitor.rank_meters import LIVE
+from lockstep.monitor.trace_requests import (
+    PROFILE,
+    REQUEST,
+    TRACE_SUFFIX,
+    TraceAnswer,
+    TraceOptions,
+    TraceRequest,
+    read_answer,
+)
 
 _POLL_S = 0.2
 _STALE_S = 60.0

@@ -26,7 +26,7 @@ from typing import Any
 from lockstep.core.collective_names import OPERATIONS, bus_factor
 from lockstep.core.errors import RunFailed
 from lockstep.core.intervals import Interval, gaps, intersection, length, union
-from lockstep.monitor.profile_spans import PROFILE, TRACE_SUFFIX
+from lockstep.monitor.trace_requests import PROFILE, TRACE_SUFFIX
 
 Event = Mapping[str, Any]
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")

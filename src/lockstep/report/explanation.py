@@ -14,8 +14,8 @@ from pathlib import Path
 from lockstep.core import formatting
 from lockstep.core.command_lines import command_line
 from lockstep.launch.last_launch import survived_failures
+from lockstep.monitor.folder import held_by
 from lockstep.monitor.goodput import Goodput, goodput, saved_steps
-from lockstep.monitor.run_lock import held_by
 from lockstep.report.curves import median_speed, throughput, utilization
 from lockstep.report.facts import bad_numbers, events, left_out
 from lockstep.report.limits import Limit, allows_larger, limits

@@ -19,9 +19,8 @@ from lockstep.core.command_lines import command_line
 from lockstep.core.secrets import hidden_variable
 from lockstep.launch.ends_file import LaunchEnds
 from lockstep.launch.last_launch import decided_ends
-from lockstep.monitor.folder import EARLIER
+from lockstep.monitor.folder import EARLIER, held_by
 from lockstep.monitor.goodput import RestartCost, goodput, restart_costs, saved_steps
-from lockstep.monitor.run_lock import held_by
 from lockstep.report.charts import value_text
 from lockstep.report.curves import capitalized, median_speed, throughput, unit_of
 from lockstep.report.run_data import RunData

@@ -25,8 +25,8 @@ from lockstep.core.formatting import counted
 from lockstep.core.near_runs import did_you_mean_run
 from lockstep.core.secrets import hidden_setting, without_secrets
 from lockstep.monitor.folder import CONFIG, is_run, refuse_escaping_links
-from lockstep.monitor.media_folder import MEDIA
-from lockstep.monitor.meter_files import RANKS
+from lockstep.monitor.media import MEDIA
+from lockstep.monitor.rank_meters import RANKS
 from lockstep.report import facts
 from lockstep.report.charts import Marks, draw
 from lockstep.report.curves import MAX_LOGGED, charts, rank_charts, straggler_rows

@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.monitor.meter_files import RANKS
-from lockstep.monitor.rank_meters import Straggler
+from lockstep.monitor.rank_meters import RANKS, Straggler
 from lockstep.report.run_data import RunData
 from lockstep.report.series import Numbers
 

@@ -23,8 +23,7 @@ from lockstep.config.reading import MOST_BYTES, read_yaml, to_python
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.formatting import listed
 from lockstep.monitor.attempts import Attempt, read_attempts
-from lockstep.monitor.discards import passed
-from lockstep.monitor.events import EVENTS
+from lockstep.monitor.events import EVENTS, passed_discards
 from lockstep.monitor.folder import CONFIG, EARLIER, ENVIRONMENT, METRICS, SUMMARY
 from lockstep.monitor.goodput import step_reached
 from lockstep.report.series import Series
@@ -125,7 +124,7 @@ class RunData:
     def trained_loss(self) -> Series:
         """The loss without that of discarded updates, unless the run ends with many of those in a row."""
         loss = self.columns["loss"]
-        gone = passed([step for step, _ in self.discarded], int(loss.steps[-1]) if len(loss.steps) else 0)
+        gone = passed_discards([step for step, _ in self.discarded], int(loss.steps[-1]) if len(loss.steps) else 0)
         stays = ~np.isin(loss.steps, list(gone))
         return replace(loss, steps=loss.steps[stays], values=loss.values[stays])
 

@@ -11,7 +11,6 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lockstep")
 # Keys in a manifest's environment:
-HISTORY = "history"  # how far the run's files had been written
 TRANSFORMS = "transforms"  # names of the transforms of the model, if there are any
 
 
@@ -109,7 +107,6 @@ class Checkpoints(VoteParticipant):
         environment: of this attempt, on the first rank.
         run: id of the run, from `begin` on.
         history: of the run, on the first rank; flushed before a checkpoint that refers to it exists.
-        resumed_environment: of the checkpoint that this attempt resumed from.
         resumed_from: the step that this attempt resumed from; None: it started from the beginning.
     """
 
@@ -149,7 +146,6 @@ class Checkpoints(VoteParticipant):
         self.environment = environment
         self.snapshots = MemorySnapshots(session, memory, home)
         self.history: HistoryFiles | None = None
-        self.resumed_environment: Mapping[str, Any] = {}
         self.resumed_from: int | None = None
         self.run = ""
 
@@ -199,7 +195,6 @@ class Checkpoints(VoteParticipant):
             if restored is not None:
                 loaded, notes = restored
                 manifest = loaded.manifest
-                self.resumed_environment = manifest.environment
                 self.resumed_from = manifest.step
                 if resume.origin is None:  # a fork begins with its own checkpoint and its own best metric
                     run = manifest.run
@@ -229,7 +224,7 @@ class Checkpoints(VoteParticipant):
             lambda: self.history.flush() if self.history is not None else None,
         )
         self._began_at = self._session.progress.steps
-        self.snapshots.begin(metadata, self._began_at, partial(self._metadata, marked=False))
+        self.snapshots.begin(metadata, self._began_at, self._metadata)
         self._failure_state = attach(self._session, self)
         return notes
 
@@ -329,7 +324,7 @@ class Checkpoints(VoteParticipant):
         state, metrics = evaluation
         added = {**state, "seconds": seconds_of(self._session)}
         step = self._session.progress.steps
-        failure = self._saver.amend(StepMetadata(step, 0, 0, added, metrics, self._marks()))
+        failure = self._saver.amend(StepMetadata(step, 0, 0, added, metrics))
         if failure is None:
             self._saved_evaluation = evaluation
         elif self._axis.rank == 0:
@@ -345,16 +340,12 @@ class Checkpoints(VoteParticipant):
         """Return what a checkpoint of the session as it is keeps of evaluations: in its state, and as metrics."""
         return self.evaluations.state(), self.evaluations.metrics()
 
-    def _metadata(self, state: TrainingState, *, marked: bool = True) -> StepMetadata:
-        """Describe a state; `marked`: with how far the history has been written, for which its threads are awaited."""
+    def _metadata(self, state: TrainingState) -> StepMetadata:
         progress, held = self._session.progress, components_of(self._session).sharding.state
         refuse_not_finite(held.not_finite(state), f"after update {progress.steps:,}")
         of_evaluations, metrics = self._evaluation()
-        values, marks = {**state.values, "data": self._data, **of_evaluations}, self._marks() if marked else {}
-        return StepMetadata(progress.steps, progress.samples, progress.tokens, values, metrics, marks)
-
-    def _marks(self) -> dict[str, Any]:
-        return {} if self.history is None else {HISTORY: self.history.marks()}
+        values = {**state.values, "data": self._data, **of_evaluations}
+        return StepMetadata(progress.steps, progress.samples, progress.tokens, values, metrics)
 
     def finish(self) -> list[SaveReport]:
         """Wait for the current save; return the saves that have ended since `outcomes`, on all ranks."""

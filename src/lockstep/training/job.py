@@ -31,14 +31,13 @@ from lockstep.launch.other_launchers import launch_environment
 from lockstep.launch.outside_watch import watched_from_outside
 from lockstep.launch.rank import append
 from lockstep.launch.streams import log_path
-from lockstep.monitor import history, metric_log
+from lockstep.monitor import metric_log
 from lockstep.monitor.environment import describe
 from lockstep.monitor.events import summarize
-from lockstep.monitor.folder import LOGS, RunFolder
+from lockstep.monitor.folder import LOGS, RunFolder, lock_holder
 from lockstep.monitor.metric_log import MetricLog
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.profiler import Profiler
-from lockstep.monitor.run_lock import lock_holder
 from lockstep.resilience.faults import plant
 from lockstep.resilience.memory_faults import Trained
 from lockstep.resilience.signals import run_signals
@@ -46,7 +45,7 @@ from lockstep.strategies.registry import uses_ranks
 from lockstep.training.assemble import assemble
 from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt, run_info
 from lockstep.training.bad_updates import Rollback, leave_out_windows, report_rollbacks, rollbacks_of
-from lockstep.training.checkpoints import HISTORY, TRANSFORMS, Checkpoints
+from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
 from lockstep.training.locations import storage_of
 from lockstep.training.memory_snapshots import snapshots_in
@@ -237,8 +236,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
         if checkpoints.resumed_from is None or resume.origin is not None:
             run_folder.archive_attempt()
         else:
-            run_folder.rewind(checkpoints.resumed_from, job.memory)
-            notes += history.faults(folder, checkpoints.resumed_environment.get(HISTORY))
+            run_folder.rewind(checkpoints.resumed_from)
             if checkpoints.evaluations.comes_first:
                 run_folder.remove_evaluations(checkpoints.resumed_from)
         run_folder.write_config(recorded(components.config, checkpoints.run))

@@ -22,12 +22,11 @@ from lockstep.monitor.events import EventLog
 from lockstep.monitor.folder import TRACKERS, RunFolder
 from lockstep.monitor.host_gauges import host_gauges
 from lockstep.monitor.jsonl import finite
-from lockstep.monitor.meter_files import MeterFiles, MeterThread
 from lockstep.monitor.metric_log import MetricLog, collected
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.nvidia import gpu_gauges
 from lockstep.monitor.prometheus import PrometheusEndpoint
-from lockstep.monitor.rank_meters import RankMeters
+from lockstep.monitor.rank_meters import MeterFiles, MeterThread, RankMeters
 from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.monitor.trackers import TrackerMonitor
 from lockstep.training.session import bad_updates_of, components_of, left_out_of
@@ -155,7 +154,7 @@ def make_monitors(job: Job, folder: Path, checkpoints: Checkpoints, meters: Mete
     threads = [BackgroundMonitor(writer, options.every) for writer in (*writers, *endpoints)]
     console = Console(options.every, options.progress)
     files = [meters.files] if meters.files is not None else []
-    checkpoints.history = history.HistoryFiles(folder, [*writers, *files], [thread.drain for thread in threads])
+    checkpoints.history = history.HistoryFiles([*writers, *files], [thread.drain for thread in threads])
     reports = meters.files.reports if meters.files is not None else None
     trackers = _tracker_monitors(job, folder, checkpoints)  # the end of a run waits for their network, last
     return Monitors([*threads, console, *trackers], user_monitors(job.config, job.given), reports)

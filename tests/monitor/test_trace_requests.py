@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from lockstep.config.training_sections import ProfileConfig
-from lockstep.monitor.profile_spans import Span, TraceOptions, TraceRequest, next_free, options_of, spans_of
+from lockstep.monitor.trace_requests import Span, TraceOptions, TraceRequest, next_free, options_of, spans_of
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,334 @@
+"""Tools for any training loop: the speed of its steps, its GPUs, and a logger for each rank.
+
+tracker.start()  step  step  step  step      (evaluation)  tracker.start()  step  step
+                 |<-- window: average() -->|  no step's    |<-- measured -->|
+
+with GPUMonitor(seconds=1.0) as gpus:
+    ...                                 thread: read, every second --> history
+print(gpus.summary())
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from lockstep.core.errors import ConfigError
+from lockstep.core.phase_clock import Durations
+from lockstep.monitor.nvidia import NvidiaGPU, NvmlMissing, gpu_of, nvml_module
+
+_FORMAT = "%(asctime)s %(levelname)-7s rank {rank}/{size} %(name)s: %(message)s"
+_END_S = 5.0  # for the thread's end
+_SHOWN = (
+    ("gpu_utilization", "utilization", "%"),
+    ("gpu_temperature", "temperature", "C"),
+    ("gpu_power", "power", "W"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputAverage:
+    """The speed over some steps; NaN where there were none.
+
+    Attributes:
+        steps: Number of them.
+        seconds: All of them took.
+        step_seconds: Mean of one.
+        deviation: Standard deviation of one step's seconds.
+    """
+
+    steps: int
+    seconds: float
+    step_seconds: float
+    deviation: float
+    steps_per_second: float
+    samples_per_second: float
+    tokens_per_second: float
+
+
+class ThroughputTracker:
+    """Measures the steps of a loop on this rank.
+
+    On a GPU, the host runs ahead of the device by some steps; averages over tens of steps are right all the same.
+
+    Args:
+        window: Number of newest steps that `average` is about.
+        now: Returns seconds.
+    """
+
+    def __init__(self, window: int = 50, now: Callable[[], float] = time.perf_counter) -> None:
+        if window < 1:
+            raise ValueError(f"the window of a ThroughputTracker is a number of steps, at least 1; not {window}")
+        self._now = now
+        self._window: deque[tuple[float, float, float]] = deque(maxlen=window)  # seconds, samples, tokens
+        self._since: float | None = None
+        self.reset()
+
+    def start(self) -> None:
+        """Begin a step now, without the time since the last one: before the first step, and after a pause."""
+        self._since = self._now()
+
+    def step(self, samples: float = 0, tokens: float = 0) -> float:
+        """End a step that has consumed `samples` and `tokens`, and begin the next; return its seconds.
+
+        Raises:
+            RuntimeError: `start` wasn't called.
+            ValueError: `samples` or `tokens` is negative.
+        """
+        if not (samples >= 0 and tokens >= 0):
+            raise ValueError(
+                f"ThroughputTracker.step: a step consumes 0 samples and tokens or more, not {samples} and {tokens}"
+            )
+        if self._since is None:
+            raise RuntimeError("ThroughputTracker.step was called before start; call start() before the loop")
+        now = self._now()
+        seconds, self._since = now - self._since, now
+        self._window.append((seconds, samples, tokens))
+        self._durations.add(seconds)
+        return seconds
+
+    def average(self) -> ThroughputAverage:
+        """Return the speed over the newest steps, as many as the window has."""
+        steps = len(self._window)
+        seconds, samples, tokens = (
+            (math.fsum(column) for column in zip(*self._window, strict=True)) if steps else (0.0,) * 3
+        )
+        durations = Durations()
+        for duration, _, _ in self._window:
+            durations.add(duration)
+
+        def rate(number: float) -> float:
+            return number / seconds if seconds else math.nan
+
+        return ThroughputAverage(
+            steps, seconds, durations.mean, durations.deviation, rate(steps), rate(samples), rate(tokens)
+        )
+
+    def percentiles(self, *shares: float) -> dict[float, float]:
+        """Return the seconds that these shares of all steps since the last reset don't exceed, to 1 %.
+
+        Args:
+            shares: In [0, 1]; by default the median, 0.95 and 0.99.
+
+        Raises:
+            ValueError: A share is outside of [0, 1].
+        """
+        for share in shares:
+            if not 0 <= share <= 1:
+                near = f"; for the {share:g}th percentile, it is {share / 100:g}" if 1 < share <= 100 else ""
+                raise ValueError(f"ThroughputTracker.percentiles: a share is a number from 0 to 1, not {share:g}{near}")
+        return {share: self._durations.percentile(share) for share in shares or (0.5, 0.95, 0.99)}
+
+    def reset(self) -> None:
+        """Forget all steps, for example those of the warmup. A step that has begun continues."""
+        self._window.clear()
+        self._durations = Durations()
+
+
+def rank_logger(
+    name: str = "train",
+    folder: str | os.PathLike[str] | None = None,
+    level: int | str = "INFO",
+    *,
+    console: int | None = 0,
+    max_bytes: int = 10_000_000,
+    backups: int = 3,
+) -> logging.Logger:
+    """Return this rank's logger; each line has time, level, rank and number of ranks.
+
+    A second call with the same name replaces the handlers of the first.
+
+    Args:
+        name: Of the logger, for `logging.getLogger`.
+        folder: For rank-0.log, rank-1.log, ...; None: no files.
+        level: Such as INFO or logging.DEBUG.
+        console: The rank that also prints to standard error; None: no rank does.
+        max_bytes: Size at which a file is renamed to rank-0.log.1, and begun again.
+        backups: Number of renamed files to keep.
+
+    Raises:
+        ConfigError: The level is unknown, `console` is no rank, or the folder can't be written.
+    """
+    from lockstep.distributed.user_collectives import rank_and_size  # it imports torch
+
+    rank, size = rank_and_size()
+    if console is not None and not 0 <= console < size:
+        there = f"there are ranks 0 to {size - 1}" if size > 1 else "there is rank 0 alone"
+        raise ConfigError(f"rank_logger(console={console}): {there}; console=None prints on no rank")
+    logger = logging.getLogger(name)
+    try:
+        logger.setLevel(level.upper() if isinstance(level, str) else level)
+    except ValueError:
+        levels = ", ".join(logging.getLevelNamesMapping())
+        raise ConfigError(f"there is no log level {level!r}; there are {levels}") from None
+    handlers: list[logging.Handler] = []
+    if folder is not None:
+        path = Path(folder) / f"rank-{rank}.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handlers.append(RotatingFileHandler(path, maxBytes=max_bytes, backupCount=backups, encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"can't write the log {path}: {error.strerror or error}") from None
+    if console == rank:
+        handlers.append(logging.StreamHandler(sys.stderr))
+    formatter = logging.Formatter(_FORMAT.format(rank=rank, size=size))
+    for old in list(logger.handlers):
+        logger.removeHandler(old)
+        old.close()
+    for handler in handlers or [logging.NullHandler()]:
+        handler.setFormatter(formatter)
+        logger.addHandler(handler)
+    logger.propagate = False  # the root logger would print on every rank
+    return logger
+
+
+class ValueRange(NamedTuple):
+    """The range of a value over time."""
+
+    min: float
+    mean: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class GPUSample:
+    """The values of a GPU at a moment.
+
+    Attributes:
+        time: Unix time.
+        gpu: Number among the GPUs that this process sees.
+        values: By name: `gpu_utilization` in percent, `gpu_temperature` in degrees Celsius, `gpu_power` in watts, ...
+    """
+
+    time: float
+    gpu: int
+    values: Mapping[str, float]
+
+
+class GPUMonitor:
+    """Reads all GPUs every `seconds` between entering and leaving its block.
+
+    On a machine without NVIDIA GPUs, or without the package nvidia-ml-py, it reads nothing, and `reason` states why.
+
+    Args:
+        seconds: Between two readings.
+        kept: Number of newest readings of each GPU in the history.
+
+    Attributes:
+        names: Of the GPUs.
+        reason: Why there is nothing to read; empty otherwise.
+    """
+
+    def __init__(self, seconds: float = 1.0, kept: int = 3600) -> None:
+        if not seconds > 0 or kept < 1:
+            raise ValueError(f"GPUMonitor reads every {seconds:g} s and keeps {kept} readings; both must be above 0")
+        self._seconds = seconds
+        self._gpus: list[NvidiaGPU] = []
+        self._samples: list[deque[GPUSample]] = []
+        self._kept = kept
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self.names: list[str] = []
+        self.reason = "it was not started: write `with GPUMonitor() as gpus:`"
+
+    def __enter__(self) -> GPUMonitor:
+        try:
+            self._gpus = _visible_gpus()
+            self.reason = "" if self._gpus else "this process sees no NVIDIA GPU"
+        except NvmlMissing as missing:
+            self.reason = str(missing)
+        self.names = [gpu.name for gpu in self._gpus]
+        self._samples = [deque(maxlen=self._kept) for _ in self._gpus]
+        if self._gpus:
+            self._ended.clear()
+            self._thread = threading.Thread(target=self._run, name="lockstep-gpus", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(timeout=_END_S)
+
+    def history(self) -> list[GPUSample]:
+        """Return the readings so far, in the order of time."""
+        with self._lock:
+            return sorted((sample for samples in self._samples for sample in samples), key=lambda sample: sample.time)
+
+    def summary(self) -> dict[int, dict[str, ValueRange]]:
+        """Return min, mean and max of each value over the history, by GPU; nothing without GPUs."""
+        with self._lock:
+            of_gpus = [list(samples) for samples in self._samples]
+        return {number: _ranges(samples) for number, samples in enumerate(of_gpus)}
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"no GPU is read: {self.reason}"
+        lines = []
+        for number, ranges in self.summary().items():
+            shown = [
+                f"{label} {ranges[name].mean:.0f} {unit} (max {ranges[name].max:.0f})"
+                for name, label, unit in _SHOWN
+                if name in ranges
+            ]
+            lines.append(f"GPU {number}, {self.names[number]}: {', '.join(shown) or 'nothing was read'}")
+        return "\n".join(lines)
+
+    def _run(self) -> None:
+        while True:
+            for number, gpu in enumerate(self._gpus):
+                try:
+                    values = gpu.read()
+                except NvmlMissing as missing:
+                    self.reason = str(missing)
+                    return
+                with self._lock:
+                    self._samples[number].append(GPUSample(time.time(), number, values))
+            if self._ended.wait(self._seconds):
+                break
+        for gpu in self._gpus:
+            gpu.close()
+
+
+def _ranges(samples: list[GPUSample]) -> dict[str, ValueRange]:
+    names = dict.fromkeys(name for sample in samples for name in sample.values)
+    values = {name: [sample.values[name] for sample in samples if name in sample.values] for name in names}
+    return {name: ValueRange(min(of_name), statistics.fmean(of_name), max(of_name)) for name, of_name in values.items()}
+
+
+def _visible_gpus() -> list[NvidiaGPU]:
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, or all. Raises NvmlMissing."""
+    nvml = nvml_module()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [_gpu_at(nvml, number) for number in range(nvml.nvmlDeviceGetCount())]
+    gpus: list[NvidiaGPU] = []
+    for word in visible.split(","):
+        name = word.strip()
+        if name.startswith(("GPU-", "MIG-")):
+            gpus.append(gpu_of(nvml, name))
+        elif name.isdigit() and int(name) < nvml.nvmlDeviceGetCount():
+            gpus.append(_gpu_at(nvml, int(name)))
+        else:  # as CUDA does: what follows isn't seen
+            break
+    return gpus
+
+
+def _gpu_at(nvml: Any, number: int) -> NvidiaGPU:
+    try:
+        return NvidiaGPU(nvml, nvml.nvmlDeviceGetHandleByIndex(number))
+    except nvml.NVMLError as error:
+        raise NvmlMissing(f"NVIDIA's driver doesn't give access to GPU {number}: {error}") from None
