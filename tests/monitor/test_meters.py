@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kit.reports import FACTS, report
 
 from lockstep.monitor import meters
-from lockstep.monitor.meters import Rates, Throughput, memory_bandwidth, model_flops_utilization, peak_flops
+from lockstep.monitor.meters import Rates, Throughput, model_flops_utilization, peak_flops
 
 
 def test_rates_are_known_from_the_first_update_on() -> None:
@@ -111,31 +111,6 @@ def test_peaks_are_dense_in_each_dtype() -> None:
             if peak.tf32 is not None:
                 assert peak.bf16 == pytest.approx(2 * peak.tf32, rel=0.05), peak.name
                 assert peak.fp32 <= peak.tf32, peak.name
-        if peak.memory is not None:
-            assert 10 < (peak.fp16 or peak.fp32) / peak.memory < 450, peak.name  # operations a byte
-
-
-@pytest.mark.parametrize(
-    ("name", "terabytes"),
-    [
-        ("NVIDIA A100-SXM4-40GB", 1.555),
-        ("NVIDIA A100-SXM4-80GB", 2.039),
-        ("NVIDIA A100 80GB PCIe", 1.935),
-        ("NVIDIA A100-PCIE-40GB", 1.555),
-        ("NVIDIA H100 80GB HBM3", 3.35),
-        ("NVIDIA H100 PCIe", 2.0),
-        ("NVIDIA H100 NVL", 3.938),
-        ("NVIDIA GH200 480GB", 4.0),
-        ("NVIDIA A100-SXM-64GB", None),
-        ("NVIDIA H200", 4.8),
-        ("NVIDIA L4", 0.3),
-        ("NVIDIA GeForce RTX 4090", 1.008),
-        ("AMD Instinct MI300X", 5.325),
-        ("cpu", None),
-    ],
-)
-def test_bandwidths_are_those_of_the_data_sheets(name: str, terabytes: float | None) -> None:
-    assert memory_bandwidth(name) == (None if terabytes is None else pytest.approx(terabytes * 1e12))
 
 
 def test_an_unknown_dtype_is_a_programmers_error() -> None:

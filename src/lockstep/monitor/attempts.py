@@ -22,7 +22,6 @@ from lockstep.core.records import RunInfo
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import ATTEMPTS, LOCK, METRICS, holder_is_gone
 from lockstep.monitor.jsonl import line
-from lockstep.monitor.meters import memory_bandwidth
 from lockstep.monitor.rank_meters import LIVE, RANKS
 
 ENDS = "ends.jsonl"
@@ -42,7 +41,7 @@ _FACTS = (
     "flops_per_token",
     "peak_flops",
 )
-_FURTHER_FACTS = ("memory_bandwidth", "least_micro_size", "evaluation_size", "coupled")
+_FURTHER_FACTS = ("least_micro_size", "evaluation_size", "coupled")
 _LARGEST = 1e30
 _TAIL = 1 << 22  # bytes: a line of 1,024 ranks has 100 KB
 
@@ -91,14 +90,6 @@ class Attempt:
     facts: Mapping[str, Any] = field(default_factory=dict)
     planned: Planned = field(default_factory=Planned)
 
-    def host_of(self, rank: int) -> str:
-        """Return the host of a rank; empty if it isn't known."""
-        for host, ranks in self.hosts:
-            if rank < ranks:
-                return host
-            rank -= ranks
-        return ""
-
     def number(self, name: str) -> float | None:
         """Return a positive number of the facts; None if it isn't known."""
         value = number_or_nan(self.facts.get(name))
@@ -128,7 +119,7 @@ class Attempt:
 
 def facts_of(info: RunInfo) -> dict[str, Any]:
     """Return the facts of an attempt."""
-    return {**{name: getattr(info, name) for name in _FACTS}, "memory_bandwidth": memory_bandwidth(info.device)}
+    return {name: getattr(info, name) for name in _FACTS}
 
 
 def by_host(hosts: Sequence[str]) -> tuple[tuple[str, int], ...]:

@@ -39,7 +39,6 @@ from lockstep.monitor.rank_meters import LIVE
 
 _SAVED = re.compile(r"step-(\d{8,15})")
 _FRESH_S = 30.0  # since the last sign of a run on another host, whose lock doesn't show here
-_BLOCK = 1 << 14  # bytes, which has several lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +170,8 @@ def _kept(run: Path, attempt: Attempt, last: _ClockedUpdate) -> _ClockedUpdate:
     saved = max((step for step in saved_steps(run) if step <= last.step), default=0)
     if saved <= attempt.step:
         return _ClockedUpdate(attempt.step, attempt.seconds)
-    return _ClockedUpdate(saved, _clock_at(run / METRICS, saved, _ClockedUpdate(attempt.step, attempt.seconds), last))
+    share = (saved - attempt.step) / (last.step - attempt.step)  # as if all its updates took the same time
+    return _ClockedUpdate(saved, attempt.seconds + share * (last.clock - attempt.seconds))
 
 
 def _trains_elsewhere(run: Path) -> bool:
@@ -208,41 +208,6 @@ def step_reached(run: Path) -> int:
 def _whole(value: object) -> int:
     step = number_or_nan(value)
     return int(step) if step >= 0 else 0
-
-
-def _clock_at(metrics: Path, step: float, before: _ClockedUpdate, after: _ClockedUpdate) -> float:
-    """Return the clock of an update between two others, which its own line has, or those around it."""
-    with suppress(OSError), opened_regular(metrics) as handle:
-        low, high = 0, os.fstat(handle).st_size
-        while high - low > _BLOCK:
-            middle = (low + high) // 2
-            point = _first_update(os.pread(handle, _BLOCK, middle))
-            if point is None or point.step >= step:
-                high, after = middle, point or after
-            else:
-                low, before = middle, point
-        for text in os.pread(handle, 2 * _BLOCK, low).splitlines():
-            point = _update(text)
-            if point is not None and before.step < point.step <= step:
-                before = point
-            elif point is not None and step < point.step < after.step:
-                after = point
-    if not before.step < step < after.step:
-        return before.clock if step <= before.step else after.clock
-    return before.clock + (after.clock - before.clock) * (step - before.step) / (after.step - before.step)
-
-
-def _first_update(block: bytes) -> _ClockedUpdate | None:
-    """Return the first update that a whole line of this part of metrics.jsonl has."""
-    return next(filter(None, map(_update, block.splitlines()[1:-1])), None)
-
-
-def _update(text: bytes) -> _ClockedUpdate | None:
-    with suppress(ValueError, RecursionError, AttributeError):
-        record = json.loads(text)
-        point = _ClockedUpdate(number_or_nan(record.get("step")), number_or_nan(record.get("seconds")))
-        return point if math.isfinite(point.step) and math.isfinite(point.clock) else None
-    return None
 
 
 def _lost(attempts: tuple[Attempt, ...], ends: list[float]) -> float:

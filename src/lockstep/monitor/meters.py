@@ -124,7 +124,6 @@ class _Peak:
 
     Attributes:
         name: Pattern of the driver's whole name, without the vendor's prefixes. The first that matches counts.
-        memory: Bandwidth of its memory in TB/s; None: it differs between the GPUs of this name.
         source: The vendor's document that has the figures.
     """
 
@@ -133,49 +132,40 @@ class _Peak:
     tf32: float | None
     bf16: float | None
     fp16: float | None
-    memory: float | None
     source: str
 
 
 # Where a data sheet gives figures with sparsity, half of them. A device of the Instinct MI250 and MI250X is one of two
-# dies, so half of these, too; their fp32 is that of the matrix units. Bandwidths were compared in November 2026 with
-# published copies of these documents; where an announcement differs, the data sheet counts: a B200 in an HGX has 7.7
-# TB/s (8 were announced, and are those of a GB200), an H100 SXM 3.35 (3).
+# dies, so half of these, too; their fp32 is that of the matrix units.
 _PEAKS = (
-    _Peak(r"V100-SXM\d.*|V100-DGXS.*", 15.7, None, None, 125.0, 0.9, "Tesla V100 data sheet"),
-    _Peak(r"V100-PCIE.*", 14.0, None, None, 112.0, 0.9, "Tesla V100 data sheet"),
-    _Peak(r"V100S-PCIE.*", 16.4, None, None, 130.0, 1.134, "Tesla V100 data sheet"),
-    _Peak(r"T4", 8.1, None, None, 65.0, 0.32, "T4 data sheet"),
-    _Peak(r"A100-(SXM\d?|PCIE)-40GB.*", 19.5, 156.0, 312.0, 312.0, 1.555, "A100 data sheet"),
-    _Peak(r"A100-(SXM\d?|PG\d+)-80GB.*", 19.5, 156.0, 312.0, 312.0, 2.039, "A100 data sheet"),
-    _Peak(r"A100[- ](PCIE-80GB|80GB PCIE).*", 19.5, 156.0, 312.0, 312.0, 1.935, "A100 data sheet"),
-    _Peak(r"A100[- ](SXM|PCIE|PG|80GB).*", 19.5, 156.0, 312.0, 312.0, None, "A100 data sheet"),
-    _Peak(r"A30", 10.3, 82.0, 165.0, 165.0, 0.933, "A30 data sheet"),
-    _Peak(r"A40", 37.4, 74.8, 149.7, 149.7, 0.696, "A40 data sheet"),
-    _Peak(r"A10", 31.2, 62.5, 125.0, 125.0, 0.6, "A10 data sheet"),
-    _Peak(r"A10G", 31.5, 35.0, 70.0, 70.0, 0.6, "A10G data sheet"),
-    _Peak(r"RTX A6000", 38.7, 77.4, 154.8, 154.8, 0.768, "GA102 white paper, appendix A"),
-    _Peak(r"L4", 30.3, 60.0, 121.0, 121.0, 0.3, "L4 data sheet"),
-    _Peak(r"L40", 90.5, 90.5, 181.05, 181.05, 0.864, "L40 data sheet"),
-    _Peak(r"L40S", 91.6, 183.0, 362.05, 362.05, 0.864, "L40S data sheet"),
-    _Peak(r"RTX 6000 Ada Generation", 91.1, 182.1, 364.2, 364.2, 0.96, "Ada white paper, appendix A"),
-    _Peak(r"H100 NVL", 60.0, 417.5, 835.5, 835.5, 3.938, "H100 data sheet"),
-    _Peak(r"H100 PCIe", 51.0, 378.0, 756.0, 756.0, 2.0, "H100 data sheet"),
-    _Peak(r"H100( 80GB HBM\d.*)?", 67.0, 494.5, 989.5, 989.5, 3.35, "H100 data sheet"),
-    _Peak(r"GH200 480GB", 67.0, 494.5, 989.5, 989.5, 4.0, "GH200 data sheet"),
-    _Peak(r"GH200 144G HBM3e", 67.0, 494.5, 989.5, 989.5, 4.9, "GH200 data sheet"),
-    _Peak(r"H100( \d+GB HBM\d.*)|GH200 .*", 67.0, 494.5, 989.5, 989.5, None, "H100 data sheet"),
-    _Peak(r"H200 NVL", 60.0, 417.5, 835.5, 835.5, 4.8, "H200 data sheet"),
-    _Peak(r"H200", 67.0, 494.5, 989.5, 989.5, 4.8, "H200 data sheet"),
-    _Peak(r"B200", 75.0, 1100.0, 2250.0, 2250.0, 7.7, "HGX B200 data sheet"),
-    _Peak(r"GB200", 80.0, 1250.0, 2500.0, 2500.0, 8.0, "GB200 NVL72 data sheet"),
-    _Peak(r"RTX 3090", 35.6, 35.6, 71.0, 71.0, 0.936, "GA102 white paper, appendix A"),
-    _Peak(r"RTX 4080", 48.7, 48.7, 97.5, 97.5, 0.717, "Ada white paper, appendix A"),
-    _Peak(r"RTX 4090", 82.6, 82.6, 165.2, 165.2, 1.008, "Ada white paper, appendix A"),
-    _Peak(r"RTX 5090", 104.8, 104.8, 209.5, 209.5, 1.792, "RTX Blackwell white paper, appendix A"),
-    _Peak(r"Instinct MI250", 45.3, None, 181.0, 181.0, 1.6384, "Instinct MI250 data sheet"),
-    _Peak(r"Instinct MI250X", 47.9, None, 191.5, 191.5, 1.6384, "Instinct MI250X data sheet"),
-    _Peak(r"Instinct MI300X", 163.4, 653.7, 1307.4, 1307.4, 5.325, "Instinct MI300X data sheet"),
+    _Peak(r"V100-SXM\d.*|V100-DGXS.*", 15.7, None, None, 125.0, "Tesla V100 data sheet"),
+    _Peak(r"V100-PCIE.*", 14.0, None, None, 112.0, "Tesla V100 data sheet"),
+    _Peak(r"V100S-PCIE.*", 16.4, None, None, 130.0, "Tesla V100 data sheet"),
+    _Peak(r"T4", 8.1, None, None, 65.0, "T4 data sheet"),
+    _Peak(r"A100[- ](SXM|PCIE|PG|80GB).*", 19.5, 156.0, 312.0, 312.0, "A100 data sheet"),
+    _Peak(r"A30", 10.3, 82.0, 165.0, 165.0, "A30 data sheet"),
+    _Peak(r"A40", 37.4, 74.8, 149.7, 149.7, "A40 data sheet"),
+    _Peak(r"A10", 31.2, 62.5, 125.0, 125.0, "A10 data sheet"),
+    _Peak(r"A10G", 31.5, 35.0, 70.0, 70.0, "A10G data sheet"),
+    _Peak(r"RTX A6000", 38.7, 77.4, 154.8, 154.8, "GA102 white paper, appendix A"),
+    _Peak(r"L4", 30.3, 60.0, 121.0, 121.0, "L4 data sheet"),
+    _Peak(r"L40", 90.5, 90.5, 181.05, 181.05, "L40 data sheet"),
+    _Peak(r"L40S", 91.6, 183.0, 362.05, 362.05, "L40S data sheet"),
+    _Peak(r"RTX 6000 Ada Generation", 91.1, 182.1, 364.2, 364.2, "Ada white paper, appendix A"),
+    _Peak(r"H100 NVL", 60.0, 417.5, 835.5, 835.5, "H100 data sheet"),
+    _Peak(r"H100 PCIe", 51.0, 378.0, 756.0, 756.0, "H100 data sheet"),
+    _Peak(r"H100( \d+GB HBM\d.*)?|GH200 .*", 67.0, 494.5, 989.5, 989.5, "H100 data sheet"),
+    _Peak(r"H200 NVL", 60.0, 417.5, 835.5, 835.5, "H200 data sheet"),
+    _Peak(r"H200", 67.0, 494.5, 989.5, 989.5, "H200 data sheet"),
+    _Peak(r"B200", 75.0, 1100.0, 2250.0, 2250.0, "HGX B200 data sheet"),
+    _Peak(r"GB200", 80.0, 1250.0, 2500.0, 2500.0, "GB200 NVL72 data sheet"),
+    _Peak(r"RTX 3090", 35.6, 35.6, 71.0, 71.0, "GA102 white paper, appendix A"),
+    _Peak(r"RTX 4080", 48.7, 48.7, 97.5, 97.5, "Ada white paper, appendix A"),
+    _Peak(r"RTX 4090", 82.6, 82.6, 165.2, 165.2, "Ada white paper, appendix A"),
+    _Peak(r"RTX 5090", 104.8, 104.8, 209.5, 209.5, "RTX Blackwell white paper, appendix A"),
+    _Peak(r"Instinct MI250", 45.3, None, 181.0, 181.0, "Instinct MI250 data sheet"),
+    _Peak(r"Instinct MI250X", 47.9, None, 191.5, 191.5, "Instinct MI250X data sheet"),
+    _Peak(r"Instinct MI300X", 163.4, 653.7, 1307.4, 1307.4, "Instinct MI300X data sheet"),
 )
 _PREFIX = re.compile(r"(NVIDIA|AMD|Tesla|GeForce|Quadro)\s+", re.IGNORECASE)
 
@@ -191,12 +181,6 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
         return None
     teraflops = {"fp32": peak.fp32, "tf32": peak.tf32 or peak.fp32, "bf16": peak.bf16, "fp16": peak.fp16}[dtype]
     return None if teraflops is None else teraflops * 1e12
-
-
-def memory_bandwidth(device_name: str) -> float | None:
-    """Return the peak bandwidth of a device's memory in bytes per second; None if it isn't known."""
-    peak = _peak_of(device_name)
-    return None if peak is None or peak.memory is None else peak.memory * 1e12
 
 
 def _peak_of(device_name: str) -> _Peak | None:

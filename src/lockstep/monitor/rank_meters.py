@@ -81,41 +81,18 @@ class RankNotice:
     gauges: Mapping[str, float] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        durations = self.times.durations
-        record = {
-            "rank": self.rank,
-            "host": self.host,
-            "process": self.process,
-            "time": self.time,
-            "step": self.step,
-            "phase": self.phase.name.lower(),
-            "phase_seconds": self.phase_seconds,
-            "bins": list(durations.bins.items()),
-            "moments": [durations.count, durations.total, durations.squares, durations.low, durations.high],
-            "split": self.times.split,
-            "measured": self.times.measured,
-            "evaluation": self.times.evaluation,
-            "gauges": dict(self.gauges),
-        }
+        bins = list(self.times.durations.bins.items())  # JSON has no numbers as keys
+        record = asdict(self)
+        record["times"]["durations"]["bins"] = bins
         return json.dumps(record).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> RankNotice:
         record: dict[str, Any] = json.loads(data)
-        bins = Counter({int(index): int(count) for index, count in record["bins"]})
-        times = UpdateTimes(
-            Durations(bins, *record["moments"]), record["split"], record["measured"], record["evaluation"]
-        )
+        times, durations = record["times"], record["times"]["durations"]
+        durations = Durations(**{**durations, "bins": Counter(dict(durations["bins"]))})
         return cls(
-            record["rank"],
-            record["host"],
-            record["process"],
-            record["time"],
-            record["step"],
-            Phase[record["phase"].upper()],
-            record["phase_seconds"],
-            times,
-            record["gauges"],
+            **{**record, "phase": Phase(record["phase"]), "times": UpdateTimes(**{**times, "durations": durations})}
         )
 
 
