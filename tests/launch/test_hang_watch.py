@@ -24,8 +24,7 @@ from lockstep.core.stopping import STACKS_SIGNAL
 from lockstep.launch import rank_stacks
 from lockstep.launch.ends import End, EndKind
 from lockstep.launch.failure_kinds import FailureKind, kind_of
-from lockstep.launch.hang_report import Hang, Sight, hang_text, name_text
-from lockstep.launch.hang_watch import HangWatch, LearnedTimes
+from lockstep.launch.hang_watch import Hang, HangWatch, LearnedTimes, Sight, hang_text, name_text
 from lockstep.launch.rank_stacks import Frame, line_of, main_frames, waits_in_collective
 
 Act = Callable[[PhaseClock], None]

@@ -21,7 +21,7 @@ from lockstep.config.schema import Launch
 from lockstep.core.errors import RunFailed
 from lockstep.launch import meeting
 from lockstep.launch.host_protocol import NotLauncher
-from lockstep.launch.reaching import Rendezvous
+from lockstep.launch.relay import Rendezvous
 
 RUN = ("train", "digits", "run.steps=2", "launch.device=cpu", "run.folder=run", "--ranks", 1, "--nodes", 2)
 

@@ -22,7 +22,7 @@ from kit.waiting import UNHURRIED
 from kit.worlds import served
 
 from lockstep.launch.host_protocol import _proof, job_key, store_of
-from lockstep.launch.splicing import StoreEnd, taken_over
+from lockstep.launch.relaying import StoreEnd, taken_over
 
 RUN = (
     "train", "digits", "run.steps=100000", "launch.device=cpu", "monitor.every=1", "run.folder=run",

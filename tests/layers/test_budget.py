@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 92_686
-MOST_FILES = 543
+MOST_LINES = 92_531
+MOST_FILES = 538
 
 
 def test_src_keeps_within_its_budget() -> None:

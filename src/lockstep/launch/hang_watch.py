@@ -5,6 +5,8 @@
     not moved until `end_after`           --> it is killed, and all ranks start again
     it is stopped, and others aren't      --> continued (SIGCONT) when it is named
 
+    rank 1 hangs fetching data at data.py:33 in __getitem__ (update 12, sample 311); the others wait for it
+
 A rank is named for what is certain: it doesn't move, and the others wait for it. Time doesn't count in which the
 launcher itself didn't run: the whole job was stopped, the host was suspended.
 """
@@ -18,23 +20,50 @@ import statistics
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.core import heartbeat
-from lockstep.core.heartbeat import Heartbeat, Stage
+from lockstep.core.errors import named_ranks
+from lockstep.core.files import append_line, write_atomically
+from lockstep.core.heartbeat import Heartbeat, Reading, Stage, Worker
 from lockstep.core.phase_clock import Phase
 from lockstep.core.processes import state
+from lockstep.core.secrets import shareable
 from lockstep.launch.ends import End, EndKind, with_reading
-from lockstep.launch.hang_report import Hang, Sight, append_report, collectives_of, hang_text, name_text, pending_of
 from lockstep.launch.outcome import print_on_stderr
-from lockstep.launch.rank_stacks import compiles, flight_records, is_debugged, waits_in_collective, write_stacks
+from lockstep.launch.rank_stacks import (
+    FlightRecord,
+    Frame,
+    compiles,
+    flight_records,
+    is_debugged,
+    line_of,
+    main_frames,
+    waits_for_accelerator,
+    waits_in_collective,
+    write_stacks,
+)
 
 if TYPE_CHECKING:
     from lockstep.config.training_sections import Watchdog
 
+REPORT = "hangs.txt"
+_RECORDS = "flight_record"
+_NO_STACK = "no stack: it is stopped, or the kernel doesn't interrupt it"
+_PLACES = {
+    Phase.HOST: "between two updates",
+    Phase.DATA: "fetching data",
+    Phase.FORWARD: "in its forward",
+    Phase.BACKWARD: "in its backward",
+    Phase.COMMUNICATION: "in a collective",
+    Phase.OPTIMIZER: "in its optimizer's step",
+    Phase.SAVE: "in a save",
+    Phase.EVALUATION: "in an evaluation",
+}
 _GAP_S = 1.0  # from a rest to the next look: this process didn't run
 _TICK_S, _TICKS = 0.25, 8  # between two looks, at most; looks within the least limit, at least
 _EARLIER = 2.0  # looks before its limit, so that a rank is named within it, with its stack
@@ -46,6 +75,168 @@ _CODE = 124  # of timeout(1)
 _OUTSIDE = (Phase.EVALUATION, Phase.SAVE)
 
 
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """A rank at a moment, before stacks are requested: that signal ends a wait in the kernel, such as sleep().
+
+    Attributes:
+        place: Its number on this host.
+        mark: Time of its last mark.
+        age: Seconds since then that count.
+        waits: Whether it is in a collective.
+        state: The kernel's letter for the state of its process, if it hasn't moved for a while.
+        step: The update of the run that it makes, from 1.
+        updates, calls: Updates of this process that have ended; collectives that it has called.
+        reading: What its own process reads.
+        worker: The first data worker that reads, if it may wait for one.
+        limit: Seconds after which it is named if it doesn't move.
+    """
+
+    rank: int
+    place: int
+    process: int
+    mark: float
+    age: float
+    phase: Phase
+    stage: Stage
+    waits: bool
+    state: str
+    step: int
+    updates: int
+    calls: int
+    reading: Reading | None = None
+    worker: Worker | None = None
+    limit: float = 0.0
+
+    @property
+    def where(self) -> str:
+        """The place in its run, as text."""
+        if self.stage in (Stage.START, Stage.END):
+            return "at the start of the run" if self.stage is Stage.START else "at the end of the run"
+        return _PLACES[Phase.DATA if self.phase is Phase.HOST and (self.reading or self.worker) else self.phase]
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """Ranks that hang; none if all ranks of this host wait for those of other hosts.
+
+    Attributes:
+        stacks: By process, of all ranks of this host.
+        records: By rank, of those that have written one.
+        is_stopped: Whether they are stopped (SIGSTOP).
+        collectives: What the ranks of this host wait in, as text, if all do.
+    """
+
+    culprits: tuple[Sight, ...]
+    stacks: Mapping[int, str]
+    records: Mapping[int, FlightRecord]
+    is_stopped: bool = False
+    collectives: str = ""
+
+    def frames_of(self, process: int) -> list[Frame]:
+        return main_frames(self.stacks.get(process, ""))
+
+
+def name_text(hang: Hang, ranks: int, seconds: float, follows: str) -> str:
+    """Return the line that names ranks that haven't moved for some seconds, and what follows."""
+    if not hang.culprits:
+        what = f"the ranks of this host have waited {seconds:.0f} s for those of other hosts: {hang.collectives}"
+    elif hang.collectives:
+        what = f"no rank has moved for {seconds:.1f} s: {hang.collectives}"
+    elif hang.is_stopped:
+        what = _described(hang, "is stopped (SIGSTOP)", "are stopped (SIGSTOP)", ranks)
+    else:
+        what = _described(hang, f"hasn't moved for {seconds:.1f} s,", f"haven't moved for {seconds:.1f} s,", ranks)
+    return f"lockstep: {what}{follows}"
+
+
+def hang_text(hang: Hang, ranks: int) -> str:
+    """Return the message about ranks that hang."""
+    if not hang.culprits:
+        return f"the ranks of this host wait for those of other hosts: {hang.collectives}"
+    if hang.collectives:
+        return f"the ranks wait in collectives that don't match: {hang.collectives}"
+    if hang.is_stopped:
+        return _described(hang, "was stopped (SIGSTOP)", "were stopped (SIGSTOP)", ranks)
+    return _described(hang, "hangs", "hang", ranks)
+
+
+def collectives_of(sights: Sequence[Sight], stacks: Mapping[int, str], records: Mapping[int, FlightRecord]) -> str:
+    """Return the ranks that wait in each collective, and the line that called it, as text."""
+    ranks: dict[str, list[int]] = {}
+    for sight in sights:
+        line = line_of(main_frames(stacks.get(sight.process, "")))
+        at = f" at {line}" if line is not None else ""
+        ranks.setdefault(f"{pending_of(sight, records)}{at}", []).append(sight.rank)
+    return "; ".join(f"{named_ranks(each)} in {text}" for text, each in ranks.items())
+
+
+def pending_of(sight: Sight, records: Mapping[int, FlightRecord]) -> str:
+    """Return the first collective of a rank that isn't complete."""
+    record = records.get(sight.rank)
+    return record.pending[0] if record is not None and record.pending else "a collective"
+
+
+def append_report(logs: Path | None, hang: Hang, sights: Sequence[Sight]) -> str:
+    """Append the stacks of all ranks to the run's report; return the end of a message that names it."""
+    if logs is None:
+        return ""
+    lines = [f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {hang_text(hang, len(sights))}", ""]
+    for sight in sights:
+        doing = f"{sight.where}, update {sight.step:,}, for {sight.age:.1f} s; {sight.calls} collectives called"
+        record = hang.records.get(sight.rank, FlightRecord())
+        if record.pending:
+            doing += f"; not complete: {'; '.join(record.pending)}"
+        lines += [f"--- rank {sight.rank}, process {sight.process}, state {sight.state or '?'}: {doing}"]
+        threads = [hang.stacks.get(sight.process) or _NO_STACK, record.threads]
+        lines += [shareable("\n\n".join(filter(None, threads))), ""]
+        if (worker := sight.worker) is not None:
+            name = f"--- data worker {worker.number} of rank {sight.rank}, process {worker.process}"
+            lines += [f"{name}: {worker.reading}", shareable(hang.stacks.get(worker.process, "")), ""]
+    with suppress(OSError):
+        append_line(logs / REPORT, "\n".join(lines))
+        _save_records(logs / _RECORDS, hang.records, sights)
+        return f"; stacks: {logs / REPORT}"
+    return ""
+
+
+def _save_records(folder: Path, records: Mapping[int, FlightRecord], sights: Sequence[Sight]) -> None:
+    """Write the flight records of this host's ranks, instead of those of an earlier hang."""
+    if records:
+        folder.mkdir(exist_ok=True)
+    for sight in sights:
+        if sight.rank in records:
+            write_atomically(folder / f"rank_{sight.rank}", records[sight.rank].content, durable=False)
+        else:
+            (folder / f"rank_{sight.rank}").unlink(missing_ok=True)
+
+
+def _described(hang: Hang, is_: str, are: str, ranks: int) -> str:
+    """Return what ranks do and where, and that the others wait for them."""
+    culprit, is_single = hang.culprits[0], len(hang.culprits) == 1
+    frames = hang.frames_of(culprit.process)
+    line = line_of(frames)
+    at = f" at {line}" if line is not None else ""
+    if waits_for_accelerator(frames):
+        at = f", and waits for its accelerator{at}"
+    update = f"update {culprit.step:,}" if culprit.stage not in (Stage.START, Stage.END) else ""
+    details = ", ".join(filter(None, (update, _read_by(culprit, hang))))
+    names = named_ranks([each.rank for each in hang.culprits])
+    where = culprit.where if is_single else culprit.where.replace(" its ", " their ")
+    waiting = {0: "", 1: f"; the other rank waits for {'it' if is_single else 'them'}"}.get(
+        ranks - len(hang.culprits), f"; the others wait for {'it' if is_single else 'them'}"
+    )
+    return f"{names} {is_ if is_single else are} {where}{at}{f' ({details})' if details else ''}{waiting}"
+
+
+def _read_by(sight: Sight, hang: Hang) -> str:
+    """Return the samples that a rank reads, or its data worker."""
+    if sight.reading is not None or (worker := sight.worker) is None:
+        return str(sight.reading or "")
+    line = line_of(hang.frames_of(worker.process))
+    return f"data worker {worker.number} reads {worker.reading}{f' at {line}' if line is not None else ''}"
+
+
 @dataclass
 class LearnedTimes:
     """The seconds of updates, over all rounds of a launch: of the slowest first one, and of the last others."""
@@ -54,18 +245,11 @@ class LearnedTimes:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_NOTED))
 
 
-class ProcessOfRank(Protocol):
-    """Anything with a pid."""
-
-    @property
-    def pid(self) -> int | None: ...
-
-
 class ObservedRank(Protocol):
     """A rank's process: `ended` and `reported` are None until it has ended, or reported how it ends."""
 
     @property
-    def process(self) -> ProcessOfRank: ...
+    def process(self) -> Any: ...
     @property
     def reported(self) -> End | None: ...
     @property
