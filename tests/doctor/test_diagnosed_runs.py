@@ -32,11 +32,11 @@ def test_the_cause_comes_before_its_consequences(tmp_path: Path) -> None:
     diagnosis = diagnose_run(run)
     assert diagnosis.is_wrong
     assert diagnosis.state == "failed after step 3 of 10"
-    assert [item.failure.name for item in diagnosis.seen] == ["GPU out of memory", "peer closed its connection"]
+    assert [item.failure.name for item in diagnosis.seen] == ["out of memory", "peer closed its connection"]
     (line,) = diagnosis.seen[0].evidence
     assert (line.file, line.line, line.rank) == ("logs/rank-1.log", 2, 1)
     text = describe_run(diagnosis, 80)
-    assert text.index("cause: GPU out of memory") < text.index("consequence: peer closed its connection")
+    assert text.index("cause: out of memory") < text.index("consequence: peer closed its connection")
     assert "logs/rank-1.log:2: torch.OutOfMemoryError" in text
     assert (
         max(len(row) for row in text.splitlines() if not row.strip().startswith((str(tmp_path), "lockstep train")))
@@ -90,7 +90,7 @@ def test_damaged_and_hostile_files_are_read_within_bounds(tmp_path: Path, monkey
     (run / "logs" / "rank-1.log").write_bytes(os.urandom(5000))
     os.mkfifo(tmp_path / "pipe")
     diagnosis = diagnose_run(run)
-    (item,) = (item for item in diagnosis.seen if item.failure.name == "GPU out of memory")
+    (item,) = (item for item in diagnosis.seen if item.failure.name == "out of memory")
     assert item.evidence[0].line == 5001  # lines before the part that is read count, too
     assert "\x1b" not in describe_run(diagnosis, 80)
     (run / "logs" / "rank-2.log").symlink_to("/etc/passwd")
@@ -112,7 +112,7 @@ def test_the_recorded_end_names_the_first_rank(tmp_path: Path) -> None:
     diagnosis = diagnose_run(run)
     assert diagnosis.state == f"failed after step 3 of 10: rank 1 on host b was killed by SIGKILL: {BY_A_PERSON}"
     assert [item.failure.name for item in diagnosis.seen] == [
-        "a rank was killed from outside",
+        "a rank was killed",
         "peer closed its connection",
     ]
     text = describe_run(diagnosis, 80)
@@ -122,35 +122,36 @@ def test_the_recorded_end_names_the_first_rank(tmp_path: Path) -> None:
 
 def test_survived_failures_are_stated(tmp_path: Path) -> None:
     run = recorded_run(tmp_path, "step 9\n", metrics='{"step": 9, "loss": 1.0}\n')
-    hang = {"rank": 1, "host": "b", "end": "hung", "code": 124, "text": "rank 1 hangs in its forward", "time": 90.0}
-    record_end(run, text="batch.global_size: is 0", code=2, cause=None, ranks=[], step=None)
-    record_end(run, text="rank 1 hangs in its forward", code=124, ranks=[PEER, hang])
-    record_end(run, code=75, text="stopped by SIGTERM", cause=None, ranks=[])
+    hang = {"rank": 1, "host": "b", "kind": "hung", "text": "rank 1 hangs in its forward", "time": 90.0}
+    record_end(run, text="batch.global_size: is 0", kind="config", cause=None, ranks=[], step=None)
+    record_end(run, text="rank 1 hangs in its forward", kind="hung", ranks=[PEER, hang])
+    record_end(run, kind="paused", text="stopped by SIGTERM", cause=None, ranks=[])
     record_end(run, step=6)
-    record_end(run, step=8, text="step 8: loss nan", ranks=[PEER, {**KILLED, "end": "rolled_back"}])
+    rolled = {**KILLED, "kind": "rolled_back"}
+    record_end(run, step=8, text="step 8: loss nan", kind="rolled_back", ranks=[PEER, rolled])
     listed = [f"rank 1 on host b was killed by SIGKILL: {BY_A_PERSON} (after step 6)"]
     listed.insert(0, "rank 1 hangs in its forward (after step 3)")
     assert f"It survived 2 failures: {'; then '.join(listed)}." in diagnose_run(run).notes
-    record_end(run, code=0, text="", cause=None, ranks=[], step=9)
+    record_end(run, kind="done", text="", cause=None, ranks=[], step=9)
     (run / "summary.json").write_text("{}")
     (note,) = (note for note in diagnose_run(run).notes if "survived" in note)
     assert note == f"It survived 2 failures: {'; then '.join(listed)}."
 
 
-@pytest.mark.parametrize(("code", "state"), [(75, "stopped after"), (130, "stopped after")])
-def test_a_stopped_run_did_not_fail_whatever_earlier_launches_did(code: int, state: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["paused", "stopped"])
+def test_a_stopped_run_did_not_fail_whatever_earlier_launches_did(kind: str, tmp_path: Path) -> None:
     earlier = "torch.OutOfMemoryError: CUDA out of memory.\n"
     run = recorded_run(tmp_path, earlier + "stopped by SIGTERM\n", metrics='{"step": 3, "loss": 1.0}\n')
     record_end(run, attempt="an earlier one", logs={"0": [0, len(earlier)]})
-    record_end(run, code=code, text="stopped by SIGINT", ranks=[], cause=None, logs={"0": [len(earlier), 99]})
+    record_end(run, kind=kind, text="stopped by SIGINT", ranks=[], cause=None, logs={"0": [len(earlier), 99]})
     diagnosis = diagnose_run(run)
     assert (diagnosis.is_wrong, diagnosis.seen) == (False, ())
-    assert diagnosis.state == f"{state} step 3 of 10: stopped by SIGINT"
+    assert diagnosis.state == "stopped after step 3 of 10: stopped by SIGINT"
 
 
 def test_a_refused_start_is_told_from_a_failure(tmp_path: Path) -> None:
     run = recorded_run(tmp_path, "")
-    record_end(run, code=2, text="batch.global_size: 30 isn't divisible by 4", ranks=[], cause=None)
+    record_end(run, kind="config", text="batch.global_size: 30 isn't divisible by 4", ranks=[], cause=None)
     assert diagnose_run(run).state == "refused before its first update: batch.global_size: 30 isn't divisible by 4"
 
 
@@ -159,16 +160,15 @@ def test_a_refused_resume_keeps_the_failure_before_it(tmp_path: Path) -> None:
     reason = gist(f"{reason}--accept-changes resumes from it all the same")
     assert reason.endswith("seed: a fingerprint: 1 then, 2 now; --accept-changes resumes from it all the same")
     run = recorded_run(tmp_path, "", metrics='{"step": 3, "loss": 1.0}\n')
-    record_end(run, text="rank 0: sample 17 can't be used: None", cause=0)
-    record_end(run, code=2, text=reason, ranks=[], cause=0)
-    record_end(run, code=2, text=reason, ranks=[], cause=0)
+    record_end(run, kind="sample", text="rank 0: sample 17 can't be used: None", cause=0)
+    record_end(run, kind="other_data", text=reason, ranks=[], cause=0)
+    record_end(run, kind="other_data", text=reason, ranks=[], cause=0)
     diagnosis, text = diagnose_run(run), describe_run(diagnose_run(run), None)
     assert diagnosis.state == f"refused after step 3 of 10: {reason}"
     assert diagnosis.resume.endswith(" --accept-changes")
     assert "Before that it had failed: rank 0: sample 17 can't be used: None." in diagnosis.notes
     assert not any("survived" in note for note in diagnosis.notes)
     assert text.index("cause: checkpoint of other data") < text.index("also seen: sample can't be used")
-    assert "data.leave_out='[[17, 17]]'" in text
 
 
 def test_a_launch_without_a_record_was_killed_and_only_its_own_log_is_read(tmp_path: Path) -> None:
@@ -228,18 +228,12 @@ def test_a_rank_that_exits_is_named(tmp_path: Path) -> None:
     assert content["state"].endswith("rank 1 ended with exit code 9")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "rank 0 was killed by SIGSEGV; it was reading sample 17",
-        "rank 0: sample 17 can't be used: the dataset returned None for it",
-    ],
-)
-def test_the_remedy_names_the_sample_that_ended_the_run(text: str, tmp_path: Path) -> None:
+def test_the_remedy_names_the_sample_that_ended_the_run(tmp_path: Path) -> None:
     run = recorded_run(
         tmp_path, "Traceback (most recent call last):\nTypeError: object of type 'NoneType' has no len()\n"
     )
-    record_end(run, text=text, cause=0, ranks=[{**KILLED, "rank": 0, "text": text.removeprefix("rank 0: ")}])
+    exited = {**KILLED, "rank": 0, "kind": "worker_exited", "text": "a data worker died", "samples": [17]}
+    record_end(run, kind="worker_exited", text="rank 0: a data worker died", cause=0, ranks=[exited])
     remedy = run_as_json(diagnose_run(run))["failures"][0]["remedy"]
     assert f"lockstep train {run} data.leave_out='[[17, 17]]'" in remedy
     assert "data.bad_samples='{policy: skip}'" in remedy

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+from layers.law import SOURCE
 
-from lockstep.doctor.known_failures import KNOWN, failure_in
+from lockstep.core.failure_kinds import FailureKind
+from lockstep.doctor.known_failures import KNOWN, failure_in, failure_of
 from lockstep.doctor.run import describe_known, known_as_json
 
 # --- made here ----------------------------------------------------------------------------------------------------
@@ -117,9 +121,8 @@ def test_a_failure_made_here_is_named(fail: Callable[[], None], name: str) -> No
 # --- recorded -----------------------------------------------------------------------------------------------------
 
 RECORDED = {
-    "GPU out of memory": [
+    "out of memory": [
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB.",
-        "lockstep: out of memory in the backward of update 1: 3,221,225,472 bytes were requested",
     ],
     "host out of memory": [
         "[4381.1] oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=job_41",
@@ -129,30 +132,11 @@ RECORDED = {
     "a rank was killed": [
         "  exitcode  : -9 (pid: 4410)",
         "  traceback : Signal 9 (SIGKILL) received by PID 4410",
-        "rank 1 was killed by SIGKILL",
-        "rank 1 was killed by SIGKILL: out of memory, perhaps (the kernel's log, dmesg, would show it)",
-    ],
-    "a rank was killed from outside": [
-        "rank 1 was killed by SIGKILL: by a person or a scheduler; the kernel has counted no out-of-memory kill here",
     ],
     "an import fails": [
         "ImportError: cannot import name 'Net' from 'mine' (/home/a/mine.py)",
         "AttributeError: partially initialized module 'mine' has no attribute 'Net' (most likely due to a circular",
         "SyntaxError: invalid syntax",
-    ],
-    "bad numbers": [
-        "step 12: not finite: loss nan, gradient norm nan; suspected: the whole update, samples 3, 4 "
-        "(recovery.bad_numbers.nonfinite: stop); its update was discarded",
-        "step 12: a spike: loss 90; suspected: the whole update, sample 3 (recovery.bad_numbers.spike: stop); its",
-    ],
-    "no progress": ["nothing was recorded for 5 min before the end, since 2026-11-02 10:00:01"],
-    "a rank hangs": [
-        "rank 1 did not answer within 20 s (launch.timeout), while rank 0 waited in a collective. If a rank hangs",
-        "ranks 1, 2 and 5 on hosts a, b did not answer within 20 s (launch.timeout), while the others waited in a",
-        "rank 1 hangs in its forward at model.py:33 in forward (update 12, samples 311, 8); the others wait for it",
-        "ranks 1 and 2 hang between two updates (update 12); the others wait for them",
-        "rank 3 was stopped (SIGSTOP), and killed in its forward (update 12, samples 311, 8)",
-        "the ranks wait in collectives that don't match: rank 0 in all_reduce; rank 1 in barrier",
     ],
     "shared memory full": [
         "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
@@ -168,13 +152,11 @@ RECORDED = {
     "port taken": [
         "RuntimeError: The server socket has failed to listen on any local address. port: 29500, "
         "code: -98, name: EADDRINUSE, message: address already in use",
-        "lockstep: launch.port: can't listen on port 29500 (Address already in use); 0 takes any free port",
     ],
     "rendezvous not reached": [
         "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to "
         "(10.0.0.7, 29500).",
         "OSError: [Errno 113] No route to host",
-        "lockstep: rank 3 could not join the other 7 ranks at 10.0.0.7:29500 in 600 of 600 s: timed out",
     ],
     "illegal memory access": [
         "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
@@ -189,8 +171,6 @@ RECORDED = {
     "wrong network interface": [
         "RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error",
         "node2:77:77 [0] NCCL WARN Bootstrap : no socket interface found",
-        "rank 1 could not join the other 1 ranks at 10.0.0.1:29500 in 0.02 of 60 s: Network is unreachable; a uses "
-        "eth1, 10.5.0.5 (GLOO_SOCKET_IFNAME), and reaches the others by eth0, 10.0.0.1",
         "RuntimeError: Connection closed by peer [127.0.1.1]:4410",
         "RuntimeError: [enforce fail at device.cc:65] rp != nullptr. Unable to find address for: eth9",
     ],
@@ -198,11 +178,9 @@ RECORDED = {
         "node1:7:9 [0] NCCL WARN Call to ibv_reg_mr failed",
         "node1:7:9 [2] NCCL WARN NET/IB : Got completion from peer 10.0.0.9<4791> with status=12 opcode=0 len=0",
     ],
-    "host lost": ["host b (ranks 4 to 7) is lost: nothing has come from it for 10 s"],
     "hub not reached": [
         "OSError: We couldn't connect to 'https://huggingface.co' to load the files",
         "ConnectionError: (MaxRetryError(\"HTTPSConnectionPool(host='huggingface.co', port=443)\"))",
-        "lockstep: model bert-base is neither a folder here nor in the cache, and the hub does not answer",
     ],
     "hub refuses": ["huggingface_hub.errors.GatedRepoError: 401 Client Error. (Request ID: Root=1-66)"],
     "clock wrong": [
@@ -232,7 +210,6 @@ RECORDED = {
     "CUDA used before a fork": ["RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with ..."],
     "two ranks on one GPU": [
         "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
-        "launch.ranks: ranks 0 and 1 have the same device, and 2 ranks have 1 of cuda; start one rank for each",
     ],
     "label or token out of range": [
         "../aten/src/ATen/native/cuda/Loss.cu:250: nll_loss_forward: block: [0,0,0], thread: [3,0,0] Assertion "
@@ -242,37 +219,9 @@ RECORDED = {
     "GPU broken": [
         "RuntimeError: CUDA error: uncorrectable ECC error encountered",
         "NVRM: Xid (PCI:0000:4e:00): 79, pid=4410, GPU has fallen off the bus.",
-        "the GPU of rank 3 on node2 reports Xid error 95 (an uncontained memory error)",
     ],
-    "crash in native code": ["Fatal Python error: Segmentation fault", "rank 2 was killed by SIGSEGV"],
-    "sample ends its reader": [
-        "rank 0 was killed by SIGSEGV; it was reading sample 17",
-        "rank 0 ended with exit code 3; it was reading one of samples 4, 17, 9",
-        "a data worker died while it read sample 17: DataLoader worker (pid 7) exited unexpectedly with exit code 3",
-        "rank 0 hangs fetching data at mine.py:29 in __getitem__ (update 10, sample 17); the other rank waits for it",
-        "rank 0 hangs fetching data at fetching.py:160 in _from_workers (update 9, data worker 0 reads sample 17 at x)",
-    ],
-    "evaluation set ends its reader": [
-        "rank 0 was killed by SIGSEGV; it was reading sample 3 of data.evaluation.held-out",
-        "rank 0 ended with exit code 3; it was reading one of samples 4, 17, 9 of data.evaluation.held-out",
-        "rank 0 hangs at the end of the run at mine.py:19 in read (sample 11 of data.evaluation.held-out)",
-    ],
-    "evaluation sample can't be used": [
-        "rank 0: data.evaluation.held: sample 17 can't be read: OSError: corrupt jpeg (mine.py:47). Mend it",
-        "data.evaluation.held-out: samples 1, 17 can each be read, but not put into one batch: RuntimeError: stack",
-    ],
-    "too many bad samples": [
-        "1 sample of data.train can't be used, and data.bad_samples.limit is 0. Mend the data, or"
-    ],
-    "one sample doesn't fit in memory": [
-        "out of memory in the forward of update 1: 1 of 2 GiB were free; micro-batches have one sample already",
-    ],
-    "out of memory on a CPU": ["out of memory in the backward of update 1: 1 of 2 GiB were free (ulimit -v limit);"],
-    "sample can't be used": [
-        "rank 0: sample 17 can't be used: the dataset returned None for it; data.bad_samples.policy: skip leaves such",
-        "samples 1, 17 can each be read, but not put into one batch: RuntimeError: stack expects each tensor to be ...",
-    ],
-    "loss not finite": ["lockstep: 25 updates in a row had a loss or gradient that was not finite; lower optim.lr"],
+    "crash in native code": ["Fatal Python error: Segmentation fault"],
+    "loss not finite": ["RuntimeError: Function 'SqrtBackward0' returned nan values in its 0th output."],
     "mismatched collectives": [
         "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running collective: "
         "CollectiveFingerPrint(SequenceNumber=4, OpType=ALLREDUCE), but Rank 1 is running collective: BROADCAST",
@@ -286,7 +235,6 @@ RECORDED = {
         "RuntimeError: DataLoader worker (pid 3216) is killed by signal: Killed.",
     ],
     "weights of another model": ['\tMissing key(s) in state_dict: "head.weight", "head.bias". '],
-    "checkpoint of other data": ["the checkpoint of step 10 is of a run with other data, model or seed: the fingerpr"],
     "checkpoint damaged": ["RuntimeError: PytorchStreamReader failed reading zip archive"],
     "no permission": ["PermissionError: [Errno 13] Permission denied: '/data'"],
     "file system fails": [
@@ -298,8 +246,6 @@ RECORDED = {
         "slurmstepd: error: *** JOB 41 ON n1 AT 2026-11-02T10:00:01 DUE TO PREEMPTION ***",
     ],
     "a rank exited": [
-        "rank 1 ended with exit code 9",
-        "rank 1 ended with exit code 0 before it was done",
         "  exitcode  : 3 (pid: 16753)",
     ],
     "an exception": ["KeyError: 'labels'", "my_package.errors.NoSensorError"],
@@ -320,7 +266,6 @@ RECORDED = {
         "[W TCPStore.cpp:106] recvValue failed on SocketImpl(fd=4, addr=[n1]:4410): failed to recv, got 0 bytes",
     ],
     "slow rank or input": [
-        "rank 0 waited 60 s for rank 1, and waits on",
         "UserWarning: This DataLoader will create 16 worker processes in total. Our suggested max number of worker ...",
     ],
 }
@@ -346,25 +291,61 @@ def test_a_recorded_record_is_named(name: str) -> None:
     assert failure_in(line) is None
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "rank 0 was killed by SIGSEGV; it was reading sample 3 of an evaluation set",
-        "rank 0 was killed by SIGSEGV; it was reading one of samples 3, 4 of an evaluation set",
-        "rank 0 was killed by SIGSEGV; it was reading sample 3 of data.evaluation.held-out",
-        "lockstep: sample 17 of data.train can't be used: reading it has ended the process: left out, 1 of at most 10",
-    ],
-)
-def test_no_training_sample_is_blamed_for_what_it_did_not_do(line: str) -> None:
-    failure = failure_in(line)
-    assert failure is None or "sample" not in failure.name
-    assert failure is None or "leave_out=" not in failure.remedy
-
-
 def test_every_failure_of_the_catalog_is_tested() -> None:
-    assert len(KNOWN) >= 25
-    assert {failure.name for failure in KNOWN} == {*RECORDED, *RECORDED_FILES}
+    shown = {failure.name for failure in KNOWN if failure.pattern is not None}
+    assert shown == {*RECORDED, *RECORDED_FILES}
     assert len({failure.name for failure in KNOWN}) == len(KNOWN)
+
+
+# --- recorded by Lockstep ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FailureKind if kind.remedy], ids=lambda kind: kind.name)
+def test_a_kind_has_its_row_whatever_its_message(kind: FailureKind) -> None:
+    row = failure_of(kind, "any words")
+    assert row is not None
+    assert (row.name, row.cause, row.remedy) == (kind.title, kind.cause, kind.remedy)
+
+
+def test_what_another_program_has_written_explains_an_exception() -> None:
+    line = "torch.AcceleratorError: CUDA error: no kernel image is available for execution on the device"
+    for kind in (FailureKind.EXCEPTION, FailureKind.DEVICE, FailureKind.PEER_FAILED):
+        row = failure_of(kind, line)
+        assert row is not None
+        assert row.name == "torch built for other GPUs"
+
+
+def test_no_pattern_reads_a_sentence_of_lockstep() -> None:
+    patterns = [failure.pattern for failure in KNOWN if failure.pattern is not None and not failure.file]
+    read = [
+        f"{file.name}:{line}: {text}"
+        for file in SOURCE.rglob("*.py")
+        if file.name not in ("known_failures.py", "failure_kinds.py", "memory_faults.py")  # it plants what torch prints
+        for line, text in _sentences(file)
+        if any(pattern.search(text) for pattern in patterns)
+    ]
+    assert not read, "\n".join(read)
+
+
+def _sentences(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and text of the strings of several words in a file, placeholders left empty, without docstrings."""
+    tree = ast.parse(file.read_text())
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    skipped |= {
+        id(part) for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "re.compile"
+        for part in ast.walk(node)
+    }  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            values = [value.value if isinstance(value, ast.Constant) else "" for value in node.values]
+            text = "".join(map(str, values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts | skipped:
+            text = node.value
+        else:
+            continue
+        if text.count(" ") > 3 and id(node) not in skipped:
+            yield node.lineno, text
 
 
 ORDINARY = """\
@@ -394,7 +375,7 @@ def test_an_ordinary_line_shows_no_failure(line: str, file: str) -> None:
 def test_a_hostile_line_takes_no_time() -> None:
     began = time.process_time()
     long_worker = "DataLoader worker (pid(s) " + "1, " * 1300
-    for text in ("a" * 4000, "(" * 4000, long_worker, "waited " + "1." * 2000, "ran on " * 570):
+    for text in ("a" * 4000, "(" * 4000, long_worker, "ran on " * 570):
         failure_in(text)
     assert time.process_time() - began < 0.5
 

@@ -9,8 +9,8 @@ from lockstep.launch.ends_file import file_name
 
 GLOO_CLOSED = "RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.7]:4410"
 BY_A_PERSON = "by a person or a scheduler; the kernel has counted no out-of-memory kill here"
-KILLED = {"rank": 1, "host": "b", "end": "killed", "code": 1, "text": "was killed by SIGKILL", "time": 100.0}
-PEER = {"rank": 0, "host": "a", "end": "peer_failed", "code": 1, "text": GLOO_CLOSED, "time": 100.4}
+KILLED = {"rank": 1, "host": "b", "kind": "killed", "text": "was killed by SIGKILL", "time": 100.0}
+PEER = {"rank": 0, "host": "a", "kind": "peer_failed", "text": GLOO_CLOSED, "time": 100.4}
 
 
 def recorded_run(folder: Path, *logs: str, metrics: str = "", events: str = "") -> Path:
@@ -29,7 +29,8 @@ def recorded_run(folder: Path, *logs: str, metrics: str = "", events: str = "") 
 def record_end(run: Path, node: int = 0, **fields: object) -> None:
     """Record how a launch ended, by the launcher of a node; rank 1 was killed unless the fields differ."""
     line: dict[str, object] = {
-        "attempt": "", "time": 101.0, "code": 1, "text": f"rank 1 on host b was killed by SIGKILL: {BY_A_PERSON}",
+        "attempt": "", "time": 101.0, "kind": "killed",
+        "text": f"rank 1 on host b was killed by SIGKILL: {BY_A_PERSON}",
         "step": 3, "cause": 1, "ranks": [PEER, KILLED], "logs": {}, "environment": {},
     }  # fmt: skip
     with (run / "logs" / file_name(node)).open("a") as file:

@@ -10,11 +10,11 @@ import pytest
 
 from lockstep.core.control_groups import Kills, why_killed
 from lockstep.core.errors import CollectiveTimeout, ConfigError, Paused, RunFailed, Stopped
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.heartbeat import PHASE, shared_heartbeat
 from lockstep.core.phase_clock import Phase
 from lockstep.launch.ends import (
     End,
-    EndKind,
     describe,
     end_fields,
     end_of_exception,
@@ -22,6 +22,7 @@ from lockstep.launch.ends import (
     end_of_process,
     end_of_return,
     first_cause,
+    with_cause,
 )
 from lockstep.launch.group import RankProcess
 from lockstep.launch.rank import run_entry
@@ -29,33 +30,33 @@ from lockstep.launch.rank import run_entry
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:41938"
 
 
-def _end(kind: EndKind, time: float = 0.0, text: str = "") -> End:
-    return End(kind, 1, text, time)
+def _end(kind: FailureKind, time: float = 0.0, text: str = "") -> End:
+    return End(kind, text, time)
 
 
 @pytest.mark.parametrize(
     ("error", "kind", "code"),
     [
-        (ConfigError("lr is 0"), EndKind.MESSAGE, 2),
-        (RunFailed("no disk"), EndKind.MESSAGE, 1),
-        (CollectiveTimeout("for rank 1"), EndKind.TIMED_OUT, 1),
-        (Stopped("time is up"), EndKind.STOPPED, 130),
-        (Paused("time is up"), EndKind.PAUSED, 75),
-        (KeyboardInterrupt(), EndKind.STOPPED, 130),
-        (SystemExit(), EndKind.EXITED, 1),
-        (SystemExit(4), EndKind.EXITED, 1),
-        (SystemExit(75), EndKind.EXITED, 1),  # nothing was saved: no scheduler may start it again for ever
-        (SystemExit("enough"), EndKind.MESSAGE, 1),
-        (ValueError("boom"), EndKind.TRACEBACK, 1),
-        (RuntimeError(GLOO), EndKind.PEER_FAILED, 1),
-        (ConnectionResetError("Connection reset by peer"), EndKind.PEER_FAILED, 1),
-        (ValueError("Connection closed by peer"), EndKind.TRACEBACK, 1),  # no network raises this type
+        (ConfigError("lr is 0"), FailureKind.CONFIG, 2),
+        (RunFailed("no disk"), FailureKind.FAILED, 1),
+        (CollectiveTimeout("for rank 1"), FailureKind.TIMED_OUT, 1),
+        (Stopped("time is up"), FailureKind.STOPPED, 130),
+        (Paused("time is up"), FailureKind.PAUSED, 75),
+        (KeyboardInterrupt(), FailureKind.STOPPED, 130),
+        (SystemExit(), FailureKind.EXITED, 1),
+        (SystemExit(4), FailureKind.EXITED, 1),
+        (SystemExit(75), FailureKind.EXITED, 1),  # nothing was saved: no scheduler may start it again for ever
+        (SystemExit("enough"), FailureKind.FAILED, 1),
+        (ValueError("boom"), FailureKind.EXCEPTION, 1),
+        (RuntimeError(GLOO), FailureKind.PEER_FAILED, 1),
+        (ConnectionResetError("Connection reset by peer"), FailureKind.PEER_FAILED, 1),
+        (ValueError("Connection closed by peer"), FailureKind.EXCEPTION, 1),  # no network raises this type
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
-def test_the_kind_of_end_of_an_exception(error: BaseException, kind: EndKind, code: int) -> None:
+def test_the_kind_of_end_of_an_exception(error: BaseException, kind: FailureKind, code: int) -> None:
     end = end_of_exception(error, 0.0, None)
-    assert (end.kind, end.code) == (kind, code)
+    assert (end.kind, end.kind.exit_code) == (kind, code)
 
 
 def test_a_keyboard_interrupt_of_the_program_has_its_place() -> None:
@@ -68,49 +69,49 @@ def test_a_keyboard_interrupt_of_the_program_has_its_place() -> None:
 def test_an_exception_caused_by_a_broken_connection_is_a_peer_failure() -> None:
     error = ValueError("step 4 failed")
     error.__cause__ = RuntimeError(GLOO)
-    assert end_of_exception(error, 0.0, None).kind is EndKind.PEER_FAILED
+    assert end_of_exception(error, 0.0, None).kind is FailureKind.PEER_FAILED
 
 
 @pytest.mark.parametrize(
     ("exitcode", "kind", "text"),
     [
-        (0, EndKind.EXITED, "ended with exit code 0 before it was done"),
-        (75, EndKind.EXITED, "ended with exit code 75 before it was done"),
-        (2, EndKind.EXITED, "ended with exit code 2"),
-        (3, EndKind.EXITED, "ended with exit code 3"),
-        (124, EndKind.EXITED, "ended with exit code 124"),
-        (130, EndKind.EXITED, "ended with exit code 130 before it was done"),
-        (-9, EndKind.KILLED, "was killed by SIGKILL"),
-        (-11, EndKind.KILLED, "was killed by SIGSEGV"),
-        (-6, EndKind.PEER_FAILED, "was killed by SIGABRT"),
-        (-99, EndKind.KILLED, "was killed by signal 99"),
+        (0, FailureKind.EXITED, "ended with exit code 0 before it was done"),
+        (75, FailureKind.EXITED, "ended with exit code 75 before it was done"),
+        (2, FailureKind.EXITED, "ended with exit code 2"),
+        (3, FailureKind.EXITED, "ended with exit code 3"),
+        (124, FailureKind.EXITED, "ended with exit code 124"),
+        (130, FailureKind.EXITED, "ended with exit code 130 before it was done"),
+        (-9, FailureKind.KILLED, "was killed by SIGKILL"),
+        (-11, FailureKind.CRASHED, "was killed by SIGSEGV"),
+        (-6, FailureKind.PEER_FAILED, "was killed by SIGABRT"),
+        (-99, FailureKind.CRASHED, "was killed by signal 99"),
     ],
 )
-def test_the_end_of_a_process_without_a_report(exitcode: int, kind: EndKind, text: str) -> None:
+def test_the_end_of_a_process_without_a_report(exitcode: int, kind: FailureKind, text: str) -> None:
     end = end_of_process(exitcode, 0.0)
-    assert (end.kind, end.text, end.code) == (kind, text, 1)
+    assert (end.kind, end.text, end.kind.exit_code) == (kind, text, 1)
 
 
 def test_a_process_that_was_asked_to_stop_has_stopped() -> None:
-    assert end_of_process(130, 0.0, stopping=True).kind is EndKind.STOPPED
-    assert end_of_process(3, 0.0, stopping=True).kind is EndKind.EXITED
+    assert end_of_process(130, 0.0, stopping=True).kind is FailureKind.STOPPED
+    assert end_of_process(3, 0.0, stopping=True).kind is FailureKind.EXITED
 
 
 @pytest.mark.parametrize(
     ("ends", "cause"),
     [
-        ([_end(EndKind.DONE), _end(EndKind.DONE)], None),
-        ([_end(EndKind.PEER_FAILED, 1), _end(EndKind.KILLED, 2)], 1),
-        ([_end(EndKind.EXITED, 1), _end(EndKind.EXITED, 2)], 0),
-        ([_end(EndKind.DONE, 1), _end(EndKind.EXITED, 2)], 1),
-        ([_end(EndKind.ENDED, 1), _end(EndKind.PEER_FAILED, 2), _end(EndKind.TRACEBACK, 3)], 2),
-        ([_end(EndKind.TRACEBACK, 2), _end(EndKind.MESSAGE, 1)], 1),
-        ([_end(EndKind.PEER_FAILED, 2), _end(EndKind.PEER_FAILED, 1)], 1),
-        ([_end(EndKind.ENDED, 1), _end(EndKind.PEER_FAILED, 2)], 1),
-        ([_end(EndKind.PEER_FAILED, 1), _end(EndKind.TIMED_OUT, 2), _end(EndKind.ENDED, 3)], 1),
-        ([_end(EndKind.TIMED_OUT, 1), _end(EndKind.KILLED, 2)], 1),
-        ([_end(EndKind.PEER_FAILED, 1), _end(EndKind.STOPPED, 2)], 1),
-        ([_end(EndKind.DONE, 1), _end(EndKind.ENDED, 2)], 1),
+        ([_end(FailureKind.DONE), _end(FailureKind.DONE)], None),
+        ([_end(FailureKind.PEER_FAILED, 1), _end(FailureKind.KILLED, 2)], 1),
+        ([_end(FailureKind.EXITED, 1), _end(FailureKind.EXITED, 2)], 0),
+        ([_end(FailureKind.DONE, 1), _end(FailureKind.EXITED, 2)], 1),
+        ([_end(FailureKind.ENDED, 1), _end(FailureKind.PEER_FAILED, 2), _end(FailureKind.EXCEPTION, 3)], 2),
+        ([_end(FailureKind.EXCEPTION, 2), _end(FailureKind.FAILED, 1)], 1),
+        ([_end(FailureKind.PEER_FAILED, 2), _end(FailureKind.PEER_FAILED, 1)], 1),
+        ([_end(FailureKind.ENDED, 1), _end(FailureKind.PEER_FAILED, 2)], 1),
+        ([_end(FailureKind.PEER_FAILED, 1), _end(FailureKind.TIMED_OUT, 2), _end(FailureKind.ENDED, 3)], 1),
+        ([_end(FailureKind.TIMED_OUT, 1), _end(FailureKind.KILLED, 2)], 1),
+        ([_end(FailureKind.PEER_FAILED, 1), _end(FailureKind.STOPPED, 2)], 1),
+        ([_end(FailureKind.DONE, 1), _end(FailureKind.ENDED, 2)], 1),
     ],
 )
 def test_first_cause_by_kind_then_by_time(ends: list[End], cause: int | None) -> None:
@@ -124,8 +125,12 @@ def test_a_message_of_all_ranks_names_no_rank() -> None:
 
 
 def test_ranks_that_were_ended_kept_others_waiting_and_late_ones_only_if_none_was_ended() -> None:
-    waited, early, late = _end(EndKind.TIMED_OUT, 1), _end(EndKind.PEER_FAILED, 1.1), _end(EndKind.PEER_FAILED, 9)
-    ended = _end(EndKind.ENDED, 9)
+    waited, early, late = (
+        _end(FailureKind.TIMED_OUT, 1),
+        _end(FailureKind.PEER_FAILED, 1.1),
+        _end(FailureKind.PEER_FAILED, 9),
+    )
+    ended = _end(FailureKind.ENDED, 9)
     assert describe(0, [waited, early, late], 600.0).startswith("rank 2 did not answer within 600 s (launch.timeout)")
     assert describe(0, [waited, ended, late], 600.0).startswith("rank 1 did not answer")
     assert describe(0, [waited, early, early], 600.0).startswith("no rank hangs")
@@ -143,7 +148,7 @@ def test_objects_of_a_failed_entry_are_freed_at_once() -> None:
 
     gc.disable()
     try:
-        assert run_entry(entry).kind is EndKind.TRACEBACK
+        assert run_entry(entry).kind is FailureKind.EXCEPTION
         assert held[0]() is None
     finally:
         gc.enable()
@@ -174,8 +179,12 @@ def test_long_tracebacks_lose_their_middle() -> None:
     ],
 )
 def test_the_cause_of_sigkill_follows_from_the_kernels_counts(before: Kills, now: Kills, expected: str) -> None:
-    ends = [End(EndKind.ENDED, 1, "", 1.0), End(EndKind.KILLED, 1, "was killed by SIGKILL", 0.0)]
-    assert describe(1, ends, 600.0, why_killed(before, now, "Do less.")) == f"rank 1 was killed by SIGKILL: {expected}"
+    killed = with_cause(
+        End(FailureKind.KILLED, "was killed by SIGKILL", 0.0), lambda: why_killed(before, now, "Do less.")
+    )
+    ends = [End(FailureKind.ENDED, "", 1.0), killed]
+    assert describe(1, ends, 600.0) == f"rank 1 was killed by SIGKILL: {expected}"
+    assert killed.kind is (FailureKind.HOST_MEMORY if "Do less" in expected else FailureKind.KILLED)
 
 
 def test_the_cause_of_a_failure_is_only_in_the_log() -> None:
@@ -203,6 +212,6 @@ def test_a_rank_that_is_killed_in_an_evaluation(phase: Phase, evaluates: bool) -
     process.join()
     rank.update()
     assert rank.ended is not None
-    assert (rank.ended.kind, rank.ended.evaluates) == (EndKind.KILLED, evaluates)
+    assert (rank.ended.kind, rank.ended.evaluates) == (FailureKind.KILLED, evaluates)
     assert end_of_fields(end_fields(rank.ended)).evaluates == evaluates
     beat.close()

@@ -14,9 +14,9 @@ import pytest
 
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Recovery
-from lockstep.core.control_groups import OOM_KILLER
 from lockstep.core.errors import RunFailed
-from lockstep.launch.ends import End, EndKind
+from lockstep.core.failure_kinds import FailureKind
+from lockstep.launch.ends import End
 from lockstep.launch.ends_file import read_ends
 from lockstep.launch.group import SignalRequests
 from lockstep.launch.host_rounds import LeaderRounds
@@ -64,15 +64,19 @@ TAKEN = "/run belongs to another run now"
 
 
 @pytest.mark.parametrize(
-    ("kind", "code", "pauses", "ended"), [(EndKind.KILLED, 137, False, 137), (EndKind.PAUSED, 75, True, 1)]
+    ("kind", "pauses", "ended"),
+    [
+        (FailureKind.KILLED, False, FailureKind.KILLED),
+        (FailureKind.PAUSED, True, FailureKind.FAILED),
+    ],
 )
-def test_no_ranks_start_where_another_run_is_now(kind: EndKind, code: int, pauses: bool, ended: int) -> None:
+def test_no_ranks_start_where_another_run_is_now(kind: FailureKind, pauses: bool, ended: FailureKind) -> None:
     """After a failure, and after hosts have paused their ranks for another one."""
     supervisor = Supervisor(Recovery(restarts=1), lambda: 7, lambda: lambda: 0, taken=lambda: TAKEN)
     hosts = cast("Hosts", SimpleNamespace(pauses=pauses, has_gone=False))
     rounds = LeaderRounds(hosts, supervisor, 0.0, elastic=True, folder=Path("/run"), decision=lambda entry: {})
-    result = LaunchResult(code, "rank 0 has ended")
-    assert rounds.next_entry([End(kind, code, "", 0.0)], result) is None
+    result = LaunchResult(kind, "rank 0 has ended")
+    assert rounds.next_entry([End(kind, "", 0.0)], result) is None
     assert rounds.concluded(result) == LaunchResult(ended, f"rank 0 has ended\n{TAKEN}: its ranks don't start again")
 
 
@@ -101,28 +105,28 @@ def test_a_stop_that_comes_with_a_failure_is_one_if_ranks_would_start_again(
     assert done == code, err
     assert text in err
     assert ("stopped by SIGTERM; its ranks don't start again after a failure: " in err) is (code == 75)
-    assert [ends.code for ends in read_ends(tmp_path)] == [code]
+    assert [ends.kind.exit_code for ends in read_ends(tmp_path)] == [code]
 
 
 @pytest.mark.parametrize(
     ("number", "requests", "kind", "code"),
     [
-        (signal.SIGTERM, 1, EndKind.HUNG, 75),
-        (signal.SIGINT, 1, EndKind.HUNG, 130),
-        (signal.SIGTERM, 2, EndKind.HUNG, 130),
-        (signal.SIGTERM, 1, EndKind.STOPPED, 75),
-        (signal.SIGTERM, 1, EndKind.LOST, 75),
-        (signal.SIGTERM, 1, EndKind.ROLLED_BACK, 75),
+        (signal.SIGTERM, 1, FailureKind.HUNG, 75),
+        (signal.SIGINT, 1, FailureKind.HUNG, 130),
+        (signal.SIGTERM, 2, FailureKind.HUNG, 130),
+        (signal.SIGTERM, 1, FailureKind.STOPPED, 75),
+        (signal.SIGTERM, 1, FailureKind.LOST, 75),
+        (signal.SIGTERM, 1, FailureKind.ROLLED_BACK, 75),
     ],
 )
-def test_the_code_of_a_stop_is_that_of_its_signal(number: int, requests: int, kind: EndKind, code: int) -> None:
+def test_the_code_of_a_stop_is_that_of_its_signal(number: int, requests: int, kind: FailureKind, code: int) -> None:
     """A rank that was stopped by a signal to all processes may report that before its launcher has the signal."""
     job = Ranks(lambda: 0, 2, Launch(), None, False, None, None)
     supervisor = Supervisor(Recovery(), lambda: 7, lambda: lambda: 0)
     with contextlib.closing(SignalRequests()) as signals:
         signals.stop(number, None)
         signals.own_stops = requests
-        ends = [End(EndKind.ENDED, 1, "", 1.0), End(kind, 124, "rank 1 hangs", 0.0)]
+        ends = [End(FailureKind.ENDED, "", 1.0), End(kind, "rank 1 hangs", 0.0)]
         result = _unless_stopped(job, result_of(ends, 9.0), ends, signals, supervisor)
     assert (result.code, result.cut_off) == (code, True)
 
@@ -130,9 +134,9 @@ def test_the_code_of_a_stop_is_that_of_its_signal(number: int, requests: int, ki
 @pytest.mark.parametrize(
     ("end", "size", "code"),
     [
-        (End(EndKind.MESSAGE, 1, "out of memory", 0.0, too_large={"batch.micro_size": 8}), 8, 75),
-        (End(EndKind.MESSAGE, 1, "out of memory", 0.0, too_large={"batch.micro_size": 1}), 1, 1),
-        (End(EndKind.KILLED, 1, f"was killed by SIGKILL: {OOM_KILLER}", 0.0), 1, 75),
+        (End(FailureKind.OUT_OF_MEMORY, "out of memory", 0.0, too_large={"batch.micro_size": 8}), 8, 75),
+        (End(FailureKind.OUT_OF_MEMORY, "out of memory", 0.0, too_large={"batch.micro_size": 1}), 1, 1),
+        (End(FailureKind.HOST_MEMORY, "was killed by SIGKILL", 0.0), 1, 75),
     ],
     ids=["micro-batches can be smaller", "they can't", "they can't, but the rank may start again"],
 )

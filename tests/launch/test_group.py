@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from lockstep.launch.ends import End, EndKind
+from lockstep.core.failure_kinds import FailureKind
+from lockstep.launch.ends import End
 from lockstep.launch.group import RankProcess, SignalRequests, watch
 
 if TYPE_CHECKING:
     from lockstep.launch.hang_watch import HangWatch
 
-_DONE = End(EndKind.DONE, 0, "", time.monotonic())
+_DONE = End(FailureKind.DONE, "", time.monotonic())
 
 
 class _Sleep:

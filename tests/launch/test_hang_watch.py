@@ -18,12 +18,12 @@ import pytest
 
 from lockstep.config.training_sections import Watchdog
 from lockstep.core import heartbeat
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.heartbeat import Stage
 from lockstep.core.phase_clock import Phase, PhaseClock
 from lockstep.core.stopping import STACKS_SIGNAL
 from lockstep.launch import rank_stacks
-from lockstep.launch.ends import End, EndKind
-from lockstep.launch.failure_kinds import FailureKind, kind_of
+from lockstep.launch.ends import End
 from lockstep.launch.hang_watch import Hang, HangWatch, LearnedTimes, Sight, hang_text, name_text
 from lockstep.launch.rank_stacks import Frame, line_of, main_frames, waits_in_collective
 
@@ -237,7 +237,7 @@ def test_the_rank_that_hangs_is_named_and_killed(
     assert end is not None
     assert text in end.text
     assert "the others wait for it" in end.text
-    assert (end.kind, end.code, kind_of(end)) == (EndKind.HUNG, 124, FailureKind.HANG)
+    assert end.kind is FailureKind.HUNG
     assert took < 3.0
     assert "lockstep: rank 1 " in capfd.readouterr().err
     report = (tmp_path / "hangs.txt").read_text()
@@ -321,7 +321,7 @@ def test_a_start_that_hangs_is_ended_by_its_own_limit(
         assert members[1].end is None
     else:
         assert members[1].end is not None
-        assert (members[1].end.kind, members[1].end.code) == (EndKind.HUNG, 124)
+        assert members[1].end.kind is FailureKind.HUNG
         assert "rank 1 hangs at the start of the run" in members[1].end.text
 
 

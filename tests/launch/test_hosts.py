@@ -20,6 +20,7 @@ from kit.worlds import free_port
 
 from lockstep.config.schema import Launch
 from lockstep.core.errors import ConfigError
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.launch import meeting
 from lockstep.launch.ends_file import read_ends
 
@@ -62,9 +63,9 @@ def test_two_hosts_with_two_and_one_rank_train_as_one_process(tmp_path: Path) ->
     names = sorted(path.name for path in (tmp_path / "run" / "logs").iterdir())
     assert names == ["ends-1.jsonl", "ends.jsonl", *(f"rank-{n}.log" for n in range(3))]
     end, other = read_ends(tmp_path / "run" / "logs")
-    assert (end.code, end.cause, end.step) == (0, None, 8)
-    assert [(rank.rank, rank.host, rank.end) for rank in end.ranks] == [
-        (0, "host-0", "done"), (1, "host-0", "done"), (2, "host-1", "done")
+    assert (end.kind, end.cause, end.step) == (FailureKind.DONE, None, 8)
+    assert [(rank.rank, rank.host, rank.kind.name) for rank in end.ranks] == [
+        (0, "host-0", "DONE"), (1, "host-0", "DONE"), (2, "host-1", "DONE")
     ]  # fmt: skip
     assert (sorted(end.logs), sorted(other.logs), other.attempt) == ([0, 1], [2], end.attempt)
 

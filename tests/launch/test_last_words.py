@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.ends import End, EndKind, end_of_process
+from lockstep.core.failure_kinds import FailureKind
+from lockstep.launch.ends import End, end_of_process
 from lockstep.launch.last_words import all_with_last_words, size_of_stderr
 from lockstep.launch.local import result_of
 
@@ -33,7 +34,7 @@ def ended(logs: Path, printed: str, exitcode: int = -6) -> tuple[End, str]:
     return ends[1], result_of(ends, 9.0).text
 
 
-_PEER = End(EndKind.ENDED, 0, "", 9.0)
+_PEER = End(FailureKind.ENDED, "", 9.0)
 
 
 @pytest.mark.parametrize(

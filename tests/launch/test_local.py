@@ -43,7 +43,7 @@ ENDS = [
     ("one rank, exception", ["raise:boom"], 1, ["Traceback", "ValueError: boom"], ["rank 0"]),
     ("one rank, config", ["config:lr is 0"], 2, ["lr is 0"], ["Traceback"]),
     ("one rank, stopped", ["stop:time is up"], 130, ["time is up"], ["Traceback"]),
-    ("one rank, own code", ["return:5"], 5, [], ["Traceback"]),
+    ("one rank, own code", ["return:5"], 1, ["ended with exit code 5"], ["Traceback"]),
 ]
 
 _HANGS = "did not answer within 1 s (launch.timeout), while"

@@ -23,12 +23,12 @@ import lockstep
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Watchdog
 from lockstep.core import heartbeat
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.heartbeat import shared_heartbeat
 from lockstep.core.stopping import STACKS_SIGNAL
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.distributed.process_group import joined
 from lockstep.launch import outside_watch
-from lockstep.launch.ends import EndKind
 
 
 class Hangs(small.Net):
@@ -118,7 +118,7 @@ def test_a_rank_that_is_killed_while_it_reads_a_sample() -> None:
     rank.update()
     beat.close()
     assert rank.ended is not None
-    assert (rank.ended.kind, rank.ended.samples) == (EndKind.KILLED, (7,))
+    assert (rank.ended.kind, rank.ended.samples) == (FailureKind.KILLED, (7,))
 
 
 def _started(machines: str) -> list[tuple[list[int], bool]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 92_531
-MOST_FILES = 538
+MOST_LINES = 92_522
+MOST_FILES = 536
 
 
 def test_src_keeps_within_its_budget() -> None:

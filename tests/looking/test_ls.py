@@ -16,8 +16,9 @@ import pytest
 from kit.reports import FACTS, report
 
 from lockstep.cli.main import main
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.progress import Progress
-from lockstep.launch.ends import End, EndKind
+from lockstep.launch.ends import End
 from lockstep.launch.ends_file import append_ends
 from lockstep.launch.outcome import LaunchResult
 from lockstep.looking.listing import describe, list_runs, runs_in
@@ -45,8 +46,8 @@ def live(run: Path, age: float = 0.0, hosts: int = 1) -> None:
     (run / "live.json").write_text(json.dumps({"time": time.time() - age, "step": 30, "ranks": ranks}))
 
 
-def ended(run: RunFolder, code: int, text: str, kind: EndKind) -> None:
-    append_ends(run.logs, 0, [End(kind, code, text, time=time.monotonic())], ["a"], LaunchResult(code, text), {0: 0})
+def ended(run: RunFolder, text: str, kind: FailureKind) -> None:
+    append_ends(run.logs, 0, [End(kind, text, time=time.monotonic())], ["a"], LaunchResult(kind, text), {0: 0})
     run.release()
 
 
@@ -71,12 +72,22 @@ STATES: dict[str, tuple[Callable[[RunFolder], object], dict[str, object], str, s
     "launcher killed": (lambda run: run.release(), {}, "failed", "it left no record"),
     "finished": (finished, {}, "done", ""),
     "finished, not finite": (finished, {"loss": float("nan")}, "diverged", "The loss is not finite from step 1 on"),
-    "paused": (lambda run: ended(run, 75, "stopped by SIGTERM", EndKind.PAUSED), {}, "stopped", "stopped by SIGTERM"),
-    "interrupted": (lambda run: ended(run, 130, "stopped", EndKind.INTERRUPTED), {}, "stopped", "stopped"),
-    "exit code 75": (lambda run: ended(run, 75, "", EndKind.CODE), {}, "failed", "exit code 75"),
-    "failed": (lambda run: ended(run, 1, "rank 0: ValueError: x", EndKind.TRACEBACK), {}, "failed", "rank 0: ValueEr"),
+    "paused": (
+        lambda run: ended(run, "stopped by SIGTERM", FailureKind.PAUSED),
+        {},
+        "stopped",
+        "stopped by SIGTERM",
+    ),
+    "interrupted": (lambda run: ended(run, "stopped", FailureKind.INTERRUPTED), {}, "stopped", "stopped"),
+    "exit code 75": (lambda run: ended(run, "", FailureKind.EXITED), {}, "failed", "a rank exited"),
+    "failed": (
+        lambda run: ended(run, "rank 0: ValueError: x", FailureKind.EXCEPTION),
+        {},
+        "failed",
+        "rank 0: ValueEr",
+    ),
     "failed, not finite": (
-        lambda run: ended(run, 1, "20 updates in a row were discarded", EndKind.MESSAGE),
+        lambda run: ended(run, "20 updates in a row were discarded", FailureKind.FAILED),
         {"loss": float("inf")},
         "diverged",
         "The loss is not finite",
@@ -138,7 +149,7 @@ def test_a_loss_that_grows_in_a_long_file_is_seen(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=0)
     lines = ({"step": step, "note": "x" * 300, "loss": 0.1 if step < 1500 else 80.0} for step in range(1, 2001))
     run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    ended(run, 75, "stopped", EndKind.PAUSED)
+    ended(run, "stopped", FailureKind.PAUSED)
     assert status_of(run.path).state is RunState.DIVERGED
 
 
@@ -164,7 +175,7 @@ def test_the_list_has_what_the_files_have(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("width", [40, 80, 160])
 def test_the_table_fits_its_terminal(tmp_path: Path, width: int) -> None:
     run = make_run(tmp_path / ("long" * 20))
-    ended(run, 1, "rank 0: ValueError: " + "x" * 200 + "\x1b[2J", EndKind.TRACEBACK)
+    ended(run, "rank 0: ValueError: " + "x" * 200 + "\x1b[2J", FailureKind.EXCEPTION)
     lines = describe(list_runs([tmp_path]), width).splitlines()
     assert max(map(len, lines)) <= width
     assert "\x1b" not in "".join(lines)
@@ -252,7 +263,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_500_runs_are_listed_without_torch_in_milliseconds_each(tmp_path: Path) -> None:
     first = make_run(tmp_path / "0", steps=200)
-    ended(first, 1, "rank 0: ValueError", EndKind.TRACEBACK)
+    ended(first, "rank 0: ValueError", FailureKind.EXCEPTION)
     for number in range(1, 500):
         other = tmp_path / str(number)
         (other / "logs").mkdir(parents=True)

@@ -184,7 +184,13 @@ def test_a_run_that_has_ended_is_shown_with_its_end(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / "live.json").unlink()
     (run / "logs").mkdir()
-    end = {"attempt": "process 9 on host-0, since 2026-11-21 09:30:00", "time": 1, "code": 1, "cause": 1, "step": 120}
+    end = {
+        "attempt": "process 9 on host-0, since 2026-11-21 09:30:00",
+        "time": 1,
+        "kind": "killed",
+        "cause": 1,
+        "step": 120,
+    }
     end |= {"text": "rank 1 on host a was killed by SIGKILL", "ranks": [], "logs": {}, "environment": {}}
     (run / "logs" / "ends.jsonl").write_text(json.dumps(end) + "\n")
     (run / "metrics.jsonl").write_text('{"step": 120, "loss": 1.0}\n')

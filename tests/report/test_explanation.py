@@ -175,7 +175,14 @@ def test_the_command_prints_sentences_or_json(tmp_path: Path) -> None:
     with (folder / "ranks.jsonl").open("a") as ranks:
         ranks.write("damaged\n")
     (folder / "logs").mkdir()
-    end = {"attempt": "", "time": 1.79e9, "code": 1, "text": "rank 1 was killed by SIGKILL", "step": 100, "cause": 1}
+    end = {
+        "attempt": "",
+        "time": 1.79e9,
+        "kind": "killed",
+        "text": "rank 1 was killed by SIGKILL",
+        "step": 100,
+        "cause": 1,
+    }
     (folder / "logs" / "ends.jsonl").write_text(json.dumps({**end, "ranks": [], "logs": {}, "environment": {}}) + "\n")
     text = run_lockstep("explain", folder).stdout
     assert "The data came too late" in text

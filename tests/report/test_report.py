@@ -21,8 +21,9 @@ from kit.reports import report
 
 from lockstep.cli import report as verb
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.records import Verdict
-from lockstep.launch.ends import End, EndKind
+from lockstep.launch.ends import End
 from lockstep.launch.ends_file import append_ends
 from lockstep.launch.outcome import LaunchResult
 from lockstep.monitor.folder import RunFolder
@@ -193,8 +194,8 @@ def test_how_a_run_ended_is_stated(tmp_path: Path, capsys: pytest.CaptureFixture
     attempt = {"launched": 1.0, "began": 2.0, "step": 0, "seconds": 0.0, "ranks": 2}
     (run / "attempts.jsonl").write_text(json.dumps({**attempt, "strategy": "ddp", "backend": "gloo"}) + "\n")
     text = "rank 0 was killed"
-    end = End(EndKind.KILLED, 1, text, time=time.monotonic())
-    append_ends(run / "logs", 0, [end], ["a"], LaunchResult(1, text), {0: 0})
+    end = End(FailureKind.KILLED, text, time=time.monotonic())
+    append_ends(run / "logs", 0, [end], ["a"], LaunchResult(end.kind, text), {0: 0})
     assert verb.run([str(run)]) == 0
     text = Page((run / "report.html").read_text()).text
     assert "Not finished" in text

@@ -18,10 +18,10 @@ def _attempt(number: int, step: int, seconds: float) -> dict[str, object]:
             "hosts": [["a", 1], ["b", 1]]}  # fmt: skip
 
 
-def _end(number: int, text: str, code: int = 1, kind: str = "killed") -> dict[str, object]:
+def _end(number: int, text: str, kind: str = "killed") -> dict[str, object]:
     """How the attempt with this number ended."""
-    ranks = [{"rank": 1, "host": "b", "end": kind, "code": code, "text": text, "time": 104.0 + 6 * number}]
-    return {"attempt": "", "time": 104.1 + 6 * number, "code": code, "text": text, "step": None, "cause": 1,
+    ranks = [{"rank": 1, "host": "b", "kind": kind, "text": text, "time": 104.0 + 6 * number}]
+    return {"attempt": "", "time": 104.1 + 6 * number, "kind": kind, "text": text, "step": None, "cause": 1,
             "ranks": ranks, "logs": {}, "environment": {}}  # fmt: skip
 
 
@@ -30,8 +30,8 @@ def test_each_restart_is_listed_with_its_cause_and_cost_also_without_an_update(t
     attempts = [_attempt(0, 0, 0.0), _attempt(1, 0, 0.0), _attempt(2, 10, 2.0), _attempt(3, 10, 2.0)]
     ends = [
         _end(0, "rank 1: out of memory in update 1. Set batch.micro_size to 4 (it is 8)."),
-        _end(1, "stopped by SIGTERM", 75, "paused"),
-        _end(3, "", 0, "done"),
+        _end(1, "stopped by SIGTERM", "paused"),
+        _end(3, "", "done"),
     ]
     (run / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in attempts))
     (run / "logs" / "ends.jsonl").write_text("".join(json.dumps(line) + "\n" for line in ends))

@@ -16,9 +16,10 @@ from kit.commands import Done, run_lockstep
 
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.local import LocalStorage
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.heartbeat import Reading
-from lockstep.launch.ends import End, EndKind, end_of_process, while_reading
-from lockstep.launch.failure_kinds import FailureKind, advice_on_samples, kind_of
+from lockstep.launch.ends import End, end_of_process, while_reading
+from lockstep.launch.supervision import advice_on_samples
 
 DATA = f"{Path(__file__).parent / 'ending_data.py'}"
 
@@ -138,21 +139,25 @@ def test_a_run_starts_over_where_its_records_cant_be_deleted(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("exitcode", "kind", "failure"),
-    [(-11, EndKind.KILLED, FailureKind.TRANSIENT), (-6, EndKind.KILLED, FailureKind.TRANSIENT),
-     (3, EndKind.EXITED, FailureKind.PROGRAM), (0, EndKind.EXITED, FailureKind.PROGRAM),
-     (75, EndKind.EXITED, FailureKind.PROGRAM), (130, EndKind.EXITED, FailureKind.PROGRAM)],
-)  # fmt: skip
-def test_ends_while_a_sample_is_read(exitcode: int, kind: EndKind, failure: FailureKind) -> None:
+    ("exitcode", "kind"),
+    [
+        (-11, FailureKind.CRASHED),
+        (-6, FailureKind.CRASHED),
+        (3, FailureKind.EXITED),
+        (0, FailureKind.EXITED),
+        (75, FailureKind.EXITED),
+        (130, FailureKind.EXITED),
+    ],
+)
+def test_ends_while_a_sample_is_read(exitcode: int, kind: FailureKind) -> None:
     end = while_reading(end_of_process(exitcode, 0.0), Reading((7,)))
-    assert (end.kind, end.code, end.samples, end.reading) == (kind, 1, (7,), "sample 7")
+    assert (end.kind, end.samples, end.reading) == (kind, (7,), "sample 7")
     assert end.text
-    assert kind_of(end) is failure
     assert "data.leave_out='[[7, 7]]'" in advice_on_samples(end)
 
 
 def test_samples_of_an_evaluation_set_are_no_training_samples() -> None:
-    end = End(EndKind.KILLED, 1, "was killed by SIGSEGV", 0.0, samples=(7,), evaluation_set="held-out")
+    end = End(FailureKind.KILLED, "was killed by SIGSEGV", 0.0, samples=(7,), evaluation_set="held-out")
     assert "sample 7 of data.evaluation.held-out" in advice_on_samples(end)
     assert "leave_out='" not in advice_on_samples(end)
 

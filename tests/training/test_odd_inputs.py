@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.records import Batch
 from lockstep.launch.outcome import LaunchResult
 from lockstep.training.session import components_of
@@ -313,7 +314,7 @@ def test_ranks_answer_as_one_process(strategy: str) -> None:
 def test_a_cause_is_in_the_failure_of_a_launch() -> None:
     frames = 'Traceback (most recent call last):\n  File "x.py", line 1\n    f()'
     text = f"rank 1 failed:\n{frames}\nValueError: 3 is odd\nin update 1"
-    assert "ValueError: 3 is odd" in str(LaunchResult(1, text, is_traceback=True).failure())
+    assert "ValueError: 3 is odd" in str(LaunchResult(FailureKind.EXCEPTION, text, is_traceback=True).failure())
 
 
 def test_all_spare_parameters_are_in_the_hint() -> None:

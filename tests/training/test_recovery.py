@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import signal
 import time
@@ -18,10 +19,12 @@ from kit.commands import Done, run_lockstep, start_lockstep
 from safetensors.torch import load_file
 
 from lockstep.config.training_sections import Budgets, Recovery
+from lockstep.core.control_groups import WhyKilled
+from lockstep.core.errors import ConfigError, OutOfMemory, UnusableSamples, WorkerDied
+from lockstep.core.failure_kinds import FailureKind, Retry
 from lockstep.doctor.run import diagnose_run
-from lockstep.launch.ends import End, EndKind
+from lockstep.launch.ends import End, end_of_exception, end_of_process, with_cause
 from lockstep.launch.ends_file import read_ends
-from lockstep.launch.failure_kinds import kind_of
 from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Supervisor
 from lockstep.monitor.attempts import read_attempts
@@ -71,7 +74,7 @@ def test_a_rank_that_fails_once(tmp_path: Path, undisturbed: Path, how: str) -> 
     assert how != "raise" or re.search(
         r"lockstep: rank 1 failed: .* \(at .*failing_models\.py:\d+ in \w+\)", done.stderr
     )
-    assert [ends.code == 0 for ends in read_ends(folder / "logs")] == [False, True]
+    assert [ends.kind is FailureKind.DONE for ends in read_ends(folder / "logs")] == [False, True]
     assert losses(folder) == losses(undisturbed)
     first, second = read_attempts(folder)
     assert first.launched < first.began <= second.launched < second.began
@@ -109,7 +112,7 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path) -> None:
     assert done.returncode == 124
     assert re.search(r"rank 1 hangs in its forward at .*failing_models\.py:\d+ in forward \(update 7\)", done.stderr)
     (ends,) = read_ends(tmp_path / "run" / "logs")
-    assert (ends.cause, ends.ranks[1].end, ends.code) == (1, "hung", 124)
+    assert (ends.cause, ends.ranks[1].kind, ends.kind) == (1, FailureKind.HUNG, FailureKind.HUNG)
     assert "--- rank 0" in (tmp_path / "run" / "logs" / "hangs.txt").read_text()
 
 
@@ -140,68 +143,78 @@ def test_a_run_in_which_a_rank_hangs_stops_soon_and_loses_nothing(tmp_path: Path
 
 
 def test_a_run_that_gets_further_each_time_goes_on() -> None:
-    assert rounds_of([(EndKind.KILLED, step) for step in (10, 20, 30, 40)], restarts=1) == 5
-    assert rounds_of([(EndKind.KILLED, step) for step in (10, 20, 20, 20)], restarts=1) == 3
-    assert rounds_of([(EndKind.KILLED, step) for step in (10, 20, 20, 30, 30)], restarts=2) == 6
+    assert rounds_of([(FailureKind.KILLED, step) for step in (10, 20, 30, 40)], restarts=1) == 5
+    assert rounds_of([(FailureKind.KILLED, step) for step in (10, 20, 20, 20)], restarts=1) == 3
+    assert rounds_of([(FailureKind.KILLED, step) for step in (10, 20, 20, 30, 30)], restarts=2) == 6
 
 
-@pytest.mark.parametrize("kind", [EndKind.MESSAGE, EndKind.PAUSED, EndKind.INTERRUPTED])
-def test_ends_after_which_no_rank_is_started(kind: EndKind) -> None:
+@pytest.mark.parametrize("kind", [FailureKind.FAILED, FailureKind.PAUSED, FailureKind.INTERRUPTED])
+def test_ends_after_which_no_rank_is_started(kind: FailureKind) -> None:
     assert rounds_of([(kind, 10)], restarts=9) == 1
 
 
 def test_another_exception_or_another_step_is_tried_once_more() -> None:
-    traceback = EndKind.TRACEBACK
+    traceback = FailureKind.EXCEPTION
     assert rounds_of([(traceback, 10), (traceback, 20), (traceback, 20)], restarts=9) == 3
 
 
 def test_a_rank_that_is_killed_for_memory_may_have_a_greedy_neighbor() -> None:
     supervisor = Supervisor(Recovery(restarts=1), lambda: 7, lambda: lambda: 0)
-    killed = [End(EndKind.KILLED, 1, "was killed by SIGKILL: out of memory (the kernel's OOM killer was", 0.0)]
-    assert supervisor.next_entry(killed, LaunchResult(1, "")) is not None
-    assert supervisor.next_entry(killed, LaunchResult(1, "")) is None
+    killed = [End(FailureKind.HOST_MEMORY, "was killed by SIGKILL", 0.0)]
+    assert supervisor.next_entry(killed, LaunchResult(FailureKind.HOST_MEMORY, "")) is not None
+    assert supervisor.next_entry(killed, LaunchResult(FailureKind.HOST_MEMORY, "")) is None
 
 
-def rounds_of(failures: Sequence[tuple[EndKind, int]], restarts: int | Recovery) -> int:
+def rounds_of(failures: Sequence[tuple[FailureKind, int]], restarts: int | Recovery) -> int:
     """The number of rounds if these fail in turn, and one after them is done."""
     recovery = restarts if isinstance(restarts, Recovery) else Recovery(restarts=restarts)
     steps = iter([step for _, step in failures])
     supervisor = Supervisor(recovery, lambda: next(steps), lambda: lambda: 0)
     for kind, _ in failures:
-        ends = [End(EndKind.ENDED, 1, "", 1.0), End(kind, 1, "KeyError: 17", 0.0)]
-        if supervisor.next_entry(ends, LaunchResult(1, "rank 1 failed")) is None:
+        ends = [End(FailureKind.ENDED, "", 1.0), End(kind, "KeyError: 17", 0.0)]
+        if supervisor.next_entry(ends, LaunchResult(kind, "rank 1 failed")) is None:
             return supervisor.rounds
     return supervisor.rounds + 1
 
 
+def test_budgets_are_those_of_the_kinds() -> None:
+    assert {retry.value for retry in Retry} - {"never"} == {*Budgets.model_fields}
+    assert {kind.retry for kind in FailureKind} == {*Retry}
+
+
 @pytest.mark.parametrize(
-    ("end", "kind"),
+    ("error", "kind"),
     [
-        (End(EndKind.KILLED, 1, "was killed by SIGKILL", 0.0), "transient"),
-        (End(EndKind.TRACEBACK, 1, "Traceback (most\n  x\nOSError: [Errno 5] EIO", 0.0), "transient"),
-        (End(EndKind.TRACEBACK, 1, "Traceback (most\n  x\nRuntimeError: CUDA error: 7", 0.0), "transient"),
-        (End(EndKind.TRACEBACK, 1, "Traceback (most\n  x\nFileNotFoundError: a", 0.0), "program"),
-        (End(EndKind.TRACEBACK, 1, "Traceback (most\n  x\nKeyError: 'OSError'", 0.0), "program"),
-        (End(EndKind.EXITED, 3, "called sys.exit(3)", 0.0), "program"),
-        (End(EndKind.TIMED_OUT, 1, "", 0.0), "hang"),
-        (End(EndKind.LOST, 1, "", 0.0), "host"),
-        (End(EndKind.MESSAGE, 2, "wrong key", 0.0), "config"),
-        (End(EndKind.MESSAGE, 1, "out of memory", 0.0, advice="set batch.micro_size"), "memory"),
-        (End(EndKind.MESSAGE, 1, "any", 0.0, worker_was_killed=True), "transient"),
-        (End(EndKind.MESSAGE, 1, "out of memory (the kernel's OOM killer, in", 0.0, worker_was_killed=True), "memory"),
-        (End(EndKind.MESSAGE, 1, "any", 0.0, worker_has_exited=True, samples=()), "program"),
-        (End(EndKind.MESSAGE, 1, "out of memory", 0.0, too_large={"evaluation.micro_size": 8}), "memory"),
-        (End(EndKind.KILLED, 1, "was killed by SIGKILL: out of memory (the kernel's OOM killer, in", 0.0), "memory"),
-        (End(EndKind.PAUSED, 75, "", 0.0), "request"),
+        (OSError(5, "EIO"), FailureKind.DEVICE),
+        (TimeoutError("no answer"), FailureKind.DEVICE),
+        (RuntimeError("CUDA error: 7"), FailureKind.DEVICE),
+        (FileNotFoundError("a"), FailureKind.EXCEPTION),
+        (KeyError("OSError"), FailureKind.EXCEPTION),
+        (OutOfMemory("in the forward", too_large={"batch.micro_size": 8}), FailureKind.OUT_OF_MEMORY),
+        (WorkerDied("a data worker died", kind=FailureKind.WORKER_EXITED), FailureKind.WORKER_EXITED),
+        (UnusableSamples("sample 3 can't be read"), FailureKind.SAMPLE),
     ],
-)  # fmt: skip
-def test_kinds_of_failures(end: End, kind: str) -> None:
-    assert kind_of(end).value == kind
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else value.name,
+)
+def test_an_end_has_the_kind_of_its_error(error: BaseException, kind: FailureKind) -> None:
+    assert end_of_exception(error, 0.0, None).kind is kind
+
+
+def test_a_failure_keeps_its_kind_between_processes() -> None:
+    for failure in (ConfigError("x", FailureKind.OTHER_DATA), WorkerDied("x", (1,), kind=FailureKind.WORKER_EXITED)):
+        assert pickle.loads(pickle.dumps(failure)).kind is failure.kind
+
+
+@pytest.mark.parametrize(("by_kernel", "kind"), [(True, FailureKind.HOST_MEMORY), (False, FailureKind.KILLED)])
+def test_the_cause_of_a_sigkill_decides_its_kind(by_kernel: bool, kind: FailureKind) -> None:
+    why = lambda: WhyKilled("why", by_kernel)  # noqa: E731
+    assert with_cause(end_of_process(-9, 0.0), why).kind is kind
+    assert with_cause(end_of_process(-11, 0.0), why).kind is FailureKind.CRASHED
 
 
 def test_each_kind_has_its_budget() -> None:
     recovery = Recovery(restarts=1, budgets=Budgets(transient=3, program=0))
-    killed, raised, hung = (EndKind.KILLED, 10), (EndKind.TRACEBACK, 10), (EndKind.TIMED_OUT, 10)
+    killed, raised, hung = (FailureKind.KILLED, 10), (FailureKind.EXCEPTION, 10), (FailureKind.TIMED_OUT, 10)
     assert rounds_of([killed] * 5, recovery) == 4
     assert rounds_of([raised], recovery) == 1
     assert rounds_of([hung, killed, hung], recovery) == 3
@@ -210,4 +223,4 @@ def test_each_kind_has_its_budget() -> None:
 
 
 def test_an_exception_in_the_first_update_ends_the_run() -> None:
-    assert rounds_of([(EndKind.TRACEBACK, 0)], Recovery()) == 1
+    assert rounds_of([(FailureKind.EXCEPTION, 0)], Recovery()) == 1

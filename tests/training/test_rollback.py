@@ -22,6 +22,7 @@ from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.core.errors import ConfigError, RolledBack, RunFailed
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.records import Batch
 from lockstep.data.order import SampleOrder
 from lockstep.distributed.consensus import DeviceConsensus
@@ -185,7 +186,8 @@ def test_the_launcher_starts_the_ranks_again(tmp_path: Path) -> None:
     assert "its ranks start again" in done.stderr
     assert in_world(2, trained, config(other, "ddp", {}, data=without(ORDER[25:30]))) == [""] * 2
     assert_same_end(run, other)
-    assert [(end.code, end.ranks[0].end) for end in read_ends(run / "logs")] == [(75, "rolled_back"), (0, "done")]
+    kinds = [FailureKind.ROLLED_BACK, FailureKind.DONE]
+    assert [(end.kind, end.ranks[0].kind) for end in read_ends(run / "logs")] == [(kind, kind) for kind in kinds]
 
 
 def test_a_run_without_an_old_state_goes_back_to_the_oldest_or_the_beginning(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 from kit import small
 
 from lockstep.config.loading import validate
-from lockstep.launch.ends import End, EndKind
+from lockstep.core.failure_kinds import FailureKind
+from lockstep.launch.ends import End
 from lockstep.launch.memory_folder import MemoryFolder, left_by, note_attempt
 from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Supervisor
@@ -19,7 +20,7 @@ from lockstep.training.job import Job
 from lockstep.training.resuming import Resume
 from lockstep.training.start_run import SmallerBatches
 
-KILLED = [End(EndKind.KILLED, 1, "was killed by SIGKILL", 0.0)]
+KILLED = [End(FailureKind.KILLED, "was killed by SIGKILL", 0.0)]
 
 
 def supervisor_of(folder: Path, resume: Resume) -> Supervisor:
@@ -35,17 +36,20 @@ def test_a_run_that_starts_over_has_not_got_as_far_as_the_run_before(
     tmp_path: Path, resume: Resume, capsys: pytest.CaptureFixture[str]
 ) -> None:
     supervisor = supervisor_of(tmp_path, resume)
-    assert supervisor.next_entry(KILLED, LaunchResult(1, "killed in setup")) is not None
+    assert supervisor.next_entry(KILLED, LaunchResult(FailureKind.KILLED, "killed in setup")) is not None
     assert "the run was at step 0 or later" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text('{"step": 79}\n')
     (tmp_path / "attempts.jsonl").write_text("this attempt\n")
-    assert supervisor.next_entry(KILLED, LaunchResult(1, "killed")) is not None
+    assert supervisor.next_entry(KILLED, LaunchResult(FailureKind.KILLED, "killed")) is not None
     assert "the run was at step 79 or later" in capsys.readouterr().err
-    assert supervisor.next_entry(KILLED, LaunchResult(1, "killed again, there")) is None
+    assert supervisor.next_entry(KILLED, LaunchResult(FailureKind.KILLED, "killed again, there")) is None
 
 
 def test_a_run_that_resumes_is_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert supervisor_of(tmp_path, Resume()).next_entry(KILLED, LaunchResult(1, "killed in setup")) is not None
+    assert (
+        supervisor_of(tmp_path, Resume()).next_entry(KILLED, LaunchResult(FailureKind.KILLED, "killed in setup"))
+        is not None
+    )
     assert "the run was at step 787 or later" in capsys.readouterr().err
 
 
@@ -86,8 +90,8 @@ def test_ranks_do_not_start_again_in_the_folder_of_another_run(tmp_path: Path, h
         (folder.path / "run.lock").write_text(holder)
     config = validate(small.config(run={"folder": str(folder.path), "steps": 900}, recovery={"restarts": 2})).config
     supervisor = start_run._supervisor(SmallerBatches(Job(config, "test"), folder.path, 2), folder)
-    again = supervisor.next_entry(KILLED, LaunchResult(1, "killed"))
+    again = supervisor.next_entry(KILLED, LaunchResult(FailureKind.KILLED, "killed"))
     assert (again is None) is (holder is not None)
-    text = supervisor.concluded(LaunchResult(1, "killed")).text
+    text = supervisor.concluded(LaunchResult(FailureKind.KILLED, "killed")).text
     assert (f"{folder.path} was deleted or moved, or belongs to another run now: its ranks" in text) is (again is None)
     folder.release()

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 import lockstep
 from lockstep.config.loading import validate
 from lockstep.config.schema import Config
-from lockstep.launch.ends import End, EndKind
+from lockstep.core.failure_kinds import FailureKind
+from lockstep.launch.ends import End
 from lockstep.launch.outcome import LaunchResult
 from lockstep.monitor.attempts import read_attempts
 from lockstep.resilience.faults import FAULTS, Fault, write_plan
@@ -160,7 +161,7 @@ def test_the_advice_after_a_kill_has_the_size_of_the_last_round(
         advised.append(remedy())
         made[0].after(ran_out(batch=8))
         advised.append(remedy())
-        return LaunchResult(0)
+        return LaunchResult(FailureKind.DONE)
 
     monkeypatch.setattr(start_run, "SmallerBatches", kept)
     monkeypatch.setattr(start_run, "launch", launched)
@@ -170,7 +171,7 @@ def test_the_advice_after_a_kill_has_the_size_of_the_last_round(
 
 def ran_out(**too_large: int) -> End:
     return End(
-        EndKind.MESSAGE, 1, "out of memory", 0.0, too_large={f"{key}.micro_size": n for key, n in too_large.items()}
+        FailureKind.FAILED, 1, "out of memory", 0.0, too_large={f"{key}.micro_size": n for key, n in too_large.items()}
     )
 
 

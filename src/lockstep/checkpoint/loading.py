@@ -27,6 +27,7 @@ from lockstep.checkpoint.storage import names_by_step
 from lockstep.checkpoint.with_memory import WithMemory
 from lockstep.checkpoint.write_plan import WritePlan
 from lockstep.core.errors import RunFailed
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.records import TrainingState
 from lockstep.distributed.shard_boxes import TensorInfo, box_view, dtype_name, local_shape, local_shards
 
@@ -82,7 +83,7 @@ def load_newest(
     if not broken:
         return None
     shown = "".join(f"\n  {name}: {reason}" for name, reason in broken.items())
-    raise RunFailed(f"{storage.place} has no checkpoint that can be used:{shown}")
+    raise RunFailed(f"{storage.place} has no checkpoint that can be used:{shown}", kind=FailureKind.DAMAGED)
 
 
 def move_newer_aside(storage: Storage, step: int, broken: Mapping[str, str]) -> list[str]:

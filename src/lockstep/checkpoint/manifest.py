@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, Va
 from lockstep.checkpoint import hashing
 from lockstep.checkpoint.shard_grid import Grid
 from lockstep.core.errors import RunFailed
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.distributed.shard_boxes import TensorInfo
 
 FORMAT_VERSION = 2
@@ -74,6 +75,8 @@ class CorruptCheckpoint(RunFailed):
         file: Name of the file within the checkpoint.
         reason: What is wrong with it.
     """
+
+    kind = FailureKind.DAMAGED
 
     def __init__(self, file: str, reason: str) -> None:
         super().__init__(f"{file}: {reason}")

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-OOM_KILLER = "out of memory (the kernel's OOM killer"
-"""How the cause of a SIGKILL begins if it was the kernel's."""
 SHARED_MEMORY = "/dev/shm's"
 """The owner of the limit on memory that processes share."""
 _ROOT = Path("/")
@@ -83,19 +81,28 @@ def kernel_kills(root: Path = _ROOT) -> Kills:
     return Kills(in_group, _field(root / "proc/vmstat", "oom_kill "))
 
 
-def why_killed(before: Kills, now: Kills, remedy: str) -> str:
+@dataclass(frozen=True, slots=True)
+class WhyKilled:
+    """The likely cause of a SIGKILL, as text, and whether it was the kernel, because memory ran out."""
+
+    text: str
+    by_kernel: bool = False
+
+
+def why_killed(before: Kills, now: Kills, remedy: str) -> WhyKilled:
     """Return the likely cause of a SIGKILL, from the counts before and after it.
 
     Args:
-        remedy: Sentences that state what to change if memory ran out.
+        remedy: Sentences about what to change if memory ran out.
     """
     if now.in_group is not None and before.in_group is not None and now.in_group > before.in_group:
-        return f"{OOM_KILLER}, in this control group). {remedy}".rstrip()
+        return WhyKilled(f"out of memory (the kernel's OOM killer, in this control group). {remedy}".rstrip(), True)
     if now.on_machine is None or before.on_machine is None:
-        return "out of memory, perhaps (the kernel's log, dmesg, would show it)"
+        return WhyKilled("out of memory, perhaps (the kernel's log, dmesg, would show it)")
     if now.on_machine > before.on_machine:
-        return f"{OOM_KILLER} was at work on this machine meanwhile). {remedy}".rstrip()
-    return "by a person or a scheduler; the kernel has counted no out-of-memory kill here"
+        text = f"out of memory (the kernel's OOM killer was at work on this machine meanwhile). {remedy}"
+        return WhyKilled(text.rstrip(), True)
+    return WhyKilled("by a person or a scheduler; the kernel has counted no out-of-memory kill here")
 
 
 def _machine() -> int:

@@ -1,21 +1,13 @@
-"""Errors that users can act on, each with the exit code of the process that it ends.
-
-0    done
-1    RunFailed           nothing automatic helps; read the message
-2    ConfigError         fix the config: no process was started, no work was lost
-3    VerificationError   what was verified is wrong
-75   Paused              stopped as requested, everything is saved: start it again
-75   RolledBack          it goes back to an earlier state when it is started again
-124                      a rank hung, and wasn't started again
-130  Stopped             interrupted
-"""
+"""Errors that users can act on; each carries its kind (`failure_kinds`), and so the exit code of its process."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.terminal import plain, plain_line
 
 _MOST_NAMED = 8  # ranks in a sentence
@@ -28,9 +20,23 @@ _PEER_WENT_AWAY = re.compile(
 
 
 class Failure(Exception):
-    """An error that a user can act on; the command line prints it without a traceback."""
+    """An error that a user can act on; the command line prints it without a traceback.
 
-    exit_code = 1
+    Attributes:
+        kind: What it is: see `FailureKind`.
+        exit_code: Of the process that it ends.
+    """
+
+    kind: FailureKind = FailureKind.FAILED
+    exit_code: ClassVar[int] = FailureKind.FAILED.exit_code
+
+    def __init_subclass__(cls) -> None:
+        cls.exit_code = cls.kind.exit_code
+
+    def __init__(self, *args: object, kind: FailureKind | None = None) -> None:
+        super().__init__(*args)
+        if kind is not None:
+            self.kind = kind
 
     def __str__(self) -> str:
         return plain(super().__str__())
@@ -43,6 +49,8 @@ class RunFailed(Failure):
 class UnusableSamples(RunFailed):
     """Samples can't be read, or not be put into one batch."""
 
+    kind = FailureKind.SAMPLE
+
 
 class WorkerDied(RunFailed):
     """A data worker died.
@@ -50,22 +58,19 @@ class WorkerDied(RunFailed):
     Attributes:
         samples: The one that it read, or those of its request; empty if it isn't known.
         evaluation_set: The evaluation set that they are of; None: the training data.
-        was_killed: Whether SIGKILL ended it.
-        has_exited: Whether the program's own exit ended it.
     """
+
+    kind = FailureKind.WORKER_DIED
 
     def __init__(
         self,
         message: str,
         samples: tuple[int, ...] = (),
         evaluation_set: str | None = None,
-        *,
-        was_killed: bool = False,
-        has_exited: bool = False,
+        kind: FailureKind | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, kind=kind)
         self.samples, self.evaluation_set = samples, evaluation_set
-        self.was_killed, self.has_exited = was_killed, has_exited
 
 
 class OutOfMemory(RunFailed):
@@ -76,6 +81,8 @@ class OutOfMemory(RunFailed):
         too_large: Sizes of micro-batches, by their keys, with which it ran out and smaller ones may do.
     """
 
+    kind = FailureKind.OUT_OF_MEMORY
+
     def __init__(self, message: str, advice: str = "", too_large: Mapping[str, int] | None = None) -> None:
         super().__init__(f"{message} {advice}" if advice else message)
         self.advice = advice
@@ -85,6 +92,8 @@ class OutOfMemory(RunFailed):
 class CollectiveTimeout(RunFailed):
     """Other ranks did not reach a collective in time: the cause is there, and they may not report it."""
 
+    kind = FailureKind.TIMED_OUT
+
 
 class ReplicasDiffer(RunFailed):
     """Ranks hold different copies of the same state: what was learned since its checkpoint is not to be trusted.
@@ -92,6 +101,8 @@ class ReplicasDiffer(RunFailed):
     Attributes:
         ranks: Those whose copies differ from most ranks'; empty: no majority shows which are right.
     """
+
+    kind = FailureKind.DIVERGED
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -101,29 +112,31 @@ class ReplicasDiffer(RunFailed):
 class RolledBack(RunFailed):
     """The run goes back to an earlier state, and leaves samples out: it is to be started again."""
 
-    exit_code = 75  # as of Paused
+    kind = FailureKind.ROLLED_BACK
 
 
 class PeerFailed(RunFailed):
     """Another rank failed and reports why; nothing is wrong with this one."""
 
+    kind = FailureKind.PEER_FAILED
+
 
 class VerificationError(Failure):
     """A verification found a fault: do not rely on what was verified."""
 
-    exit_code = 3
+    kind = FailureKind.WRONG
 
 
 class Stopped(Failure):
     """A person or a scheduler stopped the run."""
 
-    exit_code = 130
+    kind = FailureKind.STOPPED
 
 
 class Paused(Stopped):
     """Stopped as requested, with its state saved: the same command resumes it."""
 
-    exit_code = 75  # EX_TEMPFAIL: schedulers start such a job again
+    kind = FailureKind.PAUSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +162,16 @@ class Problem:
 class ConfigError(Failure):
     """A config that can't be run, with all its problems."""
 
-    exit_code = 2
+    kind = FailureKind.CONFIG
 
-    def __init__(self, problems: Sequence[Problem] | Problem | str) -> None:
+    def __init__(self, problems: Sequence[Problem] | Problem | str, kind: FailureKind | None = None) -> None:
         if isinstance(problems, str):
             problems = Problem("", "", problems)
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+        super().__init__("\n".join(str(problem) for problem in self.problems), kind=kind)
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
-        return type(self), (self.problems,)
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...], FailureKind]]:
+        return type(self), (self.problems, self.kind)
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

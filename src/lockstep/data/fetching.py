@@ -36,6 +36,7 @@ from lockstep.core import heartbeat
 from lockstep.core.control_groups import Kills, kernel_kills, why_killed
 from lockstep.core.deferred_signals import DeferredHandler
 from lockstep.core.errors import Failure, RunFailed, WorkerDied
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.heartbeat import Reading
 from lockstep.core.planted import UnreadableSamples, plant_unreadable, raise_planted, unreadable_samples
 from lockstep.core.protocols import Source
@@ -326,22 +327,22 @@ def _death(error: Exception, worker_sets: Sequence[_WorkerSet]) -> RunFailed:
     name = heartbeat.own().evaluation_set()
     read = read or [Reading((*request.indices.tolist(),), name if request.evaluates else None) for request in requests]
     samples = f" while it read {' or '.join(map(str, read))}" if read else ""
-    was_killed = message.endswith("signal: Killed")
-    if was_killed:
-        reason = f". Reason: {why_killed(worker_sets[0].kills_before, kernel_kills(), _FEWER)}"
-    elif "killed by signal" in message or "with exit code" in message:  # another one, such as a segmentation fault
-        reason = ""
-    else:
-        reason = f". If it was killed: {why_killed(worker_sets[0].kills_before, kernel_kills(), _FEWER)}"
+    why, kind, reason = why_killed(worker_sets[0].kills_before, kernel_kills(), _FEWER), FailureKind.WORKER_DIED, ""
+    if message.endswith("signal: Killed"):
+        kind = FailureKind.WORKER_MEMORY if why.by_kernel else FailureKind.WORKER_KILLED
+        reason = f". Reason: {why.text}"
+    elif "exited unexpectedly with exit code" in message:
+        kind = FailureKind.WORKER_EXITED
+    elif "killed by signal" not in message:  # another one, such as a segmentation fault
+        reason = f". If it was killed: {why.text}"
     # what to do about samples is stated by the launcher; workers that the kernel kills end silently in the rank, too
-    unknown = not read and not was_killed
+    unknown = not read and kind in (FailureKind.WORKER_DIED, FailureKind.WORKER_EXITED)
     evaluation_set = read[0].evaluation_set if read else None
     return WorkerDied(
         f"a data worker died{samples}: {message}{reason}{_IN_THE_RANK if unknown else ''}",
         tuple(sample for reading in read if reading.evaluation_set == evaluation_set for sample in reading.samples),
         evaluation_set,
-        was_killed=was_killed,
-        has_exited="exited unexpectedly with exit code" in message,
+        kind,
     )
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed has them untyped
 
 from lockstep.core.errors import PeerFailed, RunFailed, blames_a_peer
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.heap import keep_freed_memory
 from lockstep.core.phase_clock import PhaseClock
 from lockstep.core.ranks import RankEnvironment
@@ -238,7 +239,8 @@ def _make_group(environment: RankEnvironment, backend: str, device: torch.device
         if blames_a_peer(error) and seconds < timeout and not no_way:  # it has ended, and reports why
             raise PeerFailed(f"{who} at {place}: one of them has ended ({reason})") from error
         reasons = [reason, *(other_interfaces(environment, store) if store is not None else ())]
-        raise RunFailed(f"{who} at {place} in {seconds:.3g} of {timeout:g} s: {'; '.join(reasons)}") from error
+        text = f"{who} at {place} in {seconds:.3g} of {timeout:g} s: {'; '.join(reasons)}"
+        raise RunFailed(text, kind=FailureKind.NOT_JOINED) from error
 
 
 _stores: dict[tuple[str, int], Store] = {}  # process-wide: a port can't be bound again for the next session

@@ -14,17 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.core.errors import Paused, Stopped
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.doctor.catalog import KnownFailure, Standing
-from lockstep.doctor.failures_of_hosts import (
-    BY_A_PERSON,
-    CPU_MEMORY,
-    GPU_MEMORY,
-    KILLED,
-    ONE_SAMPLE,
-    OUT_OF_MEMORY,
-)
-from lockstep.doctor.known_failures import KNOWN, failure_in
+from lockstep.doctor.known_failures import KNOWN, failure_in, failure_of
 from lockstep.launch.ends_file import LaunchEnds
 from lockstep.launch.last_launch import LastLaunch
 from lockstep.monitor.folder import LOGS
@@ -34,18 +26,18 @@ _MOST_SKIPPED = 1 << 30  # bytes before them in which lines are counted
 _MOST_LOGS = 1024
 _MOST_SEARCHED = 4000  # characters of a line, in which a failure is looked for
 _LONGEST_LINE = 1 << 16  # characters that are kept of a line
-_NO_FAILURES = ("done", "ended", "stopped", "paused", "interrupted")
 _LOG_NAME = re.compile(r"rank-(\d+)\.log")
 
 
 @dataclass(frozen=True, slots=True)
 class LogEvidence:
-    """A line of a run's file. `rank` is None outside of logs."""
+    """A line of a run's file. `rank` is None outside of logs; `samples` are those of training that it is about."""
 
     file: str
     line: int
     text: str
     rank: int | None = None
+    samples: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -61,10 +53,8 @@ def seen_failures(run: Path, last: LastLaunch) -> list[SeenFailure]:
     lines: dict[str, list[LogEvidence]] = {}
     for line, failure in (*_of_ends(last.records), *_of_files(run, last)):
         lines.setdefault(failure.name, []).append(line)
-    known = next((name for name in (OUT_OF_MEMORY, BY_A_PERSON) if name in lines), None)
-    if KILLED in lines and known is not None:  # the launcher knows it
-        lines[known] += lines.pop(KILLED)
-    _gather_memory(lines)
+    if FailureKind.OUT_OF_MEMORY.title in lines:  # the rank's own report, or torch's, has the advice that fits
+        lines[FailureKind.OUT_OF_MEMORY.title] += lines.pop(FailureKind.HOST_MEMORY.title, [])
     by_name = {failure.name: failure for failure in KNOWN}
     seen = [SeenFailure(by_name[name], evidence) for name, evidence in lines.items()]
     return sorted(seen, key=lambda item: (item.failure.standing, KNOWN.index(item.failure)))
@@ -73,14 +63,17 @@ def seen_failures(run: Path, last: LastLaunch) -> list[SeenFailure]:
 def _of_ends(records: Sequence[LaunchEnds]) -> Iterator[tuple[LogEvidence, KnownFailure]]:
     """Yield what node 0's launcher has recorded: the message of the launch, and those of the ranks it isn't about."""
     for record in records[:1]:
-        has_failed = record.code not in (0, Paused.exit_code, Stopped.exit_code)
-        texts = [(record.cause, record.text)] if has_failed else []
-        for end in record.ranks:
-            if end.end not in _NO_FAILURES and not (has_failed and end.text in record.text):
-                texts.append((end.rank, f"rank {end.rank} on {end.host}: {end.text}"))
-        for rank, text in texts:
-            if (failure := failure_in(text)) is not None:
-                yield LogEvidence(record.file, record.line, text, rank), failure
+        ends = [
+            (end.rank, end.kind, f"rank {end.rank} on {end.host}: {end.text}", end)
+            for end in record.ranks
+            if end.kind.is_failure and not (record.kind.is_failure and end.text in record.text)
+        ]
+        cause = next((end for end in record.ranks if end.rank == record.cause), None)
+        of_launch = [(record.cause, record.kind, record.text, cause)] if record.kind.is_failure else []
+        for rank, kind, text, end in [*of_launch, *ends]:
+            if (failure := failure_of(kind, text)) is not None:
+                samples = end.samples if end is not None and end.evaluation_set is None else ()
+                yield LogEvidence(record.file, record.line, text, rank, samples), failure
 
 
 def _of_files(run: Path, last: LastLaunch) -> Iterator[tuple[LogEvidence, KnownFailure]]:
@@ -94,14 +87,6 @@ def _of_files(run: Path, last: LastLaunch) -> Iterator[tuple[LogEvidence, KnownF
                 line = LogEvidence(str(file.relative_to(run)), number, text.strip(), rank)
                 kept[failure.name] = line, failure
         yield from kept.values()
-
-
-def _gather_memory(lines: dict[str, list[LogEvidence]]) -> None:
-    """Move the errors of torch and the system to the report that a rank has made of them, whose advice fits."""
-    known = next((name for name in (ONE_SAMPLE, CPU_MEMORY) if name in lines), None)
-    for name in (CPU_MEMORY, GPU_MEMORY, OUT_OF_MEMORY):
-        if known is not None and name != known:
-            lines[known] += lines.pop(name, [])
 
 
 def rank_logs(run: Path) -> dict[int, Path]:

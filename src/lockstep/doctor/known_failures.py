@@ -2,12 +2,107 @@
 
 from __future__ import annotations
 
-from lockstep.doctor.catalog import KnownFailure, Standing, row
-from lockstep.doctor.failures_of_hosts import OF_MEMORY, OF_NETWORK
-from lockstep.doctor.failures_of_samples import OF_SAMPLES
+from lockstep.core.failure_kinds import FailureKind
+from lockstep.doctor.catalog import KnownFailure, Standing, row, row_of
 
-NO_PROGRESS, SAVE_FAILED = "no progress", "save failed"
+NO_PROGRESS, SAVE_FAILED, DISK_FULL = "no progress", "save failed", "disk full"
+_VAGUE = (FailureKind.CRASHED, FailureKind.NOT_JOINED)
+_LINES = {
+    FailureKind.OUT_OF_MEMORY: r"(CUDA|HIP|XPU) out of memory|torch\.OutOfMemoryError",
+    FailureKind.HOST_MEMORY: r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|std::bad_alloc|"
+    r"\bMemoryError\b|oom-kill|Killed process \d+",
+    FailureKind.KILLED: r"Signal 9 \(SIGKILL\)|exitcode *: -9\b",
+    FailureKind.CRASHED: r"SIGSEGV|Segmentation fault|exitcode *: -11\b|Fatal Python error",
+    FailureKind.WORKER_DIED: r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (exited unexpectedly|is killed by signal: "
+    r"(?!Bus))",
+    FailureKind.OTHER_WEIGHTS: r"Missing key\(s\) in state_dict|size mismatch for \S+: copying",
+    FailureKind.DAMAGED: r"PytorchStreamReader failed|deserializing header|InvalidHeaderDeserialization|"
+    r"MetadataIncompleteBuffer",
+    FailureKind.NOT_JOINED: r"client socket has (timed out after|failed to connect)|connect\(\) timed out|"
+    r"No route to host|Network is unreachable|RendezvousTimeoutError",
+    FailureKind.PEER_FAILED: r"[Cc]onnection (closed|reset) by( remote)? peer|ncclRemoteError|remote process exited|"
+    r"recvValue failed|[Bb]roken pipe|failed to recv, got 0 bytes",
+    FailureKind.EXITED: r"exitcode *: [1-9]",
+    FailureKind.EXCEPTION: r"^[\w.]*(Error|Exception)(: |$)",
+}
+"""Lines of torch and other programs that show one of the kinds."""
 
+_LIMITS = (
+    row(
+        "shared memory full",
+        r"out of shared memory|insufficient shared memory|Bus error|shared memory segment .*failed|"
+        r"(fail|[Ee]rror|No space).*/dev/shm/nccl|unable to (mmap|allocate shared)",
+        "/dev/shm, through which data workers and NCCL pass tensors, is full or small (64 MiB in a container).",
+        "Start the container with --shm-size=16g or --ipc=host, or set data.loader.workers: 0.",
+    ),
+    row(
+        DISK_FULL,
+        r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]",
+        "The disk of the run, of a cache or of temporary files is full, or the quota is used up.",
+        "Free space (lockstep ckpt prune RUN), lower checkpoint.keep_last, or give run.folder another disk.",
+    ),
+    row(
+        "too many open files",
+        r"Too many open files|\[Errno 24\]|received 0 items of ancdata",
+        "The limit of open files is too low for connections, data workers and the tensors that they share.",
+        "Raise it: ulimit -n 65536 (limits.conf, LimitNOFILE).",
+    ),
+    row(
+        "too many processes",
+        r"can't start new thread|pthread_create failed|fork: Resource temporarily unavailable|"
+        r"BlockingIOError: \[Errno 11\]",
+        "The limit of processes and threads, of the user or of the container, is reached.",
+        "Raise it: ulimit -u 65536 (--pids-limit of a container), or use fewer data workers and threads.",
+    ),
+)
+_NETWORK = (
+    row(
+        "wrong network interface",
+        r"connectFullMesh failed|Unable to find (address|interface) for|[Nn]o socket interface found|"
+        r"(remote=|peer )\[?127\.0\.1\.1",
+        "gloo or NCCL listens on an interface that other hosts don't reach, such as loopback, to which the "
+        "hostname resolves; or a firewall lets them reach the store alone.",
+        "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between the hosts (ip route get HOST).",
+    ),
+    row(
+        "port taken",
+        r"EADDRINUSE|Address already in use|errno: 98\b",
+        "Another process, often an earlier run that still ends, listens on the store's port.",
+        "End that process (lockstep doctor names it), or choose another port; launch.port: 0 takes any free one.",
+    ),
+    row(
+        "hostname not resolved",
+        r"^(?!.*IPv6 network addresses).*(gai ?error|Name or service not known|Temporary failure in name resolution)",
+        "A host doesn't know the name of another one.",
+        "Give MASTER_ADDR, or the rendezvous endpoint, as an IP address, or add the name to /etc/hosts on all hosts.",
+    ),
+    row(
+        "InfiniBand fails",
+        r"ibv_(reg_mr|create_qp|modify_qp)\w* failed|Call to ibv_|IBV_WC_RETRY_EXC_ERR|"
+        r"Got completion (from peer )?.*(error|status=) ?12",
+        "Memory can't be locked, or a link of InfiniBand or RoCE is down or configured otherwise.",
+        "Set ulimit -l unlimited; check ibstat on both hosts; to continue without it, set NCCL_IB_DISABLE=1.",
+    ),
+    row(
+        "hub not reached",
+        r"([Cc]ouldn't|[Cc]an't) connect to .*huggingface|LocalEntryNotFoundError|"
+        r"[Oo]ffline mode is enabled|host='huggingface\.co'",
+        "The machine has no network to the Hugging Face hub, and the cache lacks the file.",
+        "Run lockstep data fetch RECIPE with a network, copy the cache (HF_HOME), and set HF_HUB_OFFLINE=1.",
+    ),
+    row(
+        "hub refuses",
+        r"GatedRepoError|401 Client Error|403 Client Error|Cannot access gated repo|RepositoryNotFoundError",
+        "The model or dataset is gated or private, and the token is missing or has no access.",
+        "Accept its terms on the hub, and set HF_TOKEN on every host.",
+    ),
+    row(
+        "clock wrong",
+        r"RequestTimeTooSkewed|certificate is not yet valid|certificate has expired",
+        "The host's clock differs from the server's.",
+        "Set it by NTP: timedatectl set-ntp true",
+    ),
+)
 _SOFTWARE = (
     row(
         "driver too old",
@@ -31,7 +126,7 @@ _SOFTWARE = (
     ),
     row(
         "package missing",
-        r"ModuleNotFoundError: No module named|which is not installed",
+        r"ModuleNotFoundError: No module named",
         "The interpreter of this rank doesn't have the package, perhaps on one host only; or a module of your own is "
         "not where Python looks for it.",
         "Install it in the environment of every host, and start the ranks with that interpreter; name a folder of your "
@@ -60,12 +155,11 @@ _SOFTWARE = (
     ),
     row(
         "two ranks on one GPU",
-        r"Duplicate GPU detected|have the same device",
+        r"Duplicate GPU detected",
         "Ranks chose the same GPU: LOCAL_RANK is wrong, or each host has fewer GPUs than ranks.",
         "Start one rank a GPU, and let each see its own (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task).",
     ),
 )
-OTHER_DATA = "checkpoint of other data"
 _PROGRAM = (
     row(
         "label or token out of range",
@@ -76,36 +170,22 @@ _PROGRAM = (
     ),
     row(
         "illegal memory access",
-        r"illegal memory access|misaligned address|unspecified launch failure|Xid (?:\(.*\):|error) (13|31)\b",
+        r"illegal memory access|misaligned address|unspecified launch failure|Xid \(.*\): (13|31)\b",
         "A kernel, often a custom one, reads outside of its tensor.",
         "Start with CUDA_LAUNCH_BLOCKING=1 to see the line; leave custom kernels and torch.compile out in turn.",
     ),
     row(
         "GPU broken",
-        r"uncorrectable ECC error|fallen off the bus|Xid (?:\(.*\):|error) (48|63|64|74|79|92|94|95|119|120)\b",
+        r"uncorrectable ECC error|fallen off the bus|Xid \(.*\): (48|63|64|74|79|92|94|95|119|120)\b",
         "The GPU, its memory or its slot has a fault.",
         "Take the host out, read dmesg (Xid) and nvidia-smi -q, and reset or replace the GPU.",
     ),
     row(
-        "crash in native code",
-        r"^(?!lockstep: sample \d).*(SIGSEGV|Segmentation fault|exitcode *: -11\b|Fatal Python error)",
-        "A library crashed, often one that was built for other versions.",
-        "Run lockstep doctor for versions that don't fit, and read the stack in the rank's log (PYTHONFAULTHANDLER=1).",
-    ),
-    row(
         "loss not finite",
-        r"in a row had a loss or gradient that was not finite|returned nan values in its|"
+        r"returned nan values in its|"
         r"[Ll]oss is (NaN|nan|inf)",
         "The learning rate is too high, fp16 overflows, or the data has values that are not finite.",
         "Lower optim.lr, use bf16, set optim.clip_norm: 1.0, and see which step was first in metrics.jsonl.",
-    ),
-    row(
-        "bad numbers",
-        r"\(recovery\.bad_numbers\.(nonfinite|spike): stop\)|so it is hardly the samples",
-        "The loss or the gradient of an update was not finite, or far above those before, and the config ends the run "
-        "then.",
-        "See the suspected samples in that line and in events.jsonl: leave them out (data.leave_out), or let the run "
-        "do it (recovery.bad_numbers: nonfinite: rollback); if other samples follow, lower optim.lr.",
     ),
     row(
         "mismatched collectives",
@@ -123,33 +203,6 @@ _PROGRAM = (
         "Set parallel.ddp.find_unused_parameters: true, or freeze those parameters.",
     ),
     row(
-        "data worker died",
-        r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (exited unexpectedly|is killed by signal: (?!Bus))|"
-        r"a data worker died",
-        "A process that loads data was killed, often because memory ran out, or crashed in the dataset.",
-        "Mend the sample that it was reading, or leave it out (data.leave_out, data.bad_samples). If memory ran out, "
-        "set fewer data.loader.workers; if no sample is named, set them to 0, so that the rank shows the error.",
-    ),
-    row(
-        "weights of another model",
-        r"Missing key\(s\) in state_dict|size mismatch for \S+: copying|doesn't have the weights of this model",
-        "The checkpoint was written for a model with other layers or sizes.",
-        "Give the model the config that the weights were saved with, or name other weights.",
-    ),
-    row(
-        OTHER_DATA,
-        r"is of a run with other data, model or seed",
-        "The data, the model or the seed differ from those with which the checkpoint was made.",
-        "Undo the change, or resume with it: lockstep train RUN --accept-changes; --fresh starts over.",
-    ),
-    row(
-        "checkpoint damaged",
-        r"PytorchStreamReader failed|deserializing header|has no checkpoint that can be used|"
-        r"InvalidHeaderDeserialization|MetadataIncompleteBuffer",
-        "A file of the checkpoint is torn or was changed.",
-        "Run lockstep ckpt verify RUN, and resume from an older checkpoint (lockstep ckpt ls RUN).",
-    ),
-    row(
         "no permission",
         r"PermissionError|Permission denied",
         "The user of the ranks may not read or write a path, perhaps on one host only.",
@@ -163,30 +216,20 @@ _PROGRAM = (
     ),
     row(
         "preempted or out of time",
-        r"DUE TO (PREEMPTION|TIME LIMIT|NODE FAILURE)|(stopped|was ended) by SIG(TERM|USR1)|"
+        r"DUE TO (PREEMPTION|TIME LIMIT|NODE FAILURE)|"
         r"Received signal 15|Received 15 death signal|got signal: 15\b",
         "A scheduler, or a person, ended the job.",
         "Resume it: lockstep train RUN; ask for more time, or for a signal some minutes before the end.",
     ),
 )
 _SEEN_BY_RANKS = (
-    row(
+    KnownFailure(
         NO_PROGRESS,
-        r"^nothing was recorded for .* before the end",
+        None,
         "The run made no progress when it was ended: a rank hangs (a lock, a data source, a file server), or something "
         "is slow (an evaluation, a compilation).",
         "Start again; while nothing is printed, see where each rank is: py-spy dump --pid PID. A lower launch.timeout "
         "ends such a run by itself, and names the rank.",
-    ),
-    row(
-        "a rank hangs",
-        r"\branks? [\d, and]+( more)?( on hosts? .*)? "
-        r"(did not answer within|hangs? |(is|are|was|were) stopped \(SIGSTOP)|"
-        r"the ranks wait in collectives that don't match",
-        "This rank did not move while others waited for it: it hangs (a lock, a data source, a file server, another "
-        "operation in its place), was stopped, or is slow (a compilation).",
-        "Read the stacks of all ranks in logs/hangs.txt; without that file, start again, and run py-spy dump --pid "
-        "PID. If the rank is only slow, raise the limit: recovery.watchdog, launch.timeout.",
     ),
     row(
         "NCCL fails",
@@ -197,6 +240,13 @@ _SEEN_BY_RANKS = (
         Standing.SYMPTOM,
     ),
     row(
+        "collective timed out",
+        r"Timed out waiting \d+ms for (recv|send)|wait timeout after \d+ms|Application timeout caused pair closure",
+        "A rank did not reach a collective within launch.timeout.",
+        "Look at the end of the log of the named rank; if it is only slow, raise launch.timeout.",
+        Standing.CONSEQUENCE,
+    ),
+    row(
         "NCCL timeout",
         r"Watchdog caught collective operation timeout|watchdog (got stuck|thread terminated)",
         "A rank did not reach a collective: it failed, hangs, is slow, or called another one.",
@@ -204,24 +254,8 @@ _SEEN_BY_RANKS = (
         Standing.CONSEQUENCE,
     ),
     row(
-        "collective timed out",
-        r"Timed out waiting \d+ms for (recv|send)|did not answer within|wait timeout after \d+ms|"
-        r"Application timeout caused pair closure",
-        "A rank did not reach a collective within launch.timeout.",
-        "Look at the end of the log of the named rank; if it is only slow, raise launch.timeout.",
-        Standing.CONSEQUENCE,
-    ),
-    row(
-        "peer closed its connection",
-        r"[Cc]onnection (closed|reset) by( remote)? peer|ncclRemoteError|remote process exited|"
-        r"recvValue failed|[Bb]roken pipe|failed to recv, got 0 bytes",
-        "Another rank ended first, and this one noticed.",
-        "Look for the cause in the logs of the other ranks, and on their hosts.",
-        Standing.CONSEQUENCE,
-    ),
-    row(
         "slow rank or input",
-        r"waited [\d.e+]+ s for rank|suggested max number of worker",
+        r"suggested max number of worker",
         "A rank reads data more slowly than others train, or starts more data workers than there are cores.",
         "Give each rank as many data workers as it has cores to spare, and put the data on a local disk.",
         Standing.REMARK,
@@ -245,26 +279,12 @@ _SEEN_BY_RANKS = (
     ),
 )
 
-_ANY_OTHER = (
-    row(
-        "a rank exited",
-        r"ended with exit code \d|called sys\.exit\(|exitcode *: [1-9]",
-        "The program, or a library that it calls, ended this rank by sys.exit, or by os._exit, which saves nothing and "
-        "prints nothing.",
-        "Read the end of this rank's log, search the program for exit, and raise an exception instead.",
-        Standing.SYMPTOM,
-    ),
-    row(
-        "an exception",
-        r"^[\w.]*(Error|Exception)(: |$)",
-        "The program, or a library that it calls, raised an exception on this rank.",
-        "Read the last line of the traceback first, then the lowest line of it that is in your code.",
-        Standing.SYMPTOM,
-    ),
-)
-
+_LAST = (FailureKind.EXITED, FailureKind.EXCEPTION)  # what any other row explains better
+_KINDS = {
+    kind: row_of(kind, _LINES.get(kind, "")) for kind in sorted(FailureKind, key=_LAST.__contains__) if kind.remedy
+}
 KNOWN: tuple[KnownFailure, ...] = (
-    *OF_MEMORY, *OF_NETWORK, *_SOFTWARE, *OF_SAMPLES, *_PROGRAM, *_SEEN_BY_RANKS, *_ANY_OTHER,
+    *_LIMITS, *_NETWORK, *_SOFTWARE, *_PROGRAM, *_SEEN_BY_RANKS, *_KINDS.values(),
 )  # fmt: skip
 
 
@@ -275,4 +295,14 @@ def failure_named(name: str) -> KnownFailure:
 
 def failure_in(line: str, file: str = "") -> KnownFailure | None:
     """Return the failure that a line of a log, or of another file of a run, shows: the first in the catalog."""
-    return next((failure for failure in KNOWN if failure.file == file and failure.pattern.search(line)), None)
+    return next(
+        (row for row in KNOWN if row.file == file and row.pattern is not None and row.pattern.search(line)), None
+    )
+
+
+def failure_of(kind: FailureKind, text: str = "") -> KnownFailure | None:
+    """Return the failure of an end that was recorded; what another program wrote says more about some kinds."""
+    own = _KINDS.get(kind)
+    if own is not None and own.standing is Standing.CAUSE and kind not in _VAGUE:
+        return own
+    return failure_in(text) or own

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.schema import Launch
 from lockstep.core.errors import RunFailed, VerificationError
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.formatting import aligned, short_time, size
 from lockstep.core.json_output import emit
 from lockstep.core.ranks import RankEnvironment, names_a_rank
@@ -78,7 +79,7 @@ def start(measurement: Measurement) -> int:
         try:
             result = _on_hosts(entry, ranks, section) if section.nodes != 1 else launch(entry, ranks, section, None)
         except RunFailed as failure:  # not all hosts have come
-            result = LaunchResult(VerificationError.exit_code, str(failure))
+            result = LaunchResult(FailureKind.WRONG, str(failure))
         if measurement.as_json and file.is_file():
             emit(json.loads(file.read_text()))
         code = result.show()

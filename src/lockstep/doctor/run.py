@@ -22,6 +22,7 @@ from typing import Any
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import Failure, named_ranks
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.formatting import duration, first_sentence, listed
 from lockstep.core.near_runs import not_a_run
 from lockstep.core.terminal import plain_line
@@ -34,12 +35,10 @@ from lockstep.doctor.evidence import (
     seen_failures,
     silent_ranks,
 )
-from lockstep.doctor.failures_of_hosts import DISK_FULL
-from lockstep.doctor.failures_of_samples import LIMIT, TOO_MANY, with_higher_limit
 from lockstep.doctor.findings import wrapped
-from lockstep.doctor.known_failures import KNOWN, NO_PROGRESS, OTHER_DATA, SAVE_FAILED, failure_in, failure_named
+from lockstep.doctor.known_failures import DISK_FULL, KNOWN, NO_PROGRESS, SAVE_FAILED, failure_named, failure_of
 from lockstep.doctor.losses import finding_of_losses
-from lockstep.launch.ends_file import EXITED, LaunchEnds, RankEnd
+from lockstep.launch.ends_file import LaunchEnds, RankEnd
 from lockstep.launch.last_launch import (
     LastLaunch,
     failure_before_refusals,
@@ -67,14 +66,6 @@ _MOST_NAMED = 8  # differences in a note
 _SHOWN_IN_TERMINAL = 400  # characters of a line of evidence
 _MOST_EVIDENCE = 3  # lines of one failure
 _MOST_RANKS = 8  # shown
-_ENDS = {
-    "done": "was done",
-    "ended": "was ended by the launcher",
-    "paused": "saved and stopped",
-    "peer_failed": "failed because another rank had ended",
-    "stopped": "was stopped",
-}
-"""How a rank without a message ended, or one whose message is about another rank, by `EndKind`."""
 _MARK_OF_GLOO = re.compile(r"\[\S*/gloo/transport/\S+\] ")
 _HINT_OF_GLOO = re.compile(r"\. This is typically caused by .* GLHF!.*")
 """Parts of gloo's errors that help no one here: the place in its code, and advice that the diagnosis gives itself."""
@@ -150,14 +141,14 @@ def _recorded(run: Path, data: RunData, last: LastLaunch, seen: list[SeenFailure
     """Return the diagnosis of a launch whose end its launchers have recorded; node 0's is the one that decided."""
     end = last.records[0]
     ranks = tuple(sorted(end.ranks, key=lambda rank: (rank.rank != end.cause, rank.time)))
-    reason = end.text.partition("\n")[0] or f"exit code {end.code}"
-    if end.is_stop:
+    reason = end.text.partition("\n")[0] or end.kind.title
+    if end.kind.is_stop:
         hang = _hang(run, data, end)
         if hang is None:
             return _ended(run, data, f"stopped {_after(data)}: {reason}", _remarks(seen), ranks=ranks, failed=False)
         return _ended(run, data, f"stopped without progress {_after(data)}: {reason}", (hang, *seen), ranks=ranks)
-    if end.code == 0:  # all ranks have exited so, or the summary is gone
-        ways = dict.fromkeys(rank.text for rank in ranks if rank.end in EXITED)
+    if end.kind is FailureKind.DONE:  # all ranks have exited so, or the summary is gone
+        ways = dict.fromkeys(rank.text for rank in ranks if rank.kind is FailureKind.EXITED)
         reason = f"all ranks ended with exit code 0 before it was done{': ' * bool(ways)}{'; '.join(ways)}"
     state = f"{'refused' if end.is_refused else 'failed'} {_after(data)}: {reason}"
     notes = list(differences_of_hosts(last.records))
@@ -170,7 +161,7 @@ def _recorded(run: Path, data: RunData, last: LastLaunch, seen: list[SeenFailure
 
 
 def _shown_by(end: LaunchEnds, seen: Sequence[SeenFailure]) -> list[SeenFailure]:
-    failure = failure_in(end.text)
+    failure = failure_of(end.kind, end.text)
     if failure is None or any(item.failure is failure for item in seen):
         return []
     return [SeenFailure(failure, [LogEvidence(end.file, end.line, end.text, end.cause)])]
@@ -218,19 +209,9 @@ def _ended(
         times = len(data.restarts)
         texts.append(f"It was resumed {times} time{'s' * (times > 1)}, last from step {data.restarts[-1][0]}.")
     texts += [saved_state(run, data), *data.flaws]
-    resume = command_line("lockstep", "train", run, *_flags_of_hosts(data)) + _changes_to_resume(seen)
+    is_other = any(item.failure.name == FailureKind.OTHER_DATA.title for item in seen)
+    resume = command_line("lockstep", "train", run, *_flags_of_hosts(data)) + " --accept-changes" * is_other
     return Diagnosis(run, state, failed, tuple(seen), tuple(texts), ranks, resume)
-
-
-def _changes_to_resume(seen: Sequence[SeenFailure]) -> str:
-    """Return what the command that resumes a run needs after these failures, lest it fails in the same way."""
-    words = []
-    for item in seen:
-        if item.failure.name == OTHER_DATA:
-            words.append(" --accept-changes")
-        elif item.failure.name == TOO_MANY:
-            words.append(with_higher_limit(f" {LIMIT}N", [line.text for line in item.evidence]))
-    return "".join(words)
 
 
 def _of_last_line(run: Path) -> list[str]:
@@ -389,8 +370,7 @@ def describe_run(diagnosis: Diagnosis, width: int | None) -> str:
 def remedy_for(seen: SeenFailure, run: Path) -> str:
     """Return what to do, with this run in the commands, and the sample that the evidence names."""
     named = command_line(run)
-    samples = {sample for line in seen.evidence if (sample := seen.failure.sample_in(line.text))}
-    remedy = with_higher_limit(seen.failure.remedy, [line.text for line in seen.evidence])
+    samples, remedy = {sample for line in seen.evidence for sample in line.samples}, seen.failure.remedy
     if len(samples) == 1:
         remedy = remedy.replace("[[N, N]]", "[[{0}, {0}]]".format(*samples))
     return _COMMANDS_OF_RUN.sub(lambda match: f"{match[1]} {named}", remedy)
@@ -429,8 +409,8 @@ def _of_ranks(diagnosis: Diagnosis, width: int | None) -> Iterator[str]:
 
 def _end_of(rank: RankEnd, in_full: Sequence[str]) -> str:
     """Return how a rank ended; only the first sentence of a message that is in `in_full`."""
-    if not rank.text or rank.end == "peer_failed":
-        return _ENDS.get(rank.end, rank.end)
+    if not rank.text or rank.kind is FailureKind.PEER_FAILED:
+        return rank.kind.title
     return first_sentence(rank.text) if any(rank.text in text for text in in_full) else rank.text
 
 
@@ -457,7 +437,7 @@ def run_as_json(diagnosis: Diagnosis) -> dict[str, Any]:
             }
             for item in diagnosis.seen
         ],
-        "ranks": [asdict(rank) for rank in diagnosis.ranks],
+        "ranks": [{**asdict(rank), "kind": rank.kind.name.lower()} for rank in diagnosis.ranks],
         "notes": list(diagnosis.notes),
         "resume": diagnosis.resume or None,
     }
@@ -474,7 +454,11 @@ def describe_known(width: int | None) -> str:
 
 def known_as_json() -> list[dict[str, str]]:
     """Return the catalog for `--json`."""
-    return [{**_as_json(failure), "pattern": failure.pattern.pattern, "file": failure.file} for failure in KNOWN]
+    patterns = [failure.pattern.pattern if failure.pattern is not None else "" for failure in KNOWN]
+    return [
+        {**_as_json(failure), "pattern": pattern, "file": failure.file}
+        for failure, pattern in zip(KNOWN, patterns, strict=True)
+    ]
 
 
 def _as_json(failure: KnownFailure) -> dict[str, str]:

@@ -5,7 +5,7 @@
     rank 2   ............................................ended            by the launcher: nothing to report
 
 A rank that fails breaks its peers' collectives, and their errors may be reported before its own. So causes are ordered
-by kind (errors that a peer's failure explains come last), then by time.
+by their kinds' weights (errors that a peer's failure explains come last), then by time.
 
     rank 0   ..............collective timed out     also a consequence: `launch.timeout` is over
     rank 1   .......................ended           the cause, without a report
@@ -15,26 +15,23 @@ A rank that hangs reports nothing. It is identified by the others' reports: they
 
 from __future__ import annotations
 
+import re
 import signal
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from enum import Enum
 from time import monotonic
 from types import TracebackType
 from typing import Any
 
+from lockstep.core.control_groups import WhyKilled
 from lockstep.core.errors import (
-    CollectiveTimeout,
     ConfigError,
     Failure,
     OutOfMemory,
     Paused,
-    PeerFailed,
     Problem,
     ReplicasDiffer,
-    RolledBack,
-    RunFailed,
     Stopped,
     WorkerDied,
     blames_a_peer,
@@ -42,39 +39,21 @@ from lockstep.core.errors import (
     named_ranks,
     timeout_message,
 )
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.formatting import listed
 from lockstep.core.heartbeat import Reading
 from lockstep.core.stopping import STOP_SIGNALS
-
-
-class EndKind(Enum):
-    """The kinds of a rank's end."""
-
-    DONE = "returned 0"
-    MESSAGE = "raised a Failure, whose message is shown without a traceback"
-    TRACEBACK = "raised another exception"
-    CODE = "returned another code, which Lockstep has chosen"
-    EXITED = "called sys.exit() or os._exit() before it was done"
-    KILLED = "was killed by a signal"
-    STOPPED = "was stopped by another process than the launcher"
-    INTERRUPTED = "was killed by a stop signal: nothing was trained"
-    PAUSED = "was stopped, and all is saved"
-    TIMED_OUT = "waited in a collective that not all ranks reached"
-    HUNG = "hung, and was killed by the launcher"
-    PEER_FAILED = "failed with an error that a peer's failure explains"
-    DIVERGED = "holds another copy of the training state than other ranks"
-    ROLLED_BACK = "goes back to an earlier state, because of bad numbers"
-    LOST = "was on a host that can't be reached any more"
-    ENDED = "was stopped or killed by the launcher"
-
-
-_WEIGHT = {EndKind.PAUSED: 1, EndKind.TIMED_OUT: 2, EndKind.PEER_FAILED: 3, EndKind.ENDED: 4}
-"""An end is explained by any end of a lower weight; all other kinds have 0."""
 
 _LATE = 2.0  # seconds after the first timeout: a rank that then finds the group broken was not waiting
 _NOTICE_DELAY = 0.5  # seconds by which a rank's death by a signal may be noticed after its consequences
 _MOST_HOSTS = 4  # in a message
 _MOST_CHARACTERS = 12_000  # of a report, so that it reaches the launcher in one piece
+_OF_PROCESS = {
+    FailureKind.EXITED, FailureKind.CRASHED, FailureKind.KILLED, FailureKind.HOST_MEMORY, FailureKind.INTERRUPTED,
+    FailureKind.PEER_FAILED,
+}  # fmt: skip
+_OF_CONNECTIONS = ("requests.", "urllib3.", "botocore.")
+_OF_DEVICE = re.compile(r"CUDA error|NCCL error|uncorrectable ECC|CUBLAS_STATUS|CUDNN_STATUS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +61,6 @@ class End:
     """The end of a rank.
 
     Attributes:
-        code: The exit code of the run, if this end is its cause.
         text: A message, a traceback, or a sentence to show.
         time: When the rank raised, returned or was found dead, in seconds (CLOCK_MONOTONIC, the same in all processes).
         detail: A traceback for the rank's log; empty if `text` has it, or if there is none.
@@ -93,13 +71,12 @@ class End:
         evaluation_set: The evaluation set that they are of; None: the training data.
         reading: What it was reading, if `text` doesn't state it.
         differing: The ranks whose copies of the training state differ from most ranks'.
-        status: The exit code of the rank's process, if it has exited by itself without a report.
+        status: Of the rank's process, if it has ended without a report: its exit code, or minus a signal.
         evaluates: Whether it has ended in an evaluation, without a report.
-        worker_was_killed, worker_has_exited: How a data worker has died, which ended the rank.
+        left_by: Why the launcher of a rank's host has left the run (LOST); None: nothing is known of it.
     """
 
-    kind: EndKind
-    code: int
+    kind: FailureKind
     text: str
     time: float
     detail: str = ""
@@ -112,74 +89,79 @@ class End:
     differing: tuple[int, ...] = ()
     status: int | None = None
     evaluates: bool = False
-    worker_was_killed: bool = False
-    worker_has_exited: bool = False
+    left_by: FailureKind | None = None
+
+    @property
+    def cause(self) -> FailureKind:
+        """The kind of the run's end, if this end is its cause."""
+        return self.left_by or self.kind
 
 
 def end_fields(end: End) -> dict[str, Any]:
     """Return an end for a message to another host, whose clock is another one."""
-    return {**asdict(end), "kind": end.kind.name, "age": monotonic() - end.time}
+    left_by = None if end.left_by is None else end.left_by.name
+    return {**asdict(end), "kind": end.kind.name, "left_by": left_by, "age": monotonic() - end.time}
 
 
 def end_of_fields(fields: Mapping[str, Any]) -> End:
     """Return the end that a message states."""
     known = {name: value for name, value in fields.items() if name != "age"}
     problems = tuple(Problem(**problem) for problem in known["problems"])
-    changed = {"kind": EndKind[known["kind"]], "time": monotonic() - fields["age"], "problems": problems}
+    kinds = {name: FailureKind[known[name]] for name in ("kind", "left_by") if known[name] is not None}
+    changed = {**kinds, "time": monotonic() - fields["age"], "problems": problems}
     tuples = {name: tuple(known[name]) for name in ("samples", "differing")}
     return End(**{**known, **changed, **tuples})
 
 
 def end_of_return(code: int, time: float) -> End:
-    """Return the end of an entry that returned, or of a process that exited with `code` and no report."""
-    kinds = {0: EndKind.DONE, Stopped.exit_code: EndKind.STOPPED, Paused.exit_code: EndKind.PAUSED}
-    if code in kinds:
-        return End(kinds[code], code, "", time)
-    return End(EndKind.CODE, code, f"ended with exit code {code}", time)
+    """Return the end of an entry that returned an exit code."""
+    kinds = (FailureKind.DONE, FailureKind.STOPPED, FailureKind.PAUSED, FailureKind.WRONG)
+    kind = next((kind for kind in kinds if kind.exit_code == code), FailureKind.EXITED)
+    return End(kind, "" if kind is not FailureKind.EXITED else exit_text(code), time)
 
 
 def end_of_exception(error: BaseException, time: float, frames: TracebackType | None) -> End:
     """Return the end of an entry that raised. `frames` are those to show."""
     match error:
         case Paused():
-            return End(EndKind.PAUSED, Paused.exit_code, str(error), time)
+            return End(error.kind, str(error), time)
         case KeyboardInterrupt():
             saved = message_of(error).removeprefix(str(error))
-            text = f"interrupted by a KeyboardInterrupt{_raised_in(error)}{saved}"
-            return End(EndKind.STOPPED, Stopped.exit_code, text, time)
-        case Stopped():
-            return End(EndKind.STOPPED, Stopped.exit_code, message_of(error).strip(), time)
-        case CollectiveTimeout():
-            return End(EndKind.TIMED_OUT, error.exit_code, message_of(error), time)
-        case ReplicasDiffer():
-            return End(EndKind.DIVERGED, error.exit_code, message_of(error), time, differing=error.ranks)
-        case RolledBack():
-            return End(EndKind.ROLLED_BACK, error.exit_code, message_of(error), time)
-        case PeerFailed():
-            return End(EndKind.PEER_FAILED, error.exit_code, message_of(error), time)
+            return End(FailureKind.STOPPED, f"interrupted by a KeyboardInterrupt{_raised_in(error)}{saved}", time)
         case Failure():
             cause = error.__cause__
-            detail = "" if cause is None else "".join(traceback.format_exception(cause)).rstrip()
-            problems = error.problems if isinstance(error, ConfigError) else ()
-            text = message_of(error)
-            if isinstance(error, OutOfMemory):
-                return End(EndKind.MESSAGE, error.exit_code, text, time, detail, (), error.advice, error.too_large)
-            end = End(EndKind.MESSAGE, error.exit_code, text, time, detail, problems)
-            if isinstance(error, WorkerDied):
-                end = replace(end, samples=error.samples, evaluation_set=error.evaluation_set)
-                return replace(end, worker_was_killed=error.was_killed, worker_has_exited=error.has_exited)
+            is_cause = cause is not None and not error.kind.weight
+            detail = "".join(traceback.format_exception(cause)).rstrip() if is_cause else ""
+            end = End(error.kind, message_of(error).strip(), time, detail)
+            match error:
+                case ConfigError():
+                    return replace(end, problems=error.problems)
+                case OutOfMemory():
+                    return replace(end, advice=error.advice, too_large=error.too_large)
+                case WorkerDied():
+                    return replace(end, samples=error.samples, evaluation_set=error.evaluation_set)
+                case ReplicasDiffer():
+                    return replace(end, differing=error.ranks)
             return end
         case SystemExit(code=int() | None):
             saved = message_of(error).removeprefix(str(error))
-            text = f"called sys.exit({int(error.code or 0)}){_raised_in(error)}{saved}"
-            return End(EndKind.EXITED, RunFailed.exit_code, text, time)
+            return End(FailureKind.EXITED, f"called sys.exit({int(error.code or 0)}){_raised_in(error)}{saved}", time)
         case SystemExit():
-            return End(EndKind.MESSAGE, 1, message_of(error), time)
+            return End(FailureKind.FAILED, message_of(error), time)
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
     half = _MOST_CHARACTERS // 2
     if len(text) > _MOST_CHARACTERS:  # a traceback's beginning and end matter
         text = f"{text[:half]}\n  ... {len(text) - 2 * half} characters ...\n{text[-half:]}"
-    return End(EndKind.PEER_FAILED if blames_a_peer(error) else EndKind.TRACEBACK, 1, text, time)
+    if blames_a_peer(error):
+        return End(FailureKind.PEER_FAILED, text, time)
+    return End(FailureKind.DEVICE if _is_of_device(error) else FailureKind.EXCEPTION, text, time)
+
+
+def _is_of_device(error: BaseException) -> bool:
+    """Return whether a connection, a disk or a driver failed; a wrong path or permission is the program's fault."""
+    if isinstance(error, ConnectionError | TimeoutError | InterruptedError) or type(error) is OSError:
+        return True
+    return type(error).__module__.startswith(_OF_CONNECTIONS) or _OF_DEVICE.search(str(error)) is not None
 
 
 def _raised_in(error: BaseException) -> str:
@@ -204,28 +186,37 @@ def end_of_process(exitcode: int, time: float, *, stopping: bool = False) -> End
         stopping: Whether a stop signal was sent to it.
     """
     if stopping and exitcode == Stopped.exit_code:
-        return end_of_return(exitcode, time)
+        return End(FailureKind.STOPPED, "", time)
     if exitcode >= 0:
-        return End(EndKind.EXITED, RunFailed.exit_code, exit_text(exitcode), time, status=exitcode)
+        return End(FailureKind.EXITED, exit_text(exitcode), time, status=exitcode)
     try:
         name = signal.Signals(-exitcode).name
     except ValueError:
         name = f"signal {-exitcode}"
     if -exitcode in STOP_SIGNALS:
-        return End(EndKind.INTERRUPTED, Stopped.exit_code, f"was stopped by {name}", time - _NOTICE_DELAY)
+        return End(FailureKind.INTERRUPTED, f"was stopped by {name}", time - _NOTICE_DELAY)
     # SIGABRT follows an uncaught C++ exception, such as a broken connection
-    return End(EndKind.PEER_FAILED if name == "SIGABRT" else EndKind.KILLED, 1, f"was killed by {name}", time)
+    kinds: dict[int, FailureKind] = {signal.SIGABRT: FailureKind.PEER_FAILED, signal.SIGKILL: FailureKind.KILLED}
+    return End(kinds.get(-exitcode, FailureKind.CRASHED), f"was killed by {name}", time, status=exitcode)
+
+
+def with_cause(end: End, why_killed: Callable[[], WhyKilled]) -> End:
+    """Return the end of a rank that SIGKILL has ended with the cause of that; any other end as it is."""
+    if end.kind is not FailureKind.KILLED:
+        return end
+    why = why_killed()
+    return replace(end, kind=FailureKind.HOST_MEMORY if why.by_kernel else end.kind, text=f"{end.text}: {why.text}")
 
 
 def while_reading(end: End, reading: Reading | None) -> End:
     """Return the end of a rank, without a report or by sys.exit(), with what it was reading then."""
-    if reading is None or end.kind is EndKind.INTERRUPTED:
+    if reading is None or end.kind is FailureKind.INTERRUPTED:
         return end
     # an abort in a decoder is no broken connection, and an exit in a dataset is neither an end nor a stop of the run
-    by_signal = end.kind in (EndKind.KILLED, EndKind.PEER_FAILED)
-    kind = EndKind.KILLED if by_signal else EndKind.EXITED
-    text = end.text or exit_text(end.code)
-    return with_reading(replace(end, kind=kind, code=RunFailed.exit_code, text=text), reading)
+    kind = FailureKind.CRASHED if end.kind is FailureKind.PEER_FAILED else end.kind
+    if kind not in (FailureKind.CRASHED, FailureKind.KILLED):
+        kind = FailureKind.EXITED
+    return with_reading(replace(end, kind=kind, text=end.text or exit_text(end.kind.exit_code)), reading)
 
 
 def with_reading(end: End, reading: Reading | None) -> End:
@@ -237,18 +228,15 @@ def with_reading(end: End, reading: Reading | None) -> End:
 
 def first_cause(ends: Iterable[End | None]) -> int | None:
     """Return the rank whose end explains the others'; None if all are done or have not ended (None)."""
-    reported = [(rank, end) for rank, end in enumerate(ends) if end is not None and end.kind is not EndKind.DONE]
-    return min(reported, key=lambda item: (_WEIGHT.get(item[1].kind, 0), item[1].time))[0] if reported else None
+    reported = [(rank, end) for rank, end in enumerate(ends) if end is not None and end.kind is not FailureKind.DONE]
+    return min(reported, key=lambda item: (item[1].kind.weight, item[1].time))[0] if reported else None
 
 
-def describe(
-    rank: int, ends: Sequence[End | None], timeout: float, sigkill: str = "", hosts: Sequence[str] = ()
-) -> str:
+def describe(rank: int, ends: Sequence[End | None], timeout: float, hosts: Sequence[str] = ()) -> str:
     """Return the message about the first cause. It names no rank if all have the same message.
 
     Args:
         timeout: Seconds that a collective may take.
-        sigkill: Why a rank may have been killed by SIGKILL.
         hosts: The name of each rank's host, if there are several.
     """
     end = ends[rank]
@@ -256,33 +244,26 @@ def describe(
     name = f"rank {rank} on host {hosts[rank]}" if hosts else f"rank {rank}"
     reading = f"; it was reading {end.reading}" if end.reading else ""
     match end.kind:
-        case EndKind.ROLLED_BACK:
+        case FailureKind.ROLLED_BACK | FailureKind.LOST | FailureKind.HUNG:
             return end.text
-        case EndKind.DIVERGED if end.differing and hosts:
+        case FailureKind.DIVERGED if end.differing and hosts:
             return f"{_places(end.differing, hosts).strip()}: {end.text}"
-        case EndKind.MESSAGE | EndKind.DIVERGED | EndKind.STOPPED | EndKind.PAUSED if all(
-            other is not None and other.text == end.text for other in ends
-        ):
-            return end.text
-        case EndKind.TIMED_OUT:
+        case FailureKind.TIMED_OUT:
             return "\n".join([_timeout(ends, end.time, timeout, hosts), *end.text.splitlines()[1:]])
-        case EndKind.TRACEBACK | EndKind.PEER_FAILED if "\n" in end.text:
+        case FailureKind.EXCEPTION | FailureKind.DEVICE | FailureKind.PEER_FAILED if "\n" in end.text:
             return f"{name} failed:\n{end.text}" if len(ends) > 1 else end.text
-        case EndKind.KILLED if end.text.endswith("SIGKILL") and sigkill:
-            return f"{name} {end.text}: {sigkill}{reading}"
-        case EndKind.LOST | EndKind.HUNG:
-            return end.text
-        case EndKind.CODE | EndKind.EXITED | EndKind.KILLED | EndKind.INTERRUPTED | EndKind.PEER_FAILED:
+        case kind if kind in _OF_PROCESS:
             return f"{name} {end.text}{reading}"
-        case _:
-            return f"{name}: {end.text}" if end.text else ""
+    if all(other is not None and other.text == end.text for other in ends):
+        return end.text
+    return f"{name}: {end.text}" if end.text else ""
 
 
 def _timeout(ends: Sequence[End | None], since: float, timeout: float, hosts: Sequence[str]) -> str:
     """Return which ranks kept others waiting: those that had to be ended, or else those that failed later."""
     reported = [(rank, end) for rank, end in enumerate(ends) if end is not None]
-    missing = [rank for rank, end in reported if end.kind is EndKind.ENDED] or [
-        rank for rank, end in reported if end.kind is EndKind.PEER_FAILED and end.time > since + _LATE
+    missing = [rank for rank, end in reported if end.kind is FailureKind.ENDED] or [
+        rank for rank, end in reported if end.kind is FailureKind.PEER_FAILED and end.time > since + _LATE
     ]
     if missing:
         waiting = [rank for rank, _ in reported if rank not in missing]

@@ -3,8 +3,9 @@
     logs/ends.jsonl      written by node 0's launcher, or the only one: a line each launch
     logs/ends-1.jsonl    by node 1's: the ranks of its host, and what it knows of the others
 
-    {"attempt": "process 7 on a, since ...", "time": ..., "code": 1, "text": "rank 1 on host b was killed by SIGKILL",
-     "step": 120, "cause": 1, "ranks": [{"rank": 1, "host": "b", "end": "killed", "code": 1, "text": ..., "time": ...}],
+    {"attempt": "process 7 on a, since ...", "time": ..., "kind": "killed", "code": 1, "text": "rank 1 on host b was
+     killed by SIGKILL", "step": 120, "cause": 1,
+     "ranks": [{"rank": 1, "host": "b", "kind": "killed", "text": ..., "time": ...}],
      "logs": {"1": [0, 5120]}, "environment": {"host": "b", "packages": {...}, "variables": {...}}}
 
 `attempt` is the text of the run's lock, the same on all hosts. `logs` states where each rank's part of its log begins
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.errors import ConfigError, Paused, Stopped
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.files import MAX_JSON_BYTES, append_line, read_bounded
 from lockstep.core.secrets import shareable
 from lockstep.launch import streams
@@ -33,8 +34,6 @@ from lockstep.monitor.environment import short_description
 from lockstep.monitor.folder import lock_holder
 from lockstep.monitor.goodput import step_reached
 
-EXITED = ("exited", "code")
-"""Ends of a rank by the program's own exit."""
 _LONGEST = 500  # characters of a rank's text
 _MOST_HOSTS = 1024
 
@@ -44,17 +43,18 @@ class RankEnd:
     """The end of a rank, as it was recorded.
 
     Attributes:
-        end: The name of its `EndKind`, in lower case.
         text: The `gist` of its message.
         time: Seconds of the epoch.
+        samples, evaluation_set: What it was reading; see `End`.
     """
 
     rank: int
     host: str
-    end: str
-    code: int
+    kind: FailureKind
     text: str
     time: float
+    samples: tuple[int, ...] = ()
+    evaluation_set: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class LaunchEnds:
     line: int
     attempt: str
     time: float
-    code: int
+    kind: FailureKind
     text: str
     cause: int | None
     step: int | None
@@ -82,19 +82,9 @@ class LaunchEnds:
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def has_exited(self) -> bool:
-        """True if the program's own exit ended the launch, whose code then has no other meaning."""
-        return any(rank.end in EXITED for rank in self.ranks if self.cause is None or rank.rank == self.cause)
-
-    @property
     def is_refused(self) -> bool:
         """True if the start was refused: nothing was trained."""
-        return self.code == ConfigError.exit_code and not self.has_exited
-
-    @property
-    def is_stop(self) -> bool:
-        """True if a person or a scheduler stopped the run."""
-        return self.code in (Paused.exit_code, Stopped.exit_code) and not self.has_exited
+        return self.kind.exit_code == FailureKind.CONFIG.exit_code
 
 
 def file_name(node: int) -> str:
@@ -115,14 +105,16 @@ def append_ends(
     now, moment = time.time(), time.monotonic()
 
     def record(rank: int, end: End) -> dict[str, Any]:
-        fields = {"rank": rank, "host": hosts[rank], "end": end.kind.name.lower(), "code": end.code}
-        return {**fields, "text": shareable(gist(end.text)), "time": round(now - moment + end.time, 3)}
+        fields = {"rank": rank, "host": hosts[rank], "kind": end.kind.name.lower(), "text": shareable(gist(end.text))}
+        reading = {"samples": end.samples, "evaluation_set": end.evaluation_set} if end.samples else {}
+        return {**fields, "time": round(now - moment + end.time, 3), **reading}
 
     with suppress(OSError):
         ended = streams.sizes(logs, [*began])
         line = {
             "attempt": _attempt(logs),
             "time": round(now, 3),
+            "kind": result.kind.name.lower(),
             "code": result.code,
             "text": shareable(gist(result.text)),
             "step": step_reached(logs.parent) or None,
@@ -176,19 +168,23 @@ def _entry(file: str, number: int, text: str) -> LaunchEnds | None:
         line = json.loads(text)
         ranks = tuple(
             RankEnd(
-                int(rank["rank"]), str(rank["host"]), str(rank["end"]), int(rank["code"]), str(rank["text"]),
-                float(rank["time"]),
+                int(rank["rank"]), str(rank["host"]), _kind(rank["kind"]), str(rank["text"]), float(rank["time"]),
+                tuple(map(int, rank.get("samples", ()))), rank.get("evaluation_set"),
             )
             for rank in line["ranks"]
         )  # fmt: skip
         logs = {int(rank): (int(start), int(end)) for rank, (start, end) in line["logs"].items()}
         cause, step = (None if line[name] is None else int(line[name]) for name in ("cause", "step"))
         return LaunchEnds(
-            file, number, str(line["attempt"]), float(line["time"]), int(line["code"]), str(line["text"]), cause, step,
-            ranks, logs, dict(line["environment"]),
+            file, number, str(line["attempt"]), float(line["time"]), _kind(line["kind"]), str(line["text"]), cause,
+            step, ranks, logs, dict(line["environment"]),
         )  # fmt: skip
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
+
+
+def _kind(name: str) -> FailureKind:
+    return FailureKind[name.upper()]
 
 
 def _attempt(logs: Path) -> str:

@@ -27,9 +27,10 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.phase_clock import Phase
 from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS
-from lockstep.launch.ends import End, EndKind, end_of_process, while_reading
+from lockstep.launch.ends import End, end_of_process, while_reading
 
 if TYPE_CHECKING:
     from lockstep.core.heartbeat import Heartbeat
@@ -43,11 +44,7 @@ _GRACE = 5.0  # seconds between SIGTERM and SIGKILL, if the run has failed anywa
 _GRACE_SILENT = 1.0  # the same after a timeout, or a wait for a silent host: no rank has an error left to report
 _HANGS = 20.0  # seconds after which a launcher hangs that hasn't ended its ranks, and should have
 _SAME_REQUEST = 0.5  # seconds: signals this close are one request (timeout(1) and shells signal process and group)
-_CAUSES = {
-    EndKind.MESSAGE, EndKind.TRACEBACK, EndKind.CODE, EndKind.EXITED, EndKind.KILLED, EndKind.LOST, EndKind.HUNG,
-    EndKind.DIVERGED, EndKind.ROLLED_BACK,
-}  # fmt: skip
-_ORDERLY = {EndKind.STOPPED, EndKind.PAUSED}
+_ORDERLY = {FailureKind.STOPPED, FailureKind.PAUSED}
 
 
 class SignalRequests:
@@ -152,15 +149,15 @@ class RankProcess:
         if not self.reported and not self._channel_closed and self.channel.poll():
             try:
                 end: End = self.channel.recv()
-                by_launcher = (self._signaled or self._ended_by_launcher) and end.kind is EndKind.STOPPED
+                by_launcher = (self._signaled or self._ended_by_launcher) and end.kind is FailureKind.STOPPED
                 self.reported = _by_launcher(end) if by_launcher else end
             except (EOFError, OSError):
                 self._channel_closed = True
         if exitcode is None:
             return
         reading = None if self.beat is None else self.beat.reading()
-        if self.reported is not None and (self.reported.kind is not EndKind.DONE or exitcode == 0):
-            exits = self.reported.kind is EndKind.EXITED
+        if self.reported is not None and (self.reported.kind is not FailureKind.DONE or exitcode == 0):
+            exits = self.reported.kind is FailureKind.EXITED
             self.ended = self.reported = while_reading(self.reported, reading) if exits else self.reported
             return
         end = end_of_process(exitcode, time.monotonic(), stopping=self._signaled)
@@ -275,7 +272,7 @@ def watch(
 def _grace(ends: Mapping[int, End], hosts: Hosts | None) -> float:
     """Return the seconds between SIGTERM and SIGKILL."""
     is_silent = hosts is not None and hosts.is_cut_off
-    if is_silent or any(end.kind is EndKind.TIMED_OUT for end in ends.values()):
+    if is_silent or any(end.kind is FailureKind.TIMED_OUT for end in ends.values()):
         return min(_GRACE, _GRACE_SILENT)
     return _GRACE
 
@@ -319,19 +316,19 @@ def _set_deadlines(ends: Mapping[int, End], deadlines: _Deadlines, patience: flo
     if deadlines.terminated:
         return
     kinds = [end.kind for end in ends.values()]
-    if EndKind.INTERRUPTED in kinds:
+    if FailureKind.INTERRUPTED in kinds:
         deadlines.kill = min(deadlines.kill, time.monotonic() + _SETTLE)
     deadlines.terminate = min(deadlines.terminate, time.monotonic() + _settle_time(kinds, ranks, patience))
 
 
-def _settle_time(kinds: Sequence[EndKind], ranks: int, patience: float) -> float:
+def _settle_time(kinds: Sequence[FailureKind], ranks: int, patience: float) -> float:
     """Return the seconds that the ranks without a report have left."""
-    if _CAUSES.intersection(kinds):
+    if any((kind.is_failure and not kind.weight) or kind is FailureKind.ROLLED_BACK for kind in kinds):
         return _SETTLE
-    if EndKind.TIMED_OUT in kinds:  # a rank that waits too began less than `patience` ago, and times out within it
+    if FailureKind.TIMED_OUT in kinds:  # a rank that waits too began less than `patience` ago, and times out within it
         settle = min(_SETTLE_PEER, max(_SETTLE, patience))
         return max(settle, _SETTLE_TIMEOUT * patience) if len(kinds) < ranks - 1 else settle
-    if EndKind.PEER_FAILED in kinds:
+    if FailureKind.PEER_FAILED in kinds:
         return _SETTLE_PEER
     if not _ORDERLY.isdisjoint(kinds):  # some have more to write than others
         return patience
@@ -368,4 +365,4 @@ def _give_up_others(
 
 
 def _by_launcher(end: End) -> End:
-    return End(EndKind.ENDED, end.code, "", end.time)
+    return End(FailureKind.ENDED, "", end.time)

@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.core import heartbeat
 from lockstep.core.errors import named_ranks
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.files import append_line, write_atomically
 from lockstep.core.heartbeat import Heartbeat, Reading, Stage, Worker
 from lockstep.core.phase_clock import Phase
 from lockstep.core.processes import state
 from lockstep.core.secrets import shareable
-from lockstep.launch.ends import End, EndKind, with_reading
+from lockstep.launch.ends import End, with_reading
 from lockstep.launch.outcome import print_on_stderr
 from lockstep.launch.rank_stacks import (
     FlightRecord,
@@ -71,7 +72,6 @@ _NOTED = 64  # updates
 _SLOWEST = 2.0  # times the slowest of the last updates
 _AGAIN, _LONG = 2.0, 4.0  # times the limit until a rank is killed; the same outside of updates, such as in a save
 _ELSEWHERE_S = 10.0  # after which a wait of all ranks of this host for those of others is reported
-_CODE = 124  # of timeout(1)
 _OUTSIDE = (Phase.EVALUATION, Phase.SAVE)
 
 
@@ -328,7 +328,7 @@ class HangWatch:
         self._learn()
         ends = [member.reported or member.ended for member in members]
         living = [place for place, end in enumerate(ends) if end is None]
-        if not living or any(end is not None and end.kind is not EndKind.DONE for end in ends):
+        if not living or any(end is not None and end.kind is not FailureKind.DONE for end in ends):
             return
         sights = [self._sight(place, members[place].process.pid or 0, now) for place in living]
         suspects = [sight for sight in sights if not sight.waits] or sights
@@ -472,7 +472,7 @@ class HangWatch:
         text = f"{hang_text(hang, len(sights))}{append_report(self.logs, hang, sights)}"
         for culprit in hang.culprits:
             reading = culprit.reading or (culprit.worker.reading if culprit.worker is not None else None)
-            end = End(EndKind.HUNG, _CODE, text, time.monotonic())
+            end = End(FailureKind.HUNG, text, time.monotonic())
             is_known = not hang.is_stopped and not hang.collectives
             members[culprit.place].kill_hung(with_reading(end, reading if is_known else None))
 

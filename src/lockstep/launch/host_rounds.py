@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import Failure, Stopped, message_of
-from lockstep.launch.ends import EndKind, first_cause
+from lockstep.core.failure_kinds import FailureKind
+from lockstep.launch.ends import first_cause
 from lockstep.launch.ends_file import gist
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.launch.relay_process import LOST_RELAY
@@ -27,7 +28,13 @@ if TYPE_CHECKING:
 
 Entry = Callable[[], int]
 _READY_S = 30.0  # that hosts have at least to end their ranks
-_OF_PAUSE = {EndKind.PAUSED, EndKind.STOPPED, EndKind.INTERRUPTED, EndKind.ENDED, EndKind.PEER_FAILED}
+_OF_PAUSE = {
+    FailureKind.PAUSED,
+    FailureKind.STOPPED,
+    FailureKind.INTERRUPTED,
+    FailureKind.ENDED,
+    FailureKind.PEER_FAILED,
+}
 
 
 @dataclass
@@ -53,7 +60,7 @@ class LeaderRounds:
     def next_entry(self, ends: Sequence[End], result: LaunchResult) -> Entry | None:
         """Return the entry of the next round's ranks once its hosts are there; None: there is no other round."""
         cause = first_cause(ends)
-        is_lost = cause is not None and ends[cause].kind is EndKind.LOST
+        is_lost = cause is not None and ends[cause].kind is FailureKind.LOST
         if is_lost and (self.hosts.has_gone or not (self.wait or self.elastic)):
             return None
         again = self.supervisor.after_pause() if self._is_paused(ends) else self.supervisor.next_entry(ends, result)
@@ -75,7 +82,7 @@ class LeaderRounds:
         if self._failure is None:
             return self.supervisor.concluded(result)
         text = f"{gist(result.text)}\n{message_of(self._failure)}"
-        return LaunchResult(self._failure.exit_code, text, cut_off=isinstance(self._failure, Stopped))
+        return LaunchResult(self._failure.kind, text, cut_off=isinstance(self._failure, Stopped))
 
     def _is_paused(self, ends: Sequence[End]) -> bool:
         cause = first_cause(ends)
@@ -103,7 +110,7 @@ class FollowerRounds:
                 if folder := self._met(result):
                     print_on_stderr(f"lockstep: round {self.hosts.round} trains on {described(self.hosts)}")
                     return self.entry(folder, self.hosts.decision)
-                self._result = LaunchResult(0)
+                self._result = LaunchResult(FailureKind.DONE)
             except Failure as failure:
                 if not self.hosts.lost_leader:
                     self._result = self._left(failure)
@@ -115,9 +122,9 @@ class FollowerRounds:
 
     def _left(self, failure: Failure) -> LaunchResult:
         """Return the run's result after a failure between rounds, of this host or of the run."""
-        result = LaunchResult(failure.exit_code, message_of(failure))
+        result = LaunchResult.of(failure)
         where = f" on host {self.hosts.name}" if isinstance(failure, Stopped) else ""
-        self.hosts.fail(result.code, result.text + where)
+        self.hosts.fail(result.kind, result.text + where)
         return result
 
     def _met(self, result: LaunchResult) -> Path | None:

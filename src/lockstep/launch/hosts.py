@@ -20,8 +20,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.errors import Paused, Problem, RunFailed, Stopped, named_ranks
-from lockstep.launch.ends import End, EndKind, end_fields, end_of_fields
+from lockstep.core.control_groups import WhyKilled
+from lockstep.core.errors import Problem, RunFailed, named_ranks
+from lockstep.core.failure_kinds import FailureKind
+from lockstep.launch.ends import End, end_fields, end_of_fields, with_cause
 from lockstep.launch.outcome import LaunchResult, print_on_stderr, stopped_by
 from lockstep.launch.relay_process import LOST_RELAY, RelayProcess
 
@@ -75,7 +77,7 @@ class Hosts:
         self.address = ""
         self.store_port = 0
         self.ends: dict[int, End] = {}
-        self.why_killed: Callable[[], str] = str
+        self.why_killed: Callable[[], WhyKilled] = lambda: WhyKilled("")
         self._ended: set[int] = set()
         self._relay = relay
         self._published: dict[int, End] = {}
@@ -141,7 +143,7 @@ class Hosts:
         """Let all hosts meet within `wait` seconds; only the leader does. `differing`: ranks with wrong copies."""
         lost = [node for node in range(1, len(self.world)) if self._is_lost(node)]
         wrong = [node for node, host in enumerate(self.world) if not set(host.span).isdisjoint(differing)]
-        fields = {"code": result.code, "text": result.text, "wait": wait, "lost": lost, "differing": wrong}
+        fields = {"kind": result.kind.name, "text": result.text, "wait": wait, "lost": lost, "differing": wrong}
         self.begin_again(number)
         self._meet_again({"type": "next", **fields})
 
@@ -171,7 +173,7 @@ class Hosts:
         return True
 
     def _is_lost(self, node: int) -> bool:
-        return any(rank in self.ends and self.ends[rank].kind is EndKind.LOST for rank in self.world[node].span)
+        return any(rank in self.ends and self.ends[rank].kind is FailureKind.LOST for rank in self.world[node].span)
 
     def open_store(self, port: int) -> None:
         """Let the ranks of other hosts reach the store, which listens on this port of loopback."""
@@ -200,9 +202,8 @@ class Hosts:
                 self._published[rank] = end
                 if rank in ended:
                     self._ended.add(rank)
-                by_sigkill = end.kind is EndKind.KILLED and end.text.endswith("SIGKILL")
-                explained = replace(end, text=f"{end.text}: {self.why_killed()}") if by_sigkill else end
-                self._send({"type": "end", "rank": rank, "ended": rank in ended, "end": end_fields(explained)})
+                fields = end_fields(with_cause(end, self.why_killed))
+                self._send({"type": "end", "rank": rank, "ended": rank in ended, "end": fields})
         if requests.own_stops > self._stops_sent and requests.last_stop is not None:
             self._stops_sent = requests.own_stops
             self._send({"type": "stop", "count": self._stops_sent, "signal": int(requests.last_stop)})
@@ -228,7 +229,7 @@ class Hosts:
         while self._result is None:
             if self.next is not None and requests.own_stops and requests.last_stop is not None:
                 self.next, result = None, stopped_by(requests.last_stop)
-                self.fail(result.code, f"{result.text} on host {self.name}")
+                self.fail(result.kind, f"{result.text} on host {self.name}")
                 return result
             if self.next is not None:
                 return self.next[1]
@@ -242,13 +243,12 @@ class Hosts:
     def finish(self, result: LaunchResult) -> None:
         """Report how the run has ended to all hosts; only the leader does."""
         problems = [[problem.where, problem.key, problem.message] for problem in result.problems]
-        fields = {name: getattr(result, name) for name in ("code", "text", "is_traceback")}
+        fields = {"kind": result.kind.name, "text": result.text, "is_traceback": result.is_traceback}
         self._send({"type": "result", **fields, "problems": problems})
 
-    def fail(self, code: int, text: str) -> None:
+    def fail(self, kind: FailureKind, text: str) -> None:
         """Report that this host can't take part."""
-        is_stop = code in (Stopped.exit_code, Paused.exit_code)
-        self._send({"type": "result" if self.leads else "gone", "code": code, "text": text, "is_stop": is_stop})
+        self._send({"type": "result" if self.leads else "gone", "kind": kind.name, "text": text})
 
     def close(self) -> None:
         """End the relay, once it has sent what it has."""
@@ -273,8 +273,12 @@ class Hosts:
             raise stopped_by(self.requests.last_stop).failure()
         decides = self.recovers and not self.has_gone  # the leader, whether the run continues without a lost host
         for rank, end in self.ends.items():
-            if end.kind is not EndKind.DONE and rank in self._ended and not (decides and end.kind is EndKind.LOST):
-                raise LaunchResult(end.code, end.text).failure()
+            if (
+                end.kind is not FailureKind.DONE
+                and rank in self._ended
+                and not (decides and end.kind is FailureKind.LOST)
+            ):
+                raise LaunchResult(end.cause, end.text).failure()
         if self._relay.has_ended:
             raise RunFailed(LOST_RELAY)
 
@@ -293,13 +297,13 @@ class Hosts:
             case "folder":
                 self._folder, self.decision = message["path"], message["decision"]
             case "next":
-                self.next = message["round"], LaunchResult(message["code"], message["text"])
+                self.next = message["round"], LaunchResult(FailureKind[message["kind"]], message["text"])
             case "arrived":
                 self.arrived = message["host"]
             case "result":
                 problems = tuple(Problem(*fields) for fields in message.get("problems", ()))
                 traceback = message.get("is_traceback", False)
-                self._result = LaunchResult(message["code"], message["text"], traceback, problems)
+                self._result = LaunchResult(FailureKind[message["kind"]], message["text"], traceback, problems)
                 self.is_done = self._result.code == 0
             case "end":
                 self._note_end(message)
@@ -319,10 +323,11 @@ class Hosts:
 
     def _note_gone(self, message: Mapping[str, Any]) -> None:
         """Note that a host leaves. A stop, or any failure in the first round, ends the run; later that host is lost."""
-        self.has_gone |= message["is_stop"] or self.round == 1
-        text = message["text"] if message["is_stop"] else f"host {self.world[message['node']].name}: {message['text']}"
-        code = message["code"] if self.has_gone else RunFailed.exit_code
-        self._lose(message["node"], End(EndKind.LOST, code, text, time.monotonic()))
+        kind = FailureKind[message["kind"]]
+        self.has_gone |= kind.is_stop or self.round == 1
+        text = message["text"] if kind.is_stop else f"host {self.world[message['node']].name}: {message['text']}"
+        left_by = kind if self.has_gone else None
+        self._lose(message["node"], End(FailureKind.LOST, text, time.monotonic(), left_by=left_by))
 
     def _note_end(self, message: Mapping[str, Any]) -> None:
         end = end_of_fields(message["end"])
@@ -334,7 +339,7 @@ class Hosts:
     def _lose_host(self, message: Mapping[str, Any]) -> None:
         if not self.world:
             self.lost_leader = f"the launcher at the rendezvous has ended: {message['why']}"
-            self._result = LaunchResult(1, self.lost_leader)
+            self._result = LaunchResult(FailureKind.LOST, self.lost_leader)
             return
         host = self.world[message["node"]]
         text = f"host {host} is lost: {message['why']}"
@@ -344,23 +349,23 @@ class Hosts:
             self._lost += 1
             what = "its ranks are ended" if self.recovers else "the run ends"
             print_on_stderr(f"note: {text}; {what}")  # at once: ranks that wait for that host end seconds later
-        self._lose(message["node"], End(EndKind.LOST, 1, text, time.monotonic()))
+        self._lose(message["node"], End(FailureKind.LOST, text, time.monotonic()))
         if message["node"] == 0:  # all messages came through it
             self._lose_leader(text)
             for node in range(1, len(self.world)):
                 if node != self.node:
-                    self._lose(node, End(EndKind.ENDED, 1, "", time.monotonic()))
+                    self._lose(node, End(FailureKind.ENDED, "", time.monotonic()))
 
     def _lose_relay(self) -> None:
         if self.recovers and not self.leads:
             self._lose_leader(LOST_RELAY)
         for node in range(len(self.world)):
             if node != self.node:
-                self._lose(node, End(EndKind.LOST, 1, LOST_RELAY, time.monotonic()))
+                self._lose(node, End(FailureKind.LOST, LOST_RELAY, time.monotonic()))
 
     def _lose_leader(self, why: str) -> None:
         if self._result is None:  # else the run has ended
-            self.lost_leader, self._result = why, LaunchResult(1, why)
+            self.lost_leader, self._result = why, LaunchResult(FailureKind.LOST, why)
 
     def _lose(self, node: int, end: End) -> None:
         for rank in self.world[node].span:

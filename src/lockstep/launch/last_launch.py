@@ -20,7 +20,6 @@ from lockstep.monitor.attempts import ENDS
 from lockstep.monitor.folder import LOGS, held_by, is_finished, lock_holder
 
 _FULL = 1 << 20  # bytes that are free on a disk that counts as full
-_ROLLED_BACK = "rolled_back"  # a new round follows by itself: it isn't a failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +89,7 @@ def failure_before_refusals(run: Path) -> LaunchEnds | None:
 
 
 def _is_failure(entry: LaunchEnds) -> bool:
-    cause = next((rank.end for rank in entry.ranks if rank.rank == entry.cause), "")
-    return entry.code != 0 and not entry.is_stop and not entry.is_refused and cause != _ROLLED_BACK
+    return entry.kind.is_failure and not entry.is_refused
 
 
 def full_disk(run: Path) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,7 +26,7 @@ from lockstep.launch.ends import End
 from lockstep.launch.rank_stacks import line_of, main_frames
 from lockstep.launch.streams import log_path
 
-_DEATHS = ("was killed by SIGABRT", "was killed by SIGSEGV")
+_DEATHS = (-signal.SIGABRT, -signal.SIGSEGV)
 _MOST_BYTES, _MOST_CHARACTERS = 2**18, 300
 _FATAL = "Fatal Python error: "
 _REASON = re.compile(  # in a time that grows with the length of a line, not with its square
@@ -42,7 +43,7 @@ def with_last_words(end: End, logs: Path, rank: int, began: int) -> End:
     Args:
         began: Size of the log before the rank started.
     """
-    if end.text not in _DEATHS:
+    if end.status not in _DEATHS:
         return end
     words = _words(_tail(log_path(logs, rank), began))
     return _with_words(end, words)
@@ -112,6 +113,6 @@ def all_with_last_words(ends: Sequence[End], logs: Path, began: dict[int, int], 
     described = [
         with_last_words(end, logs, rank, began[rank]) if rank in began else end for rank, end in enumerate(ends)
     ]
-    if 0 in began and stderr is not None and described[0].text in _DEATHS:
+    if 0 in began and stderr is not None and described[0] is ends[0] and ends[0].status in _DEATHS:
         described[0] = _with_words(described[0], _words(_printed_on_stderr(stderr)))
     return described

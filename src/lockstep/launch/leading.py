@@ -27,9 +27,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.nodes import node_range
 from lockstep.launch.host_protocol import HOST, Link, Message, store_of
-from lockstep.launch.relaying import CONFIG_ERROR, FAILED, Relay, connect_with_store, heartbeat, taken_over
+from lockstep.launch.relaying import Relay, connect_with_store, heartbeat, taken_over
 
 _MAX_KEYS = 5  # settings shown in a message
 _ONCE_TOO_OFTEN = 2  # rounds that a host's copies have ended: one may be chance, and the next is its memory or a device
@@ -240,13 +241,13 @@ class Leader(Relay):
             text = waiting_text(self._there(), self.place, limit)
             self._note_everywhere(text)
         await asyncio.sleep(until - time.monotonic())
-        self._conclude(FAILED, missing_text(self._there(), self.place, limit))
+        self._conclude(FailureKind.FAILED.name, missing_text(self._there(), self.place, limit))
 
-    def _conclude(self, code: int, text: str) -> None:
+    def _conclude(self, kind: str, text: str) -> None:
         """Let the launcher here end the run, and report the result."""
         if not self._concluded and self._over is None:
             self._concluded = True
-            self.launcher.send({"type": "result", "code": code, "text": text})
+            self.launcher.send({"type": "result", "kind": kind, "text": text})
 
     def _there(self) -> list[Message]:
         return [dict(guest.hello) for guest in self._guests.values()]
@@ -306,7 +307,11 @@ class Leader(Relay):
                 del self._guests[link]
                 text = f"{differed_text(guest)} It is left out"
                 link.send(
-                    {"type": "result", "code": FAILED, "text": f"{text}; the same command here lets it join again"}
+                    {
+                        "type": "result",
+                        "kind": FailureKind.FAILED.name,
+                        "text": f"{text}; the same command here lets it join again",
+                    }
                 )
                 self._note_everywhere(f"{text}, and the others train on")
         for guest in staying:
@@ -356,16 +361,16 @@ class Leader(Relay):
         if not self.recovers and (self._meeting is None or len(hosts) == self._most):
             names = ", ".join(str(host["host"]) for host in hosts)
             text = f"host {hello['host']} is one too many: all {len(hosts)} hosts are there: {names}"
-            link.send({"type": "result", "code": CONFIG_ERROR, "text": text})
+            link.send({"type": "result", "kind": FailureKind.CONFIG.name, "text": text})
             return False
         is_first = self._round == 1 and self._meeting is not None
         refusal = refusal_of(hosts if is_first else hosts[:1], hello)
         if refusal and not is_first:  # the others train
-            link.send({"type": "result", "code": CONFIG_ERROR, "text": refusal})
+            link.send({"type": "result", "kind": FailureKind.CONFIG.name, "text": refusal})
             return False
         self._guests[link] = Guest(hello)
         if refusal:
-            self._end({"type": "result", "code": CONFIG_ERROR, "text": refusal})
+            self._end({"type": "result", "kind": FailureKind.CONFIG.name, "text": refusal})
         elif not self._try_to_begin() and self._meeting is None:
             self._let_wait(link, hello)
         return True
@@ -405,8 +410,8 @@ class Leader(Relay):
 
     def _let_go(self, guest: Guest, message: Message) -> None:
         """Take note that a host leaves while hosts meet; a further round waits for another in its place."""
-        if self._round == 1 or (guest.has_trained and message["is_stop"]):
-            self._conclude(message["code"], message["text"])
+        if self._round == 1 or (guest.has_trained and FailureKind[message["kind"]].is_stop):
+            self._conclude(message["kind"], message["text"])
         elif self._over is None:
             self._note_everywhere(f"host {guest.hello['host']} leaves the run: {message['text']}")
 

@@ -43,13 +43,14 @@ from pathlib import Path
 
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Watchdog
-from lockstep.core.control_groups import kernel_kills, why_killed
-from lockstep.core.errors import ConfigError, Stopped
+from lockstep.core.control_groups import WhyKilled, kernel_kills, why_killed
+from lockstep.core.errors import ConfigError
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.ranks import LAUNCHER, RankEnvironment, started_by_lockstep
 from lockstep.core.stopping import handled_signals, stop_code
 from lockstep.launch import streams
 from lockstep.launch.devices import check_ranks
-from lockstep.launch.ends import End, EndKind, describe, first_cause
+from lockstep.launch.ends import End, describe, first_cause, with_cause
 from lockstep.launch.ends_file import append_ends, gist
 from lockstep.launch.forking import may_fork
 from lockstep.launch.group import SignalRequests, watch
@@ -62,7 +63,7 @@ from lockstep.launch.other_launchers import (
     set_environment,
     set_threads,
 )
-from lockstep.launch.outcome import LaunchResult, print_on_stderr
+from lockstep.launch.outcome import LaunchResult, kind_of_stop, print_on_stderr
 from lockstep.launch.rank import append_end, run_entry, signals_stop
 from lockstep.launch.starting import NotStarted, Ranks, Round, begin_again, begin_first
 from lockstep.launch.supervision import Rounds, Supervisor
@@ -75,11 +76,12 @@ _GUARD = (
 )
 _SHARE_OF_GRACE = 0.8
 _CAUSED_BY_STOP = (
-    EndKind.STOPPED,  # by a signal to all processes
-    EndKind.INTERRUPTED,
-    EndKind.PEER_FAILED,  # ranks that stop break their connections
-    EndKind.ENDED,
+    FailureKind.STOPPED,  # by a signal to all processes
+    FailureKind.INTERRUPTED,
+    FailureKind.PEER_FAILED,  # ranks that stop break their connections
+    FailureKind.ENDED,
 )
+_RAISED = (FailureKind.EXCEPTION, FailureKind.DEVICE, FailureKind.PEER_FAILED)
 
 
 class Orphans:
@@ -195,11 +197,11 @@ def _not_started(
     """Return the result of a run whose ranks had ended like this, and could not be started again."""
     if requests.stops:
         return _unless_stopped(job, result, ends, requests, rounds, starts_again=True)
-    failed = LaunchResult(failure.exit_code, f"{gist(result.text)}\n{failure}", logs=job.logs)
+    failed = LaunchResult(failure.kind, f"{gist(result.text)}\n{failure}", logs=job.logs)
     if job.logs is not None:
         append_ends(job.logs, 0 if job.hosts is None else job.hosts.node, [], [], failed, {})
     if job.hosts is not None and not job.hosts.leads:
-        job.hosts.fail(failed.code, str(failure))
+        job.hosts.fail(failed.kind, str(failure))
         ended = job.hosts.wait_for_result(requests)
         return failed if job.hosts.lost_leader else ended
     return failed
@@ -267,7 +269,7 @@ def _run_ranks(job: Ranks, common: _Common, begin: Callable[[], Round]) -> tuple
     old_sizes = streams.sizes(logs, range(job.first, job.first + job.ranks)) if logs else {}
     kills_before, stderr = kernel_kills(), size_of_stderr()
 
-    def why_sigkill() -> str:
+    def why_sigkill() -> WhyKilled:
         return why_killed(kills_before, kernel_kills(), common.remedy())
 
     if hosts is not None:
@@ -276,6 +278,10 @@ def _run_ranks(job: Ranks, common: _Common, begin: Callable[[], Round]) -> tuple
     begun = begin()
     try:
         ends = watch(begun.members, requests, timeout, hosts, begun.hangs, common.orphans.reap)
+        ends = [
+            with_cause(end, why_sigkill) if job.first <= rank < job.first + job.ranks else end
+            for rank, end in enumerate(ends)
+        ]
     finally:
         begun.close()
     if logs is not None:
@@ -283,9 +289,9 @@ def _run_ranks(job: Ranks, common: _Common, begin: Callable[[], Round]) -> tuple
     if not job.forks and any(end.status == _UNGUARDED for end in ends):
         raise ConfigError(_GUARD)
     if hosts is None:
-        result = result_of(ends, timeout, why_sigkill())
+        result = result_of(ends, timeout)
     elif hosts.leads:
-        result = result_of(ends, timeout, why_sigkill(), hosts.names())
+        result = result_of(ends, timeout, hosts.names())
     else:
         result = hosts.wait_for_result(requests)
     result = _unless_stopped(job, result, ends, requests, common.rounds)
@@ -299,16 +305,16 @@ def _run_ranks(job: Ranks, common: _Common, begin: Callable[[], Round]) -> tuple
     return replace(result, logs=logs) if has_logs else result, ends
 
 
-def result_of(ends: list[End], timeout: float, sigkill: str = "", hosts: Sequence[str] = ()) -> LaunchResult:
+def result_of(ends: list[End], timeout: float, hosts: Sequence[str] = ()) -> LaunchResult:
     """Return the result of a launch whose ranks have ended like this. Arguments as of `describe`."""
     cause = first_cause(ends)
     if cause is None:
-        return LaunchResult(0)
+        return LaunchResult(FailureKind.DONE)
     end = ends[cause]
-    text = describe(cause, ends, timeout, sigkill, hosts)
-    is_traceback = end.kind in (EndKind.TRACEBACK, EndKind.PEER_FAILED) and "\n" in text
+    text = describe(cause, ends, timeout, hosts)
+    is_traceback = end.kind in _RAISED and "\n" in text
     problems = end.problems if text == end.text else ()
-    return LaunchResult(end.code or 1, text, is_traceback, problems, advice=end.advice)
+    return LaunchResult(end.cause, text, is_traceback, problems, advice=end.advice)
 
 
 def _unless_stopped(
@@ -337,11 +343,11 @@ def _unless_stopped(
             return result
     at_once = "at once by a second signal, " if requests.stops > 1 else "by "
     text = f"stopped {at_once}{stop.name}"
-    code = Stopped.exit_code if requests.stops > 1 else stop_code(stop)
+    kind = FailureKind.STOPPED if requests.stops > 1 else kind_of_stop(stop_code(stop))
     end, supervisor = ends[cause], rounds.supervisor if isinstance(rounds, LeaderRounds) else rounds
     if end.kind in _CAUSED_BY_STOP:
-        return LaunchResult(code, text, cut_off=True)
-    if starts_again or (isinstance(supervisor, Supervisor) and supervisor.retries(end, result.text)):
+        return LaunchResult(kind, text, cut_off=True)
+    if starts_again or (isinstance(supervisor, Supervisor) and supervisor.retries(end)):
         text = f"{text}; its ranks don't start again after a failure: {result.text}"
-        return replace(result, code=code, text=text, is_traceback=False, cut_off=True)
+        return replace(result, kind=kind, text=text, is_traceback=False, cut_off=True)
     return result

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lockstep import __version__
-from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed, Stopped, message_of
+from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed, message_of
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.interfaces import is_loopback
 from lockstep.core.nodes import is_elastic, node_range, split_address
 from lockstep.core.stopping import code_at_once, undo_on_stop
 from lockstep.launch.host_protocol import SHORT_SILENCE_S, SILENCE_S, job_key
 from lockstep.launch.hosts import Hosts
-from lockstep.launch.outcome import print_on_stderr
+from lockstep.launch.outcome import kind_of_stop, print_on_stderr
 from lockstep.launch.relay_process import RelayProcess
 
 if TYPE_CHECKING:
@@ -72,16 +73,22 @@ def connected_hosts(
     relay = RelayProcess(listener, order)
     hosts = Hosts(relay, name, leads=listener is not None, recovers=recovers)
     hosts.elastic = is_elastic(launch.nodes)
-    with contextlib.closing(hosts), undo_on_stop(lambda: hosts.fail(code_at_once(), f"stopped on host {name}")):
+    with (
+        contextlib.closing(hosts),
+        undo_on_stop(lambda: hosts.fail(kind_of_stop(code_at_once()), f"stopped on host {name}")),
+    ):
         if hosts.leads and not token:
             print_on_stderr(f"note: {TOKEN} isn't set: any host that knows the job's id can join this run")
         try:
             yield hosts
         except Failure as failure:
-            hosts.fail(failure.exit_code, message_of(failure))
+            hosts.fail(failure.kind, message_of(failure))
             raise
         except BaseException as error:
-            hosts.fail(Stopped.exit_code if isinstance(error, KeyboardInterrupt) else 1, f"host {name}: {error!r}")
+            hosts.fail(
+                FailureKind.STOPPED if isinstance(error, KeyboardInterrupt) else FailureKind.FAILED,
+                f"host {name}: {error!r}",
+            )
             raise
 
 

@@ -26,6 +26,7 @@ from lockstep.core.errors import (
     VerificationError,
     message_of,
 )
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.stopping import stop_code
 from lockstep.core.terminal import echo
 
@@ -35,7 +36,7 @@ class LaunchResult:
     """The result of a launch.
 
     Attributes:
-        code: The exit code; 0 if the run is done.
+        kind: How the run ended.
         text: Why it isn't done: a message, or a traceback after the name of its rank.
         problems: The problems of a ConfigError that all ranks have raised.
         logs: The folder of each rank's output, if that helps.
@@ -43,13 +44,23 @@ class LaunchResult:
         cut_off: Whether a stop signal has ended ranks that could not save.
     """
 
-    code: int
+    kind: FailureKind
     text: str = ""
     is_traceback: bool = False
     problems: tuple[Problem, ...] = ()
     logs: Path | None = None
     advice: str = ""
     cut_off: bool = False
+
+    @classmethod
+    def of(cls, failure: Failure) -> LaunchResult:
+        """Return the result of a run that a failure of its launcher has ended."""
+        return cls(failure.kind, message_of(failure))
+
+    @property
+    def code(self) -> int:
+        """The exit code; 0 if the run is done."""
+        return self.kind.exit_code
 
     def show(self) -> int:
         """Print on stderr why the run isn't done; return the exit code."""
@@ -63,10 +74,10 @@ class LaunchResult:
         """Return the exception for `lockstep.train`. A traceback is printed, and what it ends with is the message."""
         reason = self.text or f"the run ended with exit code {self.code}"
         if self.code == ConfigError.exit_code:
-            return ConfigError(self.problems or reason)
-        for kind in (Paused, Stopped, VerificationError):
-            if self.code == kind.exit_code:
-                return kind(self.text or "stopped")
+            return ConfigError(self.problems or reason, self.kind)
+        for failure in (Paused, Stopped, VerificationError):
+            if self.code == failure.exit_code:
+                return failure(self.text or "stopped", kind=self.kind)
         if self.is_traceback:
             print_on_stderr(self.text)
             rank, _, raised = self.text.partition("Traceback (")
@@ -74,12 +85,17 @@ class LaunchResult:
                 line for line in raised.rpartition("Traceback (")[2].splitlines()[1:] if not line.startswith("  ")
             ]
             reason = f"{rank.strip()} {'; '.join(message)}"
-        return RunFailed(f"{reason}; each rank's output is in {self.logs}" if self.logs else reason)
+        return RunFailed(f"{reason}; each rank's output is in {self.logs}" if self.logs else reason, kind=self.kind)
 
 
 def stopped_by(number: signal.Signals) -> LaunchResult:
     """Return the result of a launch that a signal has stopped while its ranks didn't run."""
-    return LaunchResult(stop_code(number), f"stopped by {number.name}")
+    return LaunchResult(kind_of_stop(stop_code(number)), f"stopped by {number.name}")
+
+
+def kind_of_stop(code: int) -> FailureKind:
+    """Return how a run ends that was stopped with this exit code."""
+    return FailureKind.PAUSED if code == Paused.exit_code else FailureKind.STOPPED
 
 
 def print_on_stderr(text: str) -> None:

@@ -25,14 +25,15 @@ from typing import TYPE_CHECKING, cast
 
 from lockstep.core import heartbeat
 from lockstep.core.errors import named_ranks
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.heartbeat import READY, STAGE, Files, Heartbeat, Stage, shared_heartbeat
 from lockstep.core.processes import machine
 from lockstep.core.ranks import names_a_rank, started_by_lockstep
-from lockstep.launch.ends import End, EndKind, while_reading
-from lockstep.launch.failure_kinds import advice_on_samples
+from lockstep.launch.ends import End, while_reading
 from lockstep.launch.hang_watch import HangWatch
 from lockstep.launch.outcome import print_on_stderr
 from lockstep.launch.rank_stacks import answer_requests
+from lockstep.launch.supervision import advice_on_samples
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -126,10 +127,10 @@ class OutsideRank:
     def update(self) -> None:
         """Note whether the process has ended, or has left the others."""
         if self._handle is None or select.select([self._handle], [], [], 0)[0]:
-            end = End(EndKind.KILLED, 1, "was killed, or has exited", time.monotonic())
+            end = End(FailureKind.KILLED, "was killed, or has exited", time.monotonic())
             self.ended = self.reported or while_reading(end, self._beat.reading())
         elif self._beat.numbers[STAGE] == Stage.LEFT:
-            self.ended = End(EndKind.DONE, 0, "", time.monotonic())
+            self.ended = End(FailureKind.DONE, "", time.monotonic())
 
     def kill_hung(self, end: End) -> None:
         self.reported = end

@@ -34,6 +34,7 @@ from typing import NoReturn
 from lockstep.core import heartbeat
 from lockstep.core.errors import Paused, Stopped
 from lockstep.core.failing import reports_failures
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.heartbeat import Heartbeat
 from lockstep.core.open_files import raise_open_file_limit
 from lockstep.core.ranks import STORE_FD
@@ -49,7 +50,7 @@ from lockstep.core.stopping import (
     write_stderr,
 )
 from lockstep.launch import streams
-from lockstep.launch.ends import End, EndKind, end_of_exception, end_of_return
+from lockstep.launch.ends import End, end_of_exception, end_of_return
 from lockstep.launch.other_launchers import set_threads
 from lockstep.launch.rank_stacks import answer_requests
 
@@ -116,9 +117,9 @@ def run_rank(entry: Callable[[], int], task: RankTask, channel: Connection) -> N
             append_end(task.log, end)
         with contextlib.suppress(OSError, EOFError):  # the launcher is gone, and the kernel ends this process
             channel.send(replace(end, detail=""))
-            if task.rank == 0 and end.kind is EndKind.DONE:
+            if task.rank == 0 and end.kind is FailureKind.DONE:
                 channel.recv()  # its peers may still use the store: wait until it is the last
-    leave(end.code)
+    leave(end.kind.exit_code)
 
 
 def leave(code: int) -> NoReturn:

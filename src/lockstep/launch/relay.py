@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.open_files import raise_open_file_limit
 from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS
 from lockstep.launch.host_protocol import HOST, Link, Message, NotAuthorized, NotLauncher, introduce, store_of
@@ -33,7 +34,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0  # between two attempts
 _CONNECT_S = 5.0
 _NOTED_S = 0.5  # after which the reason why it isn't reached yet is noted, and each further reason
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
-_CONFIG_ERROR, _FAILED = 2, 1  # exit codes
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _LAST_WORDS_S = 5.0  # for the leader to read what this host has sent
@@ -101,19 +101,19 @@ class Rendezvous:
         return reader, writer
 
     def failure(self, error: Exception, host: str) -> Message:
-        """Return the code and the text of the result if this host, of that name, has not reached the leader."""
+        """Return the kind and the text of the result if this host, of that name, has not reached the leader."""
         if isinstance(error, NotAuthorized):
             text = (
                 f"{self._place} refused the job token of host {host}; give all hosts the same LOCKSTEP_JOB_TOKEN and "
                 "--job-id"
             )
-            return {"code": _CONFIG_ERROR, "text": text}
+            return {"kind": FailureKind.CONFIG.name, "text": text}
         if isinstance(error, NotLauncher):
             sent = f" (it sent {str(error)!r})" if str(error) else ""
             text = f"what listens on {self._place} isn't a launcher of Lockstep{sent}; give --rendezvous another port"
-            return {"code": _CONFIG_ERROR, "text": text}
+            return {"kind": FailureKind.CONFIG.name, "text": text}
         text = f"host {host} could not reach {self._place} within {self._limit}: {self._reason}; {self._remedy}"
-        return {"code": _FAILED, "text": text}
+        return {"kind": FailureKind.FAILED.name, "text": text}
 
     async def _connect(self) -> Streams:
         """Connect to the first of the host's addresses that accepts."""

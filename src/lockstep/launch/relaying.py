@@ -17,7 +17,6 @@ from lockstep.launch.host_protocol import HEARTBEAT_S, Link, Message, NotAuthori
 _LOOPBACK = "127.0.0.1"
 _UNPROVEN, _UNPROVEN_OF_HOST = 4096, 1024  # connections without a proof of the token, of all and of an address
 _REFUSALS = 16  # addresses that are reported
-CONFIG_ERROR, FAILED = 2, 1  # exit codes
 _BEAT: Message = {"type": "beat"}
 
 

@@ -17,22 +17,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from lockstep.core.errors import Paused, RunFailed
+from lockstep.core.failure_kinds import FailureKind, Retry
+from lockstep.core.heartbeat import Reading
 from lockstep.launch.ends import End, first_cause
 from lockstep.launch.ends_file import gist
-from lockstep.launch.failure_kinds import (
-    NEVER_RETRIED,
-    FailureKind,
-    advice_after,
-    advice_on_samples,
-    kind_of,
-    was_killed,
-)
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.launch.rank_stacks import raising_line
 
 if TYPE_CHECKING:
     from lockstep.config.training_sections import Recovery
+
+BY_KERNEL = (FailureKind.HOST_MEMORY, FailureKind.WORKER_MEMORY)
+"""A kill for memory, which another process may have taken: without smaller micro-batches the ranks start again, too."""
+_ADVICE = {
+    Retry.PROGRAM: "the same failure would come again: mend the program or its data, then start the run again to "
+    "resume",
+    Retry.TRANSIENT: "look at the host (`lockstep doctor RUN` reads what is left), then start the run again to resume",
+    Retry.HANG: "look at the host (`lockstep doctor RUN` reads what is left), then start the run again to resume",
+    Retry.HOST: "look at the host and its network, then start the run again on all hosts to resume",
+}
+"""The remedy for a run that has failed too often."""
 
 
 class Rounds(Protocol):
@@ -64,9 +68,9 @@ class Supervisor:
     taken: Callable[[], str] = lambda: ""
     rounds: int = field(default=0, init=False)
     _furthest: int = field(default=0, init=False)
-    _in_vain: Counter[FailureKind] = field(default_factory=Counter, init=False)
+    _in_vain: Counter[Retry] = field(default_factory=Counter, init=False)
     _seen: set[tuple[str, int]] = field(default_factory=set, init=False)
-    _last: FailureKind | None = field(default=None, init=False)
+    _last: Retry | None = field(default=None, init=False)
     _samples: str = field(default="", init=False)
     _is_taken: str = field(default="", init=False)
 
@@ -80,17 +84,17 @@ class Supervisor:
         if self._is_taken:
             return None
         step = self.last_step() or 0
-        kind, change = kind_of(ends[cause], result.text), ""
+        kind, change = ends[cause].kind.retry, ""
         if step > self._furthest:
             self._furthest = step
             self._in_vain.clear()
-        if kind is FailureKind.MEMORY and self._in_vain[kind] < self.config.budget(kind.value):
+        if kind is Retry.MEMORY and self._in_vain[kind] < self.config.budget(kind.value):
             change = self.smaller(ends[cause])
-            if not change and was_killed(ends[cause]):  # perhaps for the memory that another process takes
-                kind = FailureKind.TRANSIENT
-        self._samples = "" if kind is FailureKind.MEMORY else advice_on_samples(ends[cause])
+            if not change and ends[cause].kind in BY_KERNEL:  # perhaps for the memory that another process takes
+                kind = Retry.TRANSIENT
+        self._samples = "" if kind is Retry.MEMORY else advice_on_samples(ends[cause])
         self._last = kind
-        if kind is FailureKind.ROLLBACK:
+        if kind is Retry.ROLLBACK:
             print_on_stderr(f"lockstep: {gist(result.text)}\nlockstep: its ranks start again")
             return self.resumed()
         if self._in_vain[kind] >= self.config.budget(kind.value):
@@ -112,42 +116,42 @@ class Supervisor:
         self._is_taken = self.taken()
         return None if self._is_taken else self.resumed()
 
-    def retries(self, end: End, text: str) -> bool:
+    def retries(self, end: End) -> bool:
         """Return whether another round may follow a failure; `next_entry` decides whether one does."""
-        kind, step = kind_of(end, text), self.last_step() or 0
-        if kind is FailureKind.ROLLBACK:
+        kind, step = end.kind.retry, self.last_step() or 0
+        if kind is Retry.ROLLBACK:
             return True
-        if kind in NEVER_RETRIED or self._is_spent(kind, step):
+        if kind is Retry.NEVER or self._is_spent(kind, step):
             return False
-        if kind is FailureKind.MEMORY and not self.may_be_smaller(end):
-            return was_killed(end) and not self._is_spent(FailureKind.TRANSIENT, step)
-        return kind is not FailureKind.PROGRAM or self._is_new(end, step)
+        if kind is Retry.MEMORY and not self.may_be_smaller(end):
+            return end.kind in BY_KERNEL and not self._is_spent(Retry.TRANSIENT, step)
+        return kind is not Retry.PROGRAM or self._is_new(end, step)
 
     def concluded(self, result: LaunchResult) -> LaunchResult:
         """Return the result of the last round, with the number of those before, and what to do next."""
         before = self.rounds - 1
         if self._is_taken:
-            code = RunFailed.exit_code if result.code == Paused.exit_code else result.code
-            return replace(result, code=code, text=f"{result.text}\n{self._is_taken}: its ranks don't start again")
+            kind = FailureKind.FAILED if result.kind is FailureKind.PAUSED else result.kind
+            return replace(result, kind=kind, text=f"{result.text}\n{self._is_taken}: its ranks don't start again")
         if result.code == 0 or self._last is None:
             return result
         times = "once" if before == 1 else f"{before} times"
-        how = ", since memory ran out" if self._last is FailureKind.MEMORY else ""
+        how = ", since memory ran out" if self._last is Retry.MEMORY else ""
         again = f"its ranks had been started again {times}{how}" if before > 0 else ""
-        advice = self._samples or (advice_after(self._last) if before > 0 else "")
+        advice = self._samples or (_ADVICE.get(self._last, "") if before > 0 else "")
         text = "\n".join(line for line in (result.text, again, advice) if line)
         return replace(result, text=text)
 
-    def _is_spent(self, kind: FailureKind, step: int) -> bool:
+    def _is_spent(self, kind: Retry, step: int) -> bool:
         """Return whether there is no budget left for a failure of this kind at a step."""
         in_vain = 0 if step > self._furthest else self._in_vain[kind]
         return in_vain >= self.config.budget(kind.value)
 
-    def _may_help(self, kind: FailureKind, end: End, step: int) -> bool:
+    def _may_help(self, kind: Retry, end: End, step: int) -> bool:
         """Return whether a failure may not come again; an exception of the program gets a second chance at a step."""
-        if kind in NEVER_RETRIED or kind is FailureKind.MEMORY:
+        if kind in (Retry.NEVER, Retry.MEMORY):
             return False
-        if kind is not FailureKind.PROGRAM:
+        if kind is not Retry.PROGRAM:
             return True
         is_new = self._is_new(end, step)
         self._seen.add((gist(end.text), step))
@@ -155,3 +159,14 @@ class Supervisor:
 
     def _is_new(self, end: End, step: int) -> bool:
         return (gist(end.text), step) not in self._seen and step > 0
+
+
+def advice_on_samples(end: End) -> str:
+    """Return what to do about the samples that a process was reading as it ended; empty if it was reading none."""
+    if not end.samples:
+        return ""
+    mend = f"mend {Reading(end.samples, end.evaluation_set)}, or leave it out"
+    if end.evaluation_set is not None:
+        return f"{mend} of the set (data.leave_out is for training samples), then start the run again to resume"
+    key = f"data.leave_out='[[{end.samples[0]}, {end.samples[0]}]]'" if len(end.samples) == 1 else "data.leave_out"
+    return f"{mend} by {key}, then start the run again to resume (mended data may need --accept-changes)"

@@ -115,10 +115,10 @@ def _ended(run: Path) -> RunStatus:
         note = f"it left no record: {why_unrecorded(run)}" if last.was_killed else ""
         return RunStatus(RunState.FAILED if last.was_killed else RunState.STOPPED, note)
     end = last.records[0]
-    text = end.text.partition("\n")[0] or ("" if end.is_stop else f"exit code {end.code}")
+    text = end.text.partition("\n")[0] or ("" if end.kind.is_stop else end.kind.title)
     if losses:
         return RunStatus(RunState.DIVERGED, losses)
-    return RunStatus(RunState.STOPPED if end.is_stop else RunState.FAILED, text)
+    return RunStatus(RunState.STOPPED if end.kind.is_stop else RunState.FAILED, text)
 
 
 def _divergence(run: Path) -> str:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lockstep.config.schema import ModelSection
 from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.formatting import listed
 from lockstep.core.near_runs import BESIDE
 from lockstep.distributed.extra_states import set_extra_states
@@ -53,7 +54,7 @@ def match_initial_weights(model: nn.Module, section: ModelSection) -> WeightMatc
         match = match_weights(model, weights)
         if not match.whole and not (section.init_partial and match.pairs):
             remedy = PARTIAL if match.pairs and not section.init_partial else ""
-            raise ConfigError(f"{match.mismatches()}{remedy}".rstrip())
+            raise ConfigError(f"{match.mismatches()}{remedy}".rstrip(), FailureKind.OTHER_WEIGHTS)
         beside = (name for name in BESIDE if place.is_dir() and (weights.place.parent / name).is_file())
         return replace(match, unread=(*weights.skipped, *beside))
 
@@ -65,7 +66,8 @@ def problems_of(key: str) -> Iterator[None]:
         yield
     except (ConfigError, RunFailed) as error:
         problems = error.problems if isinstance(error, ConfigError) else [Problem("", "", str(error))]
-        raise ConfigError([Problem("", f"model.{key}", problem.message) for problem in problems]) from error
+        kind = error.kind if isinstance(error, ConfigError) else None
+        raise ConfigError([Problem("", f"model.{key}", problem.message) for problem in problems], kind) from error
 
 
 @dataclass(frozen=True, slots=True)

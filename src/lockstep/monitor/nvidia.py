@@ -63,7 +63,7 @@ _XIDS = {
     63: "a row of memory that was remapped",
     64: "a row of memory that could not be remapped",
     74: "an error of NVLink",
-    79: "the GPU has fallen off the bus",
+    79: "the GPU is lost from the bus",
     92: "many corrected memory errors",
     94: "a contained memory error",
     95: "an uncontained memory error",

@@ -16,6 +16,7 @@ import numpy as np
 
 from lockstep.core import formatting
 from lockstep.core.command_lines import command_line
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.secrets import hidden_variable
 from lockstep.launch.ends_file import LaunchEnds
 from lockstep.launch.last_launch import decided_ends
@@ -338,7 +339,7 @@ def restarts(run: RunData) -> list[Restart]:
 def _cause(end: LaunchEnds) -> str:
     if end.text:
         return formatting.first_sentence(end.text)
-    return _FINISHED if end.code == 0 else f"The ranks ended with exit code {end.code}"
+    return _FINISHED if end.kind is FailureKind.DONE else f"The ranks ended: {end.kind.title}"
 
 
 def restart_table(resumptions: Sequence[Restart]) -> list[list[str]]:

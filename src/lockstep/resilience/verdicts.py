@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.formatting import value
 from lockstep.core.records import StepReport, Verdict
 
@@ -58,6 +59,8 @@ def ranks_differ(step: int) -> str:
 
 class NothingLearned(RunFailed):
     """The updates of a run, or all since long, were discarded."""
+
+    kind = FailureKind.NOTHING_LEARNED
 
 
 class NoTargets(ConfigError):
@@ -234,7 +237,8 @@ class Verdicts:
         if self.answer(report) == "stop":
             key, kind = ("spike", "a spike: ") if report.spike else ("nonfinite", "not finite: ")
             raise RunFailed(
-                f"step {report.step:,}: {kind}{named} (recovery.bad_numbers.{key}: stop); its update was discarded"
+                f"step {report.step:,}: {kind}{named} (recovery.bad_numbers.{key}: stop); its update was discarded",
+                kind=FailureKind.BAD_NUMBERS,
             )
         step = report.step
         if self._in_a_row >= self._limit:
@@ -242,7 +246,8 @@ class Verdicts:
             what = spikes if report.verdict is Verdict.SPIKE else "a loss or gradient that was not finite"
             raise RunFailed(
                 f"step {step}: {self._in_a_row} updates in a row had {what}, so the model has not changed since step "
-                f"{step - self._in_a_row}; {ADVICE}"
+                f"{step - self._in_a_row}; {ADVICE}",
+                kind=FailureKind.BAD_NUMBERS,
             )
         if self._idle >= self._limit or (self._idle == step >= self._unlabeled and not self.discarded):
             self._refuse_idle(step)

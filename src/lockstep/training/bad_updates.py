@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, cast
 
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.errors import ConfigError, Failure, Problem, RolledBack, RunFailed
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.files import MAX_JSON_BYTES, forget, read_bounded, write_atomically
 from lockstep.core.formatting import listed, value
 from lockstep.core.ranks import started_by_lockstep
@@ -266,7 +267,7 @@ def _recorded(due: RollbackDue, components: Components, kept: Sequence[int], run
     steps, earlier = recovery.bad_numbers.rollback_steps, rollbacks_in(run)
     times = _in_a_row(earlier, bad.update, steps)
     if times >= recovery.budget("rollback"):
-        return RunFailed(_in_vain(due, times, steps))
+        return RunFailed(_in_vain(due, times, steps), kind=FailureKind.BAD_NUMBERS)
     before = max(0, bad.update - steps)
     to = max((step for step in kept if step <= before), default=None)
     if to is None:  # better the oldest one after the window's begin than the beginning of the run

@@ -30,6 +30,7 @@ from lockstep.config.loading import validate
 from lockstep.config.schema import Config
 from lockstep.config.trust import GIVEN, RunConfig, known_as
 from lockstep.core.errors import ConfigError, Failure, RunFailed
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.progress import Progress
 from lockstep.core.records import DataFacts
 from lockstep.models.model_tensors import model_tensors
@@ -390,7 +391,7 @@ def _read_model(storage: Storage, step: int | None, *, optimizer: bool) -> _Save
 
 def _no_usable_checkpoint(storage: Storage, broken: Mapping[str, str]) -> RunFailed:
     listed = "".join(f"\n  {name}: {why}" for name, why in broken.items())
-    return RunFailed(f"{storage.place} has no checkpoint that can be used:{listed}")
+    return RunFailed(f"{storage.place} has no checkpoint that can be used:{listed}", kind=FailureKind.DAMAGED)
 
 
 def _read_tensors(storage: Storage, name: str, manifest: Manifest, prefix: str) -> dict[str, Tensor]:

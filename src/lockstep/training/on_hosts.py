@@ -18,6 +18,7 @@ from typing import Any, Literal
 from lockstep.config.schema import Config
 from lockstep.config.writing import to_plain
 from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.nodes import is_elastic, node_range
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.host_rounds import FollowerRounds
@@ -84,7 +85,7 @@ def _plural(number: int, word: str) -> str:
 
 def _lead(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResult]:
     if is_done(job, is_first=True):
-        path, result = Path(job.config.run.folder or ""), LaunchResult(0)
+        path, result = Path(job.config.run.folder or ""), LaunchResult(FailureKind.DONE)
     else:
         others = ", ".join(str(host) for host in hosts.world[1:])
         there = f"this one, {hosts.here}, is node 0" + (f"; the others: {others}" if others else "")
@@ -99,7 +100,7 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
     path = hosts.wait_for_folder()
     if path is None:
         print_on_stderr("nothing is left to train, as node 0 reports")
-        return None, LaunchResult(0)
+        return None, LaunchResult(FailureKind.DONE)
     logs = path / LOGS
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -119,7 +120,7 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
             supervisor=rounds, watchdog=recovery.watchdog,
         )  # fmt: skip
     if hosts.next is not None:
-        hosts.fail(result.code, f"stopped on host {hosts.name}")
+        hosts.fail(result.kind, f"stopped on host {hosts.name}")
     if result.code == 0:
         print_on_stderr(f"done: {hosts.here}; the run is in {path} on host {hosts.world[0].name}")
     return path, result

@@ -21,6 +21,7 @@ import torch
 
 from lockstep.checkpoint.hashing import hash_bytes
 from lockstep.core.errors import ReplicasDiffer, RunFailed, named_ranks
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.formatting import listed
 from lockstep.distributed.shard_boxes import FlatShard, is_sharded, local_tensor
 
@@ -51,6 +52,8 @@ class Difference:
 
 class StateNotFinite(RunFailed):
     """The training state has a NaN or an infinity: it is not saved, and training it further is in vain."""
+
+    kind = FailureKind.BAD_NUMBERS
 
 
 def refuse_bad_state(components: Components, step: int, since: int) -> None:

@@ -23,6 +23,7 @@ from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.storage import MANIFEST, names_by_step
 from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.progress import Progress
 from lockstep.core.records import LeftOutSample
 from lockstep.monitor.jsonl import finite
@@ -323,7 +324,8 @@ def restore(
             raise ConfigError(
                 f"the checkpoint of step {manifest.step} is of a run with other data, model or seed:{listed}\n"
                 f"--accept-changes resumes from it all the same, --fresh starts over (in Python: accept_changes=True, "
-                f"fresh=True)"
+                f"fresh=True)",
+                FailureKind.OTHER_DATA,
             )
         return recast
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.core import heartbeat
 from lockstep.core.errors import Paused, ReplicasDiffer, RolledBack, RunFailed, Stopped, blames_a_peer
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.distributed.timeouts import is_timeout
 from lockstep.distributed.user_collectives import print_once
@@ -75,6 +76,8 @@ class ReplicaCheck:
 
 class SaveFailed(RunFailed):
     """The last save failed; the model is as it was trained."""
+
+    kind = FailureKind.SAVE_FAILED
 
 
 @dataclass(frozen=True, slots=True)

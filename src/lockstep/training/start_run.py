@@ -21,20 +21,20 @@ from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.schema import Config
 from lockstep.config.writing import to_plain
-from lockstep.core.errors import ConfigError, Failure, Paused, Problem, RunFailed, Stopped, message_of
+from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.stopping import blocked_signals, undo_on_stop
 from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.ends_file import append_ends, last_step
-from lockstep.launch.failure_kinds import was_killed
 from lockstep.launch.host_rounds import LeaderRounds
 from lockstep.launch.hosts import Hosts
 from lockstep.launch.local import launch
 from lockstep.launch.memory_folder import MemoryFolder
 from lockstep.launch.outcome import LaunchResult
-from lockstep.launch.supervision import Rounds, Supervisor
+from lockstep.launch.supervision import BY_KERNEL, Rounds, Supervisor
 from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.folder import ATTEMPTS, CONFIG, METRICS, RunFolder, is_finished, read_summary, recipe_of
 from lockstep.plan.batch import half
@@ -59,11 +59,8 @@ if TYPE_CHECKING:
     from lockstep.training.job import Job
 
 _MICRO_SIZE, _EVALUATION_SIZE = "batch.micro_size", "evaluation.micro_size"
-_UNTRAINED_CODES = (
-    ConfigError.exit_code,
-    Stopped.exit_code,
-    Paused.exit_code,
-)  # unless the folder holds the run's config
+_UNTRAINED = (FailureKind.CONFIG, FailureKind.STOPPED, FailureKind.INTERRUPTED, FailureKind.PAUSED)
+"""Ends of a run that may not have trained: its folder then has no config."""
 _MAX_DIFFERENCES = 5  # settings shown in a message
 
 
@@ -163,7 +160,7 @@ class SmallerBatches:
 
     def _too_large(self, end: End) -> Mapping[str, int]:
         """Return the sizes with which memory ran out, by their keys; also after the kernel has killed a rank."""
-        if end.too_large or not was_killed(end):
+        if end.too_large or end.kind not in BY_KERNEL:
             return end.too_large
         is_evaluated = end.evaluates or end.evaluation_set is not None
         key, fact = (_EVALUATION_SIZE, "evaluation_size") if is_evaluated else (_MICRO_SIZE, "micro_size")
@@ -379,7 +376,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
     number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
     path = run_folder_for(job.config, job.recipe, job.resume)
     existed = path is not None and path.exists()
-    result = unended = LaunchResult(ConfigError.exit_code)  # stays if anything is raised
+    result = unended = LaunchResult(FailureKind.CONFIG)  # stays if anything is raised
 
     def leave() -> None:
         if memory is not None and result is unended:  # what is in it is saved nowhere else
@@ -387,13 +384,13 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
         elif memory is not None:
             memory.remove()
         folder.release()
-        if not existed and result.code in _UNTRAINED_CODES:  # after other failures the ranks' logs are in it
+        if not existed and result.kind in _UNTRAINED:  # after other failures the ranks' logs are in it
             folder.remove_unstarted()
 
     def stop() -> None:
         if result is unended:
             text = "stopped before its ranks started"
-            append_ends(folder.logs, 0, [], [], LaunchResult(Stopped.exit_code, text), {})
+            append_ends(folder.logs, 0, [], [], LaunchResult(FailureKind.STOPPED, text), {})
         leave()
 
     with ExitStack() as stack:
@@ -421,7 +418,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
                 ended = replace(ended, text=text)
             result = ended
         except Failure as failure:
-            append_ends(folder.logs, 0, [], [], LaunchResult(failure.exit_code, message_of(failure)), {})
+            append_ends(folder.logs, 0, [], [], LaunchResult.of(failure), {})
             raise
         finally:
             leave()
