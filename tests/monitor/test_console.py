@@ -23,6 +23,7 @@ from kit.reports import FACTS, report
 
 from lockstep.core import formatting
 from lockstep.core.errors import OutOfMemory, PeerFailed, RolledBack, RunFailed, Stopped, WorkerDied
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.ranks import LAUNCHER
 from lockstep.core.records import EvaluationReport, Verdict
 from lockstep.monitor.console import Console
@@ -150,7 +151,7 @@ def test_the_summary_states_how_the_run_ended(error: BaseException | None, end: 
     [
         (ValueError("x"), "interrupted"),
         (OutOfMemory("x"), "interrupted"),
-        (WorkerDied("x"), "interrupted"),
+        (WorkerDied("x", kind=FailureKind.WORKER_KILLED), "interrupted"),
         (RunFailed("x"), "failed"),
     ],
 )

@@ -17,15 +17,12 @@ from typing import Literal, TextIO
 
 from lockstep.core import formatting
 from lockstep.core.errors import (
-    CollectiveTimeout,
     Failure,
-    OutOfMemory,
-    ReplicasDiffer,
     RolledBack,
     Stopped,
-    WorkerDied,
     blames_a_peer,
 )
+from lockstep.core.failure_kinds import Retry
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport, Verdict
 from lockstep.core.terminal import plain, plain_line
@@ -50,8 +47,7 @@ _STRAGGLERS = 3
 _MOST_LINES = 1000  # that wait for a reader
 _BATCH_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _NOT_CI = ("", "0", "false")
-_TRIED_AGAIN = (CollectiveTimeout, OutOfMemory, ReplicasDiffer, RolledBack, WorkerDied)
-"""Failures after which Lockstep's launcher starts the ranks again, as after an exception that is none."""
+_INTERRUPTED = "interrupted after"  # ranks start again, or another rank reports the failure
 
 
 class Console(ThrottledMonitor):
@@ -219,8 +215,11 @@ class Console(ThrottledMonitor):
         if last is None:
             return [f"{end} {step:,}{of} steps", _row("folder", _shortest_path(facts.folder))]
         tokens = f", {last.tokens:,} tokens" if last.tokens > last.samples else ""
+        head = f"{end} {last.step:,}{of} steps, {last.samples:,} samples{tokens} in {formatting.duration(last.seconds)}"
+        if end == _INTERRUPTED:
+            return [head]
         return [
-            f"{end} {last.step:,}{of} steps, {last.samples:,} samples{tokens} in {formatting.duration(last.seconds)}",
+            head,
             _row("loss", f"{_loss(last)} (of the last update)"),
             *(
                 _row("evaluation", f"{name}: {formatting.metrics(report.metrics)} (step {report.step:,})")
@@ -243,9 +242,9 @@ def _end_of(error: BaseException | None) -> str:
         return "done:"
     if isinstance(error, Stopped | KeyboardInterrupt):
         return "stopped after"
-    is_final = isinstance(error, Failure) and not isinstance(error, _TRIED_AGAIN)
+    is_final = isinstance(error, Failure) and error.kind.retry is Retry.NEVER
     starts_again = isinstance(error, RolledBack) or (started_by_lockstep(os.environ) and not is_final)
-    return "interrupted after" if starts_again or blames_a_peer(error) else "failed after"
+    return _INTERRUPTED if starts_again or blames_a_peer(error) else "failed after"
 
 
 def time_shares(split: Mapping[str, float]) -> str:
