@@ -42,7 +42,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
 LAUNCH_REQUESTS, ALL_REQUESTS = 20, 60  # about as many as a launch makes, and the whole life of a job that ends at once
 OPTIONS = (
     "--type", "g6.12xlarge", "--bucket", BUCKET, "--instance-profile", "train", "--source", "none", "--nodes", 2,
-    "--placement", "--program", "lockstep", "--follow",
+    "--program", "lockstep", "--follow",
 )  # fmt: skip
 TRAIN = ("train", "digits", "--ranks", 1, "run.folder=run")
 KINDS = {

@@ -14,9 +14,6 @@ TYPE_CHECKING = False  # importing `typing` would take most of the time
 if TYPE_CHECKING:
     from typing import Any
 
-    from lockstep.cli.launch_api import find_job as find_job
-    from lockstep.cli.launch_api import submit as submit
-    from lockstep.cli.launch_jobs import SubmittedJob as SubmittedJob
     from lockstep.config.schema import Config as Config
     from lockstep.core.errors import CollectiveTimeout as CollectiveTimeout
     from lockstep.core.errors import ConfigError as ConfigError
@@ -80,8 +77,6 @@ KEY_HINTS = "lockstep.interop.hints"
 _HOMES = {
     name: module
     for module, names in {
-        "lockstep.cli.launch_api": "find_job submit",
-        "lockstep.cli.launch_jobs": "SubmittedJob",
         "lockstep.config.schema": "Config",
         "lockstep.core.errors": "CollectiveTimeout ConfigError Failure RunFailed VerificationError",
         "lockstep.core.jobs": "JobCommand JobStatus LaunchPlan LaunchedJob",

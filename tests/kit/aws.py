@@ -1,7 +1,7 @@
 """A cloud for tests: moto's server over HTTP, and faults between boto3 and it.
 
-with cloud() as aws:                        moto has no placement groups, and keeps an instance's own interface when it
-                                            is terminated, which EC2 doesn't: both are mended in its server
+with cloud() as aws:                        moto keeps an instance's own interface when it is terminated, which EC2
+                                            doesn't: that is mended in its server
     aws.left()                              all that exists: instances that aren't terminated, groups, volumes, objects
     with faults(Fault(3, "lost")) as calls: the fourth request takes effect, and its answer is lost; calls: all so far
 """
@@ -25,7 +25,6 @@ from unittest import mock
 import pytest
 
 from kit.s3 import environment
-from lockstep.launchers.aws_calls import new_session
 
 BUCKET = "my-bucket"
 _IMAGE = {"Name": "/aws/ami"}
@@ -48,7 +47,9 @@ class Cloud:
     def client(self, service: str) -> Any:
         if service not in self._clients:
             keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
-            self._clients[service] = new_session().client(service, endpoint_url=self.endpoint, **keys)
+            import boto3
+
+            self._clients[service] = boto3.session.Session().client(service, endpoint_url=self.endpoint, **keys)
         return self._clients[service]
 
     def left(self) -> list[str]:
@@ -64,7 +65,6 @@ class Cloud:
         found += [each["NetworkInterfaceId"] for each in ec2.describe_network_interfaces()["NetworkInterfaces"]]
         groups = ec2.describe_security_groups()["SecurityGroups"]
         found += [each["GroupName"] for each in groups if each["GroupName"] != "default"]
-        found += [each["GroupName"] for each in ec2.describe_placement_groups()["PlacementGroups"]]
         found += [
             each["SpotInstanceRequestId"]
             for each in ec2.describe_spot_instance_requests()["SpotInstanceRequests"]
@@ -88,8 +88,6 @@ class Cloud:
         for group in ec2.describe_security_groups()["SecurityGroups"]:
             if group["GroupName"] != "default":
                 ec2.delete_security_group(GroupId=group["GroupId"])
-        for placed in ec2.describe_placement_groups()["PlacementGroups"]:
-            ec2.delete_placement_group(GroupName=placed["GroupName"])
         for name in self.objects():
             s3.delete_object(Bucket=BUCKET, Key=name)
 
@@ -108,16 +106,17 @@ def ends(moto: Cloud, job: str, *codes: int) -> None:
 
 def hurried(moto: Cloud, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cloud:
     """An empty cloud that this process uses, in a folder, without pauses between its questions."""
-    from lockstep.launchers import aws_calls, aws_follow, aws_instances, aws_start
+    from botocore.retries.standard import ExponentialBackoff
+
+    from lockstep.launchers import aws_job
 
     monkeypatch.chdir(folder)
     for name, value in moto.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_PROFILE")
-    monkeypatch.setattr(aws_calls, "_FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(aws_instances, "_SETTLE_S", (0.0, 0.0))
-    for module in (aws_follow, aws_start, aws_instances):
-        monkeypatch.setattr(module, "_POLL_S", 0.0)
+    monkeypatch.setattr(ExponentialBackoff, "delay_amount", lambda backoff, context: 0.0)
+    monkeypatch.setattr(aws_job, "_SETTLE_S", (0.0, 0.0))
+    monkeypatch.setattr(aws_job, "_POLL_S", 0.0)
     moto.clean()
     return moto
 
@@ -126,16 +125,10 @@ def hurried(moto: Cloud, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cloud
 def cloud(address: str = "127.0.0.1", port: int = 0) -> Iterator[Cloud]:
     from botocore.loaders import JSONFileLoader
     from moto.ec2.models.instances import Instance
-    from moto.ec2.responses import EC2Response
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     prepare = Instance.prep_nics
-    stand_ins = {each.__name__: each for each in (_create_group, _delete_group, _describe_groups)}
-    names = {"_create_group": "create_placement_group", "_delete_group": "delete_placement_group"}
-    names["_describe_groups"] = "describe_placement_groups"
-    for name, function in stand_ins.items():
-        setattr(EC2Response, names[name], function)
     server = ThreadedMotoServer(ip_address=address, port=port, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
@@ -148,8 +141,6 @@ def cloud(address: str = "127.0.0.1", port: int = 0) -> Iterator[Cloud]:
             yield _filled(Cloud(f"http://127.0.0.1:{port}", "", ""))
     finally:
         server.stop()
-        for name in names.values():
-            delattr(EC2Response, name)
 
 
 def _filled(made: Cloud) -> Cloud:
@@ -169,64 +160,6 @@ def _with_own_interface(instance: Any, prepare: Callable[..., None], interfaces:
     if not interfaces:
         for interface in instance.nics.values():
             interface.delete_on_termination = True
-
-
-# --- placement groups, as EC2 answers for them ----------------------------------------------------------------------
-
-
-def _groups(response: Any) -> dict[str, str]:
-    groups: dict[str, str] = response.ec2_backend.__dict__.setdefault("stand_in_placement_groups", {})
-    return groups
-
-
-def _create_group(response: Any) -> str:
-    from moto.ec2.exceptions import EC2ClientError
-
-    name = response._get_param("GroupName")
-    if name in _groups(response):
-        raise EC2ClientError("InvalidPlacementGroup.Duplicate", f"The placement group '{name}' already exists.")
-    _groups(response)[name] = response._get_param("Strategy")
-    return _xml("CreatePlacementGroup", "<return>true</return>")
-
-
-def _delete_group(response: Any) -> str:
-    from moto.ec2.exceptions import EC2ClientError
-
-    name = response._get_param("GroupName")
-    reservations = response.ec2_backend.all_reservations()
-    if any(
-        each.state == "running" and each.placement_group == name
-        for reservation in reservations
-        for each in reservation.instances
-        if hasattr(each, "placement_group")
-    ):
-        raise EC2ClientError("InvalidPlacementGroup.InUse", f"The placement group '{name}' is in use.")
-    _known(response, name)
-    del _groups(response)[name]
-    return _xml("DeletePlacementGroup", "<return>true</return>")
-
-
-def _describe_groups(response: Any) -> str:
-    wanted = list(response._get_param("GroupNames", [])) or list(_groups(response))
-    for name in wanted:
-        _known(response, name)
-    items = "".join(
-        f"<item><groupName>{name}</groupName><state>available</state><strategy>cluster</strategy></item>"
-        for name in wanted
-    )
-    return _xml("DescribePlacementGroups", f"<placementGroupSet>{items}</placementGroupSet>")
-
-
-def _known(response: Any, name: str) -> None:
-    from moto.ec2.exceptions import EC2ClientError
-
-    if name not in _groups(response):
-        raise EC2ClientError("InvalidPlacementGroup.Unknown", f"The Placement Group '{name}' is unknown.")
-
-
-def _xml(action: str, content: str) -> str:
-    space = "http://ec2.amazonaws.com/doc/2016-11-15/"
-    return f'<{action}Response xmlns="{space}"><requestId>r</requestId>{content}</{action}Response>'
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------

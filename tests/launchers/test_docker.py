@@ -22,17 +22,14 @@ from lockstep.launchers import docker
 
 LAUNCH = ["launch", "docker"]
 IMAGE = ["--image", "me/train:1"]
-USER = 1234
 TRAIN = ["train", "digits", "run.folder=runs/a"]
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder, which belongs to a user other than root."""
+    """The current folder."""
     folder = tmp_path / "my project"
     folder.mkdir()
-    if os.getuid() == 0:
-        os.chown(folder, USER, USER)
     monkeypatch.chdir(folder)
     return folder
 
@@ -63,14 +60,13 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 # --- compose files --------------------------------------------------------------------------------------------------
 
 
-def test_containers_see_the_current_folder_as_its_owner(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_containers_see_the_current_folder_as_you(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "data").mkdir()
-    words = [*IMAGE, "--nodes", "2", "--volume", "data:/data:ro", "--grace", "300", "--port", "1234", *TRAIN]
+    words = [*IMAGE, "--nodes", "2", "--volume", "data:/data:ro", "--grace", "300", *TRAIN]
     services = dry_run(capsys, *words, "--ranks", "1")["services"]
     assert list(services) == ["node0", "node1"]
     for node, service in enumerate(services.values()):
-        user = USER if os.getuid() == 0 else os.getuid()
-        assert service["user"].split(":")[0] == str(user)
+        assert service["user"] == f"{os.getuid()}:{os.getgid()}"
         assert (service["image"], service["entrypoint"], service["working_dir"]) == (
             "me/train:1",
             ["lockstep"],
@@ -78,7 +74,7 @@ def test_containers_see_the_current_folder_as_its_owner(here: Path, capsys: pyte
         )
         assert service["stop_grace_period"] == "300s"
         job = service["container_name"].removesuffix(f"-node{node}")
-        joining = ["--nodes", "2", "--rendezvous", "node0:1234", "--node-rank", str(node), "--job-id", job]
+        joining = ["--nodes", "2", "--rendezvous", "node0:29500", "--node-rank", str(node), "--job-id", job]
         assert service["command"] == [*TRAIN, "--ranks", "1", *joining]
         seen = [(each["source"], each["target"], each.get("read_only", False)) for each in service["volumes"]]
         assert seen == [(str(here), str(here), False), (str(here / "data"), "/data", True)]
@@ -127,7 +123,9 @@ def test_paths_that_the_containers_do_not_see_are_refused(
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     volume = shlex.quote(f"{outside}:{outside}:ro")
-    unseen = f"the containers don't see it: {outside} is in no folder that they have; give --volume {volume}\n"
+    unseen = (
+        f"the containers don't see it: {outside} is in no folder that they have at this path; give --volume {volume}\n"
+    )
     for name in (str(outside), "../its own.yaml"):
         assert refusal(capsys, *IMAGE, "train", name, "run.folder=a") == f"{name}: {unseen}"
     mounted = [*IMAGE, "--volume", f"{outside}:{outside}:ro"]
@@ -135,18 +133,16 @@ def test_paths_that_the_containers_do_not_see_are_refused(
         assert refusal(capsys, *IMAGE, *words, "run.folder=a") if "inside.yaml" not in words else True
         dry_run(capsys, *mounted, *words, "run.folder=a")
     assert refusal(capsys, *IMAGE, "train", "link.yaml", "run.folder=a").startswith(
-        f"link.yaml: the containers don't see it: it leads to {outside}, which is in no folder that they have; give"
+        f"link.yaml: the containers don't see it: {outside} is in no folder that they have at this path; give"
     )
     assert refusal(capsys, *mounted[:2], "--volume", f"{outside}:/x.yaml", "train", str(outside)).startswith(
-        f"{outside}: the containers don't see it: they have it at /x.yaml"
+        f"{outside}: the containers don't see it: {outside} is in no folder that they have at this path; give"
     )
     (here / "data.yaml").write_text(f"data: {{train: {{kind: tokens, folder: {corpus}}}}}")
     assert refusal(capsys, *IMAGE, "train", "stdlib-lm", "data.yaml", "run.folder=a").startswith(
-        f"{corpus}: the containers don't see it: {corpus} is in no folder that they have; give --volume {corpus}:"
+        f"{corpus}: the containers don't see it: {corpus} is in no folder that they have at this path; give"
     )
-    lost = (
-        f"run.folder: would be lost with the container: {tmp_path}/other/a is in no volume; give --volume {tmp_path}/"
-    )
+    lost = f"run.folder: would be lost with the container: {tmp_path}/other/a is in no folder that it can write to"
     assert refusal(capsys, *IMAGE, "train", "digits", "run.folder=dead/a").startswith(lost)
 
 
@@ -154,30 +150,22 @@ def test_paths_that_the_containers_do_not_see_are_refused(
     ("words", "message"),
     [
         ([*IMAGE, "--image", "-x", *TRAIN], "--image: expected one argument"),
-        ([*IMAGE, "--env", "A=1", "--env", "A=2", *TRAIN], "--env: A is given twice; give it once"),
-        ([*IMAGE, "--user", "0", *TRAIN], "--user: '0' is not UID or UID:GID, numbers other than 0"),
         ([*IMAGE, "--user", "root", *TRAIN], "--user: 'root' is not UID or UID:GID"),
-        ([*IMAGE, "--shm", "8Gi", *TRAIN], "--shm: '8Gi' is not a size; write 8gb"),
-        ([*IMAGE, "--env", "1A=2", *TRAIN], "--env: '1A=2' is not NAME=VALUE or NAME"),
+        ([*IMAGE, "--env", "1A=2", *TRAIN], "--env: '1A=2' is not NAME=VALUE, such as"),
         ([*IMAGE, "--env", "NOT_SET_X", *TRAIN], "--env: NOT_SET_X isn't set here; set it, or write NOT_SET_X=VALUE"),
         ([*IMAGE, "--volume", "data", *TRAIN], "--volume: 'data' is not FOLDER:/PATH"),
         ([*IMAGE, "--volume", "nope:/data", *TRAIN], "--volume: there is no nope here; create it"),
         ([*IMAGE, "--program", " ", *TRAIN], "--program: is empty; leave it out"),
         ([*IMAGE, "--program", "a 'b", *TRAIN], '--program: "a \'b" is not a command: No closing quotation'),
         ([*IMAGE, "--volume", "..:/", *TRAIN], "--volume: '..:/' is not FOLDER:/PATH"),
-        (
-            [*IMAGE, "--volume", "..:/a", "--volume", "..:/a/", *TRAIN],
-            "--volume: containers would see two folders at /a",
-        ),
         ([*IMAGE, "--nodes", "2", "plan", "digits"], "--nodes: 2, but `lockstep plan` runs in one container"),
-        ([*IMAGE, "--sweep", "optim.lr=1,2", *TRAIN], "--sweep: needs a queue, which Docker has not"),
+        ([*IMAGE, "--sweep", "optim.lr=1,2", *TRAIN], "--sweep: needs a queue with arrays of jobs, which docker"),
         ([*IMAGE, "train", "digits", "run.folder=/elsewhere/a"], "run.folder: would be lost with the container"),
         ([*IMAGE, "train", "digits", "run.folder=../a"], "run.folder: would be lost with the container"),
         (
             [*IMAGE, *TRAIN, "checkpoint.folder=/c/d"],
-            "checkpoint.folder: would be lost with the container: /c/d is in no",
+            "checkpoint.folder: would be lost with the container: /c/d is in",
         ),
-        ([*IMAGE, "--port", "80", *TRAIN], "--port: '80' is not"),
         ([*IMAGE, "--nodes", "3", *TRAIN, "--ranks", "3", "parallel.tensor=2"], "parallel"),
         ([*IMAGE, "train", "digits", "--optim.lrr", "1"], "--optim.lrr: unknown key; did you mean lr?"),
     ],
@@ -186,13 +174,6 @@ def test_mistakes_are_refused_here(
     words: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refusal(capsys, *words).startswith(message)
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder root's")
-def test_containers_do_not_run_as_root(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    os.chown(here, 0, 0)
-    assert dry_run(capsys, *IMAGE, *TRAIN)["services"]["node0"]["user"] == "1000:1000"
-    assert dry_run(capsys, *IMAGE, "--user", "7", *TRAIN)["services"]["node0"]["user"] == "7:7"
 
 
 # --- submitting -----------------------------------------------------------------------------------------------------
@@ -216,8 +197,7 @@ def test_an_image_is_built_and_a_job_started_with_a_secret(
     file = here / "runs/a/launch/compose.yaml"
     compose = f"compose {shlex.quote(f'--file={file}')}"
     assert [call.words for call in calls] == [
-        "--version", "compose version", "info --format '{{.ServerVersion}}'", f"{compose} build node0",
-        f"{compose} up --detach --no-build",
+        "compose ls", f"{compose} build node0", f"{compose} up --detach --no-build",
     ]  # fmt: skip
     token = calls[-1].token
     assert re.fullmatch("[0-9a-f]{64}", token)
@@ -225,39 +205,33 @@ def test_an_image_is_built_and_a_job_started_with_a_secret(
     assert {path.name for path in written} == {"Dockerfile", "compose.yaml", "job.json"}
     assert all(token not in path.read_text() for path in written)
     assert yaml.safe_load(file.read_text())["name"] == number
-    if os.getuid() == 0:
-        assert {path.stat().st_uid for path in (file, *list(file.parents)[:3])} == {USER}, "the containers write there"
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("call", "error"),
     [
-        ("compose version", "docker: unknown command: docker compose", "install Docker Compose 2, a plugin of Docker"),
-        ("info", "Cannot connect to the Docker daemon at unix:///x", "`docker info` shows whether it answers you"),
-        ("compose build", "failed to solve: no such stage", "docker compose failed: failed to solve: no such stage"),
-        ("compose up", 'could not select device driver "nvidia"', "install the NVIDIA Container Toolkit"),
-        ("compose up", "pull access denied for me/train", "give an image that is there: --image"),
+        ("compose ls", "docker: unknown command: docker compose"),
+        ("compose build", "failed to solve: no such stage"),
+        ("compose up", 'could not select device driver "nvidia"'),
     ],
 )
 def test_nothing_is_left_when_a_call_fails(
-    call: str, error: str, message: str, engine: Program, here: Path, capsys: pytest.CaptureFixture[str]
+    call: str, error: str, engine: Program, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (here / "Dockerfile").touch()
     engine.answer({call: [("", error)]})
     assert main([*LAUNCH, *TRAIN]) == 1
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert error in capfd.readouterr().err
     down = engine.calls()[-1].words.endswith(" down")
     assert down is ("build" in call or "up" in call)
     assert not Path("runs/a").exists()
 
 
-def test_what_can_not_be_removed_is_named(engine: Program, capsys: pytest.CaptureFixture[str]) -> None:
-    engine.answer({"compose up": [("", "no space left")], "compose down": [("", "no connection")]})
+def test_what_can_not_be_removed_is_named(engine: Program, capfd: pytest.CaptureFixture[str]) -> None:
+    engine.answer({"compose up": [("", "no space left")], f"{JOB} down": [("", "no connection")]})
     assert main([*LAUNCH, *IMAGE, *TRAIN]) == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert re.search(
-        r"no space left; what was made is left \(.*\); remove it: docker compose --project-name \S+ down", last
-    )
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert re.search(r"what was made is left \(.*\); remove it: docker compose --project-name \S+ down", last)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -265,7 +239,7 @@ def test_a_stopped_submission_leaves_nothing(number: signal.Signals, engine: Pro
     engine.answer({"compose up": [("stop", "")]})
     done = run_lockstep(*LAUNCH, *IMAGE, *TRAIN, PATH=os.environ["PATH"], STOP=str(int(number)))
     assert done.returncode == 130, done
-    assert re.search(r"--project-name=digits-\w+ .*compose\.yaml'? down$", engine.calls()[-1].words)
+    assert re.search(r"--project-name=digits-\w+ .* down$", engine.calls()[-1].words)
 
 
 def test_where_docker_is_not_installed(
@@ -283,42 +257,33 @@ def test_where_docker_is_not_installed(
 # --- following ------------------------------------------------------------------------------------------------------
 
 
-def container(node: int, status: str, code: int = 0, folder: Path | None = None, **state: Any) -> dict[str, Any]:
-    labels = {"com.docker.compose.service": f"node{node}"} | ({"lockstep.folder": str(folder)} if folder else {})
-    return {
-        "Id": f"id{node}",
-        "Config": {"Labels": labels, "StopTimeout": 3},
-        "State": {"Status": status, "ExitCode": code, **state},
-    }
+JOB = "compose --project-directory=/"
 
 
-def inspected(*those: dict[str, Any]) -> tuple[str, str]:
-    return json.dumps(those), ""
+def container(node: int, state: str, code: int = 0) -> dict[str, Any]:
+    return {"Service": f"node{node}", "State": state, "ExitCode": code}
 
 
-def follow(engine: Program, answers: dict[str, list[tuple[str, str]]], number: str = "digits-1") -> int:
-    engine.answer({"ps": [("id0\nid1\n", "")], **answers})
-    return main([*LAUNCH, "follow", number])
+def listed(*those: dict[str, Any]) -> tuple[str, str]:
+    return "".join(f"{json.dumps(each)}\n" for each in those), ""
 
 
 def test_a_job_is_followed_to_its_end_which_is_kept(
     engine: Program, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     number = launched(capsys, *IMAGE, "--nodes", "2", *TRAIN)
-    folder = here / "runs/a/launch"
-    run, end = [container(node, "running", folder=folder) for node in (1, 0)], container(0, "exited", 0, folder)
-    answers = {
-        "ps": [("id0\nid1\n", "")],
-        "inspect": [inspected(*run), inspected(*run), inspected(end, container(1, "exited"))],
-        "logs --follow --timestamps id0": [("2026-11-23T10:00:01.1Z step 1\n2026-11-23T10:00:01.2Z step 2\n", "")],
-        "logs --follow --timestamps --since=2026-11-23T10:00:01.2Z id0": [
-            ("2026-11-23T10:00:01.2Z step 2\n2026-11-23T10:00:01.3Z done\x1b\n", ""),
-        ],
-        "logs --follow --timestamps --since=2026-11-23T10:00:01.3Z id0": [("", "")],
-        "logs id0": [("step 1\nstep 2\ndone\n", "")],
-        "logs id1": [("node 1\n", "")],
-    }
-    engine.answer(answers)
+    run, ends = (
+        listed(container(1, "running"), container(0, "running")),
+        [container(0, "exited"), container(1, "exited")],
+    )
+    engine.answer(
+        {
+            f"{JOB} ps": [run, run, (json.dumps(ends), "")],
+            f"{JOB} logs --follow --no-log-prefix --since=0 node0": [("step 1\nstep 2\n", "")],
+            f"{JOB} logs --follow": [("done\x1b\n", ""), ("", "")],
+            f"{JOB} logs --no-color": [("node0 | step 1\n", "")],
+        }
+    )
     assert main([*LAUNCH, "follow", "runs/a"]) == 0
     written = capsys.readouterr()
     assert written.out == "step 1\nstep 2\ndone\\x1b\n"
@@ -326,35 +291,32 @@ def test_a_job_is_followed_to_its_end_which_is_kept(
         f"Docker {number}: 2 of 2 nodes running",
         f"Docker {number}: ended, exit code 0",
     ]
-    assert engine.calls()[-1].words == f"compose --project-name={number} --file=runs/a/launch/compose.yaml down"
-    assert (folder / "node-1.log").read_text() == "node 1\n"
+    assert engine.calls()[-1].words == f"compose --project-name={number} --project-directory=/ down"
+    assert (here / "runs/a/launch/docker.log").read_text() == "node0 | step 1\n"
     before = len(engine.calls())
     assert main([*LAUNCH, "status", "runs/a"]) == 0
     assert main([*LAUNCH, "follow", "runs/a"]) == 0
-    assert capsys.readouterr().out == f"Docker {number}: ended, exit code 0\nstep 1\nstep 2\ndone\n"
+    assert capsys.readouterr().out == f"Docker {number}: ended, exit code 0\n"
     assert len(engine.calls()) == before, "nothing is left to ask Docker for"
 
 
 @pytest.mark.parametrize(
     ("ends", "code", "text"),
     [
-        ([(0, {}), (0, {})], 0, "ended, exit code 0"),
-        ([(2, {}), (2, {})], 2, "ended, exit code 2"),
-        ([(75, {}), (75, {})], 75, "ended, exit code 75"),
-        ([(130, {}), (130, {})], 130, "ended, exit code 130"),
-        ([(1, {}), (137, {"OOMKilled": True})], 1, "ended, exit code 1 (node1 was killed: out of memory)"),
-        ([(1, {}), (137, {})], 1, "ended, exit code 1 (node1 ended with exit code 137)"),
-        ([(127, {"Error": "exec: no lockstep"}), (0, {})], 1,
-         "ended, exit code 1 (node0 ended with exit code 127; node0: exec: no lockstep)"),
-        ([(75, {}), (1, {})], 1, "ended, exit code 1"),
-        ([(75, {}), (0, {})], 75, "ended, exit code 75"),
+        ([0, 0], 0, "ended, exit code 0"),
+        ([2, 2], 2, "ended, exit code 2"),
+        ([75, 75], 75, "ended, exit code 75"),
+        ([130, 130], 130, "ended, exit code 130"),
+        ([1, 137], 1, "ended, exit code 1 (node1 ended with exit code 137)"),
+        ([75, 1], 1, "ended, exit code 1"),
+        ([75, 0], 75, "ended, exit code 75"),
     ],
-)  # fmt: skip
+)
 def test_a_job_has_the_exit_code_of_its_run(
-    ends: list[tuple[int, dict[str, Any]]], code: int, text: str, engine: Program, capsys: pytest.CaptureFixture[str]
+    ends: list[int], code: int, text: str, engine: Program, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    those = [container(node, "exited", code, **state) for node, (code, state) in enumerate(ends)]
-    assert follow(engine, {"inspect": [inspected(*those)]}) == code
+    engine.answer({f"{JOB} ps": [listed(*(container(node, "exited", code) for node, code in enumerate(ends)))]})
+    assert main([*LAUNCH, "follow", "digits-1"]) == code
     assert capsys.readouterr().err == f"Docker digits-1: {text}\n"
     assert not any("down" in call.words for call in engine.calls()), "its folder isn't known here: nothing is lost"
 
@@ -363,27 +325,18 @@ def test_logs_that_can_not_be_kept_leave_the_containers(
     engine: Program, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launched(capsys, *IMAGE, *TRAIN)
-    answers = {"ps": [("id0\n", "")], "inspect": [inspected(container(0, "exited"))]}
-    engine.answer({**answers, "logs id0": [("", "no space left on device")]})
-    assert main([*LAUNCH, "status", "runs/a"]) == 0
-    written = capsys.readouterr()
-    assert (
-        "note: the containers stay, because their logs can't be kept: docker logs ends with exit code 1" in written.err
-    )
-    assert not list(Path("runs/a/launch").glob("node*"))
+    engine.answer({f"{JOB} ps": [listed(container(0, "exited"))], f"{JOB} logs": [("", "no space left on device")]})
+    assert main([*LAUNCH, "status", "runs/a"]) == 1
+    assert "no space left on device" in capsys.readouterr().err
     assert not engine.calls()[-1].words.endswith(" down")
 
 
 def test_a_job_that_is_canceled_saves_first(engine: Program, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     number = launched(capsys, *IMAGE, *TRAIN)
-    folder = here / "runs/a/launch"
-    states = [container(0, "running", folder=folder), container(0, "exited", 75, folder)]
-    engine.answer({"ps": [("id0\n", "")], "inspect": [inspected(state) for state in states]})
+    engine.answer({f"{JOB} ps": [listed(container(0, "running")), listed(container(0, "exited", 75))]})
     assert main([*LAUNCH, "cancel", "runs/a"]) == 0
-    words = [call.words for call in engine.calls()]
-    assert "stop id0" in words
-    assert words.index("stop id0") < len(words) - 1
-    assert words[-1].endswith(" down")
+    verbs = [call.words.split()[3] for call in engine.calls()[-5:]]
+    assert verbs == ["ps", "stop", "ps", "logs", "down"]
     assert main([*LAUNCH, "cancel", "runs/a"]) == 2
     assert f"it has ended already: Docker {number}: ended, exit code 75" in capsys.readouterr().err
 
@@ -392,16 +345,16 @@ def test_a_second_job_of_a_run_is_refused_while_the_first_runs(
     engine: Program, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launched(capsys, *IMAGE, *TRAIN)
-    engine.answer({"ps": [("id0\n", "")], "inspect": [inspected(container(0, "running"))]})
+    engine.answer({f"{JOB} ps": [listed(container(0, "running"))]})
     assert main([*LAUNCH, *IMAGE, *TRAIN]) == 2
     assert "this run has a job already" in capsys.readouterr().err
-    engine.answer({"ps": [("", "")]})
+    engine.answer({})
     launched(capsys, *IMAGE, *TRAIN)
 
 
 def test_a_followed_job_that_vanishes_was_canceled(engine: Program, capsys: pytest.CaptureFixture[str]) -> None:
-    listed = [("id0\n", ""), ("", "")]
-    assert follow(engine, {"ps": listed, "inspect": [inspected(container(0, "running"))]}) == 130
+    engine.answer({f"{JOB} ps": [listed(container(0, "running")), ("", "")]})
+    assert main([*LAUNCH, "follow", "digits-1"]) == 130
     assert main([*LAUNCH, "status", "digits-1"]) == 2
     assert "Docker knows no job digits-1; if it has ended, give the folder of its run" in capsys.readouterr().err
     assert main([*LAUNCH, "status", "a/b c"]) == 2

@@ -24,10 +24,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["slurm", "--node", "2"], f"--node: {NO_SUCH} slurm; did you mean --nodes?"),
         (["slurm", "--partitoin=x"], f"--partitoin: {NO_SUCH} slurm; did you mean --partition?"),
-        (["slurm", "--memory", "2G"], f"--memory: {NO_SUCH} slurm; did you mean --mem?"),
-        (["slurm", "--time", "9:00", "--image", "x"], f"--image: {NO_SUCH} slurm; did you mean --container-image?"),
-        (["kubernetes", "--gpus-per-node", "8"], f"--gpus-per-node: {NO_SUCH} kubernetes; did you mean --gpus?"),
-        (["ssh", "--nodes", "2"], f"--nodes: {NO_SUCH} ssh; did you mean --hosts?"),
+        (["slurm", "--time", "9:00", "--memm", "2G"], f"--memm: {NO_SUCH} slurm; did you mean --mem?"),
+        (["slurm", "--module", "cuda"], "--module: there is no such flag any more: --setup 'module load NAME'"),
+        (["kubernetes", "--toleration", "a"], "--toleration: there is no such flag any more: write tolerations into"),
         (["kubernetes", "--kind", "jobset"], "--kind: there is no such flag any more: a Job runs on every cluster"),
         (["slurm", "--frobnicate"], f"--frobnicate: {NO_SUCH} slurm; lockstep launch slurm --help prints"),
         (["slurm", "--ranks", "2"], "--ranks: belongs to the command, as --ranks N after its verb: train digits"),
@@ -91,7 +90,6 @@ def test_a_note_on_the_config_is_printed_once(capsys: pytest.CaptureFixture[str]
         (["--sweep", "optim.lr=1,1", "train", "digits"], "--sweep: optim.lr has a value, or is named, twice"),
         (["--sweep", "optim.lr=1", "--sweep", "optim.lr=2", "train", "digits"], "--sweep: optim.lr has a value, or is"),
         (["--sweep", "run.folder=a,b", "train", "digits"], "--sweep: each run has a folder of its own"),
-        (["--container", "apptainer", "train", "digits"], "--container: apptainer needs an image"),
     ],
 )
 def test_what_a_launcher_would_ignore_is_refused(

@@ -29,7 +29,6 @@ ODD = [
 ]
 BROKEN = ["a\nb", "a\n#SBATCH --x\ntouch PWNED", "\x85", "\u2028", "\x07", "\t"]
 STUBS = """
-module() { printf '%s\\0' "$@" >>module; }
 srun() { printf '%s\\0' "$@" >>srun; }
 """
 
@@ -45,13 +44,11 @@ def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_words_reach_programs_of_slurm_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    modules = [f"--module={text}" for text in ODD]
     passed = [f"--srun=--x={text}" for text in ODD]
     train = ["train", "digits", f"run.folder=r/{ODD[3]}"]
     program = ["--program", shlex.join(ODD), "--container-image", "; touch PWNED"]
-    script = dry_run(capsys, "slurm", "--dry-run", *modules, *passed, *program, *train)
+    script = dry_run(capsys, "slurm", "--dry-run", *passed, *program, *train)
     subprocess.run(["bash", "-c", STUBS + script], check=True)
-    assert Path("module").read_text().split("\0")[1:-1] == ODD
     words = Path("srun").read_text().split("\0")[:-1]
     assert "--container-image=; touch PWNED" in words
     assert [*(f"--x={text}" for text in ODD), *ODD, *train] == words[-2 * len(ODD) - len(train) :]
@@ -81,7 +78,7 @@ def test_values_survive_yaml(words: list[str], capsys: pytest.CaptureFixture[str
     assert entrypoint[1:] == [text.replace(*(doubled if words[0] == "docker" else ("", ""))) for text in ODD]
 
 
-@pytest.mark.parametrize("flag", ["--partition", "--account", "--module", "--container-image", "--program", "--sbatch"])
+@pytest.mark.parametrize("flag", ["--partition", "--account", "--program", "--sbatch"])
 def test_what_a_script_can_not_hold_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     for text in BROKEN:
         value = f"--reservation={text}" if flag == "--sbatch" else f"x{text}x"

@@ -80,7 +80,7 @@ def test_what_slurm_refuses_is_one_sentence(slurm: Cluster, tmp_path: Path) -> N
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         "lockstep: sbatch failed: invalid partition specified: nope; Batch job submission failed: Invalid partition "
-        "name specified; `sinfo -s` lists the partitions\n"
+        "name specified\n"
     )
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
     unknown = launch(slurm, tmp_path, "status", "4711")

@@ -1,18 +1,16 @@
-"""`lockstep.submit`: what `lockstep launch` does, from Python."""
+"""What `lockstep launch` does with any launcher's jobs."""
 
 from __future__ import annotations
 
 import json
 import re
-import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import lockstep
 from lockstep.cli.main import main
-from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
+from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan, SweepOptions
 from lockstep.launchers.registry import BUILTIN, find_launcher
 from lockstep.strategies.section import Section
 
@@ -22,7 +20,7 @@ CODES: dict[str, int | None] = {}
 CALLS: list[tuple[str, str]] = []
 
 
-class Options(Section):
+class Options(Section, SweepOptions):
     """Options of a queue in memory."""
 
     nodes: int = 1
@@ -63,37 +61,33 @@ QUEUE = Queue()
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lockstep.cli.launch_api.find_launcher", lambda where: QUEUE)
+    monkeypatch.setattr("lockstep.cli.launch.find_launcher", lambda where: QUEUE)
     CODES.clear()
     CALLS.clear()
 
 
+def launch(*words: object) -> int:
+    return main(["launch", "queue", *map(str, words)])
+
+
 def test_a_job_is_submitted_asked_followed_and_canceled(capsys: pytest.CaptureFixture[str]) -> None:
-    job = lockstep.submit("queue", TRAIN, nodes=3, tag=["a b"], requeue=False)
-    assert capsys.readouterr().err == "note: 3 nodes\n"
+    assert launch("--nodes", 3, "--tag", "a b", "--no-requeue", *TRAIN) == 0
+    assert capsys.readouterr().err == "note: 3 nodes\nqueue job j0; its files are in r/launch\n"
     typed = Path("r/launch/typed").read_text()
-    assert typed == "lockstep launch queue --nodes=3 '--tag=a b' --no-requeue train digits run.folder=r --ranks 2"
+    assert typed == "lockstep launch queue --nodes 3 --tag 'a b' --no-requeue train digits run.folder=r --ranks 2"
     assert json.loads(Path("r/launch/job.json").read_text())["command"] == typed
-    assert (job.number, job.folder, job.status()) == ("j0", Path.cwd() / "r", JobStatus("j0: None", None))
-    with pytest.raises(lockstep.ConfigError, match="this run has a job already"):
-        lockstep.submit("queue", TRAIN)
-    lockstep.find_job("queue", "r").cancel()
+    assert launch(*TRAIN) == 2
+    assert "this run has a job already" in capsys.readouterr().err
+    assert launch("cancel", "r") == 0
     assert CALLS == [("cancel", "j0")]
     CODES["j0"] = 75
-    assert job.follow() == 75
-    assert lockstep.find_job("queue", "j0").status().code == 75
+    assert launch("follow", "r") == launch("follow", "j0") == 75
 
 
-def test_a_sweep_is_a_job_for_each_run() -> None:
-    job = lockstep.submit("queue", TRAIN, sweep={"optim.lr": [0.1, 0.01], "run.seed": (1, 2)})
-    assert [each.number for each in job.jobs] == ["j0", "j1", "j2", "j3"]
-    assert [each.folder for each in job.jobs] == [Path.cwd() / "r" / str(run) / "launch" for run in range(4)]
-    CODES.update(j0=0, j1=2, j2=0)
-    assert job.status().code is None, "one has not ended"
-    job.cancel()
-    assert CALLS == [("cancel", "j3")]
-    assert lockstep.find_job("queue", Path("r")).follow() == 2
-    assert job.status().code == 2
+def test_a_sweep_is_one_job_of_all_runs() -> None:
+    assert launch("--sweep", "optim.lr=0.1,0.01", "--sweep", "run.seed=1,2", *TRAIN) == 0
+    assert launch("cancel", "r") == 0
+    assert CALLS == [("cancel", "j0")]
 
 
 @pytest.mark.parametrize("earlier", [None, {"launcher": "queue", "job": "j0"}])
@@ -109,89 +103,27 @@ def test_a_job_whose_identifier_is_known_is_remembered_before_it_is_submitted(
 
     def refuse(plan: LaunchPlan) -> str:
         CODES["known"] = None
-        lockstep.find_job("queue", "r").cancel()
+        assert launch("cancel", "r") == 0
         raise lockstep.RunFailed("refused")
 
     monkeypatch.setattr(Queue, "plan", lambda queue, *words: LaunchPlan({}, (), number="known"))
     monkeypatch.setattr(QUEUE, "submit", refuse)
-    with pytest.raises(lockstep.RunFailed, match="refused"):
-        lockstep.submit("queue", TRAIN)
+    assert launch(*TRAIN) == 1
     assert CALLS == [("cancel", "known")]
     assert (json.loads(record.read_text()) if Path("r").exists() else None) == earlier
 
 
-@pytest.mark.parametrize(
-    ("command", "options", "message"),
-    [
-        (TRAIN, {"node": 2}, "node: there is no such option of queue; did you mean nodes?"),
-        *(
-            (TRAIN, {"nodes": bad}, "nodes: .* is not a whole number")
-            for bad in ("two", "2", None, True, 2.0, b"2", [2])
-        ),
-        *(
-            (TRAIN, {"tag": bad}, r"tag: .* is not a list of texts; write \[")
-            for bad in ("a", 5, None, [None], [["a"]])
-        ),
-        *((TRAIN, {"requeue": bad}, "requeue: .* is not true or false") for bad in ("yes", 1, None)),
-        *((TRAIN, {"sweep": bad}, "sweep: .* is not a mapping of keys to lists") for bad in ([], "a=1,2", 5, ["a"])),
-        *((TRAIN, {"sweep": {bad: [1]}}, "sweep: .* is not a key of the config") for bad in (5, "", "a=b", None)),
-        *(
-            (TRAIN, {"sweep": {"optim.lr": bad}}, "optim.lr: .* is not a list of values without commas")
-            for bad in (5, None, [], [[1, 2]], {1, 2}, b"ab", {"a": 1}, ["1,2"], [""], [b"1"])
-        ),
-        *((bad, {}, "command: .* is not a list of words") for bad in ("train digits", None, 5, {}, b"train", set())),
-        *(
-            ([*TRAIN, bad], {}, "command: .*: a word is a text, a number or a path")
-            for bad in (None, [1], b"x", "a\0b")
-        ),
-        ([], {}, r"command: \[\] is not a list of words; write"),
-        (["recipes"], {}, "lockstep launch can't run 'recipes'"),
-        ([*TRAIN, "optim.lrr=1"], {}, "unknown key; did you mean lr?"),
-        (TRAIN, {"sweep": {"optim.lr": "0.1"}}, "optim.lr: '0.1' is not a list of values without commas"),
-        (TRAIN, {"sweep": {"optim.lr": [1, "x"]}}, "optim.lr: 'x' is not a number"),
-    ],
-)
-def test_mistakes_are_refused_before_anything_is_submitted(command: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(lockstep.ConfigError, match=message):
-        lockstep.submit("queue", command, **options)
-    assert CODES == {}
-    assert list(Path().iterdir()) == []
-
-
-def test_numbers_and_paths_are_words_and_texts() -> None:
-    config = Path("a b.yaml")
-    config.write_text((ROOT / "recipes" / "digits.yaml").read_text())
-    lockstep.submit("queue", ["train", config, "run.folder=r", "--model.compile", False], tag=[Path("x"), 5])
-    typed = json.loads(Path("r/launch/job.json").read_text())["command"]
-    assert typed == "lockstep launch queue --tag=x --tag=5 train 'a b.yaml' run.folder=r --model.compile false"
-
-
-@pytest.mark.parametrize("bad", [None, b"5", ["5"], True, "", 2.5j])
-def test_what_names_no_job_is_refused(bad: Any) -> None:
-    with pytest.raises(lockstep.ConfigError, match=r"job: .* is neither the identifier of a job nor the folder"):
-        lockstep.find_job("queue", bad)
-
-
-@pytest.mark.parametrize(
-    ("where", "ending"), [("slrum", "did you mean slurm"), (None, "lockstep train"), (b"x", "lockstep train"), ("", "")]
-)
-def test_an_unknown_place_lists_the_places(where: Any, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.cli.launch_api.find_launcher", find_launcher)
-    for function, last in ((lockstep.submit, TRAIN), (lockstep.find_job, "1")):
-        with pytest.raises(lockstep.ConfigError, match=f"no place to launch at, which are aws, docker, .*; {ending}"):
-            function(where, last)
-
-
-def test_the_example_submits_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    example = runpy.run_path(str(ROOT / "examples" / "submit_from_python.py"))
-    assert example["main"]("queue") == 0
-    assert capsys.readouterr().out == "j0: None\nj1: None\n"
+def test_an_unknown_place_lists_the_places(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.cli.launch.find_launcher", find_launcher)
+    assert main(["launch", "slrum", *map(str, TRAIN)]) == 2
+    assert re.search("no place to launch at, which are aws, docker, .*; did you mean slurm", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("where", sorted(BUILTIN))
-def test_a_job_that_is_not_known_is_refused_with_those_that_are(
+def test_a_job_that_is_not_known_is_refused(
     where: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("lockstep.cli.launch.find_launcher", find_launcher)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     other = "slurm" if where == "ssh" else "ssh"
     for folder, launcher, job in (
@@ -205,14 +137,12 @@ def test_a_job_that_is_not_known_is_refused_with_those_that_are(
     Path("runs/damaged/launch/job.json").write_text("{")
     Path("plain").mkdir()
     Path("file").touch()
-    those = rf"; of {where} there are (its-own \(runs/a\), swept \(runs/s/0\)|swept \(runs/s/0\), its-own \(runs/a\))$"
     for verb in ("status", "follow", "cancel"):
         for text, message in {
-            "no such/": "'no such/' is neither .* nor the folder of .*" + those,
-            "": "'' is neither .* nor the folder of .*" + those,
+            "no such/": "'no such/' is neither .* nor the folder of .*",
+            "": "'' is neither .* nor the folder of .*",
             "another's": rf"another's is a job of {other} \(b\), not of {where}: lockstep launch {other} ",
-            "plain": "plain has no launch/job.json: no job was launched for it; give the job's identifier or .*"
-            + those,
+            "plain": "plain has no launch/job.json: no job was launched for it; give the job's identifier or .*",
             "runs/damaged": "runs/damaged/launch/job.json is damaged; give the job's identifier",
         }.items():
             assert main(["launch", where, verb, text]) == 2

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli.arguments import Command, Parser, collected_notes, run_command
-from lockstep.cli.launch_command import OF_JOBS, VERBS
-from lockstep.cli.launch_flags import refuse_unknown
-from lockstep.cli.launch_jobs import PlannedJobs, SubmittedJob, find_jobs, plan_jobs, submit_jobs
+from lockstep.cli.launch_command import OF_JOBS, VERBS, job_command
+from lockstep.cli.launch_jobs import find_job, submit_job
 from lockstep.cli.section_flags import add_section, section_of
+from lockstep.core.closest import closest_match
 from lockstep.core.command_lines import command_line
-from lockstep.core.errors import ConfigError
-from lockstep.core.jobs import LaunchPlan
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.jobs import HostOptions, LaunchedJob, LaunchPlan, SweepOptions
 from lockstep.core.stopping import undo_on_stop, write_stderr
 from lockstep.core.terminal import echo
 from lockstep.launchers.registry import find_launcher, introduction, summaries
@@ -39,14 +39,39 @@ VERB is one of {", ".join(VERBS)}, with its own arguments: the same command line
 JOB is the identifier that was printed, RUN the folder of the run. Exit codes with --follow, and of `follow`, are
 those of the command: 0 done, 1 failed, 2 fix your config, 75 stopped and saved, 130 stopped."""
 
+_GONE = {
+    ("aws", "image"): "--program 'docker run ... IMAGE lockstep' starts a container: docs/aws.md",
+    ("aws", "placement"): "--placement-group names one that you have made",
+    ("aws", "spot-only"): "--spot asks for spot instances, and for no others",
+    ("aws", "ssh-from"): "allow ssh in a group of your own, and give it with --security-group",
+    ("docker", "cuda"): "--gpus-per-node 1 is the same",
+    ("docker", "init"): "lockstep init docker writes the Dockerfile and compose.yaml",
+    ("kubernetes", "kind"): "a Job runs on every cluster; docs/other-schedulers.md has a TrainJob",
+    ("ssh", "hostfile"): "--hosts $(paste -sd, FILE) reads a file with a host on each line",
+    ("slurm", "container"): "--program 'apptainer exec --nv IMAGE lockstep' starts apptainer; pyxis needs no flag",
+    ("slurm", "exclusive"): "--sbatch=--exclusive is the same",
+    ("slurm", "module"): "--setup 'module load NAME' is the same",
+} | {
+    ("kubernetes", name): f"write {key} into a file, and give it with --pod"
+    for name, key in {
+        "image-pull-secret": "imagePullSecrets",
+        "node-selector": "nodeSelector",
+        "priority-class": "priorityClassName",
+        "service-account": "serviceAccountName",
+        "toleration": "tolerations",
+    }.items()
+}
+"""Launcher, and a flag that it had -> what to do instead."""
+_RANKS = ("ranks", "nproc", "nproc-per-node", "np", "ntasks", "ntasks-per-node")
+
 
 def run(arguments: Sequence[str]) -> int:
     """Submit a command line to a launcher, or ask it about a job."""
     where = arguments[0] if arguments else ""
-    if list(arguments) == ["at-host"]:
+    if where == "at-host":
         from lockstep.launchers.host_agent import serve
 
-        return serve()
+        return serve(arguments[1])
     if where == "on-ray":
         from lockstep.launchers.ray_driver import drive
 
@@ -70,30 +95,37 @@ def _launch(where: str, arguments: Sequence[str]) -> int:
         help="train one run for each value of a key; may be repeated, for all combinations",
     )
     own, words = _divided(arguments, parser.flags())
-    refuse_unknown(where, own, parser.flags())
+    _refuse_unknown(where, own, parser.flags())
     args = parser.parse_args(own)
     if not words:
         raise ConfigError(f"lockstep launch {where} needs the command line to run, such as: train digits --ranks 2")
     if words[0] in OF_JOBS:
         return _of_job(where, launcher, words)
     options = section_of(args, launcher.options)
+    if args.sweep and not isinstance(options, SweepOptions):
+        message = f"needs a queue with arrays of jobs, which {where} has not; launch the runs one after the other"
+        raise ConfigError(Problem("--sweep", "", message))
     with collected_notes() as notes:
-        planned = plan_jobs(where, launcher, options, args.sweep, arguments, words)
-    shown = [] if planned.is_attached and not args.dry_run else [*notes]  # a run that is followed here prints its own
-    for note in [*shown, *(f"note: {note}" for note in planned.notes)]:
-        echo(note, file=sys.stderr)
+        command = job_command(where, args.sweep, arguments, words, partial(_world_size, options))
+        plan = launcher.plan(command, options)
+    for note in [*([] if plan.attached and not args.dry_run else notes), *(f"note: {note}" for note in plan.notes)]:
+        echo(note, file=sys.stderr)  # an attached run prints notes on its config itself
     if args.dry_run:
-        for _, plan in planned.plans:
-            _print_plan(plan)
+        _print_plan(plan)
         return 0
-    with undo_on_stop(lambda: _show_left(planned)):  # without a gap between the calls
-        submitted = submit_jobs(planned)
-        for job in submitted.jobs:
-            files = _short(job.folder or planned.command.folder)
-            echo(f"{where} job {job.number}; its files are in {files}", file=sys.stderr, flush=True)
-        if planned.is_attached:
-            return submitted.follow()
-        return _follow(submitted) if args.follow else 0
+    with undo_on_stop(lambda: _show_left(where, plan)):  # without a gap between the calls
+        job = submit_job(where, launcher, command, plan)
+        echo(f"{where} job {job.number}; its files are in {_short(command.folder)}", file=sys.stderr, flush=True)
+        if plan.attached:
+            return launcher.follow(job)
+        return _follow(where, launcher, job) if args.follow else 0
+
+
+def _world_size(options: object, ranks: int | None) -> int | None:
+    """Return the number of ranks on all nodes; None if the command line doesn't show it."""
+    if isinstance(options, HostOptions):
+        return options.world_size(ranks)
+    return None if ranks is None else int(getattr(options, "nodes", 1)) * ranks
 
 
 def _divided(arguments: Sequence[str], flags: dict[str, bool]) -> tuple[list[str], list[str]]:
@@ -102,6 +134,33 @@ def _divided(arguments: Sequence[str], flags: dict[str, bool]) -> tuple[list[str
     while number < len(arguments) and arguments[number].startswith("-"):
         number += 2 if flags.get(arguments[number]) else 1
     return list(arguments[:number]), list(arguments[number:])
+
+
+def _refuse_unknown(where: str, own: Sequence[str], flags: Mapping[str, bool]) -> None:
+    """Raise ConfigError if a flag before the verb isn't the launcher's."""
+    problems = []
+    words = iter(own)
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if flag not in flags and flag != "-h":
+            problems.append(Problem(flag, "", _meant(where, flag, [*flags])))
+        elif flags.get(flag) and not equals:
+            next(words, None)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _meant(where: str, flag: str, known: Sequence[str]) -> str:
+    name = flag.lstrip("-").replace("_", "-")
+    if name in _RANKS:
+        return "belongs to the command, as --ranks N after its verb: train digits --ranks 2"
+    if (where, name) in _GONE:
+        return f"there is no such flag any more: {_GONE[where, name]}"
+    if "." in name:
+        return f"belongs to the command, after its verb: train digits {flag} ..."
+    meant = closest_match(flag, known)
+    ending = f"did you mean {meant}?" if meant else f"lockstep launch {where} --help prints those that there are"
+    return f"there is no such flag of launch {where}; {ending}"
 
 
 # --- jobs -----------------------------------------------------------------------------------------------------------
@@ -116,34 +175,32 @@ def _print_plan(plan: LaunchPlan) -> None:
 
 
 def _short(path: Path) -> Path:
-    """Return the path relative to the current folder, if it is below it."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def _show_left(planned: PlannedJobs) -> None:
-    for _, plan in planned.plans:
-        if plan.number:
-            write_stderr(f"what is left of the job is ended by: lockstep launch {planned.where} cancel {plan.number}")
+def _show_left(where: str, plan: LaunchPlan) -> None:
+    if plan.number:
+        write_stderr(f"what is left of the job is ended by: lockstep launch {where} cancel {plan.number}")
 
 
-def _follow(job: SubmittedJob) -> int:
-    ways = "; ".join(command_line("lockstep", "launch", job.where, way, job.number) for way in ("follow", "cancel"))
+def _follow(where: str, launcher: Launcher, job: LaunchedJob) -> int:
+    ways = "; ".join(command_line("lockstep", "launch", where, way, job.number) for way in ("follow", "cancel"))
     with undo_on_stop(lambda: write_stderr(f"the job continues: {ways}")):
-        return job.follow()
+        return launcher.follow(job)
 
 
 def _of_job(where: str, launcher: Launcher, words: Sequence[str]) -> int:
     parser = Parser(f"launch {where} {words[0]}", f"{OF_JOBS[words[0]].capitalize()}.")
     parser.add_argument("job", metavar="JOB|RUN", help="the job's identifier, or a folder or a name of its run")
-    submitted = find_jobs(where, launcher, parser.parse_args(list(words[1:])).job)
+    job = find_job(where, parser.parse_args(list(words[1:])).job)
     if words[0] == "follow":
-        return _follow(submitted)
+        return _follow(where, launcher, job)
     if words[0] in ("cancel", "stop"):
-        submitted.cancel()
-        echo(f"{where} job {', '.join(job.number for job in submitted.jobs)} is canceled")
+        launcher.cancel(job)
+        echo(f"{where} job {job.number} is canceled")
         return 0
-    echo(submitted.status().text)
+    echo(launcher.status(job).text)
     return 0
 
 

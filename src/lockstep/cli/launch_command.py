@@ -10,7 +10,7 @@ import itertools
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -107,22 +107,6 @@ def _exists(text: str) -> bool:
         return Path(text).expanduser().exists()
     except (OSError, ValueError, RuntimeError):  # too long for a path, a null byte, an unknown home
         return False
-
-
-def runs_of(command: JobCommand) -> list[JobCommand]:
-    """Return the command of each run of a sweep."""
-    return [
-        replace(
-            command,
-            words=(*command.words, *words),
-            restart_words=(*command.restart_words, *words),
-            name=f"{command.name}-{number}",
-            folder=command.folder.parent / str(number) / JOB_FILES,
-            run_folder=command.run_folder / str(number),
-            sweep=(),
-        )
-        for number, words in enumerate(command.sweep)
-    ]
 
 
 def _state_bytes(prepared: Prepared) -> int | None:

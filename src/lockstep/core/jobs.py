@@ -27,7 +27,7 @@ class JobCommand:
         ranks: Ranks on each node, if the command states them.
         nodes: Whether it can run on several nodes.
         starts_run: Whether it starts or resumes a run, whose folder all nodes share.
-        sweep: The words that each run of a sweep adds, for a launcher that submits all as one job; empty: one run.
+        sweep: The words that each run of a sweep adds; empty: one run.
         state_bytes: Estimated bytes of a checkpoint; None: unknown.
         run_folder: Folder of the run as the command names it, relative to where it runs or absolute.
         checkpoint_folder: Path or address of the checkpoints, if the config names it.
@@ -64,7 +64,7 @@ class HostOptions(ABC):
 
 
 class SweepOptions:
-    """Options of a launcher that gets the runs of a sweep in one command, as one job; others get one command a run."""
+    """Options of a launcher that submits the runs of a sweep as one job; others take no sweep."""
 
 
 @dataclass(frozen=True, slots=True)

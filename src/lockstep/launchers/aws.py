@@ -1,28 +1,37 @@
 """Runs a command on instances of EC2 that are started for it, and terminated after it.
 
-plan                      the script of an instance, and all calls with their parameters
-submit                    makes the calls, or undoes them: `aws_start`
-status, follow, cancel    `aws_follow`
+plan     asks AWS for what only it knows, and returns all calls with their parameters, as --dry-run prints them:
+             bucket      project, Lockstep, record and token of the job
+             instances   all by one call, which gives all or none
+submit   makes the calls, or undoes them; it, status, follow and cancel are in `aws_job`
+
+A value that is too long or too secret to print has a NAME in its place.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
-from lockstep.launchers.aws_bundle import project_files
-from lockstep.launchers.aws_calls import AwsCalls, NoAccess, known_region
-from lockstep.launchers.aws_follow import FollowedJob
-from lockstep.launchers.aws_names import AwsJob
-from lockstep.launchers.aws_options import AwsOptions, bucket_parts, check, checkpoints
-from lockstep.launchers.aws_plan import AwsFacts, facts_of, launch_calls, uses_efa
-from lockstep.launchers.aws_prices import cost_note, hourly_price
-from lockstep.launchers.aws_start import RECORD_FILE, SCRIPT_FILE, start
-from lockstep.launchers.aws_user_data import NodeJob, user_data
-from lockstep.launchers.tools import job_name, write_files
+from lockstep.launchers.aws_calls import AwsCalls, NoAccess, as_command, from_command, known_region
+from lockstep.launchers.aws_job import RECORD_FILE, TAG, AwsJob, FollowedJob, start
+from lockstep.launchers.aws_options import AwsOptions, bucket_parts, check, checkpoints, words_there
+from lockstep.launchers.aws_user_data import PROJECT, project_archive, project_files, user_data, wheel, wheel_name
+from lockstep.launchers.tools import job_name, pairs, write_files
+
+_SCRIPT_FILE = "user-data.sh"
+_SCRIPT, _TOKEN, _ARCHIVE, _WHEEL, _RECORD = "USER_DATA", "TOKEN", "PROJECT", "WHEEL", "RECORD"
+"""Placeholders in planned calls."""
+_PRICE = {"operatingSystem": "Linux", "preInstalledSw": "NA", "tenancy": "Shared", "capacitystatus": "Used"}
+
+Call = tuple[str, str, dict[str, Any]]
+"""Service, operation, parameters."""
 
 
 class AwsLauncher:
@@ -36,8 +45,7 @@ class AwsLauncher:
         region = known_region(options.region, options.profile)
         files, notes = project_files(options.source)
         _refuse_missing(command, options, {path.as_posix() for path in files})
-        bucket, prefix = bucket_parts(options)
-        job = AwsJob(region, bucket, prefix, job_name(command.name, secrets.token_hex(3)))
+        job = AwsJob(region, *bucket_parts(options), job_name(command.name, secrets.token_hex(3)))
         aws = AwsCalls(region, options.profile, attempts=2)
         unknown, facts = "", AwsFacts()
         try:
@@ -47,7 +55,6 @@ class AwsLauncher:
             notes.append(
                 f"AWS wasn't asked for the image and the instance type, so the calls aren't complete: {unknown}"
             )
-        node = NodeJob(job.name, job.place, region, bool(files), uses_efa(options, facts))
         record = {
             "job": job.identifier,
             "profile": options.profile,
@@ -58,25 +65,41 @@ class AwsLauncher:
             "unknown": unknown,
         }
         notes += _notes(command, options)
-        price = None if unknown else hourly_price(aws, region, str(options.type))
-        notes.append(cost_note(price, options, region))
+        notes.append(cost_note(None if unknown else hourly_price(aws, str(options.type)), options, region))
+        calls = [*_bucket_calls(options, job, has_project=bool(files))]
+        calls.append(("ec2", "run_instances", _instances(command, options, job, facts)))
+        has_efa, words = _uses_efa(options, facts), words_there(command, options)
+        if options.efa and options.nodes > 1 and facts.adapters and not has_efa:
+            need = "which needs a --security-group that allows all traffic to and from itself"
+            notes.append(f"{options.type} has Elastic Fabric Adapters, and the run uses none, {need}")
+        script = user_data(command, options, job, words, has_project=bool(files), uses_efa=has_efa)
         return LaunchPlan(
             {
-                command.folder / SCRIPT_FILE: user_data(command, options, node),
+                command.folder / _SCRIPT_FILE: script,
                 command.folder / RECORD_FILE: json.dumps(record, indent=2) + "\n",
             },
-            launch_calls(command, options, job, facts, has_project=bool(files)),
+            tuple(as_command(service, operation, region, given) for service, operation, given in calls),
             tuple(notes),
             number=job.identifier,
         )
 
     def submit(self, plan: LaunchPlan) -> str:
         """Make the calls, and wait until the instances run; if anything fails or a signal comes, remove all of it."""
-        record = json.loads(next(text for path, text in plan.files.items() if path.name == RECORD_FILE))
+        texts = {path.name: text for path, text in plan.files.items()}
+        record = json.loads(texts[RECORD_FILE])
         if record["unknown"]:
             raise RunFailed(record["unknown"])
         write_files(plan.files)
-        start(plan, record)
+        known = {key: record[key] for key in ("job", "nodes", "run_folder", "boot_minutes")}
+        values: dict[str, Any] = {
+            _SCRIPT: texts[_SCRIPT_FILE],
+            _RECORD: json.dumps(known),
+            _TOKEN: secrets.token_hex(32),
+        }
+        bodies = {body for call in map(from_command, plan.commands) if (body := call[2].get("Body"))}
+        values |= {_WHEEL: wheel()} if _WHEEL in bodies else {}
+        values |= {_ARCHIVE: project_archive(record["source"])} if _ARCHIVE in bodies else {}
+        start(plan, record, values)
         return str(record["job"])
 
     def status(self, job: LaunchedJob) -> JobStatus:
@@ -97,13 +120,11 @@ AWS = AwsLauncher()
 
 def _notes(command: JobCommand, options: AwsOptions) -> list[str]:
     notes = [
-        "when it has ended, the instances, their disks, groups and objects are removed: by `--follow`, `follow` or "
+        "when it has ended, the instances, their disks and objects are removed: by `--follow`, `follow` or "
         f"`cancel`; the instances terminate themselves, after {options.max_hours:g} hours at the latest"
     ]
     if command.starts_run and command.in_folder:
         notes.append(f"checkpoints: {checkpoints(command, options)}; they stay there")
-    if options.spot:
-        notes.append("the second ec2 run-instances is made only if there are no spot instances")
     return notes
 
 
@@ -111,17 +132,145 @@ def _refuse_missing(command: JobCommand, options: AwsOptions, copied: set[str]) 
     """Raise ConfigError if the command names a file or a folder that the instances don't get."""
     problems = []
     source = Path(options.source).resolve()
-    for word in command.words[1:]:
-        path = Path(word)
-        if word.startswith("-") or "=" in word or not path.exists():
-            continue
-        is_below = options.source != "none" and path.resolve().is_relative_to(source)
-        inside = path.resolve().relative_to(source) if is_below else None
+    words = [word for word in command.words[1:] if not word.startswith("-") and "=" not in word]
+    for path in [Path(word) for word in words if Path(word).exists()]:
+        inside = path.resolve().relative_to(source) if path.resolve().is_relative_to(source) else None
         if inside is None or not any(name == str(inside) or name.startswith(f"{inside}/") for name in copied):
             message = (
-                f"{word} is here, and not among the files that are copied to the instances, which are those that git "
+                f"{path} is here, and not among the files that are copied to the instances, which are those that git "
                 "knows below --source; add it there, or read it from a bucket"
             )
             problems.append(Problem("", "", message))
     if problems:
         raise ConfigError(problems)
+
+
+# --- what AWS knows -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AwsFacts:
+    """Facts about the image and the instance type, from AWS.
+
+    Attributes:
+        image: The image's id.
+        root_device: Name of the image's root device.
+        root_size: Size of the image's root volume in GiB; None: it is not known.
+        adapters: Elastic Fabric Adapters of an instance, one for each network card.
+    """
+
+    image: str = "IMAGE"
+    root_device: str = "ROOT_DEVICE"
+    root_size: int | None = None
+    adapters: int = 0
+
+
+def facts_of(aws: AwsCalls, options: AwsOptions) -> AwsFacts:
+    """Ask AWS about the instance type and the image. Raises ConfigError, CallFailed."""
+    [kind] = aws.call("ec2", "describe_instance_types", InstanceTypes=[options.type])["InstanceTypes"]
+    name = options.ami.removeprefix("ssm:")
+    image = aws.call("ssm", "get_parameter", Name=name)["Parameter"]["Value"] if name != options.ami else options.ami
+    images = aws.call("ec2", "describe_images", ImageIds=[image])["Images"]
+    built_for = str(images[0].get("Architecture")) if images else "no region that is asked"
+    runs = kind["ProcessorInfo"]["SupportedArchitectures"]
+    if built_for not in runs:
+        raise ConfigError(
+            f"--ami {image} is for {built_for}, and {options.type} in {aws.region} runs {' and '.join(runs)}; give "
+            "another --ami"
+        )
+    root = str(images[0].get("RootDeviceName") or "/dev/sda1")
+    disks = {each.get("DeviceName"): each.get("Ebs", {}) for each in images[0].get("BlockDeviceMappings", ())}
+    info = kind.get("NetworkInfo", {})
+    adapters = int(info.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0)) if info.get("EfaSupported") else 0
+    cards = int(info.get("MaximumNetworkCards", 1))
+    return AwsFacts(image, root, disks.get(root, {}).get("VolumeSize"), min(adapters, cards))
+
+
+def hourly_price(aws: AwsCalls, instance_type: str) -> float | None:
+    """Return the dollars an hour of an instance on demand, from AWS's price list; None if it can't be read."""
+    wanted = {**_PRICE, "instanceType": instance_type, "regionCode": aws.region}
+    filters = [{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in wanted.items()]
+    try:
+        prices = AwsCalls("us-east-1", aws.profile, attempts=1)  # the list is served in few regions
+        listed = prices.call("pricing", "get_products", ServiceCode="AmazonEC2", Filters=filters)["PriceList"]
+        terms = [term for text in listed for term in json.loads(text)["terms"]["OnDemand"].values()]
+        rates = [rate for term in terms for rate in term["priceDimensions"].values() if rate["unit"] == "Hrs"]
+        return next((price for rate in rates if (price := float(rate["pricePerUnit"]["USD"])) > 0), None)
+    except (Failure, KeyError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def cost_note(price: float | None, options: AwsOptions, region: str) -> str:
+    """Return a sentence about what the instances cost.
+
+    Args:
+        price: Dollars an hour of one instance, on demand; None if it is unknown.
+    """
+    if price is None:
+        return f"the cost of {options.type} wasn't read from AWS's price list (pricing:GetProducts)"
+    less = "; spot instances cost less, and how much changes by the hour" if options.spot else ""
+    total = f"{options.nodes} x {price:.4g} = {options.nodes * price:,.2f} dollars an hour on demand"
+    return f"cost: {total} (AWS's price list for {region}), without disks and traffic{less}"
+
+
+# --- calls ----------------------------------------------------------------------------------------------------------
+
+
+def _uses_efa(options: AwsOptions, facts: AwsFacts) -> bool:
+    return options.efa and options.nodes > 1 and facts.adapters > 0 and bool(options.security_group)
+
+
+def _bucket_calls(options: AwsOptions, job: AwsJob, *, has_project: bool) -> Iterator[Call]:
+    objects = {"job.json": _RECORD}
+    if options.nodes > 1:
+        objects["token"] = _TOKEN
+    if options.program is None:
+        objects[wheel_name()] = _WHEEL
+    if has_project:
+        objects[PROJECT] = _ARCHIVE
+    yield "s3", "head_bucket", {"Bucket": job.bucket}
+    for name, body in objects.items():
+        yield "s3", "put_object", {"Bucket": job.bucket, "Key": job.key(name), "Body": body}
+
+
+def _instances(command: JobCommand, options: AwsOptions, job: AwsJob, facts: AwsFacts) -> dict[str, Any]:
+    volume: dict[str, Any] = {"DeleteOnTermination": True}
+    if (size := options.volume_size or facts.root_size) is not None:
+        volume["VolumeSize"] = size
+    resources = ["instance", "volume", "network-interface"] + ["spot-instances-request"] * options.spot
+    given: dict[str, Any] = {
+        "ImageId": facts.image,
+        "InstanceType": options.type,
+        "MinCount": options.nodes,
+        "MaxCount": options.nodes,
+        "ClientToken": job.name,
+        "InstanceInitiatedShutdownBehavior": "terminate",
+        "IamInstanceProfile": {"Name": options.instance_profile},
+        "MetadataOptions": {"HttpEndpoint": "enabled", "HttpTokens": "required", "HttpPutResponseHopLimit": 1},
+        "BlockDeviceMappings": [{"DeviceName": facts.root_device, "Ebs": volume}],
+        "TagSpecifications": [_tagged(resource, options, job, command) for resource in resources],
+        "UserData": _SCRIPT,
+    }
+    if options.key_name is not None:
+        given["KeyName"] = options.key_name
+    if options.placement_group is not None:
+        given["Placement"] = {"GroupName": options.placement_group}
+    if options.spot:
+        once = {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
+        given["InstanceMarketOptions"] = {"MarketType": "spot", "SpotOptions": once}
+    groups = [*options.security_group]
+    subnet = {} if options.subnet is None else {"SubnetId": options.subnet}
+    if not _uses_efa(options, facts):
+        return {**given, **({"SecurityGroupIds": groups} if groups else {}), **subnet}
+    adapters = [  # the first has an address, the others are for EFA alone
+        {"NetworkCardIndex": number, "DeviceIndex": min(number, 1), "InterfaceType": "efa-only" if number else "efa"}
+        for number in range(facts.adapters)
+    ]
+    common = {"Groups": groups, "DeleteOnTermination": True, **subnet}
+    return {**given, "NetworkInterfaces": [{**adapter, **common} for adapter in adapters]}
+
+
+def _tagged(resource: str, options: AwsOptions, job: AwsJob, command: JobCommand | None = None) -> dict[str, Any]:
+    name = {} if command is None else {"Name": f"lockstep {command.name}"}
+    labels: Mapping[str, str] = {**name, **pairs(options.tag), TAG: job.name}
+    return {"ResourceType": resource, "Tags": [{"Key": key, "Value": value} for key, value in labels.items()]}

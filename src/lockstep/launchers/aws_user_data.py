@@ -1,4 +1,4 @@
-"""The script that an instance runs when it starts: its user data.
+"""Files that an instance gets: the script that it runs when it starts (its user data), the project, this Lockstep.
 
 setup       the project and Lockstep from the bucket, the user's lines
 meet        each instance puts its address into the bucket, and waits for the others
@@ -12,21 +12,33 @@ they meet there. User data can be read by every process of an instance: the job'
 
 from __future__ import annotations
 
+import io
 import shlex
+import subprocess
+import tarfile
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass
+import zipfile
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
 
-from lockstep.core.errors import ConfigError
+import lockstep
+from lockstep.config.recipes import recipes_folder
+from lockstep.core.distribution import DISTRIBUTION
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.jobs import JobCommand
 from lockstep.core.secrets import without_secrets
-from lockstep.launchers.aws_bundle import requirement, torch_requirement, wheel_name
-from lockstep.launchers.aws_options import AwsOptions, environment, words_there
-from lockstep.launchers.tools import bash_array
+from lockstep.launchers.aws_job import AwsJob
+from lockstep.launchers.aws_options import AwsOptions
+from lockstep.launchers.tools import bash_array, pairs
 
-MOST_BYTES = 16384
-"""EC2's limit of user data."""
 PROJECT = "project.tar.gz"
+LARGEST_PROJECT = 2**28  # bytes
+_MOST_BYTES = 16384  # EC2's limit of user data
+_SECRET_FILES = (".env", ".netrc", ".npmrc", ".pypirc", "id_rsa", "id_ed25519", "credentials", "credentials.json")
+_SECRET_ENDS = (".pem", ".key", ".p12", ".pfx")
+_EXTRAS = {"hf": "transformers", "digits": "scikit-learn", "deepspeed": "deepspeed"}
+"""Extra -> a package; what is installed here is installed there."""
 
 _START = """\
 # Whatever happens below, this instance ends in {minutes} minutes at the latest, and is not paid for any more.
@@ -118,27 +130,16 @@ _READY_S = 3600
 _WATCH_S = 10
 
 
-@dataclass(frozen=True, slots=True)
-class NodeJob:
-    """Facts about a job that its instances need.
+def user_data(
+    command: JobCommand, options: AwsOptions, job: AwsJob, words: Sequence[str], *, has_project: bool, uses_efa: bool
+) -> str:
+    """Return the script. Raises ConfigError if it is too long for user data.
 
-    Attributes:
-        name: Name of the job.
-        place: Address of the job's objects, `s3://bucket/prefix/name`.
-        region: Region of the bucket and the instances.
+    Args:
+        words: The command line on an instance.
         has_project: Whether the project is copied.
         uses_efa: Whether the instances have Elastic Fabric Adapters.
     """
-
-    name: str
-    place: str
-    region: str
-    has_project: bool
-    uses_efa: bool
-
-
-def user_data(command: JobCommand, options: AwsOptions, job: NodeJob) -> str:
-    """Return the script. Raises ConfigError if it is too long for user data."""
     every, minutes = _WATCH_S, max(round(60 * options.max_hours), 1)
     parts = [
         "#!/usr/bin/env bash",
@@ -150,57 +151,131 @@ def user_data(command: JobCommand, options: AwsOptions, job: NodeJob) -> str:
         f"run={shlex.quote(command.run_folder.as_posix())}",
         "home=/opt/lockstep",
         "imds=http://169.254.169.254/latest",
-        f"export AWS_DEFAULT_REGION={job.region} HOME=/root",
+        f"export AWS_DEFAULT_REGION={shlex.quote(job.region)} HOME=/root",
         "",
         _START.format(minutes=minutes, every=every),
-        *_setup(options, job),
-        *_program(options),
-        f"command=({bash_array(words_there(command, options))})",
+        *_setup(options, has_project=has_project, uses_efa=uses_efa),
+        f"program=({options.program})" if options.program else 'program=("$home/venv/bin/lockstep")',
+        f"command=({bash_array(words)})",
         "",
     ]
     if options.nodes > 1:
         parts.append(_MEET.format(nodes=options.nodes, patience=_READY_S, port=options.port, job=job.name))
     text = "\n".join([*parts, _RUN])
     size = len(text.encode())
-    if size > MOST_BYTES:
+    if size > _MOST_BYTES:
         raise ConfigError(
-            f"the script of an instance has {size:,} bytes, and EC2 takes {MOST_BYTES:,}; put settings into a config "
+            f"the script of an instance has {size:,} bytes, and EC2 takes {_MOST_BYTES:,}; put settings into a config "
             "file, and lines of --setup into a script of the project"
         )
     return text
 
 
-def _setup(options: AwsOptions, job: NodeJob) -> Iterator[str]:
-    if job.has_project:
+def _setup(options: AwsOptions, *, has_project: bool, uses_efa: bool) -> Iterator[str]:
+    if has_project:
         yield f'aws s3 cp --quiet "$bucket/{PROJECT}" - | tar -xz'
-    if job.uses_efa:
+    if uses_efa:
         yield "export FI_PROVIDER=efa"
-    yield from (f"export {name}={shlex.quote(value)}" for name, value in environment(options).items())
+    yield from (f"export {name}={shlex.quote(value)}" for name, value in pairs(options.env).items())
     yield from options.setup
-    if options.image is None and options.program is None:
+    if options.program is None:
         wheel = wheel_name()
         yield f'aws s3 cp --quiet "$bucket/{wheel}" "$home/{wheel}"'
         yield 'python3 -m venv "$home/venv" || {'
         yield "    apt-get update -q && apt-get install -qy python3-venv"
         yield '    python3 -m venv --clear "$home/venv"'
         yield "}"
-        yield f'"$home/venv/bin/pip" install --quiet {torch_requirement()} "$home/{wheel}{requirement()}"'
+        extras = ",".join(["buckets", *(extra for extra, package in _EXTRAS.items() if _version(package))])
+        torch = f"torch=={_version('torch').partition('+')[0]}"
+        yield f'"$home/venv/bin/pip" install --quiet {torch} "$home/{wheel}[{extras}]"'
     yield ""
 
 
-def _program(options: AwsOptions) -> Iterator[str]:
-    if options.image is None:
-        yield f"program=({options.program})" if options.program else 'program=("$home/venv/bin/lockstep")'
-        return
-    variables = " ".join(
-        f"--env {name}" for name in ("LOCKSTEP_JOB_TOKEN", "AWS_DEFAULT_REGION", *environment(options))
-    )
-    yield "program=(docker run --rm --network host --ipc host --ulimit memlock=-1 --ulimit stack=67108864)"
-    yield f'program+=(--volume "$home/project:/work" --workdir /work {variables})'
-    yield "if command -v nvidia-smi > /dev/null; then"
-    yield "    program+=(--gpus all)"
-    yield "fi"
-    yield "if [ -e /dev/infiniband ]; then"
-    yield "    program+=(--device /dev/infiniband)"
-    yield "fi"
-    yield f"program+=({shlex.quote(options.image or '')} lockstep)"
+# --- the project, and this Lockstep ---------------------------------------------------------------------------------
+
+
+def project_files(source: str) -> tuple[list[Path], list[str]]:
+    """Return the project's files, relative to `source`, and notes about those that are left out. Raises ConfigError."""
+    if source == "none":
+        return [], []
+    tracked = _git(source, "--cached")
+    if tracked is None:
+        return [], [f"{source} is not in a git repository: none of its files are copied to the instances"]
+    new = _git(source, "--others", "--exclude-standard") or []
+    secret = [path for path in new if _looks_secret(path)]
+    files = [path for path in (*tracked, *new) if path not in secret and Path(source, path).is_file()]
+    size = sum(Path(source, path).stat().st_size for path in files)
+    if size > LARGEST_PROJECT:
+        raise ConfigError(
+            f"the project in {Path(source).absolute()} has {size / 2**20:,.0f} MiB, and at most "
+            f"{LARGEST_PROJECT / 2**20:,.0f} are copied; name data in .gitignore and read it from a bucket, or give "
+            "another --source"
+        )
+    left_out = ", ".join(map(str, secret))
+    return files, [f"not copied to the instances, because they look like secrets: {left_out}"] if secret else []
+
+
+def project_archive(source: str) -> bytes:
+    """Return the project's files as a compressed archive. Raises RunFailed."""
+    buffer = io.BytesIO()
+    try:
+        with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as archive:
+            for path in project_files(source)[0]:
+                archive.add(Path(source, path), str(path), recursive=False, filter=_of_root)
+    except OSError as error:
+        raise RunFailed(f"can't read {error.filename}: {error.strerror}") from None
+    return buffer.getvalue()
+
+
+def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    return entry.replace(uid=0, gid=0, uname="", gname="")
+
+
+def wheel_name() -> str:
+    """Return the file name of the wheel."""
+    return f"{DISTRIBUTION.replace('-', '_')}-{lockstep.__version__}-py3-none-any.whl"
+
+
+def wheel() -> bytes:
+    """Return this Lockstep as a wheel, which pip installs with what it needs."""
+    known = metadata.distribution(DISTRIBUTION)
+    root, recipes = Path(lockstep.__file__).parent, recipes_folder()
+    files = {f"lockstep/{path.relative_to(root).as_posix()}": path for path in root.rglob("*")}
+    if not recipes.is_relative_to(root):  # a checkout has them beside the package
+        files |= {f"lockstep/recipes/{path.relative_to(recipes).as_posix()}": path for path in recipes.rglob("*.yaml")}
+    files = {name: path for name, path in files.items() if path.is_file() and "__pycache__" not in name}
+    about = f"{DISTRIBUTION.replace('-', '_')}-{lockstep.__version__}.dist-info"
+    texts = {f"{about}/{name}": known.read_text(name) or "" for name in ("METADATA", "entry_points.txt")}
+    texts[f"{about}/WHEEL"] = "Wheel-Version: 1.0\nGenerator: lockstep\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    texts[f"{about}/RECORD"] = "".join(f"{name},,\n" for name in (*files, *texts, f"{about}/RECORD"))
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, path in files.items():
+            archive.write(path, name)
+        for name, text in texts.items():
+            archive.writestr(name, text)
+    return buffer.getvalue()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _git(source: str, *options: str) -> list[Path] | None:
+    """Return what `git ls-files` lists; None: this is no repository, or there is no git."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", source, "ls-files", "-z", *options], capture_output=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode != 0:
+        return None
+    return [Path(name.decode("utf-8", "surrogateescape")) for name in done.stdout.split(b"\0") if name]
+
+
+def _looks_secret(path: Path) -> bool:
+    return path.name in _SECRET_FILES or path.name.startswith(".env.") or path.suffix in _SECRET_ENDS

@@ -1,11 +1,11 @@
 """Runs a command in containers of this machine, by Docker Compose: one launcher in each, on a network of their own.
 
 plan      the compose file, and the calls of docker     submit    docker compose build, docker compose up
-status    docker inspect of the job's containers        cancel    docker stop: the ranks save; then as after the end
-follow    the log of node 0, then the exit code
+status    docker compose ps                             cancel    docker compose stop: the ranks save
+follow    docker compose logs of node 0, then the exit code
 
 After the end, the first call that notices it keeps the logs and the exit code in the job's folder, and removes the
-containers with their network.
+containers with their network. No secret is in the compose file: the job's token is a variable.
 """
 
 from __future__ import annotations
@@ -17,38 +17,65 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lockstep.core.command_lines import command_line
-from lockstep.core.errors import ConfigError, Paused, RunFailed, Stopped, VerificationError
+from lockstep.core.errors import ConfigError, Paused, Problem, RunFailed, Stopped, VerificationError
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import echo, plain
 from lockstep.launch.meeting import TOKEN
-from lockstep.launchers.docker_compose import FOLDER_LABEL, job_text
-from lockstep.launchers.docker_options import DockerOptions, check, container_user
-from lockstep.launchers.tools import execute, job_name, write_files
+from lockstep.launchers.mounts import Mount, mount_problems
+from lockstep.launchers.tools import (
+    as_comment,
+    as_yaml,
+    execute,
+    job_name,
+    node_problems,
+    program_words,
+    seconds_to_save,
+    variable_problems,
+    write_files,
+)
+from lockstep.strategies.section import Auto, Positive, Section
 
 _NOT_HERE = "install Docker with its plugin Compose; --dry-run prints the compose file anywhere"
-_REMEDIES = {
-    "Cannot connect to the Docker daemon|permission denied .*docker": "`docker info` shows whether it answers you",
-    "unknown command|is not a docker command|unknown shorthand flag": "install Docker Compose 2, a plugin of Docker",
-    "could not select device driver": "install the NVIDIA Container Toolkit",
-    "pull access denied|manifest unknown|repository does not exist": "give an image that is there: --image",
-}
-_PROJECT_LABEL, _SERVICE_LABEL = "com.docker.compose.project", "com.docker.compose.service"
-_COMPOSE_FILE, _END_FILE = "compose.yaml", "docker.json"
-_ENDED = ("exited", "dead")
+_SECRET = "which would be written down; set it, and give --env {name}"
+_COMPOSE_FILE, _END_FILE, _LOG_FILE = "compose.yaml", "docker.json", "docker.log"
+_BUILD_ARGUMENTS = ("BASE_IMAGE", "TORCH_INDEX", "LOCKSTEP")  # Compose takes them from variables of these names
+_VOLUME = re.compile(r"(?P<host>[^:]+):(?P<path>/[^:/][^:]*)(?P<mode>:ro|:rw)?")
+_PORT = 29500  # of node 0, in the containers' own network
 _CODES = (0, 1, ConfigError.exit_code, VerificationError.exit_code, Paused.exit_code, Stopped.exit_code)
+_STDERR = 2  # the file
 _POLL_S = 1.0
-_STOPPING_S = 60  # to stop a container beyond its grace period
-_SHOWN_LINES = 3
+_STOPPING_S = 3600  # more than a container's own grace period
+
+
+class DockerOptions(Section):
+    """Options of a job in containers on this machine."""
+
+    image: str | None = None
+    """Image in which Lockstep is installed; by default it is built from the Dockerfile in the current folder."""
+    nodes: Positive = 1
+    """Number of containers; in each of them one launcher starts the ranks."""
+    gpus_per_node: Positive | None = None
+    """NVIDIA GPUs of each node, in their order; without --ranks, each gets a rank."""
+    volume: tuple[str, ...] = ()
+    """A further folder, and its path in the containers, such as /data:/data:ro; may be repeated. They see the
+    current folder anyway, at its own path."""
+    env: tuple[str, ...] = ()
+    """An environment variable, as NAME=VALUE, or NAME with its value here, which no file has; may be repeated."""
+    shm: str = "8gb"
+    """Size of /dev/shm of each container."""
+    user: str | None = None
+    """User id, or UID:GID, that the containers run with; by default yours."""
+    grace: Positive | Auto = "auto"
+    """Seconds that a container has to save and stop; auto: a minute, and the time that 200 MB/s take to save."""
+    program: str = "lockstep"
+    """Program that starts Lockstep in the image."""
 
 
 class DockerLauncher:
@@ -58,155 +85,197 @@ class DockerLauncher:
 
     def plan(self, command: JobCommand, options: DockerOptions) -> LaunchPlan:
         """Return the compose file and the calls that start it."""
-        here = Path.cwd()
-        check(command, options, here)
-        name = job_name(command.name, secrets.token_hex(3))
+        _check(command, options, Path.cwd())
         path = command.folder / _COMPOSE_FILE
+        name = job_name(command.name, secrets.token_hex(3))
         compose = ("docker", "compose", f"--file={path}")
         build = [(*compose, "build", "node0")] if options.image is None else []
-        notes = []
-        user = container_user(options, here)
-        if options.user is None and int(user.partition(":")[0]) != os.getuid():
-            notes.append(
-                f"containers don't run as root: user {user} has to read this folder, and gets the run's folder"
-            )
-        commands = (*build, (*compose, "up", "--detach", "--no-build"))
-        return LaunchPlan({path: job_text(command, options, name, here)}, commands, tuple(notes))
+        text = _job_text(command, options, name, Path.cwd())
+        return LaunchPlan({path: text}, (*build, (*compose, "up", "--detach", "--no-build")), number=name)
 
     def submit(self, plan: LaunchPlan) -> str:
         """Build the image, start the containers; remove what was made if that fails."""
-        execute(("docker", "--version"), _NOT_HERE)
-        _docker("compose", "version")
-        _docker("info", "--format", "{{.ServerVersion}}")
+        execute(("docker", "compose", "ls"), _NOT_HERE)
         write_files(plan.files)
-        ((path, text),) = plan.files.items()
-        compose = yaml.safe_load(text)
-        _give(path, compose["services"]["node0"]["user"])
-        with undo_on_stop(lambda: _remove(compose["name"], path.parent)):
-            try:
-                for words in plan.commands:
-                    _printed(words, {TOKEN: secrets.token_hex(32)})
-            except RunFailed as failure:
-                _undo(compose["name"], path.parent, failure)
-                raise
-        return str(compose["name"])
+        with undo_on_stop(lambda: _remove(plan.number)):
+            for words in plan.commands:
+                variables = {**os.environ, TOKEN: secrets.token_hex(32)}
+                done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=_STDERR, env=variables, check=False)
+                if done.returncode:
+                    _remove(plan.number)
+                    raise RunFailed(f"docker compose failed with exit code {done.returncode}; its output says why")
+        return plan.number
 
     def status(self, job: LaunchedJob) -> JobStatus:
         """Return the job's state."""
-        state = _ask(job)
-        if state.code is not None:
-            _finish(job, state)
-        return JobStatus(state.text, state.code)
+        return _finished(job, _state(job))
 
     def follow(self, job: LaunchedJob) -> int:
         """Print the log of node 0 until all nodes have ended."""
-        state, shown = _ask(job), ""
-        if not state.containers:
-            echo(_kept_log(job), end="", flush=True)
-        log = _ContainerLog()
+        status, shown, since = _state(job), "", "0"
         while True:
-            if state.text != shown:
-                shown = state.text
+            if status.text != shown:
+                shown = status.text
                 echo(shown, file=sys.stderr, flush=True)
-            if state.containers:
-                log.print_new(state.containers[0])
-            if state.code is not None:
-                _finish(job, state)
-                return state.code
+            if not _is_kept(job):
+                _print_log(job.number, since)
+                since = str(time.time())
+            if status.code is not None:
+                _finished(job, status)
+                return status.code
             time.sleep(_POLL_S)
-            state = _ask(job, canceled=True)
+            status = _state(job, canceled=True)
 
     def cancel(self, job: LaunchedJob) -> None:
         """Stop the containers: the ranks save within the grace period."""
-        state = _ask(job)
-        if state.code is not None:
-            raise ConfigError(f"it has ended already: {state.text}")
-        grace = max(int(each["Config"].get("StopTimeout") or 0) for each in state.containers)
-        execute(
-            ("docker", "stop", *(each["Id"] for each in state.containers)), _NOT_HERE, patience_s=grace + _STOPPING_S
-        )
-        _finish(job, _ask(job, canceled=True))
+        status = _state(job)
+        if status.code is not None:
+            raise ConfigError(f"it has ended already: {status.text}")
+        _compose(job.number, "stop")
+        _finished(job, _state(job, canceled=True))
 
 
 DOCKER = DockerLauncher()
 
 
-# --- docker ---------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------------------------
 
 
-def _docker(*words: str) -> str:
-    """Call docker. Raises RunFailed, with a remedy if it is a frequent mistake."""
-    try:
-        return execute(("docker", *words), _NOT_HERE)
-    except RunFailed as failure:
-        raise _with_remedy(str(failure)) from None
+def _check(command: JobCommand, options: DockerOptions, folder: Path) -> None:
+    """Raise ConfigError if the options aren't valid, or don't fit together or with the command."""
+    problems = [*node_problems(command, options.nodes, "in one container"), *_malformed(options, folder)]
+    problems += variable_problems(options.env, _SECRET, from_here=True)
+    if not problems:
+        problems += mount_problems(command, _mounts(options, folder), folder, "--volume", ":ro")
+    if problems:
+        raise ConfigError(problems)
 
 
-def _with_remedy(text: str) -> RunFailed:
-    remedy = next((remedy for pattern, remedy in _REMEDIES.items() if re.search(pattern, text)), "")
-    return RunFailed(f"{text}; {remedy}" if remedy else text)
+def _malformed(options: DockerOptions, folder: Path) -> Iterator[Problem]:
+    if options.image is None and not (folder / "Dockerfile").is_file():
+        yield Problem("--image", "", "is missing, and there is no Dockerfile here to build it from; give an image in "
+                      "which Lockstep is installed, or write a Dockerfile: lockstep init docker")  # fmt: skip
+    if folder == Path("/"):
+        yield Problem("", "", "containers see the current folder, which is /; call this in the folder of your project")
+    if options.user is not None and not re.fullmatch(r"[0-9]+(:[0-9]+)?", options.user):
+        yield Problem("--user", "", f"{options.user!r} is not UID or UID:GID, such as 1000:1000")
+    for text in options.volume:
+        match = _VOLUME.fullmatch(text)
+        if match is None:
+            yield Problem("--volume", "", f"{text!r} is not FOLDER:/PATH or FOLDER:/PATH:ro, such as /data:/data:ro")
+        elif not (folder / Path(match["host"]).expanduser()).exists():
+            yield Problem("--volume", "", f"there is no {match['host']} here; create it")
 
 
-def _printed(words: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Run docker, and print on stderr what it prints, as it comes. Raises RunFailed."""
-    last: list[str] = []
-    environment = {**os.environ, **variables}
-    pipe, merged = subprocess.PIPE, subprocess.STDOUT
-    with subprocess.Popen(
-        words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=merged, errors="replace", env=environment
-    ) as running:
-        for line in running.stdout or ():
-            echo(plain(line.rstrip("\n")), file=sys.stderr, flush=True)
-            last = [*last, line.strip()][-_SHOWN_LINES:]
-    if running.returncode:
-        why = "; ".join(filter(None, last)) or f"exit code {running.returncode}"
-        raise _with_remedy(f"docker compose failed: {plain(why)}")
+def _mounts(options: DockerOptions, folder: Path) -> list[Mount]:
+    mounts = [Mount(str(folder), str(folder))]
+    for match in filter(None, map(_VOLUME.fullmatch, options.volume)):
+        host = os.path.normpath(folder / Path(match["host"]).expanduser())
+        mounts.append(Mount(host, os.path.normpath(match["path"]), match["mode"] == ":ro"))
+    return mounts
 
 
-def _give(path: Path, user: str) -> None:
-    """Make the run's folder, in which a file was written, the user's of the containers, if root is who wrote it."""
-    if os.getuid() != 0:
-        return
-    here, run_folder = Path.cwd(), path.parent.parent
-    above = [place for place in run_folder.parents if here in place.parents]
-    try:
-        for place in (path, path.parent, run_folder, *above):
-            if place.stat().st_uid == 0:
-                os.chown(place, *(int(number) for number in user.split(":")))
-    except OSError as error:
-        raise RunFailed(f"can't give {run_folder} to user {user}: {error.strerror}") from None
+# --- the compose file -----------------------------------------------------------------------------------------------
 
 
-def _remove(number: str, folder: Path) -> None:
-    """Remove a job's containers and their network."""
-    path = folder / _COMPOSE_FILE
-    where = f"--file={path}" if path.is_file() else "--project-directory=/"
-    words = ("docker", "compose", f"--project-name={number}", where, "down")
-    execute(words, _NOT_HERE, patience_s=_STOPPING_S, variables={TOKEN: "unused"})
+def _job_text(command: JobCommand, options: DockerOptions, name: str, folder: Path) -> str:
+    nodes = options.nodes
+    up = as_comment(command_line("docker", "compose", "--file", command.folder / _COMPOSE_FILE, "up"))
+    head = [
+        as_comment(command.typed),
+        "Written by that command, to be read, changed and started again:",
+        f'{TOKEN}="$(openssl rand -hex 32)" {up}' if nodes > 1 else up,
+    ]
+    services = {}
+    for node in range(nodes):
+        joining = ["--nodes", str(nodes), "--rendezvous", f"node0:{_PORT}", "--node-rank", str(node), "--job-id", name]
+        own = {
+            "container_name": f"{name}-node{node}",
+            "hostname": f"node{node}",
+            "command": [*command.words, *(joining if nodes > 1 else ())],
+            **_devices(options, node),
+        }
+        services[f"node{node}"] = _escaped({**_service(command, options, folder), **own})
+    compose = {"name": name, "services": services, "networks": {"ranks": {"driver": "bridge"}}}
+    return "".join([*(f"# {line}\n" for line in head), as_yaml(compose)])
 
 
-def _undo(number: str, folder: Path, failure: RunFailed) -> None:
-    """Remove what was made before a call failed. Raises RunFailed, with both reasons, if that fails too."""
-    try:
-        _remove(number, folder)
-    except RunFailed as second:
-        left = command_line("docker", "compose", "--project-name", number, "down")
-        raise RunFailed(f"{failure}; what was made is left ({second}); remove it: {left}") from None
+def _service(command: JobCommand, options: DockerOptions, folder: Path) -> dict[str, Any]:
+    grace = seconds_to_save(command, 1) if options.grace == "auto" else options.grace
+    image = re.sub(r"[^a-z0-9]+", "-", folder.name.lower()).strip("-") or "lockstep-project"
+    built = {"image": f"{image}:latest", "build": {"context": str(folder), "args": dict.fromkeys(_BUILD_ARGUMENTS)}}
+    parts = [text.partition("=") for text in options.env]
+    own = {"HOME": "/tmp", "USER": "lockstep"}  # the user id may have no name in the image
+    token = {TOKEN: f"${{{TOKEN}:?is made by lockstep launch docker}}"} if options.nodes > 1 else {}
+    return {
+        **(built if options.image is None else {"image": options.image}),
+        "user": options.user or f"{os.getuid()}:{os.getgid()}",
+        "init": True,
+        "stop_signal": "SIGTERM",
+        "stop_grace_period": f"{grace}s",
+        "shm_size": options.shm,
+        "ulimits": {"memlock": -1},
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "restart": "no",
+        "logging": {"driver": "local", "options": {"max-size": "50m", "max-file": "2"}},
+        "networks": ["ranks"],
+        "working_dir": str(folder),
+        "entrypoint": program_words(options.program),
+        "environment": {**own, **{name: value if equals else None for name, equals, value in parts}, **token},
+        "volumes": [
+            {
+                "type": "bind",
+                "source": mount.host,
+                "target": mount.target,
+                **({"read_only": True} if mount.read_only else {}),
+                "bind": {"create_host_path": False},  # it would be root's
+            }
+            for mount in _mounts(options, folder)
+        ],
+    }
+
+
+def _devices(options: DockerOptions, node: int) -> dict[str, Any]:
+    if not options.gpus_per_node:
+        return {}
+    first = node * options.gpus_per_node
+    numbers = [str(number) for number in range(first, first + options.gpus_per_node)]
+    device = {"driver": "nvidia", "device_ids": numbers, "capabilities": ["gpu"]}
+    return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
+
+
+def _escaped(value: Any) -> Any:
+    """Return the value with `$` doubled, in which Compose would replace variables; the token's is one."""
+    if isinstance(value, str):
+        return value.replace("$", "$$")
+    if isinstance(value, Mapping):
+        return {key: each if key == TOKEN else _escaped(each) for key, each in value.items()}
+    return [_escaped(each) for each in value] if isinstance(value, list) else value
 
 
 # --- what Docker knows of a job -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _DockerJob:
-    """A job's state, and its containers as `docker inspect` describes them, that of node 0 first; none once removed."""
-
-    text: str
-    code: int | None
-    containers: tuple[Mapping[str, Any], ...]
+def _compose_words(number: str, *words: str) -> tuple[str, ...]:
+    """Return a call about a job, which reads no compose file of the current folder."""
+    return ("docker", "compose", f"--project-name={number}", "--project-directory=/", *words)
 
 
-def _ask(job: LaunchedJob, *, canceled: bool = False) -> _DockerJob:
+def _compose(number: str, *words: str) -> str:
+    return execute(_compose_words(number, *words), _NOT_HERE, patience_s=_STOPPING_S)
+
+
+def _remove(number: str) -> None:
+    """Remove a job's containers and their network. Raises RunFailed, with the call that tries it again."""
+    try:
+        _compose(number, "down")
+    except RunFailed as failure:
+        left = command_line("docker", "compose", "--project-name", number, "down")
+        raise RunFailed(f"what was made is left ({failure}); remove it: {left}") from None
+
+
+def _state(job: LaunchedJob, *, canceled: bool = False) -> JobStatus:
     """Return the state of a job.
 
     Args:
@@ -218,127 +287,65 @@ def _ask(job: LaunchedJob, *, canceled: bool = False) -> _DockerJob:
     number = job.number
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", number):
         raise ConfigError(f"{number!r} is neither the name of a job in containers nor the folder of its run")
-    kept = _kept_end(job)
-    if kept is not None:
+    if (kept := _kept_end(job)) is not None:
         return kept
-    listed = _docker("ps", "--all", "--quiet", "--no-trunc", f"--filter=label={_PROJECT_LABEL}={number}").split()
-    try:
-        containers = json.loads(_docker("inspect", "--type=container", *listed)) if listed else []
-    except RunFailed:  # removed since they were listed
-        containers = []
-    if not containers:
-        kept = _kept_end(job)
-        if kept is None and canceled:
-            return _DockerJob(f"Docker {number}: canceled", Stopped.exit_code, ())
-        if kept is None:
-            raise ConfigError(f"Docker knows no job {number}; if it has ended, give the folder of its run")
-        return kept
-    containers.sort(key=_node)
-    code = _code(containers)
-    return _DockerJob(f"Docker {number}: {_described(containers, code)}", code, tuple(containers))
+    parsed = map(json.loads, _compose(number, "ps", "--all", "--format=json").splitlines())
+    entries = [
+        entry for each in parsed for entry in (each if isinstance(each, list) else [each])
+    ]  # before Compose 2.21
+    ends = {each["Service"]: each["ExitCode"] if each["State"] in ("exited", "dead") else None for each in entries}
+    if not ends and not canceled:
+        raise ConfigError(f"Docker knows no job {number}; if it has ended, give the folder of its run")
+    if not ends:
+        return JobStatus(f"Docker {number}: canceled", Stopped.exit_code)
+    code = _code([*ends.values()])
+    odd = [f"{name} ended with exit code {its}" for name, its in sorted(ends.items()) if its not in (None, *_CODES)]
+    running = sum(each["State"] == "running" for each in entries)
+    main = f"{running} of {len(ends)} nodes running" if code is None else f"ended, exit code {code}"
+    why = f" ({'; '.join(odd)})" if odd else ""
+    return JobStatus(f"Docker {number}: {main}{why}", code)
 
 
-def _node(container: Mapping[str, Any]) -> int:
-    return int(re.sub(r"\D", "", container["Config"]["Labels"].get(_SERVICE_LABEL, "")) or 0)
-
-
-def _code(containers: Sequence[Mapping[str, Any]]) -> int | None:
+def _code(codes: list[int | None]) -> int | None:
     """Return the exit code of the run, which all its launchers have; 1 if one of them was killed; None: it runs."""
-    if any(each["State"]["Status"] not in _ENDED for each in containers):
+    ended = {code for code in codes if code is not None}
+    if None in codes:
         return None
-    codes = {int(each["State"]["ExitCode"]) for each in containers}
-    if len(codes - {0}) > 1 or not codes <= set(_CODES):
-        return 1
-    return max(codes)
+    return 1 if len(ended - {0}) > 1 or not ended <= {*_CODES} else max(ended)
 
 
-def _described(containers: Sequence[Mapping[str, Any]], code: int | None) -> str:
-    states = {f"node{_node(each)}": each["State"] for each in containers}
-    reasons = []
-    for name, state in states.items():
-        if state.get("OOMKilled"):
-            reasons.append(f"{name} was killed: out of memory")
-        elif state["Status"] in _ENDED and int(state["ExitCode"]) not in _CODES:
-            reasons.append(f"{name} ended with exit code {state['ExitCode']}")
-        if state.get("Error"):
-            reasons.append(f"{name}: {plain(state['Error'])}")
-    running = sum(state["Status"] == "running" for state in states.values())
-    main = f"{running} of {len(states)} nodes running" if code is None else f"ended, exit code {code}"
-    return f"{main} ({'; '.join(reasons)})" if reasons else main
-
-
-class _ContainerLog:
-    """Prints the log of a container, each line once."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def print_new(self, container: Mapping[str, Any]) -> None:
-        """Print what is new until the container ends, or the connection to Docker breaks."""
-        since = [f"--since={self._last}"] if self._last else []
-        words = ("docker", "logs", "--follow", "--timestamps", *since, container["Id"])
-        pipe, merged = subprocess.PIPE, subprocess.STDOUT
-        with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=merged, errors="replace") as logs:
-            for line in logs.stdout or ():
-                moment, _, text = line.rstrip("\n").partition(" ")
-                if moment > self._last:
-                    self._last = moment
-                    echo(plain(text), flush=True)
+def _print_log(number: str, since: str) -> None:
+    """Print the log of node 0 from a time on, until its container ends or the connection to Docker breaks."""
+    words = _compose_words(number, "logs", "--follow", "--no-log-prefix", f"--since={since}", "node0")
+    pipe, merged = subprocess.PIPE, subprocess.STDOUT
+    with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=merged, errors="replace") as logs:
+        for line in logs.stdout or ():
+            echo(plain(line.rstrip("\n")), flush=True)
 
 
 # --- what is kept of a job that has ended ---------------------------------------------------------------------------
 
 
-def _folder(job: LaunchedJob, state: _DockerJob) -> Path | None:
-    """Return the folder of the job's files, if it is on this machine."""
-    labels = state.containers[0]["Config"]["Labels"] if state.containers else {}
-    folder = job.folder or (Path(labels[FOLDER_LABEL]) if FOLDER_LABEL in labels else None)
-    return folder if folder is not None and folder.is_dir() else None
-
-
-def _finish(job: LaunchedJob, state: _DockerJob) -> None:
+def _finished(job: LaunchedJob, status: JobStatus) -> JobStatus:
     """Keep the logs and the end of a job in its folder, and remove its containers; leave them if there is no folder."""
-    folder = _folder(job, state)
-    if folder is None or not state.containers:
-        return
-    try:
-        for container in state.containers:
-            _keep_log(container, folder / f"node-{_node(container)}.log")
-    except (OSError, RunFailed) as error:
-        if _kept_end(LaunchedJob(job.number, folder)) is None:  # or another command has kept them
-            echo(f"note: the containers stay, because their logs can't be kept: {error}", file=sys.stderr)
-        return
-    end = {"job": job.number, "code": state.code, "text": state.text}
-    write_files({folder / _END_FILE: json.dumps(end, indent=2) + "\n"})
-    _remove(job.number, folder)
+    if status.code is not None and job.folder is not None and not _is_kept(job):
+        end = {"job": job.number, "code": status.code, "text": status.text}
+        write_files({job.folder / _LOG_FILE: _compose(job.number, "logs", "--no-color")})
+        write_files({job.folder / _END_FILE: json.dumps(end, indent=2) + "\n"})
+        _remove(job.number)
+    return status
 
 
-def _keep_log(container: Mapping[str, Any], path: Path) -> None:
-    """Write a container's log to a file. Raises OSError or RunFailed; then what the file had before stays."""
-    part = path.with_suffix(".part")
-    with open(part, "wb") as file:
-        done = subprocess.run(("docker", "logs", container["Id"]), stdout=file, stderr=file, check=False)
-    if done.returncode:
-        part.unlink()
-        raise RunFailed(f"docker logs ends with exit code {done.returncode}")
-    part.replace(path)
+def _is_kept(job: LaunchedJob) -> bool:
+    return _kept_end(job) is not None
 
 
-def _kept_end(job: LaunchedJob) -> _DockerJob | None:
+def _kept_end(job: LaunchedJob) -> JobStatus | None:
     """Return how a job has ended, if that was kept."""
     if job.folder is None:
         return None
     try:
         end = json.loads(read_bounded(job.folder / _END_FILE, MAX_JSON_BYTES))
-        kept = _DockerJob(str(end["text"]), int(end["code"]), ())
+        return JobStatus(str(end["text"]), int(end["code"])) if end["job"] == job.number else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return kept if end["job"] == job.number else None
-
-
-def _kept_log(job: LaunchedJob) -> str:
-    path = (job.folder or Path()) / "node-0.log"
-    try:
-        return "".join(f"{plain(line)}\n" for line in path.read_text(errors="replace").splitlines())
-    except OSError:
-        return ""

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
@@ -27,9 +27,8 @@ from lockstep.core.errors import ConfigError, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import echo, plain
-from lockstep.launchers.kubernetes_manifests import TOKEN, documents, text_of
-from lockstep.launchers.kubernetes_options import KubernetesOptions, check, workdir
-from lockstep.launchers.tools import execute, job_name, write_files
+from lockstep.launchers.kubernetes_manifests import TOKEN, KubernetesOptions, check, documents, text_of, workdir
+from lockstep.launchers.tools import Patience, execute, job_name, write_files
 
 _NOT_HERE = "install it, with a context for your cluster; --dry-run prints the manifests anywhere"
 _LABEL = "batch.kubernetes.io/job-name={}"  # by which its pods are selected
@@ -38,11 +37,6 @@ _ITS_UID = "{.metadata.uid}"
 _UID = "UID"  # instead of it, in a planned call
 _POLL_S = 2.0
 _PATIENCE_S = 300.0  # without an answer of the API server, while a job is followed
-_REMEDIES = {
-    "forbidden|Forbidden": "`kubectl auth can-i --list` prints what you may do",
-    'current-context|context ".*" does not exist': "`kubectl config get-contexts` lists the contexts",
-    "[Cc]onnection|Unable to connect": "`kubectl cluster-info` checks the connection",
-}
 
 
 class KubernetesLauncher:
@@ -67,7 +61,12 @@ class KubernetesLauncher:
             owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": _UID}
             patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
             commands += [(*kubectl, "patch", each, "--type=merge", f"--patch={patch}") for each in owned]
-        return LaunchPlan({path: text_of(manifests, command)}, tuple(commands), tuple(_notes(command, options)))
+        folder = workdir(options)
+        notes = [
+            f"{each} is here; the pods read it at {PurePosixPath(folder, each)}, in the image or a volume"
+            for each in command.paths
+        ]
+        return LaunchPlan({path: text_of(manifests, command)}, tuple(commands), tuple(notes))
 
     def submit(self, plan: LaunchPlan) -> str:
         """Create the job with what belongs to it; delete what was created if a call fails."""
@@ -96,8 +95,8 @@ class KubernetesLauncher:
     def follow(self, job: LaunchedJob) -> int:
         """Print the log of the first pod, and of those that replace it, until the job has ended."""
         target = _named(job.number)
-        printed = _PodLogs(target)
-        state, shown, answered_at = _ask(target), "", time.monotonic()
+        printed, patience = _PodLogs(target), Patience(job.number, "kubernetes", _PATIENCE_S)
+        state, shown = _ask(target), ""
         while True:
             if state.text != shown:
                 shown = state.text
@@ -107,12 +106,9 @@ class KubernetesLauncher:
                 return state.code
             time.sleep(_POLL_S)
             try:
-                state, answered_at = _ask(target), time.monotonic()
-            except RunFailed:  # the API server can't be reached at the moment; the job continues
-                if time.monotonic() - answered_at > _PATIENCE_S:
-                    raise
+                state = patience.ask(lambda: _ask(target), _POLL_S)
             except ConfigError:
-                echo(f"Kubernetes {target}: deleted", file=sys.stderr)
+                echo(f"Kubernetes {target.identifier}: deleted", file=sys.stderr)
                 return Stopped.exit_code
 
     def cancel(self, job: LaunchedJob) -> None:
@@ -127,26 +123,6 @@ class KubernetesLauncher:
 KUBERNETES = KubernetesLauncher()
 
 
-def _notes(command: JobCommand, options: KubernetesOptions) -> list[str]:
-    folder = workdir(options)
-    notes = [
-        f"{text} is here; the pods read it at {PurePosixPath(folder, text)}, in the image or a volume{_link_note(text)}"
-        for text in command.paths
-    ]
-    if missing := [flag for flag, amount in (("--cpu", options.cpu), ("--memory", options.memory)) if amount is None]:
-        notes.append(
-            f"without {' and '.join(missing)} the pods request none, so that a node may have too little for them, or "
-            "evict them first"
-        )
-    return notes
-
-
-def _link_note(text: str) -> str:
-    real = Path(text).resolve()
-    leads_out = not real.is_relative_to(Path.cwd()) and Path(text).absolute().is_relative_to(Path.cwd())
-    return f"; here it leads to {real}, so copy what is there, and not the link" if leads_out else ""
-
-
 # --- kubectl --------------------------------------------------------------------------------------------------------
 
 
@@ -156,13 +132,7 @@ def _kubectl(context: str | None, namespace: str | None) -> tuple[str, ...]:
 
 
 def _asked(words: Sequence[str], given: str | None = None) -> str:
-    """Call kubectl. Raises RunFailed, with a remedy if it is a frequent mistake."""
-    try:
-        return execute(words, _NOT_HERE, given)
-    except RunFailed as failure:
-        text = str(failure)
-        remedy = next((remedy for pattern, remedy in _REMEDIES.items() if re.search(pattern, text)), "")
-        raise RunFailed(f"{text}; {remedy}" if remedy else text) from None
+    return execute(words, _NOT_HERE, given)
 
 
 def _namespace(kubectl: Sequence[str]) -> str:
@@ -212,9 +182,6 @@ class _Target:
     def resource(self) -> str:
         return f"jobs.batch/{self.name}"
 
-    def __str__(self) -> str:
-        return self.identifier
-
 
 @dataclass(frozen=True, slots=True)
 class _ClusterJob:
@@ -240,76 +207,58 @@ def _ask(target: _Target) -> _ClusterJob:
         if "NotFound" not in str(failure):
             raise
         raise ConfigError(
-            f"Kubernetes knows no {target}: it was canceled, or ended more than a week ago, or is in another context"
+            f"Kubernetes knows no {target.identifier}: canceled, ended more than a week ago, or in another context"
         ) from None
     selector = _LABEL.format(target.name)
     listed = _asked((*target.kubectl, "get", "pods", f"--selector={selector}", "--output=json"))
     pods = sorted(json.loads(listed)["items"], key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
-    conditions = {
-        each["type"]: each for each in job.get("status", {}).get("conditions", ()) if each["status"] == "True"
-    }
-    if "Complete" in conditions or "Completed" in conditions:
+    ends = {each["type"]: each for each in job.get("status", {}).get("conditions", ()) if each["status"] == "True"}
+    if "Complete" in ends:
         state, code = "completed", 0
-    elif "Failed" in conditions:
-        code = _code(conditions["Failed"], pods)
-        why = f" ({', '.join(reasons)})" if (reasons := _reasons(pods)) else ""
-        state = f"failed, exit code {code}{why}: {plain(conditions['Failed'].get('message', 'without a message'))}"
+    elif "Failed" in ends:
+        code = _code(ends["Failed"], pods)
+        reasons = sorted({each["reason"] for each in _terminated(pods) if each.get("reason", "Error") != "Error"})
+        why = f" ({plain(', '.join(reasons))})" if reasons else ""
+        state = f"failed, exit code {code}{why}: {plain(ends['Failed'].get('message', 'without a message'))}"
     else:
         state, code = _unfinished(pods), None
     first = tuple(pod for pod in pods if pod["metadata"].get("labels", {}).get(_INDEX, "0") == "0")
     restarts = max(len(first) - 1, 0)
-    text = f"Kubernetes {target}: {state}{f', restart {restarts}' if restarts else ''}"
+    text = f"Kubernetes {target.identifier}: {state}{f', restart {restarts}' if restarts else ''}"
     return _ClusterJob(text, code, first)
 
 
-def _exit_code(pod: Mapping[str, Any]) -> int | None:
-    """Return the exit code of a pod's container; None if it hasn't ended."""
-    statuses = pod.get("status", {}).get("containerStatuses", ())
-    codes = [each["state"]["terminated"]["exitCode"] for each in statuses if "terminated" in each.get("state", {})]
-    return int(codes[0]) if codes else None
+def _states(pods: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
+    """Return what is known of the containers in a state, `waiting` or `terminated`."""
+    statuses = [each for pod in pods for each in pod.get("status", {}).get("containerStatuses", ())]
+    return [each["state"][kind] for each in statuses if kind in each.get("state", {})]
 
 
-def _reasons(pods: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return why containers were ended by the cluster, such as OOMKilled or Evicted."""
-    ends = [pod.get("status", {}).get("reason") for pod in pods]
-    for pod in pods:
-        statuses = pod.get("status", {}).get("containerStatuses", ())
-        ends += [each.get("state", {}).get("terminated", {}).get("reason") for each in statuses]
-    return sorted({plain(reason) for reason in ends if reason not in (None, "Error", "Completed")})
+def _terminated(pods: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [*_states(pods, "terminated"), *(pod["status"] for pod in pods if pod.get("status", {}).get("reason"))]
 
 
 def _code(failed: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> int:
     """Return the exit code of a failed run: the one that the job's condition names, or the last of a pod."""
     match = re.search(r"exit code (\d+)", failed.get("message", ""))
-    if match is not None:
-        return int(match[1])
-    codes = [code for pod in pods if (code := _exit_code(pod))]
+    codes = (
+        [int(match[1])]
+        if match is not None
+        else [code for each in _states(pods, "terminated") if (code := each["exitCode"])]
+    )
     return codes[-1] if codes else 1
 
 
 def _unfinished(pods: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the pods of a job do, and what they wait for."""
     live = [pod for pod in pods if pod.get("status", {}).get("phase") in ("Pending", "Running")]
-    running = sum(pod["status"]["phase"] == "Running" for pod in live)
-    reasons = sorted({reason for pod in live if (reason := _waits_for(pod))})
     if not live:
         return "waits for its pods"
-    return f"{running} of {len(live)} pods running" + (f" ({'; '.join(reasons)})" if reasons else "")
-
-
-def _waits_for(pod: Mapping[str, Any]) -> str:
-    status = pod["status"]
-    waiting = [
-        each["state"]["waiting"]
-        for each in status.get("containerStatuses", ())
-        if "waiting" in each.get("state", {}) and each["state"]["waiting"].get("reason") != "ContainerCreating"
-    ]
-    waiting += [
-        each
-        for each in status.get("conditions", ())
-        if each["type"] == "PodScheduled" and each["status"] == "False" and each.get("reason")
-    ]
-    return ": ".join(plain(waiting[0][key]) for key in ("reason", "message") if waiting[0].get(key)) if waiting else ""
+    running = sum(pod["status"]["phase"] == "Running" for pod in live)
+    conditions = [each for pod in live for each in pod["status"].get("conditions", ())]
+    waits = [each for each in _states(live, "waiting") if each.get("reason") != "ContainerCreating"]
+    waits += [each for each in conditions if each["type"] == "PodScheduled" and each["status"] == "False"]
+    texts = {plain(": ".join(each[key] for key in ("reason", "message") if each.get(key))) for each in waits} - {""}
+    return f"{running} of {len(live)} pods running" + (f" ({'; '.join(sorted(texts))})" if texts else "")
 
 
 class _PodLogs:

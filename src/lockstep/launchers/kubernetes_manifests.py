@@ -1,44 +1,185 @@
-"""The manifests of a job on Kubernetes: an Indexed Job, and for several pods a headless Service.
+"""The manifests of a job on Kubernetes: an Indexed Job, and for several pods a headless Service; and their options.
 
-NAME-0.NAME is the first pod's address.
+NAME-0.NAME is the first pod's address. Of several pods each has a launcher. The job's token is in no manifest, only the
+name of the Secret that holds it.
 
-Of several pods each has a launcher. The job's token is in no manifest, only the name of the Secret that holds it.
+Names, labels, images and amounts are Kubernetes' to check: the server tries the manifests first.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
-from lockstep.core.errors import ConfigError, Paused, Stopped, VerificationError
+import yaml
+from pydantic import Field
+
+from lockstep.core.errors import ConfigError, Paused, Problem, Stopped, VerificationError
 from lockstep.core.jobs import JobCommand
-from lockstep.launchers.commented_yaml import yaml_lines
-from lockstep.launchers.kubernetes_options import (
-    KubernetesOptions,
-    claims,
-    grace_seconds,
-    needs_scratch,
+from lockstep.core.terminal import plain_line, shortened
+from lockstep.launchers.tools import (
+    as_comment,
+    as_yaml,
+    node_problems,
     pairs,
-    shm_size,
-    tolerations,
-    variables,
-    workdir,
+    program_words,
+    seconds_to_save,
+    variable_problems,
 )
-from lockstep.launchers.tools import as_comment, program_words
+from lockstep.stores.addresses import is_address
+from lockstep.strategies.section import Auto, Positive, Section
 
 TOKEN = "LOCKSTEP_JOB_TOKEN"
 _CONTAINER = "lockstep"
+_PORT = 29500  # of the first pod
 _KEPT_S = 7 * 24 * 3600
-_COMMENTS = {
-    "publishNotReadyAddresses": "The first pod's name resolves as soon as the pod exists.",
-    "completionMode": "Each pod has a number, 0 to completions - 1: its node rank.",
-    "podFailurePolicy": f"The first rule that matches counts; {Paused.exit_code}: stopped and saved.",
-    "ttlSecondsAfterFinished": "The job and its logs are deleted a week after its end.",
-    "terminationGracePeriodSeconds": "After SIGTERM all ranks save and stop, within these seconds.",
-    "envFrom": "Secrets, by name: their values are in no manifest.",
-}
-"""Key -> a comment above its first line."""
+_SCRATCH = "/work"
+_VOLUME = re.compile(r"[^:]+:/[^:]*[^:/](:r[ow])?")
+_SECRET = "and the job shows its value; put it into a Secret and give --env-secret NAME"
+
+
+class KubernetesOptions(Section):
+    """Options of a job on Kubernetes."""
+
+    image: str | None = None
+    """Container image in which Lockstep is installed, such as registry.example/me/train:1; required."""
+    nodes: Positive = 1
+    """Number of pods; in each of them one launcher starts the ranks."""
+    gpus: Positive | None = None
+    """GPUs of each pod; without --ranks, each gets a rank."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """Name of the resource that --gpus counts, such as amd.com/gpu."""
+    cpu: str | None = None
+    """CPUs of each pod, such as 16 or 500m."""
+    memory: str | None = None
+    """Memory of each pod, such as 200Gi; /dev/shm counts."""
+    shm: str = "8Gi"
+    """Size of /dev/shm, which is memory."""
+    volume: tuple[str, ...] = ()
+    """A persistent volume claim and where the pods see it, such as work:/work or data:/data:ro; may be repeated."""
+    workdir: str | None = None
+    """Folder of the pod in which the command runs; by default the first volume's that can be written to."""
+    env: tuple[str, ...] = ()
+    """An environment variable, such as NCCL_DEBUG=INFO; may be repeated."""
+    env_secret: tuple[str, ...] = ()
+    """A Secret of the namespace whose keys become environment variables, or SECRET:KEY for one of them; may be
+    repeated."""
+    namespace: str | None = None
+    """Namespace; by default the one of kubectl's context."""
+    context: str | None = None
+    """Context of kubectl; by default the current one."""
+    pod: str | None = None
+    """A YAML file with further keys of the pods' spec, such as nodeSelector, tolerations and priorityClassName."""
+    label: tuple[str, ...] = ()
+    """A label of all objects, such as team=vision; may be repeated."""
+    user: Positive = 1000
+    """User id and group id that the containers run with, and own the volumes' files with; never root."""
+    grace: Positive | Auto = "auto"
+    """Seconds that a pod has to save and stop; auto: a minute, and the time that 200 MB/s a pod take to save the
+    state."""
+    restart: bool = True
+    """Start pods again that were stopped and saved, or whose node was taken: the run resumes."""
+    retries: Annotated[int, Field(ge=0)] = 0
+    """How many times the pods are also started again when the run fails with exit code 1."""
+    program: str = "lockstep"
+    """Program that starts Lockstep in the image."""
+
+
+def check(command: JobCommand, options: KubernetesOptions) -> None:
+    """Raise ConfigError if the options aren't valid, or don't fit together or with the command."""
+    problems = [*_malformed(options), *_misfitting(command, options)]
+    problems += node_problems(command, options.nodes, "in one pod")
+    problems += variable_problems(options.env, _SECRET)
+    if not problems:
+        problems += _unseen(command, options)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _malformed(options: KubernetesOptions) -> Iterator[Problem]:
+    """Yield a problem for each value from which no manifest can be made."""
+    for text in options.volume:
+        if not _VOLUME.fullmatch(text) or ".." in text.split("/") or not text.isprintable():
+            message = f"{shortened(text)} is not CLAIM:/PATH or CLAIM:/PATH:ro, such as work:/work"
+            yield Problem("--volume", "", message)
+    for text in options.label:
+        if "=" not in text:
+            yield Problem("--label", "", f"{shortened(text)} is not KEY=VALUE, such as team=vision")
+    if options.workdir is not None and not options.workdir.startswith("/"):
+        yield Problem("--workdir", "", f"{shortened(options.workdir)} is not an absolute path, such as /work")
+
+
+def _misfitting(command: JobCommand, options: KubernetesOptions) -> Iterator[Problem]:
+    if not options.image:
+        message = "is missing; give the image in which Lockstep is installed, such as registry.example/me/train:1"
+        yield Problem("--image", "", message)
+    if options.retries and not options.restart:
+        yield Problem("--retries", "", "needs pods that start again; leave out --no-restart")
+    if options.restart and command.restart_words != command.words:
+        message = (
+            "would start over with each pod that is started again; give --no-restart too, or start from them once and "
+            "then leave them out"
+        )
+        yield Problem("--fresh, --from, --fork", "", message)
+
+
+def _unseen(command: JobCommand, options: KubernetesOptions) -> Iterator[Problem]:
+    """Yield a problem for each path outside of the current folder that no volume holds, and for a run that ends so."""
+    for text in command.paths:
+        inside = _in_pod(text, options)
+        below_here = Path(os.path.abspath(Path(text).expanduser())).is_relative_to(Path.cwd())
+        if not (below_here and not text.startswith(("/", "~"))) and _claim_of(inside, options) is None:
+            message = (
+                f"the pods don't see it: {inside} is in no volume; copy it into one and give --volume "
+                f"CLAIM:{inside.parent}, or name it relative to this folder and copy it to the pods' --workdir"
+            )
+            yield Problem(plain_line(text), "", message)
+    place = command.checkpoint_folder
+    folder = _in_pod(place or str(command.run_folder), options)
+    claim = _claim_of(folder, options)
+    if command.starts_run and not is_address(str(place)) and (claim is None or claim[2]):
+        where = "no volume" if claim is None else f"the read-only volume {claim[0]}"
+        remedy = (
+            f"give --volume CLAIM:{folder.parent} or another that holds it, or checkpoint.folder=s3://BUCKET/PREFIX"
+        )
+        message = f"would be lost with the pod: {folder} is in {where}; {remedy}"
+        yield Problem("", "run.folder" if place is None else "checkpoint.folder", message)
+
+
+# --- where files are ------------------------------------------------------------------------------------------------
+
+
+def _claims(options: KubernetesOptions) -> list[tuple[str, str, bool]]:
+    """Return the claim, the path and whether it is read-only, of each volume."""
+    parts = [text.split(":") for text in options.volume if ":" in text]
+    return [(part[0], str(PurePosixPath(part[1])), part[2:] == ["ro"]) for part in parts]
+
+
+def _claim_of(path: PurePosixPath, options: KubernetesOptions) -> tuple[str, str, bool] | None:
+    """Return the volume that holds a path, of nested ones the inner one."""
+    holding = [claim for claim in _claims(options) if path.is_relative_to(claim[1])]
+    return max(holding, key=lambda claim: len(claim[1]), default=None)
+
+
+def _in_pod(path: str, options: KubernetesOptions) -> PurePosixPath:
+    return PurePosixPath(os.path.normpath(PurePosixPath(workdir(options), path)))
+
+
+def workdir(options: KubernetesOptions) -> str:
+    """Return the folder in which the command runs; `/work`, which ends with the pod, if no volume is there for it."""
+    writable = [path for _, path, read_only in _claims(options) if not read_only]
+    return options.workdir or (writable[0] if writable else _SCRATCH)
+
+
+def _needs_scratch(options: KubernetesOptions) -> bool:
+    return options.workdir is None and all(read_only for _, _, read_only in _claims(options))
+
+
+# --- manifests ------------------------------------------------------------------------------------------------------
 
 
 def documents(command: JobCommand, options: KubernetesOptions, name: str) -> list[dict[str, Any]]:
@@ -49,7 +190,7 @@ def documents(command: JobCommand, options: KubernetesOptions, name: str) -> lis
 
 
 def text_of(manifests: Sequence[Mapping[str, Any]], command: JobCommand) -> str:
-    """Return the manifests as YAML with comments."""
+    """Return the manifests as YAML, with a comment about their use."""
     parts = [
         f"# {as_comment(command.typed)}",
         "# Written by that command, to be read, changed and created again: kubectl create --filename="
@@ -61,10 +202,7 @@ def text_of(manifests: Sequence[Mapping[str, Any]], command: JobCommand) -> str:
             "# The pods prove to each other that they know a secret, which that command also makes:",
             f"# openssl rand -hex 32 | kubectl create secret generic {name} --from-file={TOKEN}=/dev/stdin",
         ]
-    comments = dict(_COMMENTS)
-    for manifest in manifests:
-        parts += ["---", *yaml_lines(manifest, comments)]
-    return "\n".join(parts) + "\n"
+    return "".join([*(f"{part}\n" for part in parts), *(f"---\n{as_yaml(manifest)}" for manifest in manifests)])
 
 
 # --- objects --------------------------------------------------------------------------------------------------------
@@ -102,7 +240,6 @@ def _job_spec(command: JobCommand, options: KubernetesOptions, name: str) -> dic
 
 
 def _failures(options: KubernetesOptions) -> dict[str, Any]:
-    """Return which ends of a pod count as failures of the job."""
     if not options.restart:
         return {}
 
@@ -126,17 +263,13 @@ def _failures(options: KubernetesOptions) -> dict[str, Any]:
 
 def _pod_spec(command: JobCommand, options: KubernetesOptions, name: str) -> dict[str, Any]:
     identity = {"runAsNonRoot": True, "runAsUser": options.user, "runAsGroup": options.user, "fsGroup": options.user}
+    grace = seconds_to_save(command, options.nodes) if options.grace == "auto" else options.grace
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": grace_seconds(command, options),
+        "terminationGracePeriodSeconds": grace,
         "subdomain": name if options.nodes > 1 else None,
-        "serviceAccountName": options.service_account,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "priorityClassName": options.priority_class,
-        "nodeSelector": pairs(options.node_selector),
-        "tolerations": tolerations(options),
-        "imagePullSecrets": [{"name": secret} for secret in options.image_pull_secret],
         "securityContext": {
             **identity,
             "fsGroupChangePolicy": "OnRootMismatch",
@@ -145,7 +278,21 @@ def _pod_spec(command: JobCommand, options: KubernetesOptions, name: str) -> dic
         "containers": [_container(command, options, name)],
         "volumes": list(_volumes(options)),
     }
-    return _without_empty(spec)
+    return {**_without_empty(spec), **_further(options)}
+
+
+def _further(options: KubernetesOptions) -> Mapping[str, Any]:
+    """Return the keys that the user's file adds to the pods' spec. Raises ConfigError."""
+    if options.pod is None:
+        return {}
+    try:
+        given = yaml.safe_load(Path(options.pod).read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(Problem("--pod", "", f"{options.pod} can't be read: {error}")) from None
+    if not isinstance(given, dict) or {"containers", "volumes"} & set(given):
+        message = f"{options.pod} has no keys of a pod's spec alone, or has containers or volumes, which are made here"
+        raise ConfigError(Problem("--pod", "", message))
+    return given
 
 
 def _container(command: JobCommand, options: KubernetesOptions, name: str) -> dict[str, Any]:
@@ -153,7 +300,6 @@ def _container(command: JobCommand, options: KubernetesOptions, name: str) -> di
         {
             "name": _CONTAINER,
             "image": options.image,
-            "imagePullPolicy": options.image_pull_policy,
             "command": program_words(options.program),
             "args": list(_arguments(command, options, name)),
             "workingDir": workdir(options),
@@ -175,13 +321,16 @@ def _arguments(command: JobCommand, options: KubernetesOptions, name: str) -> It
     yield from (word.replace("$(", "$$(") for word in command.words)  # $(NAME) is what Kubernetes replaces
     if options.nodes == 1:
         return
-    yield from ("--nodes", str(options.nodes), "--rendezvous", f"{name}-0.{name}:{options.port}")
+    yield from ("--nodes", str(options.nodes), "--rendezvous", f"{name}-0.{name}:{_PORT}")
     yield from ("--node-rank", "$(JOB_COMPLETION_INDEX)", "--job-id", name)
 
 
 def _environment(options: KubernetesOptions, name: str) -> Iterator[dict[str, Any]]:
-    given = variables(options)
-    for variable, value in {"HOME": "/tmp", "USER": "lockstep", **given}.items():  # the user id may have no name
+    for variable, value in {
+        "HOME": "/tmp",
+        "USER": "lockstep",
+        **pairs(options.env),
+    }.items():  # the user id may have no name
         yield {"name": variable, "value": value.replace("$(", "$$(")}
     for secret, _, key in (text.partition(":") for text in options.env_secret if ":" in text):
         yield {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
@@ -197,17 +346,17 @@ def _resources(options: KubernetesOptions) -> dict[str, Any]:
 
 def _mounts(options: KubernetesOptions) -> Iterator[dict[str, Any]]:
     yield {"name": "shm", "mountPath": "/dev/shm"}
-    if needs_scratch(options):
+    if _needs_scratch(options):
         yield {"name": "scratch", "mountPath": workdir(options)}
-    for number, (_, path, read_only) in enumerate(claims(options)):
+    for number, (_, path, read_only) in enumerate(_claims(options)):
         mount = {"name": f"volume-{number}", "mountPath": path}
         yield {**mount, "readOnly": True} if read_only else mount
 
 
 def _volumes(options: KubernetesOptions) -> Iterator[dict[str, Any]]:
-    yield {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm_size(options)}}
-    if needs_scratch(options):
+    yield {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}}
+    if _needs_scratch(options):
         yield {"name": "scratch", "emptyDir": {}}
-    for number, (claim, _, read_only) in enumerate(claims(options)):
+    for number, (claim, _, read_only) in enumerate(_claims(options)):
         source: dict[str, Any] = {"claimName": claim, "readOnly": True} if read_only else {"claimName": claim}
         yield {"name": f"volume-{number}", "persistentVolumeClaim": source}

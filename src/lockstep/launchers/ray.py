@@ -1,6 +1,6 @@
 """Runs a command on the nodes of a Ray cluster, as a job of Ray's Jobs API.
 
-plan      the order, and the job with it as its entrypoint      submit    the job; its first line, or why it ended
+plan      the order, and the job with it as its entrypoint      submit    the job
 status    the job's state                                       cancel    stop of the job: SIGTERM, saved
 follow    the job's output, then the exit code of its entrypoint
 
@@ -20,36 +20,113 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
+from pydantic import Field
+
 from lockstep.core.distribution import pip_install
-from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
+from lockstep.core.errors import ConfigError, Problem, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.terminal import echo, plain
-from lockstep.launchers.host_checks import shared_folders
-from lockstep.launchers.ray_driver import STARTS, WAITS
-from lockstep.launchers.ray_options import ADDRESS, RayOptions, bundle, check
-from lockstep.launchers.tools import Patience, job_name, own_program, seconds_to_save, write_files
+from lockstep.launchers.tools import (
+    Patience,
+    job_name,
+    node_problems,
+    own_program,
+    pairs,
+    seconds_to_save,
+    variable_problems,
+    write_files,
+)
+from lockstep.stores.addresses import is_address
+from lockstep.strategies.section import Auto, Positive, Section
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 _RECORD = "ray.json"
 _DASHBOARD = "http://127.0.0.1:8265"
+_ADDRESS = re.compile(r"https?://[^\s/@]+(?::\d+)?(?:/[^\s@]*)?|[^\s/:@]+:\d+")
+_RESOURCE = re.compile(r"([A-Za-z][\w:.-]*)=(\d+(?:\.\d+)?)")
+_SECRET = "and Ray's dashboard shows its value; set it where Ray is started"
 _NOT_UPLOADED = [".git", ".venv", "runs", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"]
-_FIRST_LINE_S = 30.0  # after which a job counts as submitted, whatever it does
 _STOPPED_S = 30  # that nodes have beyond the time to save
 _CONNECT_S = 5.0
 _POLL_S = 0.5
-_MOST_LINES = 8
 _CODES = (1, 2, 3, 75, 130)  # of Lockstep's failures
-_SHELLS = re.compile(r"\S*sh: .*(not found|denied|No such file)", re.IGNORECASE)
 _RAYS_OWN = re.compile(r"[-\d]+ [:,\d]+\t\w+ job_manager\.py|Running entrypoint for job ")
+
+
+class RayOptions(Section):
+    """Options of a job on a Ray cluster."""
+
+    nodes: Positive = 1
+    """Number of nodes; on each of them one launcher starts the ranks."""
+    gpus_per_node: Positive | None = None
+    """GPUs of each node; without --ranks, each gets a rank."""
+    cpus_per_node: Positive | Auto = "auto"
+    """CPUs of each node that are taken from Ray; auto: one for each rank or GPU, where their number is known."""
+    resource: tuple[str, ...] = ()
+    """Another resource of Ray that each node must have, such as accelerator_type:H100=0.001; may be repeated."""
+    address: str | None = None
+    """Address of Ray's dashboard; by default RAY_API_SERVER_ADDRESS, or http://127.0.0.1:8265."""
+    folder: str | None = None
+    """Working folder, shared by all nodes; by default the path of this one."""
+    upload: bool = False
+    """Give each node a copy of this folder through Ray, instead of sharing it; at most 500 MiB."""
+    program: str | None = None
+    """Command that starts Lockstep on the nodes; by default this one's path."""
+    env: tuple[str, ...] = ()
+    """An environment variable for the run, such as NCCL_DEBUG=INFO; may be repeated."""
+    wait: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds to wait for nodes that the cluster doesn't have yet; nodes that are busy are always waited for."""
+    retries: Annotated[int, Field(ge=0)] = 0
+    """How many times the run starts again when it has lost a node; it resumes."""
+    grace: Positive | Auto = "auto"
+    """Seconds that a node has to save and stop; auto: a minute, and the time that 200 MB/s a node take to save the
+    state."""
+
+
+def _check(command: JobCommand, options: RayOptions) -> None:
+    """Raise ConfigError if the options aren't valid, or don't fit together or with the command."""
+    problems = [*node_problems(command, options.nodes, "on one node"), *variable_problems(options.env, _SECRET)]
+    if options.upload and options.folder is not None:
+        problems.append(
+            Problem("--upload", "", "copies this folder, and --folder names a shared one; give one of them")
+        )
+    if options.retries and command.restart_words != command.words:
+        message = "would start over with each retry; leave out --retries, or start from them once"
+        problems.append(Problem("--fresh, --from, --fork", "", message))
+    if options.address is not None and not _ADDRESS.fullmatch(options.address):
+        message = f"{options.address!r} is not the address of Ray's dashboard; write http://HEAD:8265"
+        problems.append(Problem("--address", "", message))
+    for text in options.resource:
+        if not _RESOURCE.fullmatch(text):
+            example = "NAME=AMOUNT, such as accelerator_type:H100=0.001"
+            problems.append(Problem("--resource", "", f"{text!r} is not {example}"))
+    place = command.checkpoint_folder or str(command.run_folder)
+    is_kept = is_address(place) or PurePosixPath(place).is_absolute() or not command.in_folder
+    if not problems and options.upload and command.starts_run and not is_kept:
+        message = (
+            f"{command.run_folder} would be lost with Ray's copy of this folder; give it an absolute path of a shared "
+            "folder, or checkpoint.folder=s3://BUCKET/PREFIX"
+        )
+        problems.append(Problem("", "run.folder", message))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _bundle(command: JobCommand, options: RayOptions) -> dict[str, float]:
+    """Return the resources of each node, by Ray's names."""
+    number = command.ranks or options.gpus_per_node or 1
+    cpus = number if options.cpus_per_node == "auto" else options.cpus_per_node
+    gpus = {} if options.gpus_per_node is None else {"GPU": options.gpus_per_node}
+    others = {name: float(amount) for name, _, amount in (text.rpartition("=") for text in options.resource)}
+    return {**others, "CPU": cpus, **gpus}
 
 
 class RayLauncher:
@@ -59,10 +136,9 @@ class RayLauncher:
 
     def plan(self, command: JobCommand, options: RayOptions) -> LaunchPlan:
         """Return the order for the job's driver, and the call of `ray` that submits a job with it."""
-        check(command, options)
+        _check(command, options)
         job = job_name(command.name, secrets.token_hex(3))
         here = Path.cwd()
-        folder = None if options.upload else options.folder or str(here)
         program = options.program or own_program()
         grace = seconds_to_save(command, options.nodes) if options.grace == "auto" else options.grace
         order = {
@@ -70,15 +146,14 @@ class RayLauncher:
             "words": command.words,
             "restart_words": command.restart_words,
             "nodes": options.nodes,
-            "bundle": bundle(command, options),
-            "folder": folder,
-            "shared": shared_folders(command, here, folder or str(here)),
+            "bundle": _bundle(command, options),
+            "folder": None if options.upload else options.folder or str(here),
             "logs": str(command.folder),
             "program": program,
             "wait": options.wait,
             "retries": options.retries,
             "grace": grace,
-            "environment": dict(text.split("=", 1) for text in options.env),
+            "environment": pairs(options.env),
         }
         environment: dict[str, Any] = {
             "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(grace + _STOPPED_S)},
@@ -90,57 +165,53 @@ class RayLauncher:
             "entrypoint": f"{program} launch on-ray {shlex.quote(json.dumps(order))}",
             "runtime_env": environment,
         }
-        words: tuple[str, ...] = (
-            "ray",
-            "job",
-            "submit",
-            "--no-wait",
-            "--address",
-            str(record["address"]),
-            "--submission-id",
-            job,
-        )
-        words += ("--runtime-env-json", json.dumps(environment), "--", *shlex.split(str(record["entrypoint"])))
+        line = ["ray", "job", "submit", "--no-wait", "--address", str(record["address"]), "--submission-id", job]
+        line += ["--runtime-env-json", json.dumps(environment), "--", *shlex.split(str(record["entrypoint"]))]
         number = job if record["address"] == _DASHBOARD else f"{record['address']}/{job}"
-        return LaunchPlan({command.folder / _RECORD: json.dumps(record, indent=2) + "\n"}, (words,), number=number)
+        return LaunchPlan(
+            {command.folder / _RECORD: json.dumps(record, indent=2) + "\n"}, (tuple(line),), number=number
+        )
 
     def submit(self, plan: LaunchPlan) -> str:
-        """Submit the job, and wait until its nodes are found or waited for. Raises RunFailed: it has ended before."""
+        """Submit the job. Raises RunFailed."""
         ((path, text),) = plan.files.items()
         record = json.loads(text)
-        address = record.pop("address")
-        job = _RayJob(_client(address), record["submission_id"])
+        client = _client(record.pop("address"))
         write_files({path: text})
-        job.submit(record)
-        job.wait_for_first_line()
+        with _answers(record["submission_id"]):
+            client.submit_job(**record)
         return plan.number
 
     def status(self, job: LaunchedJob) -> JobStatus:
         """Return the job's state."""
-        return _named(job.number).status()
+        return _status(*_named(job.number))
 
     def follow(self, job: LaunchedJob) -> int:
         """Print the job's output until it has ended."""
-        ray_job, output = _named(job.number), _JobOutput()
-        shown, patience = "", Patience(job.number, "ray")
+        client, name = _named(job.number)
+        output, shown, patience = JobOutput(), "", Patience(job.number, "ray")
         while True:
             with patience:
-                status = ray_job.status()
+                status = _status(client, name)
                 if status.text != shown:
                     shown = status.text
                     echo(shown, file=sys.stderr, flush=True)
-                ray_job.print_new(output, until_it_ends=status.code is None)
-                if status.code is not None:
-                    return status.code
+                with _answers(name):
+                    if status.code is None:
+                        asyncio.run(_print_tail(client, name, output))
+                    else:
+                        output.print_new(client.get_job_logs(name) + "\n", 0)
+                        return status.code
             time.sleep(_POLL_S)
 
     def cancel(self, job: LaunchedJob) -> None:
         """Stop the job: its driver gets SIGTERM, and the nodes save and stop within its grace."""
-        ray_job = _named(job.number)
-        status = ray_job.status()
+        client, name = _named(job.number)
+        status = _status(client, name)
         if status.code is not None:
             raise ConfigError(f"it has ended already: {status.text}")
-        ray_job.stop()
+        with _answers(name):
+            client.stop_job(name)
 
 
 RAY = RayLauncher()
@@ -178,84 +249,40 @@ def _client(address: str) -> JobSubmissionClient:
     return client
 
 
-def _named(number: str) -> _RayJob:
+def _named(number: str) -> tuple[JobSubmissionClient, str]:
     address, slash, name = number.rpartition("/")
-    if not re.fullmatch(r"[\w-]+", name) or (slash and not ADDRESS.fullmatch(address)):
+    if not re.fullmatch(r"[\w-]+", name) or (slash and not _ADDRESS.fullmatch(address)):
         raise ConfigError(f"{number!r} is neither the id of a Ray job nor the folder of a run that Ray was given")
-    return _RayJob(_client(address or _address(None)), name)
+    return _client(address or _address(None)), name
 
 
-@dataclass(frozen=True, slots=True)
-class _RayJob:
-    """A job by its submission id."""
-
-    client: JobSubmissionClient
-    number: str
-
-    def submit(self, record: Mapping[str, Any]) -> None:
-        """Create the job. Raises RunFailed."""
-        with _answers(self.number):
-            self.client.submit_job(**record)
-
-    def wait_for_first_line(self) -> None:
-        """Wait until the job's driver has printed what it starts on or waits for. Raises RunFailed: it has failed."""
-        until = time.monotonic() + _FIRST_LINE_S
-        while time.monotonic() < until:
-            status = self.status()
-            lines = self.first_lines()
-            if any(line.startswith((STARTS, WAITS)) for line in lines) or status.code == 0:
-                return
-            if status.code is not None:
-                own = max((at for at, line in enumerate(lines) if line.startswith("lockstep: ")), default=-_MOST_LINES)
-                raise _failure(status.code, "\n".join(lines[own:][:_MOST_LINES]) or status.text)
-            time.sleep(_POLL_S)
-
-    def status(self) -> JobStatus:
-        """Return its state. Raises ConfigError: there is no such job."""
-        with _answers(self.number):
-            info = self.client.get_job_info(self.number)
-        state, code = info.status.value, info.driver_exit_code
-        if code not in _CODES:  # ended by a signal, or not started
-            code = RunFailed.exit_code
-        codes = {"SUCCEEDED": 0, "FAILED": code, "STOPPED": Stopped.exit_code}
-        ending = f", exit code {code}" if state == "FAILED" else ""
-        is_explained = state == "PENDING" or (state == "FAILED" and info.driver_exit_code is None)
-        why = f" ({_one_line(info.message)})" if is_explained and info.message else ""
-        return JobStatus(f"Ray job {self.number}: {state}{ending}{why}", codes.get(state))
-
-    def print_new(self, output: _JobOutput, *, until_it_ends: bool) -> None:
-        """Print what is new of its output: all, or what comes as long as the dashboard sends it."""
-        with _answers(self.number):
-            if until_it_ends:
-                asyncio.run(self._print_tail(output))
-            else:
-                output.print_new(self.client.get_job_logs(self.number), 0)
-                output.print_rest()
-
-    async def _print_tail(self, output: _JobOutput) -> None:
-        place = 0
-        async for text in self.client.tail_job_logs(self.number):
-            output.print_new(text, place)
-            place += len(text)
-
-    def first_lines(self) -> list[str]:
-        """Return what it has printed so far, without Ray's own lines."""
-        with _answers(self.number):
-            lines = self.client.get_job_logs(self.number).splitlines()
-        return [line for line in lines if not _RAYS_OWN.match(line)]
-
-    def stop(self) -> None:
-        """Have it stopped by SIGTERM."""
-        with _answers(self.number):
-            self.client.stop_job(self.number)
+def _status(client: JobSubmissionClient, name: str) -> JobStatus:
+    """Return a job's state. Raises ConfigError: there is no such job."""
+    with _answers(name):
+        info = client.get_job_info(name)
+    state, code = info.status.value, info.driver_exit_code
+    if code not in _CODES:  # ended by a signal, or not started
+        code = RunFailed.exit_code
+    codes = {"SUCCEEDED": 0, "FAILED": code, "STOPPED": Stopped.exit_code}
+    ending = f", exit code {code}" if state == "FAILED" else ""
+    is_explained = state == "PENDING" or (state == "FAILED" and info.driver_exit_code is None)
+    why = f" ({_one_line(info.message)})" if is_explained and info.message else ""
+    return JobStatus(f"Ray job {name}: {state}{ending}{why}", codes.get(state))
 
 
-@dataclass
-class _JobOutput:
+async def _print_tail(client: JobSubmissionClient, name: str, output: JobOutput) -> None:
+    place = 0
+    async for text in client.tail_job_logs(name):
+        output.print_new(text, place)
+        place += len(text)
+
+
+class JobOutput:
     """The output of a job as far as it was printed, without Ray's own lines."""
 
-    read: int = 0
-    rest: str = ""
+    def __init__(self) -> None:
+        self._read = 0
+        self._rest = ""
 
     def print_new(self, text: str, place: int) -> None:
         """Print the whole lines of a part of the output that are new.
@@ -263,20 +290,16 @@ class _JobOutput:
         Args:
             place: Where the part begins in the output.
         """
-        new = text[max(self.read - place, 0) :]
-        self.read = max(self.read, place + len(text))
-        *lines, self.rest = (self.rest + new).split("\n")
+        new = text[max(self._read - place, 0) :]
+        self._read = max(self._read, place + len(text))
+        *lines, self._rest = (self._rest + new).split("\n")
         for line in lines:
             if not _RAYS_OWN.match(line):
                 echo(plain(line), flush=True)
 
-    def print_rest(self) -> None:
-        """Print a last line that has no end."""
-        self.print_new("\n" if self.rest else "", self.read)
-
 
 @contextmanager
-def _answers(number: str) -> Iterator[None]:
+def _answers(name: str) -> Iterator[None]:
     """Turn errors of Ray's client into sentences. Raises ConfigError: there is no such job."""
     import aiohttp
 
@@ -286,18 +309,10 @@ def _answers(number: str) -> Iterator[None]:
         text = _one_line(str(error))
         if "does not exist" in text:
             raise ConfigError(
-                f"Ray knows no job {number}: it is on another cluster (--address), or the cluster was started again"
+                f"Ray knows no job {name}: it is on another cluster (--address), or the cluster was started again"
             ) from None
         raise RunFailed(f"Ray's dashboard refuses or doesn't answer: {text}") from None
 
 
 def _one_line(text: str) -> str:
     return plain(" ".join(text.split()))
-
-
-def _failure(code: int, text: str) -> Failure:
-    """Return a failed job's message as the error that has its exit code."""
-    text = text.removeprefix("lockstep: ")
-    if _SHELLS.match(text):
-        text += "; install Lockstep on the cluster's head node, too, or give its path with --program"
-    return ConfigError(text) if code == ConfigError.exit_code else RunFailed(text)

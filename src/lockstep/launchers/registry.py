@@ -1,6 +1,6 @@
 """All launchers: a line for each of Lockstep's; users add launchers without one.
 
-lockstep launch slurm                  an object listed here
+lockstep launch slurm                  the object SLURM of the module slurm, listed here
 lockstep launch my_package:LAUNCHER    an object by `module:Name`, or `file.py:Name`
 lockstep launch mine                   an object that an installed package declares as an entry point of the group
                                        `lockstep.launchers`
@@ -8,7 +8,7 @@ lockstep launch mine                   an object that an installed package decla
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
 from lockstep.core.closest import hint
 from lockstep.core.errors import ConfigError
@@ -16,38 +16,23 @@ from lockstep.core.extensions import import_target, instance, registered
 from lockstep.core.protocols import Launcher
 from lockstep.core.terminal import shortened
 
-_DIGITS = "train digits --ranks 2"
-
-
-class _Builtin(NamedTuple):
-    """A launcher of Lockstep: where it is, the end of a sentence about it, and options for an example."""
-
-    target: str
-    place: str
-    example: str
-
-
 BUILTIN = {
-    "aws": _Builtin(
-        "lockstep.launchers.aws:AWS",
+    "aws": (
         "on instances of AWS that are started for it",
         "--type g6.12xlarge --bucket my-bucket --instance-profile train",
     ),
-    "docker": _Builtin("lockstep.launchers.docker:DOCKER", "in containers of this machine", "--image me/train:1"),
-    "kubernetes": _Builtin(
-        "lockstep.launchers.kubernetes:KUBERNETES",
-        "in pods of a Kubernetes cluster",
-        "--image registry.example/me/train:1 --volume work:/work",
-    ),
-    "ray": _Builtin("lockstep.launchers.ray:RAY", "on the nodes of a Ray cluster", "--nodes 2 --gpus-per-node 8"),
-    "slurm": _Builtin("lockstep.launchers.slurm:SLURM", "on the nodes of a Slurm cluster", "--nodes 2 --time 4:00:00"),
-    "ssh": _Builtin("lockstep.launchers.ssh:SSH", "on hosts that ssh reaches, until it ends", "--hosts a,b"),
+    "docker": ("in containers of this machine", "--image me/train:1"),
+    "kubernetes": ("in pods of a Kubernetes cluster", "--image registry.example/me/train:1 --volume work:/work"),
+    "ray": ("on the nodes of a Ray cluster", "--nodes 2 --gpus-per-node 8"),
+    "slurm": ("on the nodes of a Slurm cluster", "--nodes 2 --time 4:00:00"),
+    "ssh": ("on hosts that ssh reaches, until it ends", "--hosts a,b"),
 }
+"""Name, also of the module -> the end of a sentence about it, options for an example."""
 
 
 def summaries() -> dict[str, str]:
     """Return the launchers that have a name."""
-    own = {name: f"run the command {each.place}" for name, each in BUILTIN.items()}
+    own = {name: f"run the command {place}" for name, (place, _) in BUILTIN.items()}
     return own | {name: f"run the command by {target}" for name, target in registered("launchers").items()}
 
 
@@ -55,10 +40,9 @@ def introduction(name: str) -> str:
     """Return what a launcher does, and an example."""
     if name not in BUILTIN:
         return f"Runs a command line of Lockstep by {name}."
-    return (
-        f"Runs a command line of Lockstep {BUILTIN[name].place}. Example:\n\n"
-        f"  lockstep launch {name} {BUILTIN[name].example} {_DIGITS}"
-    )
+    place, example = BUILTIN[name]
+    line = f"lockstep launch {name} {example} train digits --ranks 2"
+    return f"Runs a command line of Lockstep {place}. Example:\n\n  {line}"
 
 
 def find_launcher(name: str) -> Launcher:
@@ -73,5 +57,5 @@ def find_launcher(name: str) -> Launcher:
         message = f"{shortened(name)} is no place to launch at, which are {', '.join(places)}, or module:Name"
         raise ConfigError(f"{message}{guess}")
     if name in BUILTIN:
-        return cast("Launcher", import_target(BUILTIN[name].target))
+        return cast("Launcher", import_target(f"lockstep.launchers.{name}:{name.upper()}"))
     return cast("Launcher", instance("launchers", name, {}, Launcher))

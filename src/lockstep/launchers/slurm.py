@@ -3,33 +3,95 @@
 plan      the script, and `sbatch` of it                     submit    sbatch
 status    scontrol show job, or sacct once it is forgotten   cancel    scancel
 follow    the output file while the job is known, then the exit code that the script ended with
+
+The script:
+#SBATCH lines    what the job needs, how it is warned, where it prints
+srun             one launcher on each node, which starts the ranks of its node
+after srun       exit code 75, stopped and saved: queued again; any other ends the job
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lockstep.core.errors import ConfigError, RunFailed, Stopped
-from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
-from lockstep.core.terminal import echo
-from lockstep.launchers.slurm_script import SlurmOptions, check, notes, script
-from lockstep.launchers.tools import OutputTail, execute, write_files
+from lockstep.core.errors import ConfigError, Paused, Problem, RunFailed, Stopped
+from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan, SweepOptions
+from lockstep.core.terminal import echo, plain_line, shortened
+from lockstep.launchers.mounts import Mount, mount_problems
+from lockstep.launchers.tools import (
+    OutputTail,
+    as_comment,
+    bash_array,
+    execute,
+    node_problems,
+    own_program,
+    program_words,
+    seconds_to_save,
+    write_files,
+)
+from lockstep.strategies.section import Auto, Positive, Section
 
 _NOT_HERE = "call this where Slurm's commands are, such as a login node; --dry-run prints the script anywhere"
-_REMEDIES = {
-    "partition": "`sinfo -s` lists the partitions",
-    "account": "`sacctmgr show associations user=$USER` lists your accounts and qualities of service",
-    "qos": "`sacctmgr show associations user=$USER` lists your accounts and qualities of service",
-    "node configuration": "`sinfo -o '%P %D %c %m %G %f'` lists what the nodes have",
-}
 _ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 _POLL_S = 0.5
 _ASK_S = 2.0  # between questions to the controller, which many users share
 _LATE_OUTPUT_S = 1.0  # a shared folder may show the last lines late
+_TIME = re.compile(r"(?:(\d{1,6})-)?(\d{1,6})(?::(\d{1,6}))?(?::(\d{1,6}))?")
+_OWN = (
+    {"array": "--sweep", "ntasks": "--ranks of the command", "ntasks-per-node": "--ranks of the command"}
+    | {name: f"--{name}" for name in ("cpus-per-task", "gpus-per-node", "nodes", "time")}
+    | {"signal": "--signal-before"}
+)
+"""Options of sbatch that Lockstep's script relies on -> what to give instead."""
+_SHORT = {"-a": "array", "-c": "cpus-per-task", "-N": "nodes", "-n": "ntasks", "-t": "time"}
+
+
+class SlurmOptions(Section, SweepOptions):
+    """Options of a job under Slurm."""
+
+    nodes: Positive = 1
+    """Number of nodes; on each of them one launcher starts the ranks."""
+    partition: str | None = None
+    """Partition of the cluster; by default the cluster's own choice."""
+    account: str | None = None
+    """Account that is charged."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that the nodes must have, such as `a100&nvlink`."""
+    time: str | None = None
+    """Time limit, such as 30 (minutes), 4:00:00 or 2-12:00:00; by default the partition's."""
+    gpus_per_node: str | None = None
+    """GPUs of each node, such as 8 or h100:8."""
+    cpus_per_task: Positive | Auto = "auto"
+    """CPUs for the ranks of a node together; auto: one for each rank or GPU, where their number is known."""
+    mem: str | None = None
+    """Memory of each node, such as 200G; 0 is all of it."""
+    sbatch: tuple[str, ...] = ()
+    """A further option of sbatch, passed on as it is, such as --sbatch=--reservation=night; may be repeated."""
+    srun: tuple[str, ...] = ()
+    """A further option of srun, passed on as it is, such as --srun=--mpi=none; may be repeated."""
+    setup: tuple[str, ...] = ()
+    """A line of bash that runs on the first node before the ranks start; may be repeated."""
+    signal_before: Positive | Auto = "auto"
+    """Seconds before the time limit at which the ranks are asked to save and stop; auto: a minute, and the time that
+    200 MB/s a node take to save the state."""
+    requeue: bool = True
+    """Queue the job again when it was stopped and saved, or a node failed."""
+    array_limit: Positive | None = None
+    """Runs of a sweep that may run at once."""
+    container_image: str | None = None
+    """Container image that the ranks run in, by the plugin pyxis of srun."""
+    container_mounts: tuple[str, ...] = ()
+    """A further folder that the container sees, such as /data:/data; may be repeated."""
+    program: str | None = None
+    """Command that starts Lockstep on a node; by default this one's path, or `lockstep` in a container."""
 
 
 class SlurmLauncher:
@@ -39,19 +101,15 @@ class SlurmLauncher:
 
     def plan(self, command: JobCommand, options: SlurmOptions) -> LaunchPlan:
         """Return the script and the command that submits it."""
-        check(command, options)
+        _check(command, options)
         path = command.folder / "job.sh"
-        submits = (("sbatch", "--parsable", str(path)),)
-        return LaunchPlan({path: script(command, options, Path.cwd())}, submits, tuple(notes(command, options)))
+        return LaunchPlan({path: _script(command, options, Path.cwd())}, (("sbatch", "--parsable", str(path)),))
 
     def submit(self, plan: LaunchPlan) -> str:
         """Write the script and submit it; return the job's number."""
         execute(("sbatch", "--version"), _NOT_HERE)
         write_files(plan.files)
-        number = ""
-        for words in plan.commands:
-            number = _asked(words).strip().split(";")[0]  # JOB;CLUSTER where there are several clusters
-        return number
+        return execute(plan.commands[0], _NOT_HERE).strip().split(";")[0]  # JOB;CLUSTER if there are several clusters
 
     def status(self, job: LaunchedJob) -> JobStatus:
         """Return the state of a job, or of all runs of a sweep."""
@@ -81,27 +139,194 @@ class SlurmLauncher:
         """Cancel the job: Slurm sends SIGTERM to its processes, so the ranks save as far as Slurm's KillWait allows."""
         if self.status(job).code is not None:
             raise ConfigError(f"Slurm job {job.number} has ended already: {self.status(job).text}")
-        _asked(("scancel", job.number))
+        execute(("scancel", job.number), _NOT_HERE)
 
 
 SLURM = SlurmLauncher()
 
 
-def _asked(words: Sequence[str]) -> str:
-    """Execute one of Slurm's commands. Raises RunFailed, with a remedy if it is a frequent mistake."""
-    try:
-        return execute(words, _NOT_HERE)
-    except RunFailed as failure:
-        text = str(failure)
-        remedy = next(
-            (
-                remedy
-                for word, remedy in _REMEDIES.items()
-                if re.search(rf"[Ii]nvalid.*{word}|{word}.*not available", text)
-            ),
-            None,
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+def _check(command: JobCommand, options: SlurmOptions) -> None:
+    """Raise ConfigError if the options don't fit together or with the command."""
+    problems = node_problems(command, options.nodes, "on one node")
+    if options.array_limit is not None and not command.sweep:
+        problems.append(Problem("--array-limit", "", "is for the runs of a sweep; give --sweep KEY=A,B too"))
+    if options.container_mounts and options.container_image is None:
+        problems.append(Problem("--container-mounts", "", "is for a container; give --container-image too"))
+    for flag, words in (("--sbatch", options.sbatch), ("--srun", options.srun)):
+        problems += [
+            Problem(flag, "", f"{shortened(word)} is not an option; write {flag}=--name=value")
+            for word in words
+            if not re.fullmatch(r"--?[A-Za-z].*", word)
+        ]
+    for word in options.sbatch:
+        name = word[2:].partition("=")[0] if word.startswith("--") else _SHORT.get(word[:2], "")
+        if name in _OWN:
+            message = f"{shortened(word)} would contradict the script; give {_OWN[name]} instead"
+            problems.append(Problem("--sbatch", "", message))
+    if options.container_image is not None:
+        here = str(Path.cwd())
+        parts = [text.split(":") for text in options.container_mounts]
+        mounts = [Mount(os.path.normpath(part[0]), os.path.normpath(part[min(1, len(part) - 1)])) for part in parts]
+        problems += mount_problems(command, [Mount(here, here), *mounts], Path(here), "--container-mounts", "")
+    limit, before = _limit_seconds(options.time or ""), _signal_before(command, options)
+    if limit and 2 * before > limit:
+        message = (
+            f"{options.time} is {limit} s, and the ranks are asked to stop {before} s before its end, to save; give a "
+            "longer --time, or a shorter --signal-before"
         )
-        raise RunFailed(f"{text}; {remedy}" if remedy else text) from None
+        problems.append(Problem("--time", "", message))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _limit_seconds(time: str) -> int | None:
+    """Return the seconds of a time limit: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None or 0: there is none."""
+    match = _TIME.fullmatch(time)
+    if match is None:
+        return None
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    units = (3600, 60, 1) if days is not None or len(numbers) == len(parts) else (60, 1)
+    return 86_400 * int(days or 0) + sum(number * unit for number, unit in zip(numbers, units, strict=False))
+
+
+def _signal_before(command: JobCommand, options: SlurmOptions) -> int:
+    return seconds_to_save(command, options.nodes) if options.signal_before == "auto" else options.signal_before
+
+
+# --- the script -----------------------------------------------------------------------------------------------------
+
+
+def _script(command: JobCommand, options: SlurmOptions, directory: Path) -> str:
+    parts = [
+        "#!/usr/bin/env bash",
+        f"# {as_comment(command.typed)}",
+        "# Written by that command, to be read, changed and submitted again: sbatch "
+        + as_comment(shlex.quote(f"{command.folder}/job.sh")),
+        *_directives(command, options, directory),
+        "",
+        "set -eo pipefail",
+        *options.setup,
+        "set -u",  # not for the lines of the user: scripts that activate an environment read variables without a value
+        *_command(command, options),
+        *_meeting(options),
+        *_srun(command, options, directory),
+        *_ending(command, options),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _directives(command: JobCommand, options: SlurmOptions, directory: Path) -> Iterator[str]:
+    cpus = _cpus(command, options)
+    output = f"{str(command.folder).replace('%', '%%')}/{'slurm-%A_%a.out' if command.sweep else 'slurm-%j.out'}"
+    plain: Mapping[str, object] = {
+        "job-name": plain_line(command.name),
+        "chdir": directory,
+        "nodes": options.nodes,
+        "partition": options.partition,
+        "account": options.account,
+        "qos": options.qos,
+        "constraint": options.constraint,
+        "time": options.time,
+        "gpus-per-node": options.gpus_per_node,
+        "mem": options.mem,
+    }
+    yield from (_directive(f"--{name}={value}") for name, value in plain.items() if value is not None)
+    if command.sweep:
+        limit = f"%{options.array_limit}" if options.array_limit else ""
+        yield "# A sweep: each task of the array is one run."
+        yield _directive(f"--array=0-{len(command.sweep) - 1}{limit}")
+    yield "# One task on each node: the launcher, which starts the ranks of its node and names the first that fails."
+    yield _directive("--ntasks-per-node=1")
+    if cpus is not None:
+        yield "# They share the CPUs of this one task, of which Slurm gives a single one by default."
+        yield _directive(f"--cpus-per-task={cpus}")
+    yield "# A job that is queued again continues its output."
+    yield _directive(f"--output={output}")
+    yield _directive("--open-mode=append")
+    yield f"# Seconds before the time limit, all ranks get SIGUSR1: they save and exit with {Paused.exit_code}."
+    yield _directive(f"--signal=USR1@{_signal_before(command, options)}")
+    if options.requeue:
+        yield "# Also after the failure of a node, and after preemption, the job is queued again, and the run resumes."
+    yield _directive("--requeue" if options.requeue else "--no-requeue")
+    yield from (_directive(word) for word in options.sbatch)
+
+
+def _directive(option: str) -> str:
+    if not option.isprintable():
+        raise ConfigError(f"{shortened(option)} has characters that a line of sbatch can't have; name it otherwise")
+    return f"#SBATCH {shlex.quote(option)}"
+
+
+def _cpus(command: JobCommand, options: SlurmOptions) -> int | None:
+    """Return the CPUs of a node's task: by default one for each rank, or for each GPU if their number is known."""
+    if options.cpus_per_task != "auto":
+        return options.cpus_per_task
+    gpus = (options.gpus_per_node or "").rpartition(":")[2]
+    return command.ranks or (int(gpus) if gpus.isdecimal() and int(gpus) else None)
+
+
+def _command(command: JobCommand, options: SlurmOptions) -> Iterator[str]:
+    in_image = "lockstep" if options.container_image is not None else own_program()
+    yield ""
+    yield f"program=({in_image if options.program is None else bash_array(program_words(options.program))})"
+    if command.restart_words == command.words:
+        yield f"command=({bash_array(command.words)})"
+    else:
+        yield 'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then'
+        yield f"    command=({bash_array(command.words)})"
+        yield "else # queued again: resume what the first start has begun"
+        yield f"    command=({bash_array(command.restart_words)})"
+        yield "fi"
+    if command.sweep:
+        yield "case $SLURM_ARRAY_TASK_ID in"
+        yield from (f"{number}) command+=({bash_array(words)}) ;;" for number, words in enumerate(command.sweep))
+        yield "esac"
+
+
+def _meeting(options: SlurmOptions) -> Iterator[str]:
+    """Yield the lines by which launchers on several nodes find each other."""
+    if options.nodes == 1:
+        return
+    yield ""
+    yield "# The launchers connect to the first node, on a port that other jobs are unlikely to have. The id and the"
+    yield "# token differ for each start of the job: none takes part in an earlier start, and no stranger in this one."
+    yield 'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
+    yield 'command+=(--nodes "$SLURM_JOB_NUM_NODES" --rendezvous "${hosts[0]}:$((10000 + SLURM_JOB_ID % 20000))")'
+    yield 'command+=(--job-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}")'
+    yield "LOCKSTEP_JOB_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
+    yield "export LOCKSTEP_JOB_TOKEN"
+
+
+def _srun(command: JobCommand, options: SlurmOptions, directory: Path) -> Iterator[str]:
+    words = ["srun", "--kill-on-bad-exit=1"]
+    if (cpus := _cpus(command, options)) is not None:
+        words.append(f"--cpus-per-task={cpus}")  # srun doesn't take this over from sbatch by itself
+    if options.container_image is not None:
+        mounts = ",".join([f"{directory}:{directory}", *options.container_mounts])
+        words += [f"--container-image={options.container_image}", f"--container-mounts={mounts}"]
+        words += [f"--container-workdir={directory}"]
+    yield ""
+    yield "code=0"
+    start = shlex.join([*words, *options.srun])
+    if options.nodes > 1:
+        yield "# shellcheck disable=SC2016 # each task expands its own number"
+        start = f"""{start} bash -c 'exec "$@" --node-rank "$SLURM_NODEID"' launcher"""
+    yield f"{start} \\"
+    yield '    "${program[@]}" "${command[@]}" || code=$?'
+
+
+def _ending(command: JobCommand, options: SlurmOptions) -> Iterator[str]:
+    if options.requeue:
+        job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if command.sweep else "$SLURM_JOB_ID"
+        yield ""
+        yield f"if [ $code = {Paused.exit_code} ]; then # stopped and saved: resume as soon as there are nodes again"
+        yield f'    scontrol requeue "{job}"'
+        yield "fi"
+    yield "exit $code"
 
 
 # --- what Slurm knows of a job --------------------------------------------------------------------------------------
@@ -158,7 +383,6 @@ def _code_of(task: Mapping[str, str]) -> int:
 
 
 def _line(task: Mapping[str, str]) -> str:
-    """Return a line about the state of a job or a task."""
     number = f"{task['ArrayJobId']}_{task.get('ArrayTaskId', '')}" if "ArrayJobId" in task else task["JobId"]
     state = task["JobState"]
     nodes = task.get("NodeList", "")
@@ -176,7 +400,6 @@ def _line(task: Mapping[str, str]) -> str:
 
 
 def _pattern(tasks: Sequence[Mapping[str, str]]) -> str:
-    """Return a pattern of the paths of a job's output files."""
     path = tasks[0].get("StdOut", "")
     if not path:
         raise ConfigError(

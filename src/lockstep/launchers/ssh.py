@@ -1,7 +1,9 @@
 """Runs a command on hosts that ssh reaches, as long as this command runs.
 
+--hosts a,b:8,me@c          a and c as many ranks as the command states, b 8
+
 plan      what is started on each host, as ssh.json, and the command lines of ssh
-submit    connects, checks all hosts side by side, starts the command on each
+submit    connects to all hosts, and starts the command on each once all have answered
 follow    the output of node 0, and its exit code
 status    whether the process of `lockstep launch ssh` runs      cancel    SIGINT to it: saved and stopped
 """
@@ -10,30 +12,110 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shlex
 import signal
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lockstep.core.errors import ConfigError, RunFailed
+from pydantic import Field
+
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
-from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
+from lockstep.core.jobs import HostOptions, JobCommand, JobStatus, LaunchedJob, LaunchPlan
+from lockstep.core.nodes import checked_address
 from lockstep.core.processes import started
-from lockstep.core.secrets import names_a_secret
 from lockstep.launch.meeting import TOKEN
-from lockstep.launchers.host_checks import Wanted, check_hosts, shared_folders
-from lockstep.launchers.host_connection import HostConnection
-from lockstep.launchers.host_run import RemoteRun
-from lockstep.launchers.ssh_connection import SshProcess, ssh_words
-from lockstep.launchers.ssh_options import SshHost, SshOptions, check, hosts_of
-from lockstep.launchers.tools import own_program, program_words, write_files
+from lockstep.launchers.ssh_run import SshHost, SshRun, rendezvous_of
+from lockstep.launchers.tools import own_program, variable_problems, write_files
+from lockstep.strategies.section import Section
 
 _RECORD = "ssh.json"
-_TO_BE_CHOSEN = "ADDRESS:PORT"  # of the first host, once the hosts have been asked
+_TO_BE_CHOSEN = "ADDRESS:PORT"  # of the first host, once it has answered
+_OPTIONS = (
+    *("-T", "-x", "-oBatchMode=yes", "-oLogLevel=ERROR", "-oConnectTimeout=10"),
+    *("-oServerAliveInterval=5", "-oServerAliveCountMax=6", "-oControlMaster=no", "-oControlPath=none"),
+)
+"""Options with which ssh never asks, notices a lost connection, and shares none with other processes."""
+_NAME = r"[^\s:\[\],-][^\s:\[\],]*"
+_HOST = re.compile(rf"(?P<name>{_NAME}|({_NAME}@)?\[[^\s\],-][^\s\],]*\])(?::(?P<ranks>[1-9]\d*))?")
+_SECRET = "which a file would show; set it, and give --env {name}"
+
+
+class SshOptions(Section, HostOptions):
+    """Options of a run on hosts that ssh reaches."""
+
+    hosts: str | None = None
+    """Hosts, as ssh knows them, separated by commas; the first is node 0. NAME:N states the ranks of a host."""
+    folder: str | None = None
+    """Working folder on the hosts; by default the path of this one."""
+    program: str | None = None
+    """Command that starts Lockstep on the hosts, for their shells; by default this one's path."""
+    env: tuple[str, ...] = ()
+    """An environment variable for the run: NAME=VALUE, or NAME with its value here; may be repeated."""
+    rendezvous: str | None = None
+    """HOST:PORT, an address of the first host at which the others reach it; by default one that it says it has."""
+    grace: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds that a host has to save when the connection to it is lost; then its processes are killed."""
+    ssh: tuple[str, ...] = ()
+    """A further option of ssh, passed on as it is, such as --ssh=-p2222 or --ssh=-oUser=me; may be repeated."""
+
+    def world_size(self, ranks: int | None) -> int | None:
+        """Return the number of ranks on all hosts."""
+        numbers = [host.ranks or ranks for host in hosts_of(self)]
+        return None if None in numbers else sum(number for number in numbers if number is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedHost:
+    """A host, and the number of its ranks if the options state it."""
+
+    name: str
+    ranks: int | None
+
+
+def hosts_of(options: SshOptions) -> list[NamedHost]:
+    """Return the hosts in their order. Raises ConfigError."""
+    if options.hosts is None:
+        raise ConfigError("--hosts a,b names the hosts, and is missing; --hosts $(paste -sd, FILE) reads them")
+    hosts: dict[str, NamedHost] = {}
+    for text in map(str.strip, options.hosts.split(",")):
+        match = _HOST.fullmatch(text)
+        if match is None:
+            forms = "NAME, NAME:8 for 8 ranks, or [::1]:8 for an address of IPv6"
+            raise ConfigError(Problem("--hosts", "", f"{text!r} is not a host; write {forms}"))
+        name = re.sub(r"[\[\]]", "", match["name"])
+        if name in hosts:
+            raise ConfigError(f"host {name} is named twice; name it once, with the number of its ranks: {name}:8")
+        hosts[name] = NamedHost(name, int(match["ranks"]) if match["ranks"] else None)
+    return [*hosts.values()]
+
+
+def _check(command: JobCommand, options: SshOptions, hosts: Sequence[NamedHost]) -> None:
+    """Raise ConfigError if the options don't fit together or with the command."""
+    problems = [*variable_problems(options.env, _SECRET, from_here=True)]
+    if len(hosts) > 1 and not command.nodes:
+        message = f"{len(hosts)} hosts, but `lockstep {command.words[0]}` runs on one; name one"
+        problems.append(Problem("--hosts", "", message))
+    if not command.nodes and any(host.ranks for host in hosts):
+        problems.append(Problem("--hosts", "", f"`lockstep {command.words[0]}` takes no number of ranks from its host"))
+    if options.rendezvous is not None:
+        try:
+            checked_address(options.rendezvous)
+        except ValueError as error:
+            problems.append(Problem("--rendezvous", "", str(error)))
+    problems += [
+        Problem("--ssh", "", f"{word!r} is not an option of it; write --ssh=-p2222")
+        for word in options.ssh
+        if not re.fullmatch(r"-[A-Za-z0-9].*", word)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 class SshLauncher:
@@ -42,64 +124,53 @@ class SshLauncher:
     options = SshOptions
 
     def __init__(self) -> None:
-        self._runs: dict[str, tuple[RemoteRun, Path]] = {}
+        self._runs: dict[str, tuple[SshRun, Path]] = {}
 
     def plan(self, command: JobCommand, options: SshOptions) -> LaunchPlan:
         """Return what is started on each host."""
         hosts = hosts_of(options)
-        check(command, options, hosts)
-        _environment(options.env)
-        here = Path.cwd()
-        folder = options.folder or str(here)
-        program = own_program() if options.program is None else _program(options.program)
+        _check(command, options, hosts)
+        program = options.program or own_program()
         job = secrets.token_hex(4)
-
-        def on_each(words: Sequence[str]) -> dict[str, str]:
-            return {
-                host.name: shlex.join(_words(words, host, node, len(hosts), job)) for node, host in enumerate(hosts)
-            }
-
         record = {
             "job": job,
-            "hosts": on_each(command.words),
-            "restarts": on_each(command.restart_words),
-            "logs": {host.name: f"{host.file_name}.log" for host in hosts[1:]},
-            "folder": folder,
-            "shared": shared_folders(command, here, folder),
-            "program": program,
+            "hosts": {
+                host.name: shlex.join(_words(command, host, node, len(hosts), job)) for node, host in enumerate(hosts)
+            },
             "environment": list(options.env),
             "rendezvous": options.rendezvous,
             "grace": options.grace,
         }
-        lines = tuple(ssh_words(host.name, options.ssh, program) for host in hosts)
+        there = f"{program} launch at-host {shlex.quote(options.folder or str(Path.cwd()))}"
+        lines = tuple(("ssh", *options.ssh, *_OPTIONS, "--", host.name, there) for host in hosts)
         return LaunchPlan({command.folder / _RECORD: json.dumps(record, indent=2) + "\n"}, lines, attached=True)
 
     def submit(self, plan: LaunchPlan) -> str:
-        """Check all hosts, and start the command on each; return the job's identifier."""
+        """Start the command on each host once all have answered; return the job's identifier."""
         ((path, text),) = plan.files.items()
         record = json.loads(text)
-        connections = _connect(record, plan.commands)
+        hosts: list[SshHost] = []
         try:
-            wanted = Wanted(record["folder"], tuple(record["shared"]), record["rendezvous"])
-            rendezvous = check_hosts(connections, wanted)
-            environment = {**_environment(record["environment"]), TOKEN: secrets.token_hex(32)}
-            for part in ("hosts", "restarts"):
-                record[part] = {
-                    host: line.replace(_TO_BE_CHOSEN, rendezvous or "") for host, line in record[part].items()
-                }
-            write_files({path: json.dumps({**record, **_this_process()}, indent=2) + "\n"})
+            for name, words in zip(record["hosts"], plan.commands, strict=True):
+                log = path.with_name(re.sub(r"[^\w.@-]", "_", name) + ".log") if hosts else None
+                hosts.append(SshHost(name, words, log))
+            rendezvous = rendezvous_of(hosts)
+            rendezvous = record["rendezvous"] or rendezvous
+            for name, line in record["hosts"].items():
+                record["hosts"][name] = line.replace(_TO_BE_CHOSEN, rendezvous)
+            own = {"machine": socket.gethostname(), "process": os.getpid(), "started": started(os.getpid())}
+            write_files({path: json.dumps({**record, **own, "code": None}, indent=2) + "\n"})
         except BaseException:
-            for connection in connections:
-                connection.hang_up()
-            for connection in connections:
-                connection.process.wait()
+            for host in hosts:
+                host.hang_up()
+            for host in hosts:
+                host.process.wait()
             raise
-        for connection in connections:
-            words, restart = (shlex.split(record[each][connection.host]) for each in ("hosts", "restarts"))
-            start = {"words": words, "restart_words": restart, "environment": environment, "grace": record["grace"]}
-            connection.send("start", **start)
-        logs = [path.parent / record["logs"].get(connection.host, "") for connection in connections]
-        self._runs[record["job"]] = RemoteRun(connections, logs, record["grace"]), path
+        given = {name: value if equals else os.environ[name] for name, equals, value in _parts(record["environment"])}
+        order = {"environment": {**given, TOKEN: secrets.token_hex(32)}, "grace": record["grace"]}
+        for host in hosts:
+            host.send(json.dumps({**order, "words": shlex.split(record["hosts"][host.name])}))
+        self._runs[record["job"]] = SshRun(hosts, record["grace"]), path
         return str(record["job"])
 
     def status(self, job: LaunchedJob) -> JobStatus:
@@ -140,16 +211,8 @@ class SshLauncher:
 SSH = SshLauncher()
 
 
-def _program(text: str) -> str:
-    """Return the words of --program for the shell of a host, which replaces nothing in them but `~/` at their begin."""
-    first, *rest = program_words(text)
-    home = "~/" if first.startswith("~/") else ""
-    return " ".join([home + shlex.quote(first.removeprefix(home)), *map(shlex.quote, rest)])
-
-
-def _words(words: Sequence[str], host: SshHost, node: int, nodes: int, job: str) -> list[str]:
-    """Return the command line on a host, without the program."""
-    words = [*words]
+def _words(command: JobCommand, host: NamedHost, node: int, nodes: int, job: str) -> list[str]:
+    words = [*command.words]
     if host.ranks is not None:
         words += ["--ranks", str(host.ranks)]
     if nodes > 1:
@@ -157,33 +220,8 @@ def _words(words: Sequence[str], host: SshHost, node: int, nodes: int, job: str)
     return words
 
 
-def _environment(names: Sequence[str]) -> dict[str, str]:
-    """Return variables by name. Raises ConfigError: one of them isn't set here, or would be written down."""
-    variables = {}
-    for text in names:
-        name, equals, value = text.partition("=")
-        if not equals and name not in os.environ:
-            raise ConfigError(f"--env: {name} isn't set here; set it, or write {name}=VALUE")
-        if equals and names_a_secret(name):
-            raise ConfigError(
-                f"--env: {name} looks like a secret, which a file would show; set it, and give --env {name}"
-            )
-        variables[name] = value if equals else os.environ[name]
-    return variables
-
-
-def _connect(record: Mapping[str, Any], commands: Sequence[Sequence[str]]) -> list[HostConnection]:
-    connections: list[HostConnection] = []
-    try:
-        for host, words in zip(record["hosts"], commands, strict=True):
-            connections.append(HostConnection(host, SshProcess(host, words, record["program"])))
-    except FileNotFoundError:
-        raise RunFailed("ssh is not installed here; install OpenSSH's client") from None
-    return connections
-
-
-def _this_process() -> dict[str, Any]:
-    return {"machine": socket.gethostname(), "process": os.getpid(), "started": started(os.getpid()), "code": None}
+def _parts(texts: Sequence[str]) -> list[tuple[str, str, str]]:
+    return [text.partition("=") for text in texts]
 
 
 def _record(job: LaunchedJob) -> Mapping[str, Any]:

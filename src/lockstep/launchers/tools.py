@@ -14,17 +14,21 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import yaml
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.files import write_atomically
 from lockstep.core.jobs import JobCommand
+from lockstep.core.secrets import names_a_secret
 from lockstep.core.terminal import echo, plain, shortened
 
 _Answer = TypeVar("_Answer")
 
+_VARIABLE = re.compile(r"[A-Za-z_]\w*(=[^\0]*)?", re.DOTALL)
 _LAST_UPDATE_S = 60  # for the update that is running and the ends of the processes
 _WRITTEN_PER_SECOND = 200e6  # bytes, by a node, to a slow shared file system
 _UNKNOWN_STATE_S = 120
@@ -46,7 +50,6 @@ def execute(
     given: str | None = None,
     *,
     patience_s: float = _PATIENCE_S,
-    variables: Mapping[str, str] | None = None,
 ) -> str:
     """Run a program and return what it prints on stdout.
 
@@ -54,7 +57,6 @@ def execute(
         remedy: What to do if the program isn't there, as the end of a sentence.
         given: What it reads on stdin; None: it reads this process's.
         patience_s: Seconds in which it has to answer.
-        variables: What its environment has beside this process's.
 
     Raises:
         RunFailed: It isn't there, fails or doesn't answer; with its own words.
@@ -67,7 +69,6 @@ def execute(
             text=True,
             errors="replace",
             timeout=patience_s,
-            env={**os.environ, **(variables or {})},
             check=False,
         )
     except FileNotFoundError:
@@ -104,6 +105,46 @@ def as_comment(text: str) -> str:
     """Return a text for a comment of a script or of YAML: one line of characters that YAML can have."""
     line = " ".join(text.split())
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
+
+
+def node_problems(command: JobCommand, nodes: int, where: str) -> list[Problem]:
+    """Return why a command doesn't run on several nodes; `where` it runs then, such as `in one pod`."""
+    message = f"{nodes}, but `lockstep {command.words[0]}` runs {where}; leave it out"
+    return [Problem("--nodes", "", message)] if nodes > 1 and not command.nodes else []
+
+
+def variable_problems(texts: Sequence[str], secret: str, *, from_here: bool = False) -> Iterator[Problem]:
+    """Yield what is wrong with the option --env.
+
+    Args:
+        secret: Why a secret isn't given there, and how it is given, as the end of a sentence.
+        from_here: Whether NAME alone takes its value from here.
+    """
+    for text in texts:
+        name, equals, _ = text.partition("=")
+        if not _VARIABLE.fullmatch(text) or not (equals or from_here):
+            yield Problem("--env", "", f"{shortened(text)} is not NAME=VALUE, such as NCCL_DEBUG=INFO")
+        elif not equals and name not in os.environ:
+            yield Problem("--env", "", f"{name} isn't set here; set it, or write {name}=VALUE")
+        elif equals and names_a_secret(name):
+            yield Problem("--env", "", f"{name} looks like a secret, {secret.format(name=name)}")
+
+
+def pairs(texts: Sequence[str]) -> dict[str, str]:
+    """Return `KEY=VALUE` texts as a mapping."""
+    return {key: value for key, _, value in (text.partition("=") for text in texts)}
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """Writes a mapping again where it comes again."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def as_yaml(data: Mapping[str, Any]) -> str:
+    """Return YAML that a person can read."""
+    return yaml.dump(data, Dumper=_PlainDumper, sort_keys=False, width=float("inf"))
 
 
 def program_words(text: str) -> list[str]:

@@ -1,0 +1,519 @@
+"""A job on EC2, from the start of its instances until nothing is left that is paid for.
+
+start     makes the planned calls; if one fails or a signal comes, removes what was created
+state     instances by their tag, and the exit codes that they have put into the bucket
+follow    until the run has ended, or its instances are lost, or one never reports      cancel    save, stop
+          log, results --> here; then instances, disks and objects are removed
+
+Every machine with the right credentials can do this: an identifier, REGION/BUCKET[/PREFIX]/NAME, names the job.
+    s3://BUCKET/PREFIX/NAME/job.json        the record of the job      .../token      the launchers' secret
+    .../logs/N/BYTES  .../ends/N            log from a byte on, and exit code, of instance N
+    .../stop          .../results/          asks all to save and stop; the run's folder, from instance 0
+    lockstep-job=NAME                       tag of all that was created for it
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lockstep.core.command_lines import command_line
+from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded
+from lockstep.core.jobs import JobStatus, LaunchedJob, LaunchPlan
+from lockstep.core.stopping import undo_on_stop, write_stderr
+from lockstep.core.terminal import echo, plain, plain_line
+from lockstep.launchers.aws_calls import AwsCalls, CallFailed, from_command, wait_until
+from lockstep.launchers.tools import Patience, write_files
+
+TAG = "lockstep-job"
+RECORD_FILE = "aws.json"
+
+_IDENTIFIER = re.compile(
+    r"(?P<region>[a-z]+(-[a-z]+)+-\d)/(?P<bucket>[a-z0-9][a-z0-9.-]+)/((?P<prefix>[^\s]+)/)?(?P<name>[a-z][a-z0-9-]*)"
+)
+_FILLED = ("Body", "UserData")  # parameters that are placeholders
+_ENDED = ("shutting-down", "terminated")
+_PAID = ["pending", "running", "stopping", "stopped"]
+_RUNNING_S = 600.0
+_SETTLE_S = (0.0, 2.0, 4.0)  # an instance whose start was not confirmed may be listed seconds later
+_POLL_S = 5.0
+_PATIENCE_S = 300.0  # without an answer of AWS
+_STOPPING_S = 600.0  # for a run to save and stop
+_OTHERS_S = 300.0  # between the end of one instance and those of the others
+_MOST_DELETED = 1000  # by one call
+_SHOWN_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class AwsJob:
+    """A job by its identifier."""
+
+    region: str
+    bucket: str
+    prefix: str
+    name: str
+
+    @property
+    def identifier(self) -> str:
+        return "/".join(filter(None, (self.region, self.bucket, self.prefix, self.name)))
+
+    @property
+    def place(self) -> str:
+        """Address of its objects."""
+        return f"s3://{self.bucket}/{self.key('')}".rstrip("/")
+
+    @property
+    def cancel_line(self) -> str:
+        return command_line("lockstep", "launch", "aws", "cancel", self.identifier)
+
+    def key(self, name: str) -> str:
+        """Return the key of an object."""
+        return f"{self.prefix}/{self.name}/{name}" if self.prefix else f"{self.name}/{name}"
+
+
+def job_named(identifier: str) -> AwsJob:
+    """Return the job that an identifier names. Raises ConfigError."""
+    match = _IDENTIFIER.fullmatch(identifier)
+    if match is None:
+        raise ConfigError(
+            f"{identifier!r} is neither REGION/BUCKET/NAME of a job, as `lockstep launch aws` printed it, nor the "
+            "folder of a run that AWS was given"
+        )
+    return AwsJob(match["region"], match["bucket"], match["prefix"] or "", match["name"])
+
+
+# --- start ----------------------------------------------------------------------------------------------------------
+
+
+def start(plan: LaunchPlan, record: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Make the calls, and wait until the instances run. Raises Failure, and then nothing is left.
+
+    Args:
+        values: Values of placeholders in the calls.
+    """
+    job = job_named(record["job"])
+    echo(f"starting AWS job {job.identifier}", file=sys.stderr, flush=True)  # by which it can be canceled
+    starting = _Starting(AwsCalls(job.region, record["profile"]), job, {**values})
+    with undo_on_stop(starting.undo_in_handler):
+        try:
+            starting.make_calls(plan.commands)
+            starting.wait_for_instances(int(record["nodes"]))
+        except BaseException as error:
+            starting.undo(error)
+            raise
+
+
+class _Starting:
+    """A job that is being started."""
+
+    def __init__(self, aws: AwsCalls, job: AwsJob, values: dict[str, Any]) -> None:
+        self._aws = aws
+        self._job = job
+        self._values = values
+        self._has_asked = False
+
+    def make_calls(self, commands: Sequence[Sequence[str]]) -> None:
+        for service, operation, given in map(from_command, commands):
+            self._has_asked |= operation != "head_bucket"
+            filled = {name: self._values[given[name]] for name in _FILLED if name in given}
+            self._aws.call(service, operation, **{**given, **filled})
+
+    def wait_for_instances(self, wanted: int) -> None:
+        def are_there() -> bool:
+            listed = instances(self._aws, self._job)
+            ended = [each for each in listed if _state(each) in _ENDED]
+            if ended:
+                raise RunFailed(f"an instance has ended while it was started: {_reason(ended[0]) or 'no reason given'}")
+            return sum(_state(each) == "running" for each in listed) >= wanted
+
+        if not wait_until(are_there, _RUNNING_S, _POLL_S):
+            raise RunFailed(
+                f"the {wanted} instances are not running after {_RUNNING_S:g} s; try again, or another --type"
+            )
+
+    def undo(self, error: BaseException) -> None:
+        """Remove what was created; if that fails, too, the sentence has both reasons."""
+        try:
+            self._remove()
+        except Failure as second:
+            raise RunFailed(f"{error or type(error).__name__}; {second}") from error
+
+    def undo_in_handler(self) -> None:
+        write_stderr("removing what was created")
+        try:
+            self._remove()
+        except Failure as failure:
+            write_stderr(str(failure))
+
+    def _remove(self) -> None:
+        """Remove what was created, with new clients: a signal may have interrupted a call of the others."""
+        if self._has_asked:
+            remove(AwsCalls(self._job.region, self._aws.profile), self._job, settle=True)
+
+
+# --- instances, and the end of all that is paid for -----------------------------------------------------------------
+
+
+def instances(aws: AwsCalls, job: AwsJob, *filters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the instances of a job, by their place in the call that started them."""
+    wanted = [{"Name": f"tag:{TAG}", "Values": [job.name]}, *filters]
+    listed = aws.items("ec2", "describe_instances", "Reservations[].Instances[]", Filters=wanted)
+    return sorted(listed, key=lambda instance: int(instance.get("AmiLaunchIndex", 0)))
+
+
+def _state(instance: Mapping[str, Any]) -> str:
+    return str(instance["State"]["Name"])
+
+
+def _reason(instance: Mapping[str, Any]) -> str:
+    """Return why an instance has ended, in AWS's words; empty: it is not known."""
+    return plain_line(str(instance.get("StateReason", {}).get("Message") or instance.get("StateTransitionReason", "")))
+
+
+def remove(aws: AwsCalls, job: AwsJob, *, settle: bool = False, keep_objects: bool = False) -> list[str]:
+    """Remove all that was created for a job, and return what was removed. What is gone already is no fault.
+
+    Instances delete their disks and interfaces, and their spot requests end with them.
+
+    Args:
+        settle: Instances may have been started a moment ago, by a call whose answer was lost.
+        keep_objects: Leave the objects in the bucket.
+
+    Raises:
+        RunFailed: Something is left, and may cost money.
+    """
+    try:
+        removed = _terminate(aws, job, settle=settle)
+        if not keep_objects and JobObjects(aws, job).delete():
+            removed.append("objects")
+    except Failure as failure:
+        raise RunFailed(
+            f"something of job {job.identifier} may be left, and be paid for ({failure}); try again: {job.cancel_line}"
+        ) from None
+    return removed
+
+
+def _terminate(aws: AwsCalls, job: AwsJob, *, settle: bool) -> list[str]:
+    ended: dict[str, None] = {}
+    for pause in _SETTLE_S if settle else _SETTLE_S[:1]:
+        time.sleep(pause)
+        live = [
+            str(each["InstanceId"]) for each in instances(aws, job, {"Name": "instance-state-name", "Values": _PAID})
+        ]
+        if live:
+            aws.call("ec2", "terminate_instances", InstanceIds=live)
+            ended |= dict.fromkeys(live)
+        elif ended:
+            break
+    return [*ended]
+
+
+# --- objects --------------------------------------------------------------------------------------------------------
+
+
+class JobObjects:
+    """The objects of a job in its bucket, by which the instances and the machine that follows them talk."""
+
+    def __init__(self, aws: AwsCalls, job: AwsJob) -> None:
+        self._aws = aws
+        self._job = job
+        self._at = self._newest = 0  # bytes of the log that were printed; where the newest object of it starts
+        self._half = b""
+
+    def record(self) -> Mapping[str, Any] | None:
+        """Return what was recorded when the job was launched; None: it was removed, or never there."""
+        try:
+            known: Mapping[str, Any] = json.loads(self._read("job.json"))
+            int(known["nodes"]), str(known["run_folder"]), float(known["boot_minutes"])
+        except CallFailed as failure:
+            if failure.code in ("NoSuchKey", "404"):
+                return None
+            raise
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{self._job.place}/job.json is damaged") from None
+        return known
+
+    def ends(self) -> dict[int, int]:
+        """Return the exit codes of the instances that have ended, by their number."""
+        texts = {name: self._read(name).decode(errors="replace").strip() for name in self._names("ends/")}
+        return {
+            int(name.removeprefix("ends/")): int(text) if re.fullmatch(r"\d{1,3}", text) else 1
+            for name, text in sorted(texts.items())
+            if re.fullmatch(r"ends/\d{1,6}", name)
+        }
+
+    def has_reported(self, node: int) -> bool:
+        """Return whether an instance has sent anything."""
+        return any(True for place in (f"logs/{node}/", f"ends/{node}") for _ in self._names(place))
+
+    def print_log(self) -> None:
+        """Print what is new in the log of instance 0: its whole lines."""
+        place = self._job.key("logs/0/")
+        after = {"StartAfter": f"{place}{self._newest - 1:015d}"} if self._newest else {}  # the newest one may grow
+        for entry in self._listed("logs/0/", **after):
+            start = int(entry["Key"].rpartition("/")[2])
+            if start <= self._at < start + int(entry["Size"]):
+                data = self._read(entry["Key"].removeprefix(self._job.key("")), Range=f"bytes={self._at - start}-")
+                self._at, self._newest = self._at + len(data), start
+                whole, newline, self._half = (self._half + data).rpartition(b"\n")
+                if newline:
+                    echo(plain(whole.decode(errors="replace")), flush=True)
+
+    def print_rest(self) -> None:
+        """Print the last line of the log, which has no end."""
+        if self._half:
+            echo(plain(self._half.decode(errors="replace")), flush=True)
+        self._half = b""
+
+    def ask_to_stop(self) -> None:
+        """Ask the instances to save and stop."""
+        self._aws.call("s3", "put_object", Bucket=self._job.bucket, Key=self._job.key("stop"), Body=b"")
+
+    def fetch(self, folder: Path, nodes: int) -> int:
+        """Write the results into a folder, and the instances' logs; return the number of results. Raises RunFailed."""
+        number = 0
+        path = folder
+        try:
+            for name in self._names("results/"):
+                inside = PurePosixPath(name.removeprefix("results/"))
+                if inside.is_absolute() or ".." in inside.parts or not inside.parts:
+                    echo(f"note: {name} is not fetched: its name leads out of the run's folder", file=sys.stderr)
+                    continue
+                path = folder / inside
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._aws.download(self._job.bucket, self._job.key(name), str(path))
+                number += 1
+            for node in range(nodes):
+                path = folder / "launch" / f"node-{node}.log"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as file:
+                    for name in self._names(f"logs/{node}/"):
+                        file.seek(int(name.rpartition("/")[2]))  # an object may repeat bytes of the one before
+                        file.write(self._read(name))
+        except (OSError, ValueError) as error:
+            raise RunFailed(f"can't write {path}: {getattr(error, 'strerror', None) or error}") from None
+        return number
+
+    def delete(self) -> int:
+        """Delete all objects of the job; return how many there were. Record and exit codes go last."""
+        names = sorted(self._names(""), key=lambda name: name.startswith(("ends/", "job.json")))
+        for at in range(0, len(names), _MOST_DELETED):
+            keys = [{"Key": self._job.key(name)} for name in names[at : at + _MOST_DELETED]]
+            given: dict[str, Any] = {"Bucket": self._job.bucket, "Delete": {"Objects": keys, "Quiet": True}}
+            for fault in self._aws.call("s3", "delete_objects", **given).get("Errors", ())[:1]:
+                raise RunFailed(f"s3:DeleteObject failed for {fault.get('Key')}: {fault.get('Message')}")
+        return len(names)
+
+    def _names(self, prefix: str) -> Iterator[str]:
+        return (each["Key"].removeprefix(self._job.key("")) for each in self._listed(prefix))
+
+    def _listed(self, prefix: str, **more: str) -> Iterator[Any]:
+        where = {"Bucket": self._job.bucket, "Prefix": self._job.key(prefix)}
+        return self._aws.items("s3", "list_objects_v2", "Contents", **where, **more)
+
+    def _read(self, name: str, **range_: str) -> bytes:
+        reply = self._aws.call("s3", "get_object", Bucket=self._job.bucket, Key=self._job.key(name), **range_)
+        return bytes(reply["Body"])
+
+
+# --- follow and cancel ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AwsState:
+    """The state of a job: `ends` are exit codes by instance, `live` the number of instances that have not ended."""
+
+    text: str
+    code: int | None
+    ends: Mapping[int, int]
+    listed: Sequence[Mapping[str, Any]]
+    live: int
+
+
+class FollowedJob:
+    """A job on EC2, and what its run's folder here remembers of it. Raises ConfigError: there is no such job."""
+
+    def __init__(self, job: LaunchedJob) -> None:
+        self._record_file = None if job.folder is None else job.folder / RECORD_FILE
+        known = self._remembered()
+        self._code: int | None = known.get("code")
+        self.job = job_named(job.number)
+        self._aws = AwsCalls(self.job.region, known.get("profile"))
+        self._objects = JobObjects(self._aws, self.job)
+
+    def status(self) -> JobStatus:
+        """Return the job's state. Raises ConfigError: nothing of it is left, or was ever there."""
+        state = self.state()
+        return JobStatus(state.text, state.code)
+
+    def state(self) -> AwsState:
+        """Return the job's state, with its instances. Raises ConfigError: nothing of it is left, or was ever there."""
+        listed, ends = instances(self._aws, self.job), self._objects.ends()
+        name = f"AWS job {self.job.identifier}"
+        if not listed and not ends:
+            if self._code is not None:
+                return AwsState(f"{name}: ended with exit code {self._code}", self._code, {}, (), 0)
+            if self._objects.record() is None:
+                raise ConfigError(
+                    f"AWS has nothing of job {self.job.identifier}: it has ended, and everything was removed, or it "
+                    "was never launched"
+                )
+            rest = f"{self.job.cancel_line} removes the rest"
+            return AwsState(f"{name}: no instance was started, or all are long gone; {rest}", None, {}, (), 0)
+        states = Counter(_state(each) for each in listed)
+        text = f"{name}: instances {', '.join(f'{number} {state}' for state, number in states.items()) or 'gone'}"
+        live = sum(_state(each) != "terminated" for each in listed)
+        if live and len(ends) < len(listed):
+            return AwsState(text, None, ends, listed, live)
+        failed = [code for code in ends.values() if code]
+        code = failed[0] if failed else int(len(ends) < len(listed) or not ends)
+        code = code if self._code is None else self._code
+        why = "" if ends else next((reason for each in listed if (reason := _reason(each))), "")
+        return AwsState(f"{text}, exit code {code}{f' ({why})' if why else ''}", code, ends, listed, live)
+
+    def follow(self) -> int:
+        """Print the log of instance 0 until the job has ended, fetch the results, and remove everything."""
+        patience = Patience(self.job.identifier, "aws", _PATIENCE_S)
+        record = patience.ask(self._objects.record, _POLL_S)
+        if record is None:
+            state = self.state()
+            if state.code is None:
+                raise ConfigError(
+                    f"{state.text}; its record is missing in {self.job.place}, so it can't be followed: "
+                    f"{self.job.cancel_line} ends it"
+                )
+            echo(state.text, file=sys.stderr)
+            return state.code
+        state, code = self._wait_for_end(record, patience)
+        self._remember(code)
+        folder = Path(record["run_folder"]) if self._record_file is None else self._record_file.parents[1]
+        self._fetch(folder, int(record["nodes"]))
+        self._explain(state, code, folder)
+        remove(self._aws, self.job)
+        return code
+
+    def cancel(self) -> None:
+        """Ask the run to save and stop, then remove everything. What is gone already is no fault."""
+        try:
+            self._stop()
+        finally:
+            removed = remove(self._aws, self.job)
+        if self._code is None:
+            self._remember(Stopped.exit_code)
+        if not removed:
+            echo(f"nothing of AWS job {self.job.identifier} was left", file=sys.stderr)
+
+    def _wait_for_end(self, record: Mapping[str, Any], patience: Patience) -> tuple[AwsState, int]:
+        """Print log and state until the job has ended; return its exit code. Raises RunFailed."""
+        began, first_end, shown = time.monotonic(), float("inf"), ""
+        silent, boot_s = {*range(int(record["nodes"]))}, 60 * float(record["boot_minutes"])
+        while True:
+            with patience:
+                state = self._state_of_followed()
+                silent -= {node for node in silent if self._objects.has_reported(node)}
+                self._objects.print_log()
+                if state.text != shown:
+                    shown = state.text
+                    echo(shown, file=sys.stderr, flush=True)
+                now = time.monotonic()
+                if state.ends or state.live < len(state.listed):
+                    first_end = min(first_end, now)
+                why = "" if state.listed or state.ends else "no instance is left"
+                if now - first_end > _OTHERS_S:
+                    why = f"{state.live} instances still run, and the others have ended; all are ended"
+                elif silent and now - began > boot_s:
+                    which = ", ".join(map(str, sorted(silent)))
+                    why = f"instance {which} has reported nothing in {boot_s / 60:g} minutes"
+                if state.code is None and why:
+                    echo(f"note: {why}", file=sys.stderr)
+                if state.code is not None or why:
+                    self._objects.print_log()  # what came between
+                    self._objects.print_rest()
+                    return state, max(state.ends.values(), default=1) or 1 if state.code is None else state.code
+            time.sleep(_POLL_S)
+
+    def _state_of_followed(self) -> AwsState:
+        try:
+            return self.state()
+        except ConfigError:  # another command has canceled it
+            return AwsState(f"AWS job {self.job.identifier}: removed", Stopped.exit_code, {}, (), 0)
+
+    def _explain(self, state: AwsState, code: int, folder: Path) -> None:
+        """Print the end of the log of another instance than 0 that has failed, or of a console if there is no log."""
+        failed = next((node for node, its_code in state.ends.items() if its_code), 0)
+        if failed and not state.ends.get(0):
+            text = plain((folder / "launch" / f"node-{failed}.log").read_text(errors="replace"))
+            _show_end(f"the log of instance {failed}", text)
+        silent = [node for node in range(len(state.listed)) if node not in state.ends] if code else []
+        if silent:
+            name = str(state.listed[silent[0]]["InstanceId"])
+            try:
+                text = str(self._aws.call("ec2", "get_console_output", InstanceId=name).get("Output") or "")
+            except Failure:
+                text = ""
+            _show_end(f"the console of instance {silent[0]}, {name},", plain(text) or "(EC2 has none of it)")
+
+    def _fetch(self, folder: Path, nodes: int) -> None:
+        """Fetch the results; if that fails, end what is paid by the hour, and keep them. Raises RunFailed."""
+        try:
+            number = self._objects.fetch(folder, nodes)
+        except RunFailed as failure:
+            try:
+                remove(self._aws, self.job, keep_objects=True)
+            except RunFailed as second:
+                raise RunFailed(f"{failure}; {second}") from failure
+            raise RunFailed(
+                f"{failure}; the results stay in {self.job.place}, and are paid for: lockstep launch aws "
+                f"follow {self.job.identifier} fetches them, and cancel deletes them"
+            ) from failure
+        if number:
+            echo(f"{number} files of the run are in {folder}", file=sys.stderr, flush=True)
+
+    def _stop(self) -> None:
+        """Ask the run to save and stop, and wait for it; a job whose run has not begun needs no waiting."""
+        try:
+            state = self.state()
+            if state.code is not None or not state.live or not self._objects.has_reported(0):
+                return
+            self._objects.ask_to_stop()
+            echo("waiting for the run to save and stop; Ctrl-C leaves that to its instances", file=sys.stderr)
+            rest = f"the run stops by itself; {self.job.cancel_line} removes the rest"
+            with undo_on_stop(lambda: write_stderr(rest)):
+                wait_until(lambda: self.state().code is not None, _STOPPING_S, _POLL_S)
+            self._objects.print_log()
+        except ConfigError:  # nothing is left
+            return
+        except Failure as failure:
+            write_stderr(f"the run could not be asked to save: {failure}")
+
+    def _remembered(self) -> Mapping[str, Any]:
+        if self._record_file is None:
+            return {}
+        try:
+            return {**json.loads(read_bounded(self._record_file, MAX_JSON_BYTES))}
+        except (OSError, ValueError, TypeError):
+            raise ConfigError(f"{self._record_file} is missing or damaged; give the job's identifier") from None
+
+    def _remember(self, code: int) -> None:
+        """Write the exit code into the run's folder here."""
+        self._code = code
+        if self._record_file is None:
+            return
+        try:
+            text = json.dumps({**self._remembered(), "code": code}, indent=2) + "\n"
+            write_files({self._record_file: text})
+        except (ConfigError, RunFailed) as error:
+            echo(f"note: {self._record_file} isn't updated: {error}", file=sys.stderr)
+
+
+def _show_end(what: str, text: str) -> None:
+    lines = [f"--- {what} ends with:", *text.splitlines()[-_SHOWN_LINES:]]
+    echo("\n".join(lines), file=sys.stderr, flush=True)
