@@ -49,8 +49,6 @@ def test_a_running_job_of_two_ranks(tmp_path: Path) -> None:
     again = run_lockstep("profile", "run", cwd=tmp_path)
     assert again.returncode == 0
     assert "rank 1 on" in again.stdout
-    assert "bytes sent             268 B" in again.stdout
-    assert "most differs: bytes sent" not in again.stdout
     for path in (run / PROFILE).glob("*.gz"):
         _is_chrome_trace(path)
 

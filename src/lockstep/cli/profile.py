@@ -152,12 +152,12 @@ def _memory(arguments: Sequence[str]) -> int:
     parser = Parser("profile memory", summary, _MEMORY_EPILOG, "[RECIPE ...] [options] [overrides]")
     add_run(parser, "ranks of this machine")
     args, overrides = parser.parse(arguments)
+    for place in map(Path, args.config):
+        _refuse_beside_gpus(place)
     loaded, _ = approved_config(args.config, overrides, trusted=args.trust_run)
 
     from lockstep.profiling.memory import memory_lines, memory_of_recipe
 
-    for place in map(Path, args.config):
-        _refuse_beside_gpus(place)
     profile = memory_of_recipe(loaded, trust_remote_code=args.trust_remote_code)
     for line in memory_lines(profile):
         echo(line)

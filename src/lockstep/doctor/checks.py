@@ -35,7 +35,7 @@ class Check:
 CHECKS: tuple[Check, ...] = (
     Check("Python", software.python),
     Check("torch", software.torch_imports, _IMPORT_S),
-    Check("versions", software.packages_fit),
+    Check("versions", software.packages_fit, 10.0),
     Check("accelerators", software.accelerators, _IMPORT_S),
     Check("compiler", software.compiler),
     Check("disk of runs", system.run_disk),

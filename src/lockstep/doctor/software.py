@@ -53,8 +53,9 @@ def packages_fit(machine: MachineView) -> Iterator[Finding]:
                 requirement = Requirement(text)
             except InvalidRequirement:
                 continue
-            other = _installed(machine, requirement.name)
-            if other is None or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            is_wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            other = _installed(machine, requirement.name) if is_wanted else None
+            if other is None:
                 continue
             if requirement.specifier.contains(other.version, prereleases=True):
                 fits += 1

@@ -77,7 +77,7 @@ def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
     A folder that is a run itself counts. What can't be read is left out.
     """
     runs = {os.path.realpath(run): run for folder in folders for run in runs_in(folder)}
-    rows = [listed(run) for run in runs.values()]
+    rows = map(listed, runs.values())
     return sorted(rows, key=lambda row: row.changed if row.started is None else row.started, reverse=True)
 
 

@@ -296,7 +296,6 @@ def _read(label: str, place: str, state: str | None) -> ComparedRun:
 
 
 def _flat(value: object, key: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield dotted keys and values as text, without secrets."""
     items: list[tuple[object, object]] = []
     if isinstance(value, Mapping):
         items = list(value.items())

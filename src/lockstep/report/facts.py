@@ -94,7 +94,6 @@ def large_figures(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def _attempts(run: RunData) -> str:
-    """Return how many attempts a run took, and in what wall time; empty if it was one."""
     if run.num_attempts == 1:
         return ""
     used = goodput(run.folder)
