@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.packing import pack
+from lockstep.data.tokens import pack
 
 
 def offsets_of(lengths: list[int]) -> np.ndarray:

@@ -11,10 +11,11 @@ import os
 import shutil
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lockstep.core.files import changed
+from lockstep.core.files import changed, flush
 
 _ABANDONED_S = 3600.0
 
@@ -22,6 +23,26 @@ _ABANDONED_S = 3600.0
 def draft_of(path: Path) -> Path:
     """Return the name of this process's draft of a file or folder."""
     return path.with_name(f"{path.name}@{socket.gethostname()}@{os.getpid()}.part")
+
+
+@contextmanager
+def whole_folder(entry: Path) -> Iterator[Path]:
+    """Yield a draft of a folder to write to; then it has its name, unless another process was first. Raises OSError."""
+    remove_abandoned(entry)
+    draft = draft_of(entry)
+    draft.mkdir()
+    try:
+        yield draft
+        for path in (*draft.iterdir(), draft):
+            flush(path)
+        try:
+            draft.rename(entry)
+        except OSError:
+            if not entry.is_dir():  # on a file system without locks, another process may be first
+                raise
+        flush(entry.parent)
+    finally:
+        remove(draft)
 
 
 def remove_abandoned(path: Path) -> None:

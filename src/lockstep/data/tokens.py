@@ -5,7 +5,7 @@ FOLDER/train.json         header, written last: the split exists if it exists
       /train.documents    offset of each document, and the end of the last one, int64
 
 joined    samples are windows of the stream
-whole     samples are packed documents (packing.py); no target is in another document than its input
+whole     samples are packed documents (`pack`); no target is in another document than its input
 
 Each host downloads a split in an object store once, verified: the hash of its header names the copy in
 ~/.cache/lockstep/tokens. The first process that needs it downloads it; the others wait for its lock, and not in a
@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
@@ -29,21 +30,21 @@ from numpy.typing import NDArray
 
 from lockstep.config.schema import Tokens
 from lockstep.core.cache_files import DISK_FULL, cache_folder, cache_remedy, locked
-from lockstep.core.drafts import draft_of, remove, remove_abandoned
+from lockstep.core.drafts import whole_folder
 from lockstep.core.errors import ConfigError
-from lockstep.core.files import MAX_JSON_BYTES, flush, naming, read_bounded, write_atomically
+from lockstep.core.files import MAX_JSON_BYTES, naming, read_bounded, write_atomically
 from lockstep.core.formatting import size as size_text
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data import windows
 from lockstep.data.order import Indices
-from lockstep.data.packing import pack
 from lockstep.stores.addresses import is_address
 from lockstep.stores.buckets import open_store
 
 if TYPE_CHECKING:
     from lockstep.stores.blobs import BlobStore
 
+Integers = NDArray[np.int64]
 FORMAT = 1
 _PREPARE = "write it with `lockstep data prepare`"
 _IGNORED = -100
@@ -51,6 +52,109 @@ _RETRY_SECONDS = 60.0
 _RANGE_BYTES = 2**24
 _THREADS = 4
 _HASHED_BYTES = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The pieces of the stream in each sample.
+
+    Attributes:
+        starts: [pieces] Where each piece begins in the stream of tokens, ordered by sample.
+        lengths: [pieces] The number of its tokens.
+        bounds: [samples + 1] Sample s holds pieces bounds[s] .. bounds[s + 1].
+        capacity: Number of tokens that a sample can hold.
+    """
+
+    starts: Integers
+    lengths: Integers
+    bounds: Integers
+    capacity: int
+
+    @property
+    def samples(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def padding(self) -> float:
+        """The fraction of all positions that stay empty."""
+        return 1 - int(self.lengths.sum()) / max(1, self.samples * self.capacity)
+
+
+def pack(offsets: Integers, capacity: int) -> Packing:
+    """Pack the documents between the `offsets` [documents + 1] of a stream."""
+    starts, lengths = _cut(offsets, capacity)
+    keys = (capacity - lengths).astype(np.min_scalar_type(capacity))  # few bits: a radix sort
+    longest_first = np.argsort(keys, kind="stable")
+    samples = _place(np.bincount(lengths, minlength=capacity + 1), capacity)
+    by_sample = np.argsort(samples, kind="stable")
+    pieces = longest_first[by_sample]
+    bounds = np.concatenate([[0], np.cumsum(np.bincount(samples))]) if len(samples) else np.zeros(1, np.int64)
+    return Packing(starts[pieces], lengths[pieces], bounds, capacity)
+
+
+def _cut(offsets: Integers, capacity: int) -> tuple[Integers, Integers]:
+    """Return start and length of each piece: a document, or a part of a document that is longer than a sample."""
+    lengths = np.diff(offsets)
+    pieces = -(-lengths // capacity)
+    if len(pieces) == 0 or pieces.max() <= 1:
+        kept = lengths > 0
+        return (offsets[:-1], lengths) if kept.all() else (offsets[:-1][kept], lengths[kept])
+    documents = np.repeat(np.arange(len(lengths)), pieces)
+    number = np.arange(len(documents)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = offsets[documents] + number * capacity
+    return starts, np.minimum(capacity, offsets[documents + 1] - starts)
+
+
+def _place(counts: Integers, capacity: int) -> Integers:
+    """Return the sample of each piece, longest first, given the number of pieces of each length."""
+    placed: list[Integers] = []
+    open_samples = _OpenSamples(capacity)
+    for length in range(capacity, 0, -1):
+        left = int(counts[length])
+        while left:
+            samples, space = open_samples.take(length, left)
+            each = space // length
+            num_full = min(len(samples), left // each)
+            full, rest = samples[:num_full], samples[num_full:]
+            placed.append(np.repeat(full, each) if each > 1 else full)
+            open_samples.put(full, space - each * length)
+            left -= num_full * each
+            extra = min(left, each) if len(rest) else 0  # for the last sample, which they don't fill
+            if extra:
+                placed.append(np.repeat(rest[:1], extra))
+                open_samples.put(rest[:1], space - extra * length)
+                rest = rest[1:]
+                left -= extra
+            open_samples.put(rest, space)
+    return np.concatenate(placed) if placed else np.zeros(0, np.int64)
+
+
+class _OpenSamples:
+    """Samples that aren't full, by the space left in them."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._opened = 0
+        self._samples: dict[int, list[Integers]] = {}
+        self._spaces: list[int] = []  # the keys, sorted
+
+    def take(self, length: int, pieces: int) -> tuple[Integers, int]:
+        """Remove and return the fullest samples with space for `length`, and that space; new ones if there are none."""
+        fit = bisect_left(self._spaces, length)
+        if fit < len(self._spaces):
+            space = self._spaces.pop(fit)
+            return np.concatenate(self._samples.pop(space)), space
+        first = self._opened
+        self._opened += -(-pieces // (self._capacity // length))
+        return np.arange(first, self._opened), self._capacity
+
+    def put(self, samples: Integers, space: int) -> None:
+        if len(samples) == 0 or space == 0:
+            return
+        if space not in self._samples:
+            self._samples[space] = []
+            insort(self._spaces, space)
+        self._samples[space].append(samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,10 +354,7 @@ def downloaded_split(address: str, split: str, header: bytes, fingerprint: str) 
 def _download(
     store: BlobStore, split: str, header: bytes, fingerprint: str, entry: Path, show: Callable[[str], None]
 ) -> None:
-    remove_abandoned(entry)
-    draft = draft_of(entry)
-    draft.mkdir()
-    try:
+    with whole_folder(entry) as draft:
         hasher = hashlib.blake2b(digest_size=16)
         for part in ("tokens", "documents"):
             name = f"{split}.{part}"
@@ -268,14 +369,6 @@ def _download(
                 "again what `lockstep data prepare` has written"
             )
         (draft / f"{split}.json").write_bytes(header)
-        try:
-            draft.rename(entry)
-        except OSError:
-            if not entry.is_dir():  # on a file system without locks, another process may be first
-                raise
-        flush(entry.parent)
-    finally:
-        remove(draft)
 
 
 def _download_file(store: BlobStore, name: str, path: Path, show: Callable[[str], None]) -> None:
@@ -294,6 +387,5 @@ def _download_file(store: BlobStore, name: str, path: Path, show: Callable[[str]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="download") as pool:
             for number, _ in enumerate(pool.map(copy, range(0, size, _RANGE_BYTES)), 1):
                 show(f"{size_text(min(number * _RANGE_BYTES, size))} of {size_text(size)}")
-        os.fsync(handle)
     finally:
         os.close(handle)
