@@ -34,7 +34,8 @@ from lockstep.training.ahead import imports_ahead
 from lockstep.training.job import Job
 from lockstep.training.memory_snapshots import left_on_host
 from lockstep.training.out_of_memory import advice, memory_factors
-from lockstep.training.start_run import decided, flat, is_done, launch_job, train_as_rank
+from lockstep.training.ownership import flat
+from lockstep.training.start_run import decided, is_done, launch_job, train_as_rank
 
 _OF_HOST = ("launch", "monitor", "description")  # sections that may differ between hosts
 

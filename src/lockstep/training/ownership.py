@@ -216,7 +216,7 @@ def refusal_of_storage(
 
 def other_settings(config: Config, earlier: Config) -> list[str]:
     """Return the settings that affect what is learned and differ, as `optim.lr: 0.1 then, 0.2 now`; without lengths."""
-    then, now = (dict(_flat(_of_training(to_public(settings)))) for settings in (earlier, config))
+    then, now = (dict(flat(_of_training(to_public(settings)))) for settings in (earlier, config))
     keys = list(dict.fromkeys([*then, *now]))
     if config.optim.name == "given":  # the optimizer's own values are recorded where the config has none
         keys = [
@@ -322,12 +322,13 @@ def _of_training(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested sections by their keys."""
     if not isinstance(value, Mapping) or not value:
         yield key, value
         return
     for name, part in value.items():
-        yield from _flat(part, f"{key}.{name}" if key else name)
+        yield from flat(part, f"{key}.{name}" if key else name)
 
 
 def refuse_other_run(session: Session, storage: Storage, home: Path | None, resume: Resume) -> None:

@@ -7,9 +7,8 @@ several hosts (launch.nodes)                    --> `on_hosts`: meet the others 
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,8 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from lockstep.checkpoint.manifest import CorruptCheckpoint
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
-from lockstep.config.schema import Config
-from lockstep.config.writing import to_plain
 from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.progress import Progress
@@ -56,7 +53,6 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config, Run
     from lockstep.core.protocols import ObjectStore
     from lockstep.launch.ends import End
-    from lockstep.training.job import Job
 
 _MICRO_SIZE, _EVALUATION_SIZE = "batch.micro_size", "evaluation.micro_size"
 _UNTRAINED = (FailureKind.CONFIG, FailureKind.STOPPED, FailureKind.INTERRUPTED, FailureKind.PAUSED)
@@ -64,43 +60,23 @@ _UNTRAINED = (FailureKind.CONFIG, FailureKind.STOPPED, FailureKind.INTERRUPTED, 
 _MAX_DIFFERENCES = 5  # settings shown in a message
 
 
-def decision_of(begun: Job, entry: Callable[[], int]) -> dict[str, Any]:
-    """Return what other hosts have to know of an entry, which is a `partial` of a job and its folder.
-
-    Args:
-        begun: The job as this launcher has begun it.
-    """
+def decision_of(entry: Callable[[], int]) -> dict[str, Any]:
+    """Return what other hosts have to know of an entry, which is a `partial` of a job and its folder."""
     job = cast("Job", entry.args[0])  # type: ignore[attr-defined]
     fields = {name: getattr(job.resume, name) for name in ("fresh", "step", "accept_changes")}
-    before = dict(flat(to_plain(begun.config)))
-    settings = {key: value for key, value in flat(to_plain(job.config)) if before.get(key) != value}
-    return {"resume": {**fields, "forks": job.resume.origin is not None}, "settings": settings}
+    sizes = {name: getattr(job.config, name).micro_size for name in ("batch", "evaluation")}
+    return {"resume": {**fields, "forks": job.resume.origin is not None}, "micro_sizes": sizes}
 
 
 def decided(job: Job, decision: Mapping[str, Any]) -> Job:
     """Return the job of this host as the leader has decided."""
     fields = dict(decision["resume"])
     origin = job.resume.origin if fields.pop("forks") else None
-    config = job.config
-    if decision["settings"]:
-        plain = to_plain(config)
-        for key, value in decision["settings"].items():
-            *sections, name = key.split(".")
-            section = plain
-            for part in sections:
-                section = section[part]
-            section[name] = value
-        config = Config.model_validate_json(json.dumps(plain))  # in Python's mode a list is no tuple
-    return replace(job, config=config, resume=replace(job.resume, origin=origin, **fields))
-
-
-def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the values of nested sections by their keys."""
-    if not isinstance(value, dict) or not value:
-        yield name, value
-        return
-    for key, item in value.items():
-        yield from flat(item, f"{name}.{key}" if name else str(key))
+    sizes = decision["micro_sizes"].items()
+    sections = {name: getattr(job.config, name).model_copy(update={"micro_size": size}) for name, size in sizes}
+    return replace(
+        job, config=job.config.model_copy(update=sections), resume=replace(job.resume, origin=origin, **fields)
+    )
 
 
 @dataclass
@@ -226,9 +202,7 @@ def is_done(job: Job, *, is_first: bool) -> bool:
 
 def _check_start(config: Config, resume: Resume) -> None:
     """Raise ConfigError if the checkpoint to start from doesn't exist, or leaves nothing to train."""
-    if (
-        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    ):  # the run resumes from its newest checkpoint, and that one may have been deleted
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # it resumes from its newest checkpoint
         return
     if resume.origin is not None:
         location = CheckpointLocation(resume.origin)
@@ -241,11 +215,11 @@ def _check_start(config: Config, resume: Resume) -> None:
     start = _readable(location.storage, choose(location, resume.step))
     if start is None:
         return
-    length = _length(config.run, start)
-    if length.used >= length.budget:
+    used, budget, key, place = _length(config.run, start)
+    if used >= budget:
         raise ConfigError(
-            f"the checkpoint of step {start.step:,} is {length} already: nothing would be trained; give a longer "
-            f"run.{length.key}, or an earlier checkpoint: --from STEP"
+            f"the checkpoint of step {start.step:,} is {place} already: nothing would be trained; give a longer {key}, "
+            "or an earlier checkpoint: --from STEP"
         )
 
 
@@ -327,12 +301,12 @@ def _too_long(run: Run, storage: Storage, folder: Path, *, finished: bool) -> st
     newest = _readable(storage, steps[max(steps)]) if steps else None
     if newest is None:
         return None
-    length = _length(run, newest)
-    if length.used < length.budget or (length.used == length.budget and not finished):
+    used, budget, key, place = _length(run, newest)
+    if used < budget or (used == budget and not finished):
         return None
     return (
-        f"the run in {folder} is at step {newest.step:,} already, {length}; "
-        f"give it a longer run.{length.key} to resume it, or go back: --from STEP, or --fresh"
+        f"the run in {folder} is at step {newest.step:,} already, {place}; give it a longer {key} to resume it, or go "
+        "back: --from STEP, or --fresh"
     )
 
 
@@ -344,24 +318,12 @@ def _readable(storage: Storage, name: str) -> Manifest | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Length:
-    """The progress of a checkpoint and the length of the run, in the unit of `key`."""
-
-    used: float
-    budget: float
-    key: str
-    value: object
-
-    def __str__(self) -> str:
-        return f"{'past' if self.used > self.budget else 'at'} run.{self.key} {self.value}"
-
-
-def _length(run: Run, manifest: Manifest) -> _Length:
+def _length(run: Run, manifest: Manifest) -> tuple[float, float, str, str]:
+    """Return how much of its budget a checkpoint's run has used, the budget, its key, and a text about both."""
     progress = Progress(manifest.step, manifest.samples, manifest.tokens)
     used, budget = used_of_budget(run, progress, epoch_samples_in(manifest))
     key = next(length for length in LENGTHS if getattr(run, length) is not None)
-    return _Length(used, budget, key, getattr(run, key))
+    return used, budget, f"run.{key}", f"{'past' if used > budget else 'at'} run.{key} {getattr(run, key)}"
 
 
 # --- ranks of this machine ------------------------------------------------------------------------------------------
@@ -405,7 +367,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
             remedy = lambda: advice(memory_factors(sizes.job.config, size), "forward")  # noqa: E731
             entry, ahead = partial(train_as_rank, sizes.job, folder.path), imports_ahead(job.config)
             if hosts is not None:
-                hosts.open_folder(folder.path, decision_of(job, entry))
+                hosts.open_folder(folder.path, decision_of(entry))
             with prepared_ahead(job.config):
                 ended = launch(
                     entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy, hosts=hosts,
@@ -432,7 +394,7 @@ def _rounds(job: Job, sizes: SmallerBatches, folder: RunFolder, hosts: Hosts | N
     if not hosts.recovers:
         return None
     wait = job.config.recovery.host_wait
-    return LeaderRounds(hosts, _supervisor(sizes, folder), wait, hosts.elastic, sizes.folder, partial(decision_of, job))
+    return LeaderRounds(hosts, _supervisor(sizes, folder), wait, hosts.elastic, sizes.folder, decision_of)
 
 
 def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
