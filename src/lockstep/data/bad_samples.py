@@ -79,7 +79,6 @@ def _noted_sample(error: Exception) -> int | None:
 
 
 def _describe(error: Exception) -> str:
-    """Return the error and the line that raised it; of an item, the dataset's, only what is wrong with it."""
     if isinstance(error, UnfitItem):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
@@ -90,7 +89,6 @@ def _describe(error: Exception) -> str:
 
 
 def _named(indices: Indices) -> str:
-    """Return the first eight indices as text."""
     shown = ", ".join(str(index) for index in indices[:8])
     return f"{shown}, ... ({len(indices)} in all)" if len(indices) > 8 else shown
 
@@ -342,7 +340,6 @@ def _is_finite(value: object) -> bool:
 
 
 def _reraise_failure(error: Exception) -> None:
-    """Raise what is not about a sample: the run is stopped, for example."""
     if isinstance(error, Failure) and (not isinstance(error, RunFailed) or isinstance(error, OutOfMemory)):
         raise error
 

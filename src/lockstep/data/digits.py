@@ -42,7 +42,6 @@ class DigitsSource:
         return Batch({"images": torch.from_numpy(images).unsqueeze(1)}, targets, len(indices), len(indices))
 
     def _shifted(self, indices: Indices) -> NDArray[np.float32]:
-        """Return a random 8 x 8 crop of each padded image, by one gather."""
         corners = (noise.uniform(indices, 2) * (2 * self._shift + 1)).astype(np.int64)
         rows = corners[:, :1] + np.arange(_SIDE)
         columns = corners[:, 1:] + np.arange(_SIDE)

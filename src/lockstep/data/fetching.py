@@ -288,7 +288,6 @@ _WORKERS = {"fork": _ForkWorker, "spawn": _SpawnWorker, "forkserver": _ForkServe
 
 
 def _killable_context() -> BaseContext:
-    """Return the context of this process's start method, with workers that can be killed."""
     method = multiprocessing.get_start_method()
     context = copy.copy(multiprocessing.get_context(method))
     context.Process = _WORKERS[method]  # type: ignore[attr-defined]
@@ -367,7 +366,6 @@ def _handling_deaths(workers: _WorkerSet, answers: Any) -> Iterator[None]:
 
 
 def _ignore_deaths(answers: Any) -> None:
-    """Let torch's handler of SIGCHLD raise for none of these workers any more."""
     if answers._worker_pids_set:
         torch._C._remove_worker_pids(id(answers))
         answers._worker_pids_set = False

@@ -349,7 +349,6 @@ def _classified(texts: Texts, label: str, dtype: torch.dtype, own: bool, indices
 
 
 def _translated(texts: Texts, label: str, indices: Indices) -> Batch:
-    """Return texts with a target text each; the tokens of both are counted."""
     columns = texts.at(indices)
     inputs, answers = texts.encoded(columns), texts.padded(columns[label])
     tokens = int(inputs["attention_mask"].sum() + answers["attention_mask"].sum())
@@ -441,7 +440,6 @@ def _valid(encoding: dict[str, Tensor]) -> Tensor:
 
 
 def _following(targets: Tensor) -> Tensor:
-    """Return the next target at each position."""
     following = torch.full_like(targets, _IGNORED)
     following[:, :-1] = targets[:, 1:]
     return following

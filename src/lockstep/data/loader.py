@@ -180,7 +180,6 @@ class TrainingLoader:
             yield self._update(share, tuple([next(batches) for _ in share.requests]))
 
     def _informed(self, request: FetchRequest) -> FetchRequest:
-        """Return the request with what all ranks know of its samples when it is sent to a worker."""
         assert self._skipping is not None, "other sources leave nothing out"
         left_out = self._skipping.reasons(request.indices)
         return request._replace(left_out=left_out) if left_out else request

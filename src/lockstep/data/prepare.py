@@ -159,7 +159,6 @@ def _file_documents(path: Path, column: str) -> Iterator[str]:
 
 
 def _document(line: bytes, where: str, column: str) -> str:
-    """Return the text of a line. Raises ConfigError."""
     try:
         text = json.loads(line.decode("utf-8"))[column]
         text.encode("utf-8")  # no half of a surrogate pair

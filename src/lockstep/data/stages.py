@@ -115,7 +115,6 @@ def stages_timed(source: Source, times: StageTimes) -> Iterator[None]:
 
 
 def _nested(dataset: Any) -> Iterator[Any]:
-    """Yield a dataset, and those that wrappers such as torch's Subset hold."""
     for _ in range(_MOST_NESTED):
         yield dataset
         dataset = getattr(dataset, "dataset", None)

@@ -157,7 +157,6 @@ def _all_functions() -> tuple[_Function, ...]:
 
 
 def _functions_of(path: str) -> Iterator[tuple[str, str]]:
-    """Yield qualified name and dedented text of a file's functions and methods, without nested functions."""
     source = _content(path).decode(errors="replace").replace("\r\n", "\n")
     try:
         tree = ast.parse(source)

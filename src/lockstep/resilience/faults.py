@@ -214,7 +214,6 @@ def _fires_once(plan: Path, rank: int, number: int, step: int) -> bool:
 
 
 def _is_first(plan: Path, rank: int, number: int) -> bool:
-    """Return whether a fault of a rank was not asked for before, in any round."""
     try:
         plan.with_suffix(f".{rank}-{number}").touch(exist_ok=False)
     except FileExistsError:
@@ -229,7 +228,6 @@ def _is_due(fault: Fault, step: int) -> bool:
 
 
 def _process_file(plan: Path, rank: int) -> Path:
-    """Return the file with the number of a rank's process, in a run with a fault of kind `flip`."""
     return plan.with_suffix(f".process-{rank}")
 
 

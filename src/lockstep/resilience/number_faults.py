@@ -57,7 +57,6 @@ def make_nan(model: nn.Module, fired: Callable[[], None]) -> None:
 
 
 def _spoiled(output: Any) -> Any:
-    """Return an output with NaN in its first tensor, or in all tensors of a mapping."""
     if isinstance(output, MutableMapping):
         for name, value in output.items():
             if _is_of_numbers(value):

@@ -146,7 +146,6 @@ class _Recent:
         return median + self._threshold * max(_NORMAL * self._deviation(middle), _LEAST * abs(median))
 
     def _deviation(self, middle: int) -> float:
-        """Return the median absolute deviation: how far the half of all numbers that is nearest to the median is."""
         numbers, median = self._sorted, self._sorted[middle]
 
         def reach(low: int) -> float:

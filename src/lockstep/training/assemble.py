@@ -230,12 +230,10 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
 
 
 def _first_inputs(source: Source) -> Inputs:
-    """Return the inputs of one sample, on the CPU."""
     return next(evaluation_batches(source, 1, 0, 1, Loader(), torch.device("cpu"))).inputs
 
 
 def _configure_process(run: Run, tf32: bool) -> None:
-    """Set the process's seeds, determinism and TF32."""
     seed_everything(run.seed)
     set_tf32(tf32)
     if run.determinism == "default":

@@ -284,7 +284,6 @@ def _recorded(due: RollbackDue, components: Components, kept: Sequence[int], run
 
 
 def _in_a_row(earlier: Sequence[Rollback], update: int, steps: int) -> int:
-    """Return how many rollbacks there were since the run has got further than `steps` updates beyond one."""
     times = 0
     for rollback in reversed(earlier):
         if update > rollback.update + steps:

@@ -126,7 +126,6 @@ class CheckedObjective:
         return loss
 
     def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters and saved buffers of the objective's modules that aren't the model's, by name."""
         modules = {name: value for name, value in _held(self._objective.loss_sum) if isinstance(value, nn.Module)}
         of_model = set(self._model.modules()) if modules else set()
         for name, module in modules.items():
@@ -259,7 +258,6 @@ def _held(loss_sum: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parameters(loss_sum: Any) -> Iterable[tuple[str, Tensor]]:
-    """Yield the tensors that an objective holds, by name."""
     for name, value in _held(loss_sum):
         if isinstance(value, Tensor):
             yield name, value

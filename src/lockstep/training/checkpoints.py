@@ -20,7 +20,6 @@ from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
-from lockstep.checkpoint.storage import checkpoint_name
 from lockstep.config.writing import to_public
 from lockstep.core.collection import paused_collection
 from lockstep.core.deferred_signals import DEFERRAL
@@ -54,42 +53,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("lockstep")
 # Keys in a manifest's environment:
 TRANSFORMS = "transforms"  # names of the transforms of the model, if there are any
-
-
-def restore_best(session: Session, storage: Storage, retention: Retention) -> None:
-    """Restore the session from the best checkpoint that is intact; all ranks together. Damaged ones are moved aside.
-
-    Nothing happens if that is the state that the session has, or if there is none.
-    """
-    axis = components_of(session).world.axis
-    if axis.rank == 0:
-        retention.invalidate()  # a checkpoint may have been deleted
-    while True:
-        step = cast("int | None", axis.broadcast(retention.best if axis.rank == 0 else None))
-        if step is None or step == session.progress.steps:
-            return
-        try:
-            loaded = load_newest(storage, axis, session.state(), step, check_state)
-        except RunFailed as failure:  # on all ranks alike
-            if axis.rank == 0:
-                _move_aside(storage, step, failure)
-                retention.invalidate()
-            axis.barrier()
-            continue
-        assert loaded is not None, "a checkpoint of a given step exists, or RunFailed is raised"
-        session.restore(loaded.state)
-        return
-
-
-def _move_aside(storage: Storage, step: int, failure: RunFailed) -> None:
-    try:
-        place = storage.move_aside(checkpoint_name(step), "broken")
-    except OSError:
-        raise failure from None
-    why = str(failure).rpartition("\n")[2].strip()
-    _log.warning(
-        "the best checkpoint can't be used: %s; it is renamed to %s, and the next best one is used", why, place
-    )
 
 
 class Checkpoints(VoteParticipant):
@@ -229,7 +192,6 @@ class Checkpoints(VoteParticipant):
         return notes
 
     def _write_owner(self) -> None:
-        """Record whose folder this is; a session without a folder keeps what a run has recorded there."""
         if self._axis.rank != 0:
             return
         owner = self.storage.owner()
@@ -378,8 +340,18 @@ class Checkpoints(VoteParticipant):
         self.save()
 
     def load_best(self) -> None:
-        """Restore the session from the best checkpoint that is intact; all ranks together."""
-        restore_best(self._session, self.storage, self._retention)
+        """Restore the session from the best checkpoint, if it isn't the state that it has; all ranks together.
+
+        Raises:
+            RunFailed: It is damaged.
+        """
+        if self._axis.rank == 0:
+            self._retention.invalidate()  # a checkpoint may have been deleted
+        step = cast("int | None", self._axis.broadcast(self._retention.best if self._axis.rank == 0 else None))
+        if step is not None and step != self._session.progress.steps:
+            loaded = load_newest(self.storage, self._axis, self._session.state(), step, check_state)
+            assert loaded is not None, "a checkpoint of a given step exists, or RunFailed is raised"
+            self._session.restore(loaded.state)
 
 
 def checkpoints_in(

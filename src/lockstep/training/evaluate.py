@@ -70,7 +70,6 @@ class StopVote:
             yield batch
 
     def _vote(self) -> None:
-        """Vote, and agree on the number of batches until the next vote."""
         now, since = time.monotonic(), self._batches - self._voted_at
         own = torch.tensor([float(self._stops()), now - self._voted], dtype=torch.float64)
         stops, seconds = self._axis.sum(own).tolist()

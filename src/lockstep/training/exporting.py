@@ -395,7 +395,6 @@ def _no_usable_checkpoint(storage: Storage, broken: Mapping[str, str]) -> RunFai
 
 
 def _read_tensors(storage: Storage, name: str, manifest: Manifest, prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin so. Raises CorruptCheckpoint."""
     entries = {key: entry for key, entry in manifest.tensors.items() if key.startswith(prefix)}
     memory = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries.items()}
     items = (ReadItem(key, entry.info.whole, memory[key]) for key, entry in entries.items())
@@ -438,7 +437,6 @@ def _form(model: Model, arguments: ExportArguments) -> Form:
 
 
 def _target(run: Path | None, form: Form, name: str, to: Path | None) -> Path:
-    """Return the file to write; with `hf` the folder."""
     if to is not None and to.suffix in _FORMS and not to.is_dir():
         return to
     if to is None and run is None:

@@ -160,7 +160,6 @@ def trained_in(session: Session) -> Trained:
 
 
 def _purpose(job: Job, world: World) -> Purpose:
-    """Return whether a checkpoint is likely to follow; if none does after all, initial values are drawn then."""
     if job.resume.origin is not None:
         return Purpose.RESUME
     folder = job.folder or (Path(job.config.run.folder) if job.config.run.folder is not None else None)
@@ -296,7 +295,6 @@ def _logged_tracebacks(job: Job, session: Session) -> Iterator[Path]:
 
 
 def _own_folder(folder: Path, holder: bytes | None) -> Path:
-    """Return the run's folder. Raises RunFailed if another run has begun there, whose lock isn't that of `holder`."""
     if lock_holder(folder) not in (holder, None):
         raise RunFailed(f"{folder} belongs to another run now: nothing is written there")
     return folder

@@ -229,7 +229,6 @@ def _segments(state: Mapping[str, Any]) -> list[Segment]:
 
 
 def _left_out(state: Mapping[str, Any], samples: int) -> list[LeftOutSample]:
-    """Return the samples that are left out of finished updates."""
     try:
         listed = left_out_in(state.get("left_out", ()))
         return [sample for sample in listed if 0 <= sample.position < samples and sample.index >= 0]

@@ -136,14 +136,12 @@ class LeftOutSamples:
         return [*new.values()]
 
     def _leave_out(self, samples: Sequence[LeftOutSample]) -> None:
-        """Have the source of this process read none of them again."""
         self._listed.update(sample.index for sample in samples)
         if self._source is not None:
             self._source.leave_out({sample.index: sample.reason for sample in samples if sample.reason != CONFIGURED})
 
 
 def _bad(samples: Iterable[LeftOutSample]) -> list[LeftOutSample]:
-    """Return the samples that can't be used."""
     return [sample for sample in samples if sample.reason != CONFIGURED and not sample.reason.startswith(BAD_NUMBERS)]
 
 

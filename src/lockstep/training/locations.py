@@ -135,7 +135,6 @@ def find(path: Path | str, *, trusted: bool = False) -> CheckpointLocation:
 
 
 def _at_address(address: str) -> CheckpointLocation:
-    """Return the checkpoints under an address, or the checkpoint that it names. Raises ConfigError."""
     parent, _, last = address.rstrip("/").rpartition("/")
     name = last if names_by_step([last]) else None
     storage = ObjectStorage(open_store(address if name is None else parent))

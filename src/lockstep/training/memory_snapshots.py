@@ -114,7 +114,6 @@ class MemorySnapshots:
 
     @property
     def _ranks_here(self) -> range:
-        """The ranks of this host."""
         first = self._world.rank - self._world.local_rank
         return range(first, first + self._world.machine_ranks)
 
@@ -244,7 +243,6 @@ class MemorySnapshots:
 
 
 def _free_in(memory: Path) -> int:
-    """Return how many bytes snapshots may take."""
     disk = os.statvfs(memory)
     return int(_LARGEST_SHARE * min(disk.f_bavail * disk.f_frsize, tightest_limit().free))
 
@@ -335,7 +333,6 @@ def _with_text(result: LaunchResult, text: str) -> LaunchResult:
 
 
 def _with_checkpoint(result: LaunchResult, storage: Storage) -> LaunchResult:
-    """Return the result, which also states the newest checkpoint if there is one."""
     newest = newest_step(storage)
     if newest < 0:
         return result

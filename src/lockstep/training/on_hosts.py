@@ -142,7 +142,6 @@ def _memory_kept(job: Job, run: Path, hosts: Hosts) -> Iterator[Path | None]:
 
 
 def _entries(job: Job) -> Callable[[Path, Mapping[str, Any]], Callable[[], int]]:
-    """Return what makes the entry of ranks in a folder, as the leader has decided."""
 
     def entry(folder: Path, decision: Mapping[str, Any]) -> Callable[[], int]:
         return partial(train_as_rank, decided(job, decision), folder)

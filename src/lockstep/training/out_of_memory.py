@@ -238,7 +238,6 @@ def _for_checkpoint(factors: MemoryFactors) -> list[str]:
 
 
 def _for_state(factors: MemoryFactors) -> list[str]:
-    """Return remedies for parameters, gradients and optimizer state, which no micro-batch makes smaller."""
     return [_sharding(factors), "make the model smaller, or give each rank more memory"]
 
 

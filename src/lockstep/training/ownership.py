@@ -228,7 +228,6 @@ def other_settings(config: Config, earlier: Config) -> list[str]:
 
 
 def _refuse_taken_fork(checkpoint: Checkpoint, folder: Path) -> None:
-    """Raise ConfigError if a fork would overwrite another run's files."""
     if folder.is_dir() and any(folder.iterdir()):
         resume = f", or resume that run: {command_line('lockstep', 'train', folder)}" if is_run(folder) else ""
         content = "a run already" if is_run(folder) else "something else"
@@ -280,7 +279,6 @@ def _newest(storage: Storage, names: list[str]) -> Manifest | None:
 
 
 def _trains_alike(config: Config, newest: Manifest | None) -> bool:
-    """Return whether a config learns the same as the one that a checkpoint records, perhaps under another strategy."""
     return newest is not None and _of_training(newest.config) == _of_training(finite(to_public(config)))
 
 

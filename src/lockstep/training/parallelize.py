@@ -465,7 +465,6 @@ def build_engine(
 def _both(
     outer: Callable[[], AbstractContextManager[object]], inner: Callable[[], AbstractContextManager[object]]
 ) -> Callable[[], AbstractContextManager[object]]:
-    """Return what makes one context of two."""
     if inner is nullcontext:
         return outer
 

@@ -17,21 +17,20 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core import checksums
-from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.errors import RunFailed
 from lockstep.core.files import flush
 from lockstep.distributed.collectives import from_first_rank
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.transformers_models import (
     converts_weights,
     is_transformers_model,
-    never_written,
     own_classes,
     quiet,
 )
@@ -40,7 +39,7 @@ from lockstep.training.weights import (
     FILE,
     INDEX,
     MODEL,
-    remove_training_keys,
+    complete_for_transformers,
     replace_folder,
     shapes_in,
     temporary,
@@ -148,7 +147,6 @@ def _groups(model: nn.Module, specs: Mapping[str, Spec]) -> list[list[str]]:
 def _write(
     components: Components, file: Path, names: Sequence[str], tensors: Mapping[str, Tensor], target: Path
 ) -> str:
-    """Write one file; return its hash."""
     with _as_run_failed(target):
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         what = f"{target}: nothing was published: the gathered weights"
@@ -179,24 +177,15 @@ def _complete(components: Components, hashes: Mapping[str, str], size: int, new:
     Args:
         size: Bytes of all tensors.
     """
-    from lockstep.data.hub import load_tokenizer
-
     model: Any = components.sharding.state.model
     with _as_run_failed(target):
-        shapes = {file: shapes_in(new / file) for file in hashes}
         if len(hashes) > 1:
-            weight_map = {name: file for file, names in shapes.items() for name in names}
+            weight_map = {name: file for file in hashes for name in shapes_in(new / file)}
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             (new / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if is_transformers_model(model):
-            written = f"{target}: nothing was published: the files that transformers has written"
-            union = {name: shape for of_file in shapes.values() for name, shape in of_file.items()}
-            components.tensors.refuse_incomplete_file(union, never_written(model), written)
-            remove_training_keys(new)
             tokenizer = tokenizer_of(components.config.model, components.config.data.train)
-            if tokenizer is not None:
-                with suppress(ConfigError):  # it isn't on this machine
-                    load_tokenizer(tokenizer).save_pretrained(new)
+            complete_for_transformers(model, components.tensors, new, target, tokenizer)
         checksums.record_folder(new, hashes)
         for path in (*sorted(new.iterdir()), new):
             flush(path)

@@ -116,7 +116,6 @@ def difference_in(state: TrainingState, axis: Axis, tensor_rank: int) -> Differe
 
 
 def _parts(state: TrainingState) -> list[dict[str, Tensor]]:
-    """Return the tensors that this rank holds whole, and those of which it holds a shard, without empty parts."""
     whole: dict[str, Tensor] = {}
     sharded: dict[str, Tensor] = {}
     for name in sorted(state.tensors.keys() - state.changes_in_forward):
@@ -127,7 +126,6 @@ def _parts(state: TrainingState) -> list[dict[str, Tensor]]:
 
 
 def _id(part: Mapping[str, Tensor], tensor_rank: int) -> str:
-    """Return what identifies a part: the names of its tensors, their shapes, and their places in the whole."""
     places = [
         (name, [*tensor.shape], [([*chunk.offsets], [*chunk.sizes]) for chunk in _chunks(tensor)])
         for name, tensor in part.items()

@@ -155,7 +155,6 @@ class Rescue:
         return not own and not components.sharding.state.live_state().changes_in_forward
 
     def _saved_steps(self) -> Collection[int]:
-        """Return the steps of all checkpoints; none if they can't be listed, as after a failure of the storage."""
         try:
             return names_by_step(self.storage.names()).keys()
         except OSError:
@@ -173,7 +172,6 @@ class Rescue:
         return f"the best state, that of step {self.best:,}, was still being saved, and has to be saved first"
 
     def _save_together(self) -> str | None:
-        """Save by all ranks together; return why it failed, None if the checkpoint exists."""
         self.saver.disable_deletion()
         step, state = self.session.progress.steps, self.session.state()
         self.saver.start(state, self.metadata(state))

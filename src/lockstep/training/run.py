@@ -273,7 +273,6 @@ class _Loop:
 
 
 def _finish(checkpoints: Checkpoints, report_saves: Callable[[Iterable[SaveReport]], None]) -> None:
-    """Wait until the last save exists. Raises SaveFailed if it can't."""
     ended = checkpoints.finish()
     report_saves(ended)
     while ended and ended[-1].made_room:  # each time with one checkpoint less on the disk

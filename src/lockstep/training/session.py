@@ -453,14 +453,12 @@ class Session:
             return replace(current, count=0, tokens=0)
 
     def _receive(self, report: StepReport) -> None:
-        """Act on a report that has arrived. Raises RunFailed for one that ends the run."""
         if report.requests:
             self._note_failure(report)
             self._left_out.receive(report, self._failure_state)
         self._bad_updates.receive(report)
 
     def _note_failure(self, report: StepReport) -> None:
-        """Record that a rank's data failed; on a GPU the report is too old, and other ranks fail with their peer."""
         if report.step != self.progress.steps or Request.FAIL not in report.requests:
             return
         self._failure_state.fails_together = True

@@ -186,7 +186,6 @@ def _objective(
 
 
 def _users_objective(objective: ObjectiveConfig, given: UserObjects) -> str | None:
-    """Return the config key of a user's objective; None if it is one of Lockstep's."""
     if given.objective is not None:
         return "objective"
     return "objective.target" if objective.kind == "custom" else None

@@ -135,7 +135,6 @@ class SmallerBatches:
         return changed
 
     def _too_large(self, end: End) -> Mapping[str, int]:
-        """Return the sizes with which memory ran out, by their keys; also after the kernel has killed a rank."""
         if end.too_large or end.kind not in BY_KERNEL:
             return end.too_large
         is_evaluated = end.evaluates or end.evaluation_set is not None
@@ -144,7 +143,6 @@ class SmallerBatches:
         return {} if size is None else {key: size}
 
     def _of_last_attempt(self, fact: str) -> int | None:
-        """Return a fact of the newest attempt of this launch; None if none had begun."""
         attempts = read_attempts(self.folder)
         number = attempts[-1].number(fact) if len(attempts) > self._attempts else None
         return None if number is None else int(number)
@@ -269,7 +267,6 @@ def has_nothing_to_train(config: Config, folder: Path, given: ObjectStore | None
 
 
 def _finished_message(folder: Path) -> str:
-    """Return the message about a finished run that is started again as it was."""
     if reason := _early_end(folder):
         return (
             f"the run in {folder} is finished: it ended early, since {reason}; to train it further, give it a longer "
@@ -279,7 +276,6 @@ def _finished_message(folder: Path) -> str:
 
 
 def _early_end(folder: Path) -> str:
-    """Return why the finished run has ended early; empty: it hasn't, or that can't be read."""
     try:
         reason = (read_summary(folder) or {}).get("stopped_early")
     except RunFailed:
@@ -388,7 +384,6 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
 
 
 def _rounds(job: Job, sizes: SmallerBatches, folder: RunFolder, hosts: Hosts | None) -> Rounds | None:
-    """Return what starts ranks again after a failure; None: the config asks for none."""
     if hosts is None:
         return _supervisor(sizes, folder) if job.config.recovery.ever else None
     if not hosts.recovers:

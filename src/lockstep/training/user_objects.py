@@ -177,58 +177,41 @@ def _kind(given: object) -> str:
 # --- keys of a config that stand for an object --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class GivenKey:
-    """A key of a config that stands for an object that was passed in Python.
-
-    Attributes:
-        key: whose value is `given`.
-        argument: of `lockstep.train` that takes the object.
-        expected: what it takes.
-        alternative: a setting that needs no object.
-    """
-
-    key: str
-    argument: str
-    expected: str
-    alternative: str
-
-
-_EXTENSIONS = {
-    "monitors": "monitors (`lockstep.Monitor`)",
-    "trackers": "trackers (`lockstep.Tracker`)",
-    "transforms": "transforms (`lockstep.Transform`)",
-    "storage": "an object store (`lockstep.ObjectStore`)",
+_TAKES = {
+    "model": ("a torch.nn.Module, or a function that makes one", "custom"),
+    "objective": ("an object with `count` and `loss_sum`", "custom"),
+    "train_dataset": ("a map-style Dataset", "custom"),
+    "eval_datasets": ("a map-style Dataset", "custom"),
+    "collate": ("a function: list of items -> batch", "null"),
+    "optimizer": ("a function of parameter groups that makes a torch optimizer", "adamw"),
+    "schedule": ("a function (step, steps) -> share of optim.lr", "cosine"),
+    "monitors": ("monitors (`lockstep.Monitor`)", "module:Name"),
+    "trackers": ("trackers (`lockstep.Tracker`)", "module:Name"),
+    "transforms": ("transforms (`lockstep.Transform`)", "module:Name"),
+    "storage": ("an object store (`lockstep.ObjectStore`)", "module:Name"),
 }
+"""What arguments of `lockstep.train` take, and a setting that needs no object."""
 
 
-def given_keys(config: Config) -> Iterator[GivenKey]:
-    """Yield the keys of a config that stand for an object."""
-    if config.model.kind == "given":
-        yield GivenKey("model.kind", "model", "a torch.nn.Module, or a function that makes one", "custom")
-    if config.objective.kind == "given":
-        yield GivenKey("objective.kind", "objective", "an object with `count` and `loss_sum`", "custom")
-    sources = {"data.train": config.data.train}
-    sources |= {f"data.evaluation.{name}": section for name, section in config.data.evaluation.items()}
-    for key, source in sources.items():
+def given_keys(config: Config) -> dict[str, str]:
+    """Return the keys of a config that stand for an object, and the argument that takes it."""
+    keys: dict[str, tuple[str, str | None]] = {
+        "model.kind": ("model", config.model.kind),
+        "objective.kind": ("objective", config.objective.kind),
+    }
+    sets = {f"data.evaluation.{name}": section for name, section in config.data.evaluation.items()}
+    for key, source in {"data.train": config.data.train, **sets}.items():
+        keys[f"{key}.kind"] = ("train_dataset" if key == "data.train" else "eval_datasets", source.kind)
         if source.kind == "given":
-            argument = "train_dataset" if key == "data.train" else "eval_datasets"
-            yield GivenKey(f"{key}.kind", argument, "a map-style Dataset", "custom")
-            if source.collate is not None:
-                yield GivenKey(f"{key}.collate", "collate", "a function: list of items -> batch", "null")
-    if config.optim.name == "given":
-        expected = "a function of parameter groups that makes a torch optimizer"
-        yield GivenKey("optim.name", "optimizer", expected, "adamw")
-    if config.schedule.kind == "given":
-        yield GivenKey("schedule.kind", "schedule", "a function (step, steps) -> share of optim.lr", "cosine")
+            keys[f"{key}.collate"] = ("collate", source.collate)
+    keys |= {"optim.name": ("optimizer", config.optim.name), "schedule.kind": ("schedule", config.schedule.kind)}
     for key, section in _extensions_in(config):
         argument = key.partition("[")[0].removeprefix("checkpoint.").removeprefix("monitor.")
-        if section.target == GIVEN:
-            yield GivenKey(f"{key}.target", argument, _EXTENSIONS[argument], "module:Name")
+        keys[f"{key}.target"] = (argument, section.target)
+    return {key: argument for key, (argument, value) in keys.items() if value == GIVEN}
 
 
 def _extensions_in(config: Config) -> Iterator[tuple[str, Extension]]:
-    """Yield each key whose section names a monitor, a transform, a tracker or a storage."""
     lists = {
         "monitors": config.monitors,
         "transforms": config.transforms,
@@ -245,36 +228,31 @@ _CHECKED_HERE = ("optimizer", "schedule", "collate", "monitors", "trackers", "tr
 
 def refuse_missing(config: Config, given: UserObjects) -> None:
     """Raise ConfigError if the config needs an object that wasn't passed; models, data and objectives check later."""
-    missing = [
-        Problem(
-            "",
-            given_key.key,
-            f"`given` takes {given_key.expected} handed over in Python, and nothing was; "
-            f"add {given_key.argument}=..., or write {given_key.key}: {given_key.alternative}",
-        )
-        for given_key in given_keys(config)
-        if given_key.argument in _CHECKED_HERE and not getattr(given, given_key.argument)
-    ]
+    missing = []
+    for key, argument in given_keys(config).items():
+        if argument in _CHECKED_HERE and not getattr(given, argument):
+            expected, alternative = _TAKES[argument]
+            why = f"`given` takes {expected} handed over in Python, and nothing was; add {argument}=..., or write"
+            missing.append(Problem("", key, f"{why} {key}: {alternative}"))
     if missing:
         raise ConfigError(missing)
 
 
 def refuse_given(loaded: LoadedConfig) -> None:
     """Raise ConfigError if the config needs objects, which can't be passed on the command line."""
-    keys = list(given_keys(loaded.config))
-    if not keys:
-        return
-    arguments = ", ".join(dict.fromkeys(f"{given_key.argument}=..." for given_key in keys))
+    keys = given_keys(loaded.config)
+    arguments = ", ".join(dict.fromkeys(f"{argument}=..." for argument in keys.values()))
     run = str(loaded.runs[0].run) if loaded.runs else None
     call = f'lockstep.train("{run or "CONFIG"}", {arguments})'
     accept = "" if run is None else " and accept the change: --accept-changes"
     problems = []
-    for given_key in keys:
-        key, setting = given_key.key, given_key.alternative
+    for key, argument in keys.items():
+        setting = _TAKES[argument][1]
         another = "name a `custom` one here" if setting == "custom" else f"write {key}: {setting}"
         why = f"`given` is an object handed over in Python; hand it over again: {call}, or {another}{accept}"
         problems.append(Problem("", key, why))
-    raise ConfigError(problems)
+    if problems:
+        raise ConfigError(problems)
 
 
 def not_given(key: str, expected: str, got: object) -> ConfigError:

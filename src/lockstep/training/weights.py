@@ -119,31 +119,35 @@ def save_for_transformers(
 
     Raises RunFailed if transformers hasn't written all of the model, and what the disk and the libraries raise.
     """
-    from lockstep.data.hub import load_tokenizer
-    from lockstep.models.transformers_models import never_written, own_classes, quiet
+    from lockstep.models.transformers_models import own_classes, quiet
 
     with whole_folder(target) as partial, quiet(), own_classes(model):
         model.save_pretrained(partial, state_dict=expected.with_tied_names(tensors))
-        written = f"{target}: nothing was published: the files that transformers has written"
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path in partial.glob("*.safetensors"):
-            shapes |= shapes_in(path)
-        expected.refuse_incomplete_file(shapes, never_written(model), written)
-        remove_training_keys(partial)
+        complete_for_transformers(model, expected, partial, target, tokenizer)
         if also is not None:
             also(partial)
-        if tokenizer is not None:
-            with suppress(ConfigError):  # it isn't on this machine
-                load_tokenizer(tokenizer).save_pretrained(partial)
         checksums.record_folder(partial, {})
 
 
-def remove_training_keys(folder: Path) -> None:
-    """Remove what Lockstep sets for training from the configs in a folder that transformers has written."""
+def complete_for_transformers(
+    model: Any, expected: ModelTensors, folder: Path, target: Path, tokenizer: str | None
+) -> None:
+    """Check that transformers has written all of a model to a folder; add its tokenizer. Raises RunFailed."""
+    from lockstep.data.hub import load_tokenizer
+    from lockstep.models.transformers_models import never_written
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in folder.glob("*.safetensors"):
+        shapes |= shapes_in(path)
+    written = f"{target}: nothing was published: the files that transformers has written"
+    expected.refuse_incomplete_file(shapes, never_written(model), written)
     for file in folder.glob("*config.json"):
         values = json.loads(file.read_text(encoding="utf-8"))  # generation uses the cache, training doesn't
         kept = {key: value for key, value in values.items() if key not in _TRAINING_KEYS}
         file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if tokenizer is not None:
+        with suppress(ConfigError):  # it isn't on this machine
+            load_tokenizer(tokenizer).save_pretrained(folder)
 
 
 def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
