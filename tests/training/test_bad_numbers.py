@@ -20,7 +20,7 @@ import lockstep
 from lockstep.core.records import Batch, StepReport, Verdict
 from lockstep.distributed.consensus import DeviceConsensus
 from lockstep.resilience.verdicts import Limits, Spikes
-from lockstep.training.readback import DeviceReadback
+from lockstep.training.readback import Readback
 from lockstep.training.session import Session, components_of
 
 _WINDOW = 8
@@ -122,7 +122,7 @@ def _reports(*, on_device: bool) -> list[StepReport]:
             late = dataclasses.replace(
                 components,
                 consensus=DeviceConsensus(world.axis, world.device),
-                readback=DeviceReadback(world.device),
+                readback=Readback(world.device, late=True),
             )
             session = Session(late)
         return list(session)

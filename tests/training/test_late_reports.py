@@ -25,7 +25,7 @@ from lockstep.core.records import Batch, Request, StepReport
 from lockstep.distributed.consensus import DeviceConsensus, VoteResult
 from lockstep.monitor.metric_log import MetricLog
 from lockstep.training import assemble
-from lockstep.training.readback import DeviceReadback, Reports
+from lockstep.training.readback import Readback, Reports
 
 _EVENTS = "logged", "evaluation", "saved", "epoch_done"
 _CLOCKS = {"seconds", "lost_seconds", "bytes", "grad_norm", "loss", "steps_per_second"}
@@ -67,7 +67,7 @@ class Seeing:
 
 
 def _late(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(assemble, "readback_from", DeviceReadback)
+    patch.setattr(assemble, "Readback", lambda device, late: Readback(device, late=True))
     patch.setattr(assemble, "consensus_of", lambda world, loss_sum: DeviceConsensus(world.axis, world.device, loss_sum))
 
 
@@ -243,7 +243,7 @@ def test_a_device_that_never_answers_does_not_keep_a_failed_run(monkeypatch: pyt
         def synchronize(self) -> None:
             raise AssertionError("waited for a device that hangs")
 
-    readback = DeviceReadback(torch.device("cpu"))
+    readback = Readback(torch.device("cpu"), late=True)
     monkeypatch.setattr(readback, "_to_host", lambda numbers: (numbers, Never()))
     reports = Reports(readback, lambda report: None)
     outcome = VoteResult(0.0, 0.0, 0.0, 0.0, torch.zeros(16, dtype=torch.float64))

@@ -32,7 +32,7 @@ from lockstep.training.api import resolved
 from lockstep.training.bad_updates import RollbackDue
 from lockstep.training.job import opened
 from lockstep.training.ledger import audit
-from lockstep.training.readback import DeviceReadback
+from lockstep.training.readback import Readback
 from lockstep.training.session import Session, bad_updates_of, components_of
 from lockstep.training.user_objects import UserObjects
 
@@ -301,7 +301,7 @@ def of_session(asked: dict[str, Any], *, on_device: bool) -> tuple[list[Any], st
         if on_device:
             components = components_of(session)
             world = components.world
-            late = DeviceConsensus(world.axis, world.device), DeviceReadback(world.device)
+            late = DeviceConsensus(world.axis, world.device), Readback(world.device, late=True)
             session = Session(replace(components, consensus=late[0], readback=late[1]))
         try:
             for report in session:

@@ -21,7 +21,7 @@ from lockstep.cli.main import main
 from lockstep.core.records import StepReport, Verdict
 from lockstep.distributed.consensus import DeviceConsensus
 from lockstep.resilience.verdicts import DISCARD_LIMIT
-from lockstep.training.readback import DeviceReadback
+from lockstep.training.readback import Readback
 from lockstep.training.session import Session, components_of
 
 Weights = dict[str, np.ndarray]
@@ -268,7 +268,7 @@ def _as_on_a_gpu(session: Session) -> Session:
     device = components_of(session).world.device
     components = components_of(session)
     consensus = DeviceConsensus(components.world.axis, device)
-    return Session(dataclasses.replace(components, consensus=consensus, readback=DeviceReadback(device)))
+    return Session(dataclasses.replace(components, consensus=consensus, readback=Readback(device, late=True)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

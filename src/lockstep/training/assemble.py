@@ -52,7 +52,7 @@ from lockstep.training.parallelize import (
     parallelize,
     tensor_plan_of,
 )
-from lockstep.training.readback import readback_from
+from lockstep.training.readback import Readback
 from lockstep.training.session import Session
 from lockstep.training.sources import make_objective, open_sources, users_model
 from lockstep.training.user_objects import UserObjects, user_transforms
@@ -120,7 +120,7 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
         source=source,
         evaluator=_evaluator(engine, made, prepared, config, world),
         consensus=consensus_of(world, made.sharding.loss_sum),
-        readback=readback_from(world.device),
+        readback=Readback(world.device, late=world.device.type != "cpu"),
         scaler=LossScaler(config.precision.loss_scale, enabled=scaled, device=world.device),
         rate=_rate(config.optim, config.schedule, given.schedule),
         coupled=prepared.coupled,

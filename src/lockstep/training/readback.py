@@ -55,49 +55,18 @@ class PendingReport:
         )
 
 
-class HostReadback:
-    """Reads numbers that are on the host."""
+class Readback:
+    """Reads the numbers of updates.
 
-    def __init__(self) -> None:
-        self._tokens = 0
-        self._latest: StepReport | None = None
+    Args:
+        late: Whether they are on an accelerator, and are read an update later; also a CPU's, in tests.
 
-    def start(self, tokens: int) -> None:
-        """Set the number of tokens of the first update."""
-        self._tokens = tokens
+    Attributes:
+        late: That above.
+    """
 
-    def tokens(self) -> int:
-        """Return the number of tokens of the current update, over all ranks."""
-        return self._tokens
-
-    def push(self, outcome: VoteResult, rest: Rest, reporter: Reporter) -> PendingReport:
-        """Start reading an update's numbers; return its report."""
-        self._tokens = int(outcome.next_tokens)
-        report: Any = reporter  # all numbers are Python's
-        self._latest = report(outcome.slots, *rest)
-        return PendingReport(self.land, self._latest)
-
-    def arrived(self) -> StepReport | None:
-        """Return the report that has arrived since the last call, without waiting for one."""
-        report, self._latest = self._latest, None
-        return report
-
-    def flush(self) -> StepReport | None:
-        """Return the report that hasn't arrived yet, if any."""
-        return self.arrived()
-
-    def land(self) -> None:
-        """Read the numbers that haven't arrived yet; `arrived` returns the same reports as without this call."""
-
-    def ready(self, seconds: float) -> bool:
-        """Wait that long at most; return whether the numbers are there, so that `flush` returns at once."""
-        return True
-
-
-class DeviceReadback:
-    """Reads numbers that are on an accelerator. It works on CPU tensors too, so that it can be tested without one."""
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, late: bool) -> None:
+        self.late = late
         self._device = device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._tokens = 0
@@ -106,13 +75,22 @@ class DeviceReadback:
         self._delivered: StepReport | None = None
 
     def start(self, tokens: int) -> None:
+        """Set the number of tokens of the first update."""
         self._tokens = tokens
 
     def tokens(self) -> int:
-        self.land()
+        """Return the number of tokens of the current update, over all ranks."""
+        if self._pending is not None:
+            self.land()
         return self._tokens
 
     def push(self, outcome: VoteResult, rest: Rest, reporter: Reporter) -> PendingReport:
+        """Start reading an update's numbers; return its report."""
+        if not self.late:
+            self._tokens = int(outcome.next_tokens)
+            report: Any = reporter  # all numbers are Python's
+            self._delivered = report(outcome.slots, *rest)
+            return PendingReport(self.land, self._delivered)
         self.land()
         self._delivered, self._ready = self._ready, None
         slots = cast("Tensor", outcome.slots)
@@ -122,15 +100,18 @@ class DeviceReadback:
         return pending
 
     def arrived(self) -> StepReport | None:
+        """Return the report that has arrived since the last call, without waiting for one."""
         report, self._delivered = self._delivered, None
         return report
 
     def flush(self) -> StepReport | None:
+        """Return the report that hasn't arrived yet, if any."""
         self.land()
         ready, self._ready = self._ready, None
-        return ready
+        return ready if self.late else self.arrived()
 
     def ready(self, seconds: float) -> bool:
+        """Wait that long at most; return whether the numbers are there, so that `flush` returns at once."""
         event = self._pending[1] if self._pending is not None else None
         until = time.monotonic() + seconds
         while event is not None and not event.query():
@@ -140,6 +121,7 @@ class DeviceReadback:
         return True
 
     def land(self) -> None:
+        """Read the numbers that haven't arrived yet; `arrived` returns the same reports as without this call."""
         if self._pending is None:
             return
         numbers, event, reporter, pending = self._pending
@@ -167,9 +149,6 @@ class DeviceReadback:
         return landing, event
 
 
-Readback = HostReadback | DeviceReadback
-
-
 class Reports:
     """The reports that have arrived. Iterating over them yields each once, in the order of updates.
 
@@ -178,14 +157,12 @@ class Reports:
 
     Attributes:
         come_late: whether reports arrive one update late.
-        newest: the last one that has arrived.
     """
 
     def __init__(self, readback: Readback, act: Callable[[StepReport], None]) -> None:
         self._readback = readback
         self._act = act
-        self.come_late = isinstance(readback, DeviceReadback)
-        self.newest: StepReport | None = None
+        self.come_late = readback.late
         self._unread: deque[StepReport] = deque(maxlen=2)  # one that came late, and that of the last update
 
     def __iter__(self) -> Iterator[StepReport]:
@@ -208,15 +185,9 @@ class Reports:
         yield from self
         with suppress(Exception):  # the error that ends the run is the one to be raised
             if self._readback.ready(seconds) and (report := self._readback.flush()) is not None:
-                self.newest = report
                 yield report
 
     def _take(self, report: StepReport | None) -> None:
         if report is not None:
-            self.newest = report
             self._unread.append(report)
             self._act(report)
-
-
-def readback_from(device: torch.device) -> Readback:
-    return HostReadback() if device.type == "cpu" else DeviceReadback(device)
