@@ -136,15 +136,6 @@ def _launched(run: Path, earlier: EarlierAttempts) -> float:
     return earlier.ended if is_again else start
 
 
-def _further_facts(components: Components) -> dict[str, int | str | None]:
-    """Return sizes of micro-batches that the launcher looks at when memory has run out, and why samples are coupled."""
-    return {
-        "least_micro_size": least_micro_size(components),
-        "evaluation_size": components.evaluator.micro_size,
-        "coupled": components.coupled,
-    }
-
-
 def record_attempt(
     session: Session, run: Path, earlier: EarlierAttempts, info: RunInfo, memory: Path | None = None
 ) -> str | None:
@@ -162,6 +153,7 @@ def record_attempt(
         return None
     plan = components.plan
     held = plan.placement
+    sizes = {"least_micro_size": least_micro_size(components), "evaluation_size": components.evaluator.micro_size}
     attempt = Attempt(
         _launched(run, earlier),
         time.time(),
@@ -169,7 +161,7 @@ def record_attempt(
         session.progress.steps,
         seconds_of(session),
         by_host(hosts),
-        {**facts_of(info), **_further_facts(components)},
+        {**facts_of(info), **sizes},  # the launcher looks at them when memory has run out
         Planned(held.parameters, held.gradients, held.optimizer, plan.sent, plan.bubble),
     )
     RunFolder.open(run).write_attempts(attempts_text((*earlier.attempts, attempt), earlier.content))

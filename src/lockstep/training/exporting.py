@@ -41,7 +41,7 @@ from lockstep.optim.groups import parameter_groups
 from lockstep.plan.schedule import fraction_done, horizon, learning_rate
 from lockstep.training.checkpoints import TRANSFORMS
 from lockstep.training.ledger import segments_in
-from lockstep.training.locations import CheckpointLocation, find
+from lockstep.training.locations import CheckpointLocation, choose, find
 from lockstep.training.sources import facts_of_data, make_model
 from lockstep.training.user_objects import UserObjects
 from lockstep.training.weights import (
@@ -315,9 +315,7 @@ def _step(location: CheckpointLocation, arguments: ExportArguments) -> int | Non
             raise ConfigError(f"{location.name} is one checkpoint; --step and --best choose one of a run's")
         return next(step for step, name in steps.items() if name == location.name)
     if step is not None:
-        if step not in steps:
-            saved = ", ".join(map(str, steps))
-            raise ConfigError(f"{location.place} has no checkpoint of step {step}; it has those of {saved}")
+        choose(location, step)  # it is there
         return step
     config = _config_of(location).config
     if not arguments.best and config.run.end_with != "best":

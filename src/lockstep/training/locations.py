@@ -8,7 +8,6 @@ s3://bucket/saves, .../step-00000480     checkpoints, or one, in an object store
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.extensions import instance
 from lockstep.core.near_runs import did_you_mean_run
 from lockstep.core.protocols import ObjectStore
-from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, RunFolder, is_run, refuse_escaping_links
+from lockstep.monitor.folder import CHECKPOINTS, CONFIG, RunFolder, is_run, open_lock, refuse_escaping_links
 from lockstep.stores.addresses import is_address
 from lockstep.stores.blobs import UserStore
 from lockstep.stores.buckets import open_store
@@ -224,22 +223,14 @@ def lock_run(run: Path) -> Iterator[None]:
     Raises:
         RunFailed: it is being trained.
     """
-    try:
-        handle = os.open(run / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:  # the command never started it here
+    if not (run / LOCK).exists():  # the command never started it here
         yield
         return
+    handle, holder = open_lock(run)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(handle, 1000).decode(errors="replace").strip() or "another process"
-        os.close(handle)
-        raise RunFailed(
-            f"the run in {run} is being trained ({holder}) and prunes by itself; --dry-run shows what would be deleted"
-        ) from None
-    except OSError:  # a file system without locks: the start of a run tolerates it, too
-        pass
-    try:
+        if holder is not None:
+            why = f"the run in {run} is being trained ({holder}) and prunes by itself"
+            raise RunFailed(f"{why}; --dry-run shows what would be deleted")
         yield
     finally:
         os.close(handle)
