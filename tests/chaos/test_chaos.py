@@ -47,10 +47,10 @@ class Normalized(small.Net):
 
 
 class Points:
-    """Points that are read one by one, all of which are in the fingerprint of the data."""
+    """Points that are read one by one, more than a run that goes back leaves out."""
 
     def __init__(self) -> None:
-        self._points = small.points(16)
+        self._points = small.points(64)
 
     def __len__(self) -> int:
         return len(self._points)

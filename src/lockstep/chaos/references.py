@@ -1,10 +1,9 @@
 """Rounds that end on other sums than the undisturbed run: smaller micro-batches, fewer ranks, or fewer samples.
 
     undisturbed     1 2 3 4 5 6 7 8 ...       2 ranks, micro-batches of 8
-    round           1 2 3 4 5 ! 6 7 8 ...     in update 6 memory runs out, or a host is lost; from then on otherwise
+    round           1 2 3 4 5 ! 6 7 8 ...     in update 6 memory runs out, a host is lost, or a loss is NaN and the run
+                                              goes back to before update 6; from then on otherwise
     reference               5 > 6 7 8 ...     resumed from an undisturbed run's state, likewise
-
-    nan                                     a run that leaves the same samples out from the start
 
 Other sums are rounded otherwise, so no run of the first kind is bitwise equal. The reference is; and the losses'
 distance from the undisturbed run shows that it is the same run.
@@ -73,10 +72,6 @@ def reference(kind: str, job: Job, run: Path, size: int, train: Callable[[Job, i
         RunFailed: It failed.
     """
     folder = Path(job.config.run.folder or "")
-    if kind == NAN:
-        folder.parent.mkdir()
-        _train(_changed(job, "data", leave_out=(*job.config.data.leave_out, *left_out(run))), size, train)
-        return folder
     *_, last = read_attempts(run)
     resume = Resume()
     if last.step:
@@ -85,10 +80,12 @@ def reference(kind: str, job: Job, run: Path, size: int, train: Callable[[Job, i
             kept.parent.mkdir()
             whole = _changed(job, "checkpoint", every=Every(1, "steps"), keep_last=job.config.run.steps)
             _train(_changed(whole, "run", folder=str(kept)), size, train)
-        resume = Resume(step=last.step, origin=find(kept).storage)
+        resume = Resume(step=last.step, origin=find(kept).storage, accept_changes=kind == NAN)
     folder.parent.mkdir()
     if kind == OOM:
         job = _changed(job, "batch", micro_size=_last(run, "micro_size"))
+    if kind == NAN:
+        job = _changed(job, "data", leave_out=(*job.config.data.leave_out, *left_out(run)))
     _train(replace(job, resume=resume), _last(run, "ranks"), train)
     return folder
 
