@@ -33,8 +33,7 @@ from lockstep.config.schema import Loader, Tokens
 from lockstep.core.progress import Progress
 from lockstep.core.records import Batch
 from lockstep.data.loader import TrainingLoader
-from lockstep.data.tokens import pack
-from lockstep.data.tokens import FORMAT, Header, open_tokens, write_header
+from lockstep.data.tokens import FORMAT, Header, open_tokens, pack, write_header
 from lockstep.plan.batch import plan_batch
 
 TOKENS = 64_000_000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from layers.law import SOURCE
 
-MOST_LINES = 90_031
-MOST_FILES = 515
+MOST_LINES = 89_761
+MOST_FILES = 513
 
 
 def test_src_keeps_within_its_budget() -> None:

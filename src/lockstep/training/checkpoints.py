@@ -20,6 +20,7 @@ from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
+from lockstep.checkpoint.storage import checkpoint_name
 from lockstep.config.writing import to_public
 from lockstep.core.collection import paused_collection
 from lockstep.core.deferred_signals import DEFERRAL
@@ -340,18 +341,35 @@ class Checkpoints(VoteParticipant):
         self.save()
 
     def load_best(self) -> None:
-        """Restore the session from the best checkpoint, if it isn't the state that it has; all ranks together.
+        """Restore the session from the best checkpoint that is intact; move damaged ones aside. All ranks together.
 
-        Raises:
-            RunFailed: It is damaged.
+        Nothing happens if that is the state that the session has, or if there is none.
         """
-        if self._axis.rank == 0:
-            self._retention.invalidate()  # a checkpoint may have been deleted
-        step = cast("int | None", self._axis.broadcast(self._retention.best if self._axis.rank == 0 else None))
-        if step is not None and step != self._session.progress.steps:
-            loaded = load_newest(self.storage, self._axis, self._session.state(), step, check_state)
+        is_first, storage, session = self._axis.rank == 0, self.storage, self._session
+        while True:
+            if is_first:
+                self._retention.invalidate()  # a checkpoint may have been deleted
+            step = cast("int | None", self._axis.broadcast(self._retention.best if is_first else None))
+            if step is None or step == session.progress.steps:
+                return
+            try:
+                loaded = load_newest(storage, self._axis, session.state(), step, check_state)
+            except RunFailed as failure:  # on all ranks alike
+                if is_first:
+                    why, place = str(failure).rpartition("\n")[2].strip(), _moved_aside(storage, step, failure)
+                    _log.warning("the best checkpoint can't be used: %s; it is renamed to %s", why, place)
+                self._axis.barrier()
+                continue
             assert loaded is not None, "a checkpoint of a given step exists, or RunFailed is raised"
-            self._session.restore(loaded.state)
+            session.restore(loaded.state)
+            return
+
+
+def _moved_aside(storage: Storage, step: int, failure: RunFailed) -> str:
+    try:
+        return storage.move_aside(checkpoint_name(step), "broken")
+    except OSError:
+        raise failure from None
 
 
 def checkpoints_in(

@@ -25,7 +25,7 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.extensions import instance
 from lockstep.core.near_runs import did_you_mean_run
 from lockstep.core.protocols import ObjectStore
-from lockstep.monitor.folder import CHECKPOINTS, CONFIG, RunFolder, is_run, open_lock, refuse_escaping_links
+from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, RunFolder, is_run, open_lock, refuse_escaping_links
 from lockstep.stores.addresses import is_address
 from lockstep.stores.blobs import UserStore
 from lockstep.stores.buckets import open_store

@@ -190,7 +190,7 @@ _TAKES = {
     "transforms": ("transforms (`lockstep.Transform`)", "module:Name"),
     "storage": ("an object store (`lockstep.ObjectStore`)", "module:Name"),
 }
-"""What arguments of `lockstep.train` take, and a setting that needs no object."""
+"""The arguments of `lockstep.train`: what each takes, and a setting that needs no object."""
 
 
 def given_keys(config: Config) -> dict[str, str]:
