@@ -195,7 +195,7 @@ def test_other_hosts_get_the_size_from_the_leader(tmp_path: Path) -> None:
     job = Job(config_of(recovery={"restarts": 3}), "small")
     rounds = sizes(tmp_path, job.config)
     rounds.after(ran_out(batch=8))
-    decision = json.loads(json.dumps(decision_of(job, partial(train_as_rank, rounds.job, tmp_path))))
+    decision = json.loads(json.dumps(decision_of(partial(train_as_rank, rounds.job, tmp_path))))
     assert decided(job, decision).config == rounds.job.config
 
 
