@@ -93,11 +93,6 @@ class WorkQueue:
                 self._changed.wait(None if left == math.inf else left)
         return True
 
-    def wait(self, seconds: float) -> bool:
-        """Wait that long, even for a function that already takes long; return whether all have been called."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting and self._busy_since == math.inf, seconds)
-
     def close(self, seconds: float = math.inf) -> bool:
         """Wait as `drain` does, and call nothing more; return whether all functions were called."""
         done = self.drain(seconds)
@@ -210,7 +205,7 @@ class BackgroundMonitor(ThrottledMonitor):
         """Wait for the writer up to the limit, which began with `begin_finish`."""
         if self._ends_at is None:
             self.begin_finish(error)
-        self._queue.wait(max(0.0, (self._ends_at or 0.0) - time.monotonic()))
+        self._queue.drain(max(0.0, (self._ends_at or 0.0) - time.monotonic()))
         if not self._queue.close(0.0):
             _log.warning("%s has not ended within %g s: its last reports are lost", self._name, self.end_seconds)
         elif self._queue.dropped:
