@@ -82,7 +82,7 @@ def test_what_the_cluster_does_not_have_is_refused_in_seconds(cluster: RayCluste
         "lockstep: the run needs 3 nodes with 1 CPU each, and 2 of this cluster's 2 nodes fit (they have "
         f"{CPUS} CPU, {GPUS} GPU); ask for less, or give --wait SECONDS if an autoscaler starts nodes"
     )
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 120
     done = launch(cluster, tmp_path, "--follow", "--resource", "accelerator_type:H100=1", *RUN, "--ranks", 1)
     assert done.returncode == 2
     assert "nodes with 1 CPU, 1 accelerator_type:H100 each, and 0 of" in done.stdout
