@@ -107,7 +107,7 @@ def measured(name: str, ranks: int, options: list[str]) -> Mapping[str, float]:
     return in_processes(__file__, ["--contestant", name, *options], ranks)
 
 
-class Watch(lockstep.Monitor):
+class Watch(lockstep.extend.Monitor):
     """Notes when each update's report came, and the processor times then."""
 
     def __init__(self, wait: float) -> None:
@@ -140,7 +140,7 @@ class Watch(lockstep.Monitor):
         }
 
 
-class _Silent(lockstep.Tracker):
+class _Silent(lockstep.extend.Tracker):
     """Records nothing: what remains is what Lockstep does for a tracker."""
 
     def start(self, run: object) -> None:

@@ -38,7 +38,7 @@ class NoteFile:
 
 def monitor(folder: str) -> Any:
     """Return a monitor that notes each update of a run of Lockstep, on its first rank."""
-    from lockstep import Monitor
+    from lockstep.extend import Monitor
 
     class Notes(Monitor):
         def __init__(self) -> None:

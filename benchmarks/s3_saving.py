@@ -69,7 +69,7 @@ def _run(name: str) -> Mapping[str, float]:
     return in_processes(__file__, ["--contestant", name], 1)
 
 
-class _Watch(lockstep.Monitor):
+class _Watch(lockstep.extend.Monitor):
     """Notes when each update ended, and the reports of the saves."""
 
     def __init__(self) -> None:

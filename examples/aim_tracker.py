@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep import Bins, LoggedImage, LoggedTable, TrackedRun, Tracker
+from lockstep import LoggedImage, LoggedTable
+from lockstep.extend import Bins, TrackedRun, Tracker
 
 _BINS = 64
 _MOST_ROWS = 100

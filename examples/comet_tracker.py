@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep import Bins, LoggedImage, LoggedTable, TrackedRun, Tracker
+from lockstep import LoggedImage, LoggedTable
+from lockstep.extend import Bins, TrackedRun, Tracker
 
 _ALL_OFF = (
     "auto_metric_logging", "auto_output_logging", "auto_param_logging", "log_code", "log_env_details",

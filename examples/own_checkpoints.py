@@ -24,4 +24,4 @@ with lockstep.session(CONFIG, model=Curve, train_dataset=points(), objective=Squ
             checkpoints.save()  # returns at once; training continues during the write
     checkpoints.save()
     checkpoints.finish()  # waits until the last checkpoint is on disk
-    lockstep.print_once(f"update {session.progress.steps}, drawn {dice.random():.3f}")
+    lockstep.loops.print_once(f"update {session.progress.steps}, drawn {dice.random():.3f}")

@@ -20,4 +20,4 @@ with lockstep.session(
         session.accumulate(batch)
         session.commit()
     reports = session.evaluate()
-    lockstep.print_once({report.name: report.metrics["loss"] for report in reports})
+    lockstep.loops.print_once({report.name: report.metrics["loss"] for report in reports})

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import lockstep
 
 
-class Messages(lockstep.Monitor):
+class Messages(lockstep.extend.Monitor):
     """Sends through `send`: replace it by a function that posts to a chat or a mailbox."""
 
     def __init__(self, send: Callable[[str], object] = print, below: float = 0.0) -> None:
@@ -19,18 +19,18 @@ class Messages(lockstep.Monitor):
         self.below = below
         self.name = ""
 
-    def start(self, info: lockstep.RunInfo) -> None:
+    def start(self, info: lockstep.extend.RunInfo) -> None:
         self.name = info.recipe
 
-    def restarted(self, report: lockstep.RestartReport) -> None:
+    def restarted(self, report: lockstep.extend.RestartReport) -> None:
         self.send(f"{self.name}: attempt {report.attempt} resumes from step {report.step}")
 
-    def see(self, report: lockstep.StepReport) -> Iterable[lockstep.Request]:
+    def see(self, report: lockstep.extend.StepReport) -> Iterable[lockstep.extend.Request]:
         if report.loss >= self.below:
             return ()
         self.send(f"{self.name}: loss {report.loss:.3f} at step {report.step}; evaluate")
         self.below = report.loss / 2
-        return (lockstep.Request.EVALUATE,)
+        return (lockstep.extend.Request.EVALUATE,)
 
     def finish(self, error: BaseException | None) -> None:
         self.send(f"{self.name}: {'done' if error is None else f'failed: {error}'}")

@@ -35,7 +35,7 @@ class Waves:
     draws = False  # a sample depends on its number only
 
     def __init__(self, samples: int = 1000) -> None:
-        self.facts = lockstep.DataFacts(samples, None)
+        self.facts = lockstep.extend.DataFacts(samples, None)
         self.fingerprint = f"waves of {samples} samples"  # a run is resumed on the same data
 
     def fetch(self, indices) -> lockstep.Batch:

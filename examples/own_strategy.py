@@ -59,7 +59,7 @@ def build(context: ShardingContext) -> Sharding:
     return Sharding(FlatStep(context, optimizer), ModelState(context.model, optimizer, buffers=buffers))
 
 
-STRATEGY = lockstep.Strategy(
+STRATEGY = lockstep.extend.Strategy(
     name="flat",
     build=Builder(build),
     options=FlatOptions,
@@ -73,7 +73,7 @@ STRATEGY = lockstep.Strategy(
         ),
     ),
 )
-lockstep.register_strategy(STRATEGY)
+lockstep.extend.register_strategy(STRATEGY)
 
 if __name__ == "__main__":
     from squares import Curve, SquaredError, points

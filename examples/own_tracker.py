@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from lockstep import TrackedRun, Tracker
+from lockstep.extend import TrackedRun, Tracker
 
 
 class Table(Tracker):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lockstep
 
 
-class QuantizedInputs(lockstep.Transform):
+class QuantizedInputs(lockstep.extend.Transform):
     name = "quantized-inputs"  # by which `after` and `before` of other transforms refer to it
 
     def __init__(self, bits: int = 8) -> None:

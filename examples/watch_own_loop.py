@@ -49,25 +49,25 @@ def session_loop() -> Iterator[tuple[Tensor, int, torch.nn.Module]]:
 
 
 def main(kind: str) -> None:
-    tracker = lockstep.ThroughputTracker(window=20)
-    with lockstep.GPUMonitor(seconds=0.5) as gpus:
+    tracker = lockstep.loops.ThroughputTracker(window=20)
+    with lockstep.loops.GPUMonitor(seconds=0.5) as gpus:
         for step, (loss, samples, model) in enumerate(plain_loop() if kind == "plain" else session_loop(), start=1):
             if step == 1:  # the process group exists: loggers know their rank
-                log = lockstep.rank_logger("curve", folder="logs", console=0)
-                settings = lockstep.broadcast({"every": 20})
+                log = lockstep.loops.rank_logger("curve", folder="logs", console=0)
+                settings = lockstep.loops.broadcast({"every": 20})
                 tracker.start()
                 continue
             tracker.step(samples)
             if step % settings["every"]:
                 continue
-            mean = lockstep.reduce({"loss": loss}, weight=samples)
-            speed = lockstep.reduce({"samples/s": tracker.average().samples_per_second}, how="sum")
-            slowest = lockstep.reduce({"step": tracker.percentiles(0.95)[0.95]}, how="max")
-            weights = lockstep.merged_histogram(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            mean = lockstep.loops.reduce({"loss": loss}, weight=samples)
+            speed = lockstep.loops.reduce({"samples/s": tracker.average().samples_per_second}, how="sum")
+            slowest = lockstep.loops.reduce({"step": tracker.percentiles(0.95)[0.95]}, how="max")
+            weights = lockstep.loops.merged_histogram(torch.cat([p.detach().flatten() for p in model.parameters()]))
             log.info("step %d: loss %.4f, %.0f samples/s", step, mean["loss"], speed["samples/s"])
             log.info("95 %% of steps take less than %.4f s on each rank", slowest["step"])
             log.info("%d weights in [%.3f, %.3f]", weights.count, weights.low, weights.high)
-            log.info("losses of the ranks: %s", lockstep.gather(round(float(loss), 4)))
+            log.info("losses of the ranks: %s", lockstep.loops.gather(round(float(loss), 4)))
             tracker.start()  # what was computed here belongs to no step
     log.info("%s", gpus)
 

@@ -28,22 +28,22 @@ class Accuracy(nn.CrossEntropyLoss):
 
 def main(folder: Path) -> None:
     train, _ = digits()
-    speed = lockstep.ThroughputTracker(window=EVERY)
+    speed = lockstep.loops.ThroughputTracker(window=EVERY)
     trace = torch.profiler.profile(
         activities=torch.profiler.supported_activities(),
         schedule=torch.profiler.schedule(wait=TRACED_FROM - 1, warmup=1, active=TRACED, repeat=1),
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(folder / f"rank{session.rank}.json")),
     )
     opened = lockstep.session(CONFIG, model=make_model, train_dataset=train, objective=Accuracy(reduction="sum"))
-    with opened as session, lockstep.GPUMonitor(seconds=0.5) as gpus, trace:
-        logger = lockstep.rank_logger("digits", folder=folder, console=0)
+    with opened as session, lockstep.loops.GPUMonitor(seconds=0.5) as gpus, trace:
+        logger = lockstep.loops.rank_logger("digits", folder=folder, console=0)
         batch = session.batch_plan
         speed.start()
         for report in session:
             speed.step(batch.micro_size * batch.accumulation)
             trace.step()
             if report.step % EVERY == 0:
-                total = lockstep.reduce({"samples/s": speed.average().samples_per_second}, how="sum")
+                total = lockstep.loops.reduce({"samples/s": speed.average().samples_per_second}, how="sum")
                 logged = session.logged().numbers()
                 logger.info(
                     "step %d: loss %.4f, %s, %.0f samples/s", report.step, report.loss, logged, total["samples/s"]

@@ -38,7 +38,7 @@ def digits() -> tuple[Dataset, Dataset]:
 
 def main(mode: str, folder: str | None) -> None:
     train, test = digits()
-    lockstep.print_once(f"{lockstep.count_parameters(make_model()):,} parameters")
+    lockstep.loops.print_once(f"{lockstep.count_parameters(make_model()):,} parameters")
     trainer = TRAINERS[mode](
         CONFIG, model=make_model, train_dataset=train, eval_dataset=test,
         objective=nn.CrossEntropyLoss(), checkpoint_dir=folder,
@@ -46,7 +46,7 @@ def main(mode: str, folder: str | None) -> None:
     try:
         session, batch = trainer.session, trainer.session.batch_plan
         print(f"rank {session.rank} of {session.world_size}", flush=True)
-        lockstep.print_once(
+        lockstep.loops.print_once(
             f"effective batch {trainer.effective_batch_size}"
             f" = {batch.micro_size} x {batch.accumulation} x {batch.ranks}"
         )

@@ -70,7 +70,7 @@ class _Trainer:
             losses.append(self.train_step().loss)
         return sum(losses) / len(losses)
 
-    def train_step(self) -> lockstep.StepReport:
+    def train_step(self) -> lockstep.extend.StepReport:
         """Make one optimizer step: forwards and backwards of its micro-batches, reduction, clipping, the update."""
         return next(self._reports)
 

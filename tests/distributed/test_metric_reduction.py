@@ -22,8 +22,10 @@ def several(calls: list[list[dict[str, Any]]]) -> list[Any]:
             answers.append(reduce(**of_ranks[dist.get_rank()]))
         except ValueError as error:
             answers.append(str(error))
-    answers.append((lockstep.broadcast(f"from {dist.get_rank()}", source=1), lockstep.gather(dist.get_rank())))
-    histogram = lockstep.merged_histogram(torch.full((3,), float(dist.get_rank() + 1)))
+    answers.append(
+        (lockstep.loops.broadcast(f"from {dist.get_rank()}", source=1), lockstep.loops.gather(dist.get_rank()))
+    )
+    histogram = lockstep.loops.merged_histogram(torch.full((3,), float(dist.get_rank() + 1)))
     answers.append((histogram.count, histogram.low, histogram.high, histogram.total))
     dist.destroy_process_group()
     return answers
@@ -68,4 +70,4 @@ def test_mistakes_name_what_is_right() -> None:
     with pytest.raises(ValueError, match="has no 'median'; it has mean, sum, min, max"):
         reduce({"loss": 1.0}, how="median")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no rank 3; the last one is 0"):
-        lockstep.broadcast(1, source=3)
+        lockstep.loops.broadcast(1, source=3)

@@ -60,7 +60,7 @@ def test_a_monitor_by_name_and_one_that_raises(
 ) -> None:
     broken = tmp_path / "broken_monitor.py"
     broken.write_text(
-        "import lockstep\nclass Broken(lockstep.Monitor):\n    def see(self, report): raise ValueError('x')\n"
+        "import lockstep\nclass Broken(lockstep.extend.Monitor):\n    def see(self, report): raise ValueError('x')\n"
     )
     lockstep.train(
         _config(tmp_path / "run", monitors=[{"target": f"{MONITOR}:Messages"}, {"target": f"{broken}:Broken"}])
@@ -203,7 +203,7 @@ class Sees:
         return ()
 
 
-class AddsScale(lockstep.Transform):
+class AddsScale(lockstep.extend.Transform):
     name = "scale"
 
     def apply(self, model: Any) -> Any:
@@ -211,14 +211,14 @@ class AddsScale(lockstep.Transform):
         return model
 
 
-class Forgets(lockstep.Transform):
+class Forgets(lockstep.extend.Transform):
     name = "forgets"
 
     def apply(self, model: Any) -> Any:
         model.train()
 
 
-class Nameless(lockstep.Transform):
+class Nameless(lockstep.extend.Transform):
     def apply(self, model: Any) -> Any:
         return model
 
@@ -247,18 +247,18 @@ def test_objects_that_do_not_implement_their_protocol_are_refused(
         lockstep.train(_config(tmp_path / "named", **named))
 
 
-class Logs(lockstep.Monitor):
+class Logs(lockstep.extend.Monitor):
     """A monitor that returns nothing from `see`."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def see(self, report: lockstep.StepReport) -> None:  # type: ignore[override]
+    def see(self, report: lockstep.extend.StepReport) -> None:  # type: ignore[override]
         self.steps.append(report.step)
 
 
 class Misanswers(Logs):
-    def see(self, report: lockstep.StepReport) -> Any:
+    def see(self, report: lockstep.extend.StepReport) -> Any:
         super().see(report)
         return "save"
 
@@ -270,11 +270,11 @@ def test_a_monitor_may_return_none_and_one_that_returns_something_else_is_droppe
     assert lockstep.train(_config(tmp_path / "run"), monitors=[logs, misanswers]).summary["steps"] == 4
     assert logs.steps == [1, 2, 3, 4]
     assert misanswers.steps == [1]
-    assert "Misanswers.see returned 'save'; return a list of lockstep.Request, or None" in caplog.text
+    assert "Misanswers.see returned 'save'; return a list of lockstep.extend.Request, or None" in caplog.text
 
 
 def test_a_store_without_all_methods_cannot_be_made(tmp_path: Path) -> None:
-    class Half(lockstep.ObjectStore):
+    class Half(lockstep.extend.ObjectStore):
         place = "half"
 
         def names(self, prefix: str) -> list[str]:

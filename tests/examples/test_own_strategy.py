@@ -61,7 +61,9 @@ def test_its_options_are_checked() -> None:
 def test_a_name_that_is_taken_is_refused() -> None:
     flat = registry.find_strategy(TARGET)
     with pytest.raises(lockstep.ConfigError, match="there is a strategy ddp already"):
-        lockstep.register_strategy(lockstep.Strategy(name="ddp", build="mine:BUILDER", variants=flat.variants))
+        lockstep.extend.register_strategy(
+            lockstep.extend.Strategy(name="ddp", build="mine:BUILDER", variants=flat.variants)
+        )
 
 
 def _verified(config: dict[str, Any]) -> list[Any]:
@@ -99,7 +101,7 @@ def test_a_record_with_another_mesh_or_traffic_is_refused() -> None:
         ({"sends": lambda update: 3}, r"flat: sends returned 3; return a lockstep\.strategies\.Traffic"),
     ):
         with pytest.raises(lockstep.ConfigError, match=message):
-            lockstep.register_strategy(replace(flat, variants=(replace(flat.variants[0], **change),)))
+            lockstep.extend.register_strategy(replace(flat, variants=(replace(flat.variants[0], **change),)))
 
 
 def test_options_of_a_strategy_that_is_imported_late_are_checked_with_the_same_words() -> None:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 import lockstep
 
-class Drained(lockstep.Monitor):
+class Drained(lockstep.extend.Monitor):
     def see(self, report):
         if report.step == 5 and not Path("step-5").exists():
             Path("step-5").touch()

@@ -20,7 +20,7 @@ PREEMPTED = """
 import os, subprocess, time
 import lockstep
 
-class Preempted(lockstep.Monitor):
+class Preempted(lockstep.extend.Monitor):
     def see(self, report):
         if report.step == 5 and os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and "SLURM_JOB_ID" in os.environ:
             subprocess.run(["scancel", "--signal=USR1", os.environ["SLURM_JOB_ID"]], check=True)
@@ -104,7 +104,7 @@ FAILING = """
 import os
 import lockstep
 
-class Failing(lockstep.Monitor):
+class Failing(lockstep.extend.Monitor):
     def see(self, report):
         if report.step >= 3:
             os._exit(9)
@@ -114,7 +114,7 @@ STOPPED_RUN = """
 import os, subprocess
 import lockstep
 
-class Stopped(lockstep.Monitor):
+class Stopped(lockstep.extend.Monitor):
     def see(self, report):
         if report.step == 5 and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
             subprocess.run(os.environ["AT_STEP_5"], shell=True, check=True)

@@ -191,17 +191,17 @@ class Options(BaseModel, frozen=True):
     town: str = "here"
     """Where it is."""
 
-class Mine(lockstep.Launcher):
+class Mine(lockstep.extend.Launcher):
     options = Options
     def plan(self, command, options):
-        return lockstep.LaunchPlan({command.folder / "town": options.town}, (("echo", *command.words[:2]),))
+        return lockstep.extend.LaunchPlan({command.folder / "town": options.town}, (("echo", *command.words[:2]),))
     def submit(self, plan):
         [(path, text)] = plan.files.items()
         path.parent.mkdir(parents=True)
         path.write_text(text)
         return "j-1"
     def status(self, job):
-        return lockstep.JobStatus(f"{job.number} ended", 0)
+        return lockstep.extend.JobStatus(f"{job.number} ended", 0)
     def follow(self, job):
         return 75
     def cancel(self, job):

@@ -31,7 +31,7 @@ class Options(Section, SweepOptions):
     """Queue again."""
 
 
-class Queue(lockstep.Launcher):
+class Queue(lockstep.extend.Launcher):
     options = Options
 
     def plan(self, command: JobCommand, options: Options) -> LaunchPlan:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from kit.nvml import Board, Driver, error
 
-from lockstep import GPUMonitor
+from lockstep.loops import GPUMonitor
 
 
 @pytest.fixture

@@ -130,14 +130,14 @@ def test_a_run_that_starts_has_its_step_and_ranks() -> None:
     assert {"lockstep_step", "lockstep_ranks"} <= names
 
 
-class Scraper(lockstep.Monitor):
+class Scraper(lockstep.extend.Monitor):
     """Reads the endpoint of the run that it watches, until it has the run's step."""
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}/metrics"
         self.text = ""
 
-    def see(self, report: lockstep.StepReport) -> None:
+    def see(self, report: lockstep.extend.StepReport) -> None:
         until = time.monotonic() + 10
         while report.step == 12 and "lockstep_loss{" not in self.text:
             assert time.monotonic() < until

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep import rank_logger
+from lockstep.loops import rank_logger
 
 
 @pytest.fixture(autouse=True)

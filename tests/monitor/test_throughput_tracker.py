@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lockstep import ThroughputTracker
+from lockstep.loops import ThroughputTracker
 
 
 class Clock:

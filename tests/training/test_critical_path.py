@@ -113,7 +113,7 @@ def transfers() -> int:
     return int(fields["syscr"]) + int(fields["syscw"])
 
 
-class Lines(lockstep.Tracker):
+class Lines(lockstep.extend.Tracker):
     """A tracker that writes a file, without a buffer."""
 
     def start(self, run: TrackedRun) -> None:
@@ -126,22 +126,22 @@ class Lines(lockstep.Tracker):
         self._file.close()
 
 
-class Logging(lockstep.Monitor):
+class Logging(lockstep.extend.Monitor):
     """User code that logs at each update."""
 
-    def see(self, report: lockstep.StepReport) -> tuple[()]:
+    def see(self, report: lockstep.extend.StepReport) -> tuple[()]:
         lockstep.log.scalar("steps", report.step)
         lockstep.log.histogram("numbers", torch.arange(10.0))
         return ()
 
 
-class Careless(lockstep.Monitor):
+class Careless(lockstep.extend.Monitor):
     """Opens a file that doesn't exist, reads one in a way that neither audit events nor `os` show, asks the store."""
 
     def __init__(self) -> None:
         self._file = open("/proc/self/stat", "rb", buffering=0)  # noqa: SIM115  (until the process ends)
 
-    def see(self, report: lockstep.StepReport) -> tuple[()]:
+    def see(self, report: lockstep.extend.StepReport) -> tuple[()]:
         with contextlib.suppress(FileNotFoundError):
             Path("/no/such/file").read_bytes()
         self._file.seek(0)
@@ -173,7 +173,9 @@ def everything(folder: Path) -> dict[str, Any]:
     )
 
 
-def touched(folder: Path, planted: type[lockstep.Monitor] | None = None) -> tuple[dict[str, int], int, dict[str, int]]:
+def touched(
+    folder: Path, planted: type[lockstep.extend.Monitor] | None = None
+) -> tuple[dict[str, int], int, dict[str, int]]:
     """Train with everything on; return what the training thread touched, how often it read or wrote, and what other
     threads touched."""
     patched = pytest.MonkeyPatch()

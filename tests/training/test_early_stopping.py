@@ -172,7 +172,7 @@ def test_all_ranks_end_together(tmp_path: Path) -> None:
     assert first["steps"] < 2000
 
 
-class Stopping(lockstep.Monitor):
+class Stopping(lockstep.extend.Monitor):
     """Ends the run at step 3."""
 
     def see(self, report: StepReport) -> list[Request]:

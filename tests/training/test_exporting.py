@@ -626,7 +626,7 @@ def test_an_import_overwrites_nothing(tmp_path: Path) -> None:
 # --- transforms ---------------------------------------------------------------------------------------------------
 
 
-class Sharper(lockstep.Transform):
+class Sharper(lockstep.extend.Transform):
     name = "sharper"
 
     def apply(self, model: nn.Module) -> nn.Module:

@@ -302,7 +302,7 @@ def test_a_run_does_not_take_the_checkpoints_of_a_session(store: dict[str, Any])
 
 
 def instance_of_store() -> Any:
-    return instance("storage", "store.py:Sqlite", {"file": "ckpt.db"}, lockstep.ObjectStore, key="storage")
+    return instance("storage", "store.py:Sqlite", {"file": "ckpt.db"}, lockstep.extend.ObjectStore, key="storage")
 
 
 # --- moves, copies, forks -----------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from kit import small
 from kit.worlds import free_port
 
 import lockstep
-from lockstep import TrackedRun, Tracker, log
+from lockstep import log
+from lockstep.extend import TrackedRun, Tracker
 
 CALLS = ("start", "scalars", "histograms", "texts", "images", "tables", "checkpoint", "rolled_back", "finish")
 BOUND_S = 0.4

@@ -183,7 +183,7 @@ class Checkpoint(Section):
     """Seconds for which a save or a load is repeated while its file system or bucket doesn't answer, before it
     fails. A full disk isn't waited for."""
     storage: Extension | None = None
-    """Object store that holds the checkpoints instead of a folder (`lockstep.ObjectStore`)."""
+    """Object store that holds the checkpoints instead of a folder (`lockstep.extend.ObjectStore`)."""
     keep_last: Positive = 3
     """Number of newest checkpoints to keep."""
     keep_every: Every | None = None
@@ -243,7 +243,7 @@ class MonitorConfig(Section):
     tensorboard: bool = True
     """Write event files for TensorBoard into the run's folder."""
     trackers: tuple[Extension, ...] = ()
-    """Trackers that record the run elsewhere: `wandb`, `mlflow`, `trackio`, or one of your own (`lockstep.Tracker`)."""
+    """Trackers that record the run elsewhere: `wandb`, `mlflow`, `trackio`, or your own (`lockstep.extend.Tracker`)."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """auto: a live display on a terminal, otherwise, and in CI, plain lines; with times in a batch job's log."""
     meter_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
@@ -312,9 +312,9 @@ class Config(Section):
     monitor: MonitorConfig = MonitorConfig()
     profile: ProfileConfig = ProfileConfig()
     monitors: tuple[Extension, ...] = ()
-    """Further monitors, which receive each report on the first rank (`lockstep.Monitor`)."""
+    """Further monitors, which receive each report on the first rank (`lockstep.extend.Monitor`)."""
     transforms: tuple[Extension, ...] = ()
-    """Transforms of the model, applied before it is sharded (`lockstep.Transform`)."""
+    """Transforms of the model, applied before it is sharded (`lockstep.extend.Transform`)."""
     run: Run
 
     @model_validator(mode="after")

@@ -41,11 +41,11 @@ def reduce(
         ValueError: `how` is unknown, a value is not one number, or a weight is negative: on every rank.
     """
     if how not in _REDUCTIONS:
-        raise ValueError(f"lockstep.reduce has no {how!r}; it has {', '.join(_REDUCTIONS)}")
+        raise ValueError(f"lockstep.loops.reduce has no {how!r}; it has {', '.join(_REDUCTIONS)}")
     of_ranks = gather(_checked(metrics, weight))
     for rank, entry in enumerate(of_ranks):
         if isinstance(entry, str):
-            raise ValueError(f"lockstep.reduce on rank {rank}: {entry}")
+            raise ValueError(f"lockstep.loops.reduce on rank {rank}: {entry}")
     counting = [(values, weight) for values, weight in of_ranks if weight > 0]
     names = dict.fromkeys(name for values, _ in of_ranks for name in values)
     return {

@@ -38,7 +38,7 @@ def broadcast(value: T, source: int = 0) -> T:
     """
     axis = all_ranks()
     if not 0 <= source < axis.size:
-        raise ValueError(f"lockstep.broadcast: there is no rank {source}; the last one is {axis.size - 1}")
+        raise ValueError(f"lockstep.loops.broadcast: there is no rank {source}; the last one is {axis.size - 1}")
     return cast("T", axis.gather(value)[source] if source else axis.broadcast(value))
 
 

@@ -241,7 +241,7 @@ def _requests(monitor: Monitor, method: str, answer: object) -> Sequence[Request
     requests: list[Any] = list(answer) if isinstance(answer, Iterable) else [answer]
     if not all(isinstance(request, Request) for request in requests):
         raise TypeError(
-            f"{type(monitor).__name__}.{method} returned {answer!r}; return a list of lockstep.Request, or None"
+            f"{type(monitor).__name__}.{method} returned {answer!r}; return a list of lockstep.extend.Request, or None"
         )
     return requests
 

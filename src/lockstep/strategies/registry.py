@@ -2,8 +2,8 @@
 
 parallel.strategy: fsdp                  a record listed here
 parallel.strategy: my_package:STRATEGY   a record by `module:Name`, or `file.py:Name`
-parallel.strategy: mine                  a record passed to `lockstep.register_strategy`, or one that an installed
-                                         package declares as an entry point of the group `lockstep.strategies`
+parallel.strategy: mine                  a record passed to `lockstep.extend.register_strategy`, or an entry point of
+                                         the group `lockstep.strategies` in an installed package
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def find_strategy(name: str) -> Strategy:
 
     strategy = load("strategies", name, key=_KEY, builtin=names())
     if not isinstance(strategy, Strategy):
-        why = f"{name} is a {type(strategy).__name__}; a strategy is a lockstep.Strategy"
+        why = f"{name} is a {type(strategy).__name__}; a strategy is a lockstep.extend.Strategy"
         raise ConfigError(Problem("", _KEY, why))
     register_strategy(strategy)
     _written[strategy.name] = name

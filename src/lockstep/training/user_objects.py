@@ -37,10 +37,10 @@ class Objects(TypedDict, total=False):
         optimizer: makes a torch optimizer from parameter groups, instead of `optim.name`. A function, because a
             strategy may replace parameters. Its own `lr` is the peak, unless the config sets `optim.lr`.
         schedule: (step from 0, steps of the run or None) -> learning rate as a share of its peak.
-        monitors: see each report on the first rank, and may answer with requests (`lockstep.Monitor`).
-        trackers: record the run elsewhere, in threads of the first rank (`lockstep.Tracker`).
-        transforms: applied to the model before it is sharded (`lockstep.Transform`).
-        storage: holds the checkpoints instead of a folder (`lockstep.ObjectStore`).
+        monitors: see each report on the first rank, and may answer with requests (`lockstep.extend.Monitor`).
+        trackers: record the run elsewhere, in threads of the first rank (`lockstep.extend.Tracker`).
+        transforms: applied to the model before it is sharded (`lockstep.extend.Transform`).
+        storage: holds the checkpoints instead of a folder (`lockstep.extend.ObjectStore`).
     """
 
     model: nn.Module | Callable[[], nn.Module] | None
@@ -185,10 +185,10 @@ _TAKES = {
     "collate": ("a function: list of items -> batch", "null"),
     "optimizer": ("a function of parameter groups that makes a torch optimizer", "adamw"),
     "schedule": ("a function (step, steps) -> share of optim.lr", "cosine"),
-    "monitors": ("monitors (`lockstep.Monitor`)", "module:Name"),
-    "trackers": ("trackers (`lockstep.Tracker`)", "module:Name"),
-    "transforms": ("transforms (`lockstep.Transform`)", "module:Name"),
-    "storage": ("an object store (`lockstep.ObjectStore`)", "module:Name"),
+    "monitors": ("monitors (`lockstep.extend.Monitor`)", "module:Name"),
+    "trackers": ("trackers (`lockstep.extend.Tracker`)", "module:Name"),
+    "transforms": ("transforms (`lockstep.extend.Transform`)", "module:Name"),
+    "storage": ("an object store (`lockstep.extend.ObjectStore`)", "module:Name"),
 }
 """The arguments of `lockstep.train`: what each takes, and a setting that needs no object."""
 
