@@ -47,7 +47,7 @@ COMMAND = re.compile(
 )
 PLAIN = re.compile(
     r"[A-Z]+|where|verb|name|launcher|host|command\.words\[0\]|record\['job'\]|(planned|job)\.where|"
-    r"'\|'\.join\(STARTS\)|.*\.returncode"
+    r"'\|'\.join\(STARTS\)|.*\.returncode|self\.job\.identifier|self\.name|host\.code"
 )
 """Values that need no quotes: constants, names of launchers, verbs, jobs and hosts, and what no command has."""
 

@@ -14,10 +14,10 @@ import torch
 from kit.worlds import served
 
 from lockstep.core.errors import PeerFailed, RunFailed
+from lockstep.core.failure_kinds import Retry
 from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed.process_group import _make_group
 from lockstep.launch.ends import end_of_exception
-from lockstep.launch.failure_kinds import FailureKind, kind_of
 
 
 def _rank_0(port: Connection, moment: str) -> None:
@@ -56,7 +56,7 @@ def test_a_rank_0_that_is_killed_while_ranks_join_is_the_cause(moment: str) -> N
     ):
         _make_group(RankEnvironment(1, 2, 1, 2, "127.0.0.1", port), "gloo", torch.device("cpu"), 60)
     end = end_of_exception(raised.value, time.monotonic(), None)
-    assert kind_of(end) is FailureKind.TRANSIENT, "the ranks start again"
+    assert end.kind.retry is Retry.TRANSIENT, "the ranks start again"
 
 
 def test_a_limit_that_is_over_is_no_peers_death() -> None:

@@ -192,7 +192,7 @@ def test_the_console_states_each_fault_once_with_rank_and_host() -> None:
     console.finish(None)  # and its thread has written
     assert [line for line in stream.getvalue().splitlines() if "GPU" in line] == [
         "step 20: each GPU of ranks 0, 2 on a is throttled by its temperature limit",
-        "step 20: the GPU of rank 1 on b reports Xid error 79 (the GPU has fallen off the bus)",
+        "step 20: the GPU of rank 1 on b reports Xid error 79 (the GPU is lost from the bus)",
         "step 20: the GPU of rank 1 on b has 1 new corrected ECC error of its memory",
         "step 20: the GPU of rank 1 on b no longer answers its driver; check it with nvidia-smi and restart its host",
     ]

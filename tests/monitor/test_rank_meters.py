@@ -78,7 +78,7 @@ def test_what_befell_a_gpu_as_its_rank_ended_is_in_the_ranks_log(caplog: pytest.
     thread.start()
     thread.finish()
     host = socket.gethostname()
-    text = f"the GPU of rank 3 on {host} reports Xid error 79 (the GPU has fallen off the bus)"
+    text = f"the GPU of rank 3 on {host} reports Xid error 79 (the GPU is lost from the bus)"
     assert [record.getMessage() for record in caplog.records] == [text]
 
 

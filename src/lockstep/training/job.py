@@ -134,7 +134,7 @@ def run_job(job: Job) -> Finished:
                 except SaveFailed as failure:
                     if checkpoints.snapshots.keep():  # which the launcher saves, or leaves to the next start
                         raise
-                    raise RunFailed(f"{failure}; its weights are in {publish(session, own_folder)}") from failure
+                    raise _without_state(failure, session, own_folder) from failure
                 if prompt is not None:
                     metric_log.text("sample", sample(session, prompt))
                 if results.stopped_early is not None:
@@ -157,6 +157,14 @@ def trained_in(session: Session) -> Trained:
         components.loader.positions_of,
         getattr(components.engine, "first_module", model),
     )
+
+
+def _without_state(failure: SaveFailed, session: Session, folder: Callable[[], Path]) -> SaveFailed:
+    """Publish the weights of a run that can't save its last state; return the failure to report."""
+    try:
+        return SaveFailed(f"{failure}; its weights are in {publish(session, folder)}")
+    except RunFailed as error:
+        return SaveFailed(f"{failure}; neither could its weights: {error}")
 
 
 def _purpose(job: Job, world: World) -> Purpose:

@@ -22,6 +22,7 @@ from torch import nn
 
 from lockstep.config.schema import Loader
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.protocols import Transform
 from lockstep.data.loader import evaluation_batches
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.distributed.consensus import DeviceConsensus, HostConsensus
@@ -47,7 +48,6 @@ from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 from lockstep.transforms.activation_offload import OffloadActivations
 from lockstep.transforms.compiling import Compile
 from lockstep.transforms.order import apply_transforms, split_at
-from lockstep.transforms.sync_batchnorm import SyncBatchNorm
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +66,22 @@ if TYPE_CHECKING:
     from lockstep.plan.plan import Plan
     from lockstep.transforms.context_parallel import ContextParallel
     from lockstep.transforms.tensor_parallel import TensorParallel
+
+
+class SyncBatchNorm(Transform):
+    """Replaces batch norms by torch's SyncBatchNorm."""
+
+    name = "parallel.ddp.sync_batchnorm"
+
+    def refuses(self, model: nn.Module, device: torch.device) -> str | None:
+        if device.type == "cpu":
+            return "torch's SyncBatchNorm needs GPUs; on the CPU, group norm does not depend on the batch at all"
+        return None
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        return converted
+
 
 PARTITION = "parallel.pipeline"
 """The name by which rules of transforms refer to the pipeline partition."""

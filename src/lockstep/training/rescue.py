@@ -81,7 +81,7 @@ class Rescue:
     """Saves what a run that fails has learned since its last save. No older checkpoint is deleted for it.
 
     Attributes:
-        metadata: describes a state, for its manifest; `marked=False`: without the history, which memory has.
+        metadata: Describes a state, for its manifest.
         best: step of the best state if its save is in progress. A later state can't be saved before that one.
         memory: the launcher's folder for snapshots; None: there is none.
     """
@@ -90,7 +90,7 @@ class Rescue:
     storage: Storage
     saver: Saver
     failure_state: FailureState
-    metadata: Callable[..., StepMetadata]
+    metadata: Callable[[TrainingState], StepMetadata]
     best: int | None
     memory: Path | None
 
@@ -140,7 +140,7 @@ class Rescue:
         if self.memory is None or self._is_saved() or self._missing_best() is not None:
             return False
         state, device = self.session.state(synchronized=False), components_of(self.session).world.device
-        return save_whole(self.memory, state, self.metadata(state, marked=False), self.saver.run_metadata, device)
+        return save_whole(self.memory, state, self.metadata(state), self.saver.run_metadata, device)
 
     def _inconsistency(self) -> str | None:
         return self.failure_state.inconsistency(components_of(self.session).sharding.state.model)
