@@ -23,7 +23,7 @@ HOST = socket.gethostname()
 # the acts of ranks 0 and 1 on the first host and of rank 2 on the second, exit code, and stderr of both
 ENDS = [
     ("all done", ["reduce:3", "reduce:3", "reduce:3"], 0, ""),
-    ("own code", ["sleep:30", "sleep:30", "return:3"], 3, f"lockstep: rank 2 on host {HOST} ended with exit code 3\n"),
+    ("own code", ["sleep:30", "sleep:30", "return:5"], 1, f"lockstep: rank 2 on host {HOST} ended with exit code 5\n"),
     ("config", ["config:lr is 0"] * 3, 2, "lockstep: lr is 0\n"),
     ("paused by one", ["stop:time is up"] * 3, 130, "lockstep: time is up\n"),
     (
