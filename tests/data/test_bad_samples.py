@@ -143,6 +143,9 @@ def test_nothing_can_be_read() -> None:
 
     with pytest.raises(RunFailed, match=r"none of 12 samples can be read that were tried: sample 0: OSError: the disk"):
         SkippingSource(Gone(12)).fetch(np.array([3]))
+    every = SkippingSource(Gone(12), known=dict.fromkeys(range(12), "a rollback"))
+    with pytest.raises(RunFailed, match="all are left out; sample 0: a rollback"):
+        every.fetch(np.array([3]))
 
 
 def test_draws_are_those_of_a_batch_without_the_sample() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 89_755
+MOST_LINES = 89_752
 MOST_FILES = 513
 MOST_CODE = 52_786
 """Lines without docstrings, comments, blank lines and imports."""

@@ -1,6 +1,7 @@
 """Selects the kinds of faults that apply to a recipe on its ranks and hosts, and the settings that they need.
 
-collective, diverge    several ranks; for `diverge` copies of the state, and recovery.compare_every: 1
+collective, diverge    several ranks; for `diverge` copies of the state, and recovery.compare_every: 1; for a
+                       `collective` on several hosts a launch.timeout that ends it
 flip                   updates enough for two checkpoints
 nan                    recovery.bad_numbers.nonfinite: rollback
 host, partition, ...   hosts that are joined by a network of this machine
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 ONE_SAMPLE = "halves micro-batches, and this run's have one sample; leave it out, or set a larger batch.micro_size"
 _ROLLBACK_STEPS = 2
+_TIMEOUT_S = 30.0
 _STATE_BYTES = 4  # of an element: the state is fp32
 
 
@@ -61,7 +63,7 @@ def applicable(config: Config, chosen: Collection[str], world: Cluster, steps: i
     return tuple(chosen) or tuple(kind for kind in KINDS if kind not in reasons)
 
 
-def prepared(config: Config, kinds: Collection[str]) -> Config:
+def prepared(config: Config, kinds: Collection[str], hosts: int) -> Config:
     """Return the config with what the kinds of faults need."""
     recovery = config.recovery
     if NAN in kinds and recovery.bad_numbers.nonfinite != "rollback":
@@ -69,7 +71,10 @@ def prepared(config: Config, kinds: Collection[str]) -> Config:
         recovery = recovery.model_copy(update={"bad_numbers": recovery.bad_numbers.model_copy(update=numbers)})
     if DIVERGE in kinds:
         recovery = recovery.model_copy(update={"compare_every": 1})
-    return config.model_copy(update={"recovery": recovery})
+    launch = config.launch
+    if "collective" in kinds and hosts > 1:
+        launch = launch.model_copy(update={"timeout": min(launch.timeout, _TIMEOUT_S)})
+    return config.model_copy(update={"recovery": recovery, "launch": launch})
 
 
 def _reasons(config: Config, world: Cluster, steps: int) -> Iterator[tuple[str, str]]:

@@ -58,9 +58,8 @@ _OTHER_S, _COMPILING_S = 15.0, 60.0  # nor one in a save; a compilation takes lo
 _LEAST_LIMIT_S, _SLOWER = 600.0, 20  # a round that takes longer than this, and than 20 undisturbed runs, hangs
 _MAY_DIFFER = (
     "data.leave_out",
-    *("recovery.snapshot_every", "recovery.compare_every"),
+    *("recovery.snapshot_every", "recovery.compare_every", "launch.timeout"),
     *(f"recovery.bad_numbers.{key}" for key in ("nonfinite", "rollback_steps")),
-    *(f"memory.activation_checkpointing.{key}" for key in ("mode", "threshold", "look_every")),
 )
 """Keys in which a round's config and that of the run with which it is compared may differ."""
 _LAST_LINES = 5  # of a failed run's output, in a message
@@ -187,7 +186,7 @@ class _Rounds:
 
     def prepare(self, kinds: Collection[str]) -> None:
         """Let rounds have the settings that these kinds of faults need, which leave an undisturbed run as it is."""
-        self._job = replace(self._job, config=prepared(self._job.config, kinds))
+        self._job = replace(self._job, config=prepared(self._job.config, kinds, self._settings.world.hosts))
 
     def train_undisturbed(self) -> None:
         """Train the run in which nothing fails. Raises RunFailed if it does."""

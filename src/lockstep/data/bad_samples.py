@@ -320,9 +320,10 @@ class SkippingSource:
         if self._good is not None:
             return self._good
         candidates = np.unique(np.linspace(0, self.facts.samples - 1, _LOOKED_AT).astype(np.int64))
-        reason = ""
+        tried = candidates[[int(index) not in self._known for index in candidates]]
+        reason = "" if tried.size else f": all are left out; sample 0: {self._known[0]}"
         with noise.keyed_generators(0):
-            for index in candidates[[int(index) not in self._known for index in candidates]]:
+            for index in tried:
                 try:
                     batch = self._read(np.array([index]))
                 except Exception as error:

@@ -7,7 +7,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,7 +280,6 @@ def threads(machine: MachineView) -> Iterator[Finding]:
         yield ok(f"OMP_NUM_THREADS={value}, {cores} cores")
 
 
-_Environ = Mapping[str, str]
 _KEEP = "Unset it when the fault is clear."
 SETTINGS = (
     ("NCCL_P2P_DISABLE", "1", "GPUs exchange by way of the host: slow", "Unset it."),

@@ -123,13 +123,6 @@ class ModelState:
             return self._partition.whole(own, wanted, names)
         return _gathered(own.items() if names is None else ((name, own[name]) for name in names), wanted)
 
-    def trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the trained parameters that this rank holds, or its shards of them, under their first names."""
-        self._begin_read()
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                yield name, self.flat.get(name, parameter)
-
     def specs(self) -> dict[str, Spec]:
         """Return shape and dtype of each tensor that `weights` yields. All ranks together."""
         own = specs_of(self._tensors()[0])
