@@ -7,5 +7,5 @@ answers          what becomes of one key
 importing        all keys of a file together, checked
 hints            the same rows in error messages about unknown keys
 weights, runs    other programs' weights, and runs that DeepSpeed started
-zero_checkpoint  a checkpoint of DeepSpeed, assembled from zero_files
+zero_checkpoint  a checkpoint of DeepSpeed, as whole tensors
 """

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lockstep.config.schema import Optim
 from lockstep.core.errors import ConfigError
 from lockstep.models.transformers_models import trainer_decays
-from lockstep.models.weight_files import check_plain, readable
+from lockstep.models.weight_files import Weights, check_plain, readable
 
 ENTRIES: Mapping[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
@@ -57,6 +57,28 @@ class PeerOptimizer:
     @property
     def settings_by_name(self) -> Mapping[Any, Mapping[str, Any]]:
         return {name: values for group, values in zip(self.groups, self.settings, strict=False) for name in group}
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCheckpoint:
+    """A checkpoint of another program.
+
+    Attributes:
+        weights: Its tensors, and the keys of what isn't imported.
+        description: What was read, if that isn't plain from its name.
+        optimizer: None: it has none, or wasn't read.
+        in_order: Whether the weights are in the order of the model that wrote them.
+        step, samples, epoch: How far it was; None: not recorded.
+    """
+
+    weights: Weights
+    description: str = ""
+    optimizer: PeerOptimizer | None = None
+    in_order: bool = False
+    of_trainer: bool = False
+    step: int | None = None
+    samples: int | None = None
+    epoch: float | None = None
 
 
 def is_optimizer(value: object) -> bool:

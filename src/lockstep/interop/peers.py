@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,8 @@ from torch import Tensor
 from lockstep.core.errors import ConfigError
 from lockstep.core.near_runs import BESIDE
 from lockstep.interop.dcp import is_dcp, read_dcp
-from lockstep.interop.peer_optimizer import PeerOptimizer, is_optimizer, peer_optimizer
-from lockstep.interop.zero_checkpoint import read_zero
-from lockstep.interop.zero_files import is_zero_checkpoint
+from lockstep.interop.peer_optimizer import PeerCheckpoint, PeerOptimizer, is_optimizer, peer_optimizer
+from lockstep.interop.zero_checkpoint import is_zero_checkpoint, read_zero
 from lockstep.models.weight_files import (
     TORCH_SUFFIXES,
     Weights,
@@ -44,28 +43,6 @@ _STEPS = ("global_step", "global_steps", "step", "steps", "iteration", "iter", "
 _EPOCHS, _SAMPLES, _NESTED = ("epoch",), ("global_samples", "samples"), "train_state"
 
 
-@dataclass(frozen=True, slots=True)
-class PeerCheckpoint:
-    """A checkpoint of another program.
-
-    Attributes:
-        weights: Its tensors, and the keys of what isn't imported.
-        description: What was read, if that isn't plain from its name.
-        optimizer: None: it has none, or wasn't read.
-        in_order: Whether the weights are in the order of the model that wrote them.
-        step, samples, epoch: How far it was; None: not recorded.
-    """
-
-    weights: Weights
-    description: str = ""
-    optimizer: PeerOptimizer | None = None
-    in_order: bool = False
-    of_trainer: bool = False
-    step: int | None = None
-    samples: int | None = None
-    epoch: float | None = None
-
-
 def read_peer(source: Path, key: str | None = None, prefix: str = "", *, optimizer: bool = False) -> PeerCheckpoint:
     """Read a checkpoint.
 
@@ -78,7 +55,7 @@ def read_peer(source: Path, key: str | None = None, prefix: str = "", *, optimiz
         ConfigError: It can't be read, is damaged, or needs more than tensors and plain values to be unpickled.
     """
     place, optimizer = source.expanduser(), optimizer and not prefix
-    peer = _of_zero(place, optimizer) if is_zero_checkpoint(place) else _of_torch(place, key, optimizer)
+    peer = read_zero(place, moments=optimizer) if is_zero_checkpoint(place) else _of_torch(place, key, optimizer)
     if not prefix:
         return peer
     weights, length = peer.weights, len(prefix)
@@ -88,20 +65,6 @@ def read_peer(source: Path, key: str | None = None, prefix: str = "", *, optimiz
         raise ConfigError(f"{weights.place} has no tensor with the prefix {prefix}; it has {names}")
     others = tuple(name for name in weights.tensors if not name.startswith(prefix))
     return replace(peer, weights=Weights(weights.place, tensors, (*weights.skipped, *others)))
-
-
-def _of_zero(place: Path, optimizer: bool) -> PeerCheckpoint:
-    zero = read_zero(place, moments=optimizer)
-    ranks = f" ZeRO stage {zero.stage} on {zero.ranks} rank{'s' * (zero.ranks != 1)}" if zero.stage else ""
-    states: dict[str, dict[str, Any]] = {}
-    for entry, tensors in zero.moments.items():
-        for name, tensor in tensors.items():
-            states.setdefault(name, {"step": zero.steps})[entry] = tensor
-    state = PeerOptimizer(zero.place, states, [[*states]]) if optimizer else None
-    skipped = zero.skipped if state is None else tuple(key for key in zero.skipped if key != "the optimizer's state")
-    weights = Weights(zero.place, zero.tensors, skipped)
-    description = f"{zero.place}: DeepSpeed{ranks}"
-    return PeerCheckpoint(weights, description, state, step=zero.global_steps, samples=zero.global_samples)
 
 
 def _of_torch(place: Path, key: str | None, optimizer: bool) -> PeerCheckpoint:

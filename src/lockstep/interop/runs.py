@@ -25,8 +25,8 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.formatting import counted, listed
 from lockstep.core.progress import Progress
 from lockstep.core.records import TrainingState
-from lockstep.interop.peer_optimizer import ENTRIES, PeerOptimizer, moments, named_optimizer
-from lockstep.interop.peers import PeerCheckpoint, read_peer
+from lockstep.interop.peer_optimizer import ENTRIES, PeerCheckpoint, PeerOptimizer, moments, named_optimizer
+from lockstep.interop.peers import read_peer
 from lockstep.models.weight_matching import WeightMatch, match_weights
 from lockstep.monitor.environment import describe
 from lockstep.monitor.folder import RunFolder, is_run

@@ -1,60 +1,98 @@
-"""A checkpoint that DeepSpeed wrote, assembled to whole tensors with names.
+"""Read a checkpoint that DeepSpeed wrote, as whole tensors with names. Nothing is executed, and DeepSpeed isn't needed.
+
+    FOLDER/latest                                         the tag of the newest checkpoint
+    FOLDER/TAG/mp_rank_00_model_states.pt                 names, shapes, buffers, frozen parameters: stages 0, 1, 2
+               zero_pp_rank_N_mp_rank_00_model_states.pt  the same, one file per rank: stage 3
+               zero_pp_rank_N_mp_rank_00_optim_states.pt  rank N's shard of the fp32 values (also with bf16_ before it)
 
 stages 1, 2    the parameters of a group end to end, with padding | sharded as a whole: a stretch for each rank
 stage 3        each parameter, with padding, sharded by itself    | a rank's shards end to end
+
+The files pickle a few DeepSpeed objects beside tensors. STAND_INS replaces their classes with records that hold numbers
+at most; a file that names any other class is refused, with the name of the class.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lockstep.core.errors import ConfigError
-from lockstep.interop.zero_files import MOMENTS, ModelFile, OptimizerFile, read_files, tag_folder
-from lockstep.models.weight_files import check_plain, readable, unwrapped
+from lockstep.interop.peer_optimizer import PeerCheckpoint, PeerOptimizer
+from lockstep.models.weight_files import Weights, check_plain, holds_weights, read_torch, readable, unwrapped
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_LATEST = "latest"
+_PROGRESS = ("global_steps", "global_samples")
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<rank>[0-9]{1,6})_)?mp_rank_(?P<tensor>[0-9]{2,6})_model_states\.pt")
+_OPTIM_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>[0-9]{1,6})_mp_rank_(?P<tensor>[0-9]{2,6})_optim_states\.pt")
+_PIPELINE_OR_EXPERT_FILE = re.compile(r"(?:layer_[0-9]|expp_rank_|.*expert_).*[-_](?:model|optim)_states\.pt")
+_EXPERT_GROUPS = "ds_zero_partition_groups"
+_REMEDY = (
+    "These classes of DeepSpeed are known, and replaced by records without code: {known}. If you trust the checkpoint, "
+    "DeepSpeed's own script converts it to weights, which `lockstep ckpt import` reads:\n"
+    "  python -m deepspeed.utils.zero_to_fp32 {folder} WEIGHTS --safe_serialization -t {tag}"
+)
 _KNOWN_KEYS = (
     "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
     "optimizer",
 )  # fmt: skip
 """Keys of the model's file that are read, or reported under another name."""
 _MAX_UNRECORDED_PADDING = 2  # elements per rank: DeepSpeed's padding of a group, where a file doesn't record it
+_OTHER_SAVE = "the files are of different saves, or of a DeepSpeed version with another layout"
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroCheckpoint:
-    """The contents of a checkpoint.
+class Ignored:
+    """Stand-in for a class whose contents aren't needed; it keeps nothing."""
 
-    Attributes:
-        place: The tag's folder.
-        stage: The ZeRO stage.
-        ranks: The number of ranks that it was sharded over.
-        tensors: Whole fp32 values of trained parameters; buffers and frozen parameters as they are; tied parameters
-            under each of their names.
-        skipped: Other contents of the files, by key.
-        moments: Adam's moments, if requested: by entry and the parameter's name.
-        steps: Steps of the optimizer.
-        global_steps, global_samples: How far the engine was; None: not recorded.
-    """
+    __slots__ = ()
 
-    place: Path
-    stage: int
-    ranks: int
-    tensors: Mapping[str, Tensor]
-    skipped: tuple[str, ...]
-    moments: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    steps: int = 0
-    global_steps: int | None = None
-    global_samples: int | None = None
+    def __new__(cls, *arguments: object) -> Ignored:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        pass
 
 
-def read_zero(place: Path, *, moments: bool = False) -> ZeroCheckpoint:
+class Number(int):
+    """Stand-in for an integer enumeration."""
+
+    __slots__ = ()
+
+
+class FragmentAddress:
+    """Stand-in for the record of where a parameter's fragment is in a rank's shard: first element and number."""
+
+    __slots__ = ("place",)
+
+    def __setstate__(self, state: Mapping[str, int]) -> None:
+        self.place = int(state["start"]), int(state["numel"])
+
+
+STAND_INS: Mapping[str, type] = {
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": Ignored,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Ignored,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": Number,
+    "deepspeed.utils.tensor_fragment.fragment_address": FragmentAddress,
+}
+"""Everything that a file may name in addition to tensors."""
+
+_Contents = dict[str, Any]
+_Files = dict[Path, _Contents]
+"""Contents of the files of ranks, in the order of ranks."""
+
+
+def read_zero(place: Path, *, moments: bool = False) -> PeerCheckpoint:
     """Read a checkpoint.
+
+    Trained parameters are fp32; buffers and frozen parameters are as they are; tied ones have each of their names.
 
     Args:
         place: The folder of a tag, or the one above, whose `latest` names the tag.
@@ -65,137 +103,158 @@ def read_zero(place: Path, *, moments: bool = False) -> ZeroCheckpoint:
             optimizer than Adam or AdamW.
     """
     try:
-        return _read(tag_folder(place), moments)
+        return _read(_tag_folder(place), moments)
     except OSError as error:
         raise ConfigError(f"{error.filename or place} can't be read: {error.strerror or error}") from error
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {readable(str(error)[:200])}"
+        raise ConfigError(f"{place} isn't in DeepSpeed's format: {reason}") from error
 
 
-def _read(folder: Path, moments: bool) -> ZeroCheckpoint:
-    optimizers, models = read_files(folder)
-    if not optimizers:
+def _read(folder: Path, moments: bool) -> PeerCheckpoint:
+    _refuse_model_parallel(folder)
+    shards = {file: _load(file)["optimizer_state_dict"] for file in _files_by_rank(folder, _OPTIM_FILE)}
+    models = {file: _load(file) for file in _files_by_rank(folder, _MODEL_FILE)}
+    if not models:
+        raise ConfigError(f"{folder} has shards of the ranks but no *mp_rank_00_model_states.pt with their shapes")
+    model_file, model = next(iter(models.items()))
+    if not shards:
         if moments:
             raise ConfigError(f"{folder} has no *_optim_states.pt; optimizer state is read from ZeRO stages 1, 2 and 3")
-        if models[0].contents.get("param_shapes") is not None:
+        if model.get("param_shapes") is not None:
             raise ConfigError(
                 f"{folder} has no *_optim_states.pt, where ZeRO keeps the fp32 values: was the save interrupted, or "
                 f"only a part of it copied? Copy all files of the folder"
             )
-        return _with_model(folder, 0, 1, models[0], {})
-    first = optimizers[0]
-    assemble = _by_parameter if first.stage == 3 else _by_group
-    trained = assemble(optimizers, models[0], [optimizer.values() for optimizer in optimizers])
-    frozen = _frozen(models[: first.num_ranks] if first.stage == 3 else models[:1])
-    checkpoint = _with_model(folder, first.stage, first.num_ranks, models[0], {**trained, **frozen})
+        return _with_model(folder, 0, 1, False, model_file, model, {})
+    stage, ranks = _stage_and_ranks(shards)
+    _check_ranks(shards, ranks, _OPTIM_FILE)
+    if stage == 3:
+        _check_ranks(models, ranks, _MODEL_FILE)
+    assemble = _by_parameter if stage == 3 else _by_group
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    values = [[_flat(file, key, tensor) for tensor in contents[key]] for file, contents in shards.items()]
+    tensors = assemble(shards, model_file, model, values) | _frozen(models)
+    checkpoint = _with_model(folder, stage, ranks, moments, model_file, model, tensors)
     if not moments:
         return checkpoint
-    entries = {
-        entry: unwrapped(assemble(optimizers, models[0], [optimizer.moments(entry) for optimizer in optimizers]))
-        for entry in MOMENTS
-    }
-    steps = {step for optimizer in optimizers for step in optimizer.steps()}
+    states = {file: _adam_states(file, contents, stage) for file, contents in shards.items()}
+    steps = {step for file, contents in shards.items() for step in _steps(contents, states[file], stage)}
     if len(steps) != 1:
         numbers = ", ".join(map(str, sorted(steps))) or "none"
         raise ConfigError(f"{folder}: its ranks or groups have made different numbers of steps: {numbers}")
-    return replace(checkpoint, moments=entries, steps=steps.pop())
+    by_name: dict[str, dict[str, Any]] = {}
+    for entry in _MOMENTS:
+        values = [[_flat(file, entry, state[entry]) for state in of_file] for file, of_file in states.items()]
+        for name, tensor in unwrapped(assemble(shards, model_file, model, values)).items():
+            by_name.setdefault(name, {"step": min(steps)})[entry] = tensor
+    return replace(checkpoint, optimizer=PeerOptimizer(folder, by_name, [[*by_name]]))
 
 
-def _with_model(folder: Path, stage: int, ranks: int, model: ModelFile, values: Mapping[str, Tensor]) -> ZeroCheckpoint:
+def _with_model(
+    folder: Path, stage: int, ranks: int, moments: bool, file: Path, model: _Contents, values: Mapping[str, Tensor]
+) -> PeerCheckpoint:
     """Return the checkpoint with these values and whatever else the model's file holds."""
-    tensors, skipped = dict(values), []
-    tied = model.tied()
-    for name, tensor in model.module().items():
+    tensors, skipped, tied = dict(values), [], model.get("shared_params") or {}
+    for name, tensor in model["module"].items():
         if name in tensors:
             continue
         if tied.get(name) in tensors:
             tensors[name] = tensors[tied[name]]
-        elif tensor.numel() == 0 and stage == 3 and name not in model.buffers():
+        elif tensor.numel() == 0 and stage == 3 and name not in model["buffer_names"]:
             skipped.append(f"{readable(name)} (without values)")
         else:
-            check_plain(model.file, name, tensor)
+            check_plain(file, name, tensor)
             tensors[name] = tensor.detach()
-    others = [
-        readable(str(key)) for key, value in model.contents.items() if key not in _KNOWN_KEYS and value is not None
-    ]
-    return ZeroCheckpoint(
-        folder,
-        stage,
-        ranks,
-        unwrapped(tensors),
-        (*skipped, "the optimizer's state", *others),
-        global_steps=model.count("global_steps"),
-        global_samples=model.count("global_samples"),
-    )
+    others = [readable(str(key)) for key, value in model.items() if key not in _KNOWN_KEYS and value is not None]
+    state = () if moments else ("the optimizer's state",)
+    step, samples = (int(model[key]) if model.get(key) is not None else None for key in _PROGRESS)
+    of_ranks = f" ZeRO stage {stage} on {ranks} rank{'s' * (ranks != 1)}" if stage else ""
+    weights = Weights(folder, unwrapped(tensors), (*skipped, *state, *others))
+    return PeerCheckpoint(weights, f"{folder}: DeepSpeed{of_ranks}", step=step, samples=samples)
+
+
+# --- shards to tensors --------------------------------------------------------------------------------------------
 
 
 def _by_group(
-    optimizers: Sequence[OptimizerFile], model: ModelFile, values: Sequence[Sequence[Tensor]]
+    shards: _Files, model_file: Path, model: _Contents, values: Sequence[Sequence[Tensor]]
 ) -> dict[str, Tensor]:
     """Assemble parameters of stages 1 and 2."""
-    groups, tensors = model.shapes(), {}
-    for optimizer, shards in zip(optimizers, values, strict=True):
-        if len(shards) != len(groups):
-            raise ConfigError(
-                f"{optimizer.file} has {len(shards)} groups of values, but {model.file.name} has {len(groups)}"
-            )
+    groups: Sequence[Mapping[str, Sequence[int]]] = model["param_shapes"]
+    tensors: dict[str, Tensor] = {}
+    for file, of_rank in zip(shards, values, strict=True):
+        if len(of_rank) != len(groups):
+            raise ConfigError(f"{file} has {len(of_rank)} groups of values, but {model_file.name} has {len(groups)}")
+    first = next(iter(shards.values()))
     for group, shapes in enumerate(groups):
-        shards = [of_rank[group] for of_rank in values]
-        start = 0
-        for (name, shape), padding in zip(shapes.items(), optimizers[0].paddings(group, len(shapes)), strict=True):
+        pieces, start = [of_rank[group] for of_rank in values], 0
+        alignment = (
+            first["param_alignment_paddings"][group] if "param_alignment_paddings" in first else [0] * len(shapes)
+        )
+        for (name, shape), padding in zip(shapes.items(), alignment, strict=True):
             numel = math.prod(shape)
-            _check_places(optimizers, group, name, shards, start, numel)
-            tensors[name] = _joined(_elements(shards, start, numel), shape, model.file, name)
+            _check_places(shards, group, name, pieces, start, numel)
+            tensors[name] = _joined(_elements(pieces, start, numel), shape, model_file, name)
             start += numel + padding
-        total = sum(shard.numel() for shard in shards)
-        paddings = [optimizer.final_padding(group) for optimizer in optimizers]
-        known = [padding for padding in paddings if padding is not None]
-        most = sum(known) if len(known) == len(paddings) else _MAX_UNRECORDED_PADDING * len(paddings)
+        total = sum(piece.numel() for piece in pieces)
+        recorded = [contents.get("group_paddings") for contents in shards.values()]
+        known = [paddings[group] for paddings in recorded if isinstance(paddings, list) and group < len(paddings)]
+        most = sum(known) if len(known) == len(shards) else _MAX_UNRECORDED_PADDING * len(shards)
         if not start <= total <= start + most:
-            raise _wrong_total(model.file, f"of group {group}", start, total)
+            raise ConfigError(f"{model_file}: {start:,} values of group {group}, and not {total:,}: {_OTHER_SAVE}")
     return tensors
 
 
-def _check_places(
-    optimizers: Sequence[OptimizerFile], group: int, name: str, shards: Sequence[Tensor], start: int, numel: int
-) -> None:
+def _check_places(shards: _Files, group: int, name: str, pieces: Sequence[Tensor], start: int, numel: int) -> None:
     """Raise ConfigError if a rank's file records another place for its elements of the parameter."""
     shard_start = 0
-    for optimizer, shard in zip(optimizers, shards, strict=True):
-        shard_stop = shard_start + shard.numel()
-        first, last = max(start, shard_start), min(start + numel, shard_stop)
-        if first < last:
-            optimizer.check_place(group, name, first - shard_start, last - first)
-        shard_start = shard_stop
+    for (file, contents), piece in zip(shards.items(), pieces, strict=True):
+        first, last = max(start - shard_start, 0), min(start + numel - shard_start, piece.numel())
+        shard_start += piece.numel()
+        addresses = contents.get("param_slice_mappings")
+        if first >= last or not addresses:
+            continue
+        address = addresses[group].get(name)
+        place = None if address is None else address.place
+        if place != (first, last - first):
+            raise ConfigError(
+                f"{file}: {readable(name)} is not where its shape and those before it put it ({place} instead of "
+                f"{(first, last - first)}): {_OTHER_SAVE}"
+            )
 
 
 def _by_parameter(
-    optimizers: Sequence[OptimizerFile], model: ModelFile, values: Sequence[Sequence[Tensor]]
+    shards: _Files, model_file: Path, model: _Contents, values: Sequence[Sequence[Tensor]]
 ) -> dict[str, Tensor]:
     """Assemble parameters of stage 3."""
     tensors, start = {}, 0
-    for name, shape in ((name, shape) for group in model.shapes() for name, shape in group.items()):
-        per_rank = -(-math.prod(shape) // len(optimizers))
-        pieces = [piece for shards in values for piece in _elements(shards, start, per_rank)]
-        tensors[name] = _joined(pieces, shape, model.file, name)
+    for name, shape in ((name, shape) for group in model["param_shapes"] for name, shape in group.items()):
+        per_rank = -(-math.prod(shape) // len(shards))
+        pieces = [piece for of_rank in values for piece in _elements(of_rank, start, per_rank)]
+        tensors[name] = _joined(pieces, shape, model_file, name)
         start += per_rank
-    for optimizer, shards in zip(optimizers, values, strict=True):
-        total = sum(shard.numel() for shard in shards)
+    for file, of_rank in zip(shards, values, strict=True):
+        total = sum(tensor.numel() for tensor in of_rank)
         if total != start:
-            raise _wrong_total(optimizer.file, "of this rank", start, total)
+            raise ConfigError(f"{file}: {start:,} values of this rank, and not {total:,}: {_OTHER_SAVE}")
     return tensors
 
 
-def _frozen(models: Sequence[ModelFile]) -> dict[str, Tensor]:
+def _frozen(models: _Files) -> dict[str, Tensor]:
     """Assemble frozen parameters, which the model's files hold; at stage 3 in shards."""
-    files = [(model.file, *model.frozen()) for model in models]
+    first, model = next(iter(models.items()))
     tensors = {}
-    for name, shape in files[0][1].items():
+    shapes = model.get("frozen_param_shapes") if model.get("frozen_param_fragments") is not None else None
+    for name, shape in (shapes or {}).items():  # a save may leave them out
         pieces = []
-        for file, _, shards in files:
-            if name not in shards:
+        for file, contents in models.items():
+            if name not in contents["frozen_param_fragments"]:
                 raise ConfigError(f"{file} isn't in DeepSpeed's format: it lacks {readable(name)}")
-            check_plain(file, name, shards[name])
-            pieces.append(shards[name].detach().flatten())
-        tensors[name] = _joined(pieces, shape, files[0][0], name)
+            piece = contents["frozen_param_fragments"][name]
+            check_plain(file, name, piece)
+            pieces.append(piece.detach().flatten())
+        tensors[name] = _joined(pieces, shape, first, name)
     return tensors
 
 
@@ -208,17 +267,155 @@ def _elements(tensors: Sequence[Tensor], start: int, numel: int) -> Iterator[Ten
         start -= tensor.numel()
 
 
-def _joined(pieces: Iterable[Tensor], shape: tuple[int, ...], file: Path, name: str) -> Tensor:
+def _joined(pieces: Iterable[Tensor], shape: Sequence[int], file: Path, name: str) -> Tensor:
     flat, numel = list(pieces), math.prod(shape)
     available = sum(piece.numel() for piece in flat)
     if available < numel:
         values = f"only {available:,} of its {numel:,} values exist"
         raise ConfigError(f"{file}: {readable(name)} is {list(shape)}, but {values}")
-    return torch.cat(flat)[:numel].view(shape) if flat else torch.empty(shape)
+    return torch.cat(flat)[:numel].view(*shape) if flat else torch.empty(*shape)
 
 
-def _wrong_total(file: Path, whose: str, expected: int, total: int) -> ConfigError:
-    return ConfigError(
-        f"{file}: the shapes {whose} add up to {expected:,} values, but there are {total:,}: the files are of "
-        f"different saves, or of a DeepSpeed version with another layout"
-    )
+def _flat(file: Path, key: str, tensor: Tensor) -> Tensor:
+    check_plain(file, key, tensor)
+    if tensor.dim() != 1 or not tensor.is_floating_point():
+        raise ConfigError(f"{file}: {key} holds a {tensor.dtype} of shape {list(tensor.shape)}")
+    return tensor.detach()
+
+
+# --- optimizer ----------------------------------------------------------------------------------------------------
+
+
+def _stage_and_ranks(shards: _Files) -> tuple[int, int]:
+    """Return the ZeRO stage, and the number of ranks that share the state: the same in all files."""
+    kinds = {}
+    for file, contents in shards.items():
+        if _EXPERT_GROUPS in contents:
+            raise ConfigError(f"{file}: parameters are sharded in groups of experts, which can't be imported")
+        if "fp32_flat_groups" not in contents and "single_partition_of_fp32_groups" not in contents:
+            raise ConfigError(f"{file} has no fp32 values of ZeRO, only {', '.join(map(str, contents))}")
+        # DeepSpeed's bf16 optimizer is one of stage 1
+        stage = 3 if "fp32_flat_groups" in contents else contents.get("zero_stage", 1)
+        count = contents["partition_count"]
+        ranks = set(count) if isinstance(count, list) else {count}
+        if len(ranks) > 1:
+            raise ConfigError(f"{file}: its groups are sharded over different ranks, which can't be imported")
+        kinds[file] = int(stage), int(ranks.pop())
+    first, kind = next(iter(kinds.items()))
+    for file, other in kinds.items():
+        if other != kind:
+            ours, theirs = (f"stage {stage} on {ranks} ranks" for stage, ranks in (kind, other))
+            raise ConfigError(f"{file} and {first.name} are of different saves: {theirs} and {ours}")
+    return kind
+
+
+def _optimizer_of(contents: _Contents, stage: int) -> Any:
+    return contents["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+
+
+def _adam_states(file: Path, contents: _Contents, stage: int) -> list[_Contents]:
+    """Return the state of each group, in the layout of the values."""
+    states = optimizer = _optimizer_of(contents, stage)
+    if not isinstance(optimizer, list):  # it is one with `elastic_checkpoint`
+        keys = [key for group in optimizer["param_groups"] for key in group["params"]]
+        if any(key not in optimizer["state"] for key in keys):
+            raise ConfigError(f"{file} has no optimizer state for some parameters: was it saved before any update?")
+        states = [optimizer["state"][key] for key in keys]
+    for state in states:
+        if {*state} - {"step"} != {*_MOMENTS}:
+            keys = ", ".join(map(readable, map(str, state))) or "nothing"
+            raise ConfigError(f"{file}: its optimizer is not Adam or AdamW: its state has {keys}")
+    return cast("list[_Contents]", states)
+
+
+def _steps(contents: _Contents, states: Sequence[_Contents], stage: int) -> set[int]:
+    """Return the numbers of optimizer steps: one, unless groups differ."""
+    optimizer = _optimizer_of(contents, stage)
+    groups = optimizer["param_groups"] if isinstance(optimizer, dict) else []
+    steps = [record["step"] for record in states if "step" in record]
+    steps = steps or [group["step"] for group in groups if "step" in group]
+    if not steps and "base_optimizer_state_step" in contents:
+        steps = [contents["base_optimizer_state_step"]]
+    return {int(step) for step in steps}
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def is_zero_checkpoint(place: Path) -> bool:
+    """Return whether DeepSpeed wrote it: the folder that `save_checkpoint` was given, or that of a tag in it."""
+    if not place.is_dir():
+        return False
+    if _is_tag(place):
+        return True
+    # a folder of transformers' Trainer has both
+    return (place / _LATEST).is_file() and (not holds_weights(place) or any(map(_is_tag, place.iterdir())))
+
+
+def _tag_folder(place: Path) -> Path:
+    """Return the folder that `latest` names, or `place` if it has no such file."""
+    latest = place / _LATEST
+    if not latest.is_file():
+        return place
+    with latest.open("rb") as file:
+        tag = file.read(4096).decode(errors="replace").strip()
+    if tag in ("", ".", "..") or Path(tag).name != tag or not tag.isprintable():
+        raise ConfigError(f"{latest} doesn't name a folder beside it: {tag!r}")
+    if _is_tag(place / tag):
+        return place / tag
+    tags = ", ".join(readable(entry.name) for entry in sorted(place.iterdir()) if _is_tag(entry)) or "none"
+    raise ConfigError(f"{latest} names {tag}, which isn't there or has no checkpoint; those there: {tags}")
+
+
+def _is_tag(folder: Path) -> bool:
+    return folder.is_dir() and any(_files(folder, _MODEL_FILE) or _files(folder, _OPTIM_FILE))
+
+
+def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    return [entry for entry in folder.iterdir() if pattern.fullmatch(entry.name)]
+
+
+def _rank(file: Path, pattern: re.Pattern[str]) -> int:
+    """Return the rank in the file's name; 0 for the file of all ranks."""
+    return int(cast("re.Match[str]", pattern.fullmatch(file.name))["rank"] or 0)
+
+
+def _files_by_rank(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    by_rank: dict[int, Path] = {}
+    for file in sorted(_files(folder, pattern), key=lambda file: _rank(file, pattern)):
+        other = by_rank.setdefault(_rank(file, pattern), file)
+        if other != file:
+            raise ConfigError(f"{other} and {file.name} are both of one rank; keep those of one save")
+    return list(by_rank.values())
+
+
+def _refuse_model_parallel(folder: Path) -> None:
+    for pattern in (_MODEL_FILE, _OPTIM_FILE):
+        for file in _files(folder, pattern):
+            if int(cast("re.Match[str]", pattern.fullmatch(file.name))["tensor"]) > 0:
+                raise ConfigError(f"{file}: tensor-parallel checkpoints (mp_rank above 00) can't be imported")
+    for file in _files(folder, _PIPELINE_OR_EXPERT_FILE):
+        raise ConfigError(f"{file}: DeepSpeed checkpoints of pipelines and experts can't be imported")
+
+
+def _check_ranks(files: Iterable[Path], num_ranks: int, pattern: re.Pattern[str]) -> None:
+    by_rank = {_rank(file, pattern): file for file in files}
+    first = next(iter(by_rank.values()))
+    missing = [rank for rank in range(num_ranks) if rank not in by_rank]
+    if missing:
+        name = re.sub(r"rank_[0-9]+_mp", f"rank_{missing[0]}_mp", first.name, count=1)
+        raise ConfigError(
+            f"{first.parent} lacks {name}: it was saved by {num_ranks} ranks, and {len(missing)} of their parts "
+            f"are missing. Copy them from the disks of their hosts"
+        )
+    if len(by_rank) > num_ranks:
+        raise ConfigError(
+            f"{first.parent} was saved by {num_ranks} ranks but has files of {len(by_rank)}: those from rank "
+            f"{num_ranks} up are left from another save; move them away"
+        )
+
+
+def _load(file: Path) -> _Contents:
+    known = ", ".join(name.removeprefix("deepspeed.") for name in STAND_INS)
+    remedy = _REMEDY.format(known=known, folder=file.parent.parent, tag=file.parent.name)
+    return cast("_Contents", read_torch(file, STAND_INS, remedy))
