@@ -366,7 +366,7 @@ def test_each_field_of_accelerate_s_config_has_an_answer(tmp_path: Path) -> None
         ({"use_wandb": True}, "to do", "write monitor.trackers: [{target: wandb"),
         ({"wandb_project": "x", "use_wandb": False}, "not needed", "use_wandb is off"),
         ({"wandb_project": "x"}, "to do", "arguments: {project: NAME}"),
-        ({"report_to": ["comet_ml"]}, "not there", "the trackers are wandb, mlflow, trackio"),
+        ({"report_to": ["comet_ml"]}, "to do", "write monitor.trackers"),
         ({"early_stopping_patience": 3}, "to do", "write monitor.early_stopping"),
         ({"profiler": "simple"}, "to do", "write profile.steps"),
         ({"max_restarts": 3}, "taken", ""),
@@ -378,16 +378,14 @@ def test_each_field_of_accelerate_s_config_has_an_answer(tmp_path: Path) -> None
         ({"save_safetensors": False}, "not there", "as safetensors"),
         ({"save_safetensors": True}, "not needed", "requests nothing"),
         ({"debug": ["underflow_overflow"]}, "not there", "isn't traced"),
-        ({"bf16_full_eval": True, "bf16": True}, "not needed", "evaluation computes in precision.compute"),
-        ({"bf16_full_eval": True}, "not there", "and bf16 isn't set"),
+        ({"bf16_full_eval": True}, "to do", "evaluation computes in precision.compute"),
         ({"run_name": "a"}, "to do", "write run.folder: runs/a"),
-        ({"run_name": "a", "output_dir": "b"}, "not needed", "which output_dir sets"),
+        ({"run_name": "a", "output_dir": "b"}, "not needed", "output_dir decides"),
         ({"resume_from_checkpoint": True}, "not needed", "requests nothing"),
         ({"resume_from_checkpoint": "out/checkpoint-5"}, "to do", "lockstep ckpt import CHECKPOINT RUN"),
         ({"overwrite_output_dir": True}, "to do", "--fresh starts from scratch"),
         ({"nnodes": 2}, "to do", "write launch.nodes: 2"),
         ({"attn_implementation": "sdpa", "model_name": "gpt2"}, "taken", ""),
-        ({"attn_implementation": "sdpa"}, "to do", "with a model of kind huggingface"),
         ({"gradient_accumulation_kwargs": {"num_steps": 4}}, "to do", "another name for gradient_accumulation_steps"),
         ({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}, "zero_optimization": {"stage": 1}},
          "not there", "moments are always corrected"),
@@ -770,8 +768,7 @@ def test_keys_of_nanogpt_are_imported_by_their_meaning(tmp_path: Path) -> None:
         ({"decay_lr": "x"}, "not there", "'x' has no counterpart; true or false"),
         ({"decay_lr": True, "lr_scheduler_type": "linear"}, "not needed", "lr_scheduler_type decides"),
         ({"init_from": "gpt2-xl"}, "to do", "pretrained: gpt2-xl"),
-        ({"bias": True, "n_layer": 2}, "not there", "transformer has no biases; write false"),
-        ({"bias": True, "model_name": "resnet18"}, "to do", "the named model determines it"),
+        ({"bias": True, "n_layer": 2}, "to do", "transformer has no biases"),
         ({"step_size": 30}, "not there", "a schedule with steps is not supported"),
         ({"gradient_checkpointing": "often"}, "not there", "'often' has no counterpart; true or false"),
         ({"amp_dtype": "bfloat16"}, "taken", ""),
@@ -823,14 +820,14 @@ def test_import_config_uses_the_number_of_started_ranks(tmp_path: Path, monkeypa
     file = tmp_path / "foreign.yaml"
     file.write_text("batch_size: 2\ngradient_accumulation_steps: 2\nepochs: 1\n")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ConfigError, match="specify the number of ranks: ranks=N"):
+    with pytest.raises(ConfigError, match="ranks=N in Python"):
         import_config(file)
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert import_config(file)["batch"] == {"global_size": 16, "micro_size": 2}
     assert import_config(file, ranks=2)["batch"] == {"global_size": 8, "micro_size": 2}
     file.write_text("batch_size: 2\nepochs: 1\nworld_size: 3\n")
     assert import_config(file)["batch"] == {"global_size": 6, "micro_size": 2}
-    with pytest.raises(ConfigError, match="is for 3 ranks, but ranks is 2; leave ranks out"):
+    with pytest.raises(ConfigError, match="is for 3 ranks, and not 2"):
         import_config(file, ranks=2)
 
 
@@ -852,9 +849,7 @@ def test_contradicting_keys_are_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("whole", "ranks", "why"),
     [
-        (16, 3, "16 / (2 micro-batches x 3 ranks) is not a whole number of samples; ranks that divide it: 2 or 4"),
-        (16, 9, "is not a whole number of samples; ranks that divide it: 8"),
-        (15, 3, "2 micro-batches don't divide 15, on any number of ranks"),
+        (16, 3, "16 / (2 micro-batches x 3 ranks) is not a whole number of samples"),
     ],
 )
 def test_a_batch_that_is_not_divisible_by_the_ranks_is_refused(
@@ -975,10 +970,7 @@ WORDS = sorted({word.split(".")[-1] for word in key_rows()})
 
 def test_every_row_has_a_rule_and_every_rule_a_row() -> None:
     assert {row.rule for row in key_rows().values()} == set(RULES)
-    assert all(
-        row.target or row.note or row.rule in ("decay length", "bias", "narrow evaluation")
-        for row in key_rows().values()
-    )
+    assert all(row.target or row.note or row.rule == "decay length" for row in key_rows().values())
     expected = {".".join(key) for key in shape.all_keys()}
     sections = {key.rpartition(".")[0] for key in expected}
     named = {
@@ -1057,7 +1049,7 @@ def test_every_key_is_listed(values: dict[str, Any], kind: ForeignKind, tmp_path
         (
             {"num_processes": 4},
             ["--ranks", "2"],
-            "is for 4 ranks, but --ranks is 2; leave --ranks out, or correct it",
+            "is for 4 ranks, and not 2",
         ),
         ({"bf16": True, "fp16": True}, ["--ranks", "2"], "would be lost"),
         ({"num_processes": 4}, ["--to", ".", "--force"], "is a folder; --to names the file to write"),

@@ -19,10 +19,9 @@ from lockstep.interop.foreign import ForeignFile, ForeignKey, is_off, plain
 from lockstep.interop.keys import NOTHING, Answer, KeyRow, key_rows, not_needed, taken
 from lockstep.interop.model_rules import MODEL_RULES
 from lockstep.interop.rules import GENERAL_RULES, Rule
-from lockstep.interop.run_rules import RUN_RULES
 from lockstep.interop.strategy_rules import STRATEGY_RULES
 
-RULES: Mapping[str, Rule] = {**GENERAL_RULES, **RUN_RULES, **STRATEGY_RULES, **MODEL_RULES}
+RULES: Mapping[str, Rule] = {**GENERAL_RULES, **STRATEGY_RULES, **MODEL_RULES}
 _SECTIONS_WITH_KEYS = (
     "mode", "project", "comment", "description", "checkpointing", "enable_checkpointing", "ddp", "multi_gpu",
     "distributed", "zero_optimization", "lr_scheduler_kwargs", "accelerator_config", "fsdp_config", "fsdp_plugin",
@@ -74,7 +73,7 @@ def apply(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
         return NOTHING
     deciding = file.find(*row.unless) if row.unless else None
     if deciding is not None and deciding.path != key.path:
-        return not_needed(f"{row.note}{'; ' if row.note else ''}{deciding.key} decides")
+        return not_needed(f"{row.note_for(key.value)}{'; ' if row.note else ''}{deciding.key} decides")
     return RULES[row.rule](row, key, file)
 
 

@@ -125,13 +125,11 @@ def _activations(row: DeepSpeedKey, key: ForeignKey) -> Answer:
 
 def _same(row: DeepSpeedKey, key: ForeignKey, file: ForeignFile) -> Answer:
     section, _, word = row.path.rpartition(".")
-    if not section and word in key_rows() and key_rows()[word].rule in ("batch", "accumulation"):
-        general = key_rows()[word]
-        return (rules.batch if general.rule == "batch" else rules.accumulation)(general, key, file)
+    general = key_rows().get("bf16" if word == "enabled" else row.path if row.path in key_rows() else word)
+    if not section and general is not None and general.rule in ("batch", "accumulation"):
+        return rules.GENERAL_RULES[general.rule](general, key, file)
     if row.note:
         return derived(row.note, {}) if section else not_needed(row.note)
-    if row.path == "optimizer.type":
-        return rules.optimizer(key_rows()["optimizer.type"], key, file)
     if row.path == "scheduler.type":
         kind = _SCHEDULES.get(plain(str(key.value)))
         why = "WarmupLR, WarmupDecayLR and WarmupCosineLR have counterparts"
@@ -143,14 +141,10 @@ def _same(row: DeepSpeedKey, key: ForeignKey, file: ForeignFile) -> Answer:
             return not_needed(f"the scheduler's warmup_max_lr, {peak}, is the peak")
     if word == "warmup_type" and key.value not in ("linear", "log"):
         return not_there("linear and log are supported")
-    if word in ("warmup_num_steps", "total_num_steps"):
-        return (rules.warmup if word == "warmup_num_steps" else rules.length)(key_rows()[word], key, file)
-    if word == "enabled":
-        return rules.precision(key_rows()["bf16"], key, file)
-    if section == "fp16" and file.value("fp16.enabled") is not True:
+    if section == "fp16" and word != "enabled" and file.value("fp16.enabled") is not True:
         return not_needed("fp16 is not on")
-    if word == "initial_scale_power":
-        return rules.power_of_two(key_rows()[word], key, file)
+    if general is not None and general.rule in ("optimizer", "warmup", "length", "precision", "power of two"):
+        return rules.GENERAL_RULES[general.rule](general, key, file)
     if word == "stage":
         return Answer("taken", {"parallel.strategy": "deepspeed", row.ours: key.value})
     if ".offload_" not in section:

@@ -35,8 +35,7 @@ from lockstep.interop.foreign import NAMES, ForeignFile, ForeignKey, ForeignKind
 from lockstep.interop.keys import Answer, NeedsRanks, asked, derived, key_rows, not_needed, not_there
 from lockstep.interop.rules import batch
 
-_FLAG, _ARGUMENT = "--ranks N", "ranks=N"
-"""How the caller specifies the ranks."""
+_ASKS = "specify the number of ranks: --ranks N, or ranks=N in Python"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,6 @@ def import_file(
     ranks: int | None = None,
     also: Sequence[Override] = (),
     lenient: bool = False,
-    asks: str = _FLAG,
 ) -> ImportedConfig:
     """Import a file.
 
@@ -84,21 +82,20 @@ def import_file(
         ranks: Number of ranks that it was meant for.
         also: Further settings, which take precedence.
         lenient: Leave keys without a counterpart out of an error's list.
-        asks: How the caller specifies the ranks.
 
     Raises:
         ConfigError: The file can't be read, a number needs `ranks`, or values are invalid; then keys without a
             counterpart are listed, too.
     """
     file = read_foreign(path, kind)
-    stated, word = _ranks_of(file), asks.rstrip("= N")
+    stated = _ranks_of(file)
     if None not in (ranks, stated) and stated != ranks:
-        raise ConfigError(f"{file.path} is for {stated} ranks, but {word} is {ranks}; leave {word} out, or correct it")
+        raise ConfigError(f"{file.path} is for {stated} ranks, and not {ranks}; leave the number out, or correct it")
     tree, problems = from_flags(also, Table())
     if problems:
         raise ConfigError(problems)
     over = {".".join(path): to_python(node) for path, node in leaves(tree) if path}
-    findings = tuple(_answered_by(over, finding) for finding in listed(file, ranks, asks))
+    findings = tuple(_answered_by(over, finding) for finding in listed(file, ranks))
     values = _settings_of(findings)
     settings = {key: value for key, value in values.items() if not _is_replaced(key, over)} | over
     missing = {key: how for key, (how, _) in _NECESSARY.items() if not _has(settings, key)}
@@ -131,7 +128,7 @@ def import_config(path: str | os.PathLike[str], *, ranks: int | None = None) -> 
     """
     started = os.environ.get("WORLD_SIZE", "")
     ranks = ranks or _ranks_of(read_foreign(Path(path), None)) or (int(started) if started.isdecimal() else None)
-    imported = import_file(Path(path), ranks=ranks, asks=_ARGUMENT)
+    imported = import_file(Path(path), ranks=ranks)
     if imported.unanswered:
         raise ConfigError([*map(_problem, imported.unanswered)])
     if os.environ.get("RANK", "0") == "0":
@@ -141,27 +138,20 @@ def import_config(path: str | os.PathLike[str], *, ranks: int | None = None) -> 
     return nested(imported.settings)
 
 
-def listed(file: ForeignFile, ranks: int | None = None, asks: str = _FLAG) -> tuple[ImportedKey, ...]:
-    """Return what becomes of each key, without checking the result.
-
-    Args:
-        asks: How the caller specifies the ranks.
-
-    Raises:
-        ConfigError: A number needs `ranks`.
-    """
+def listed(file: ForeignFile, ranks: int | None = None) -> tuple[ImportedKey, ...]:
+    """Return what becomes of each key, without checking the result. Raises ConfigError if a number needs `ranks`."""
     file = replace(file, ranks=ranks or _ranks_of(file))
     findings, problems = [], []
     for key in file.keys:
         try:
             findings.append(ImportedKey(key.key, key.where, answered(key, file)))
         except NeedsRanks as needs:
-            problems.append(Problem(key.where, key.key, f"{needs}; specify the number of ranks: {asks}"))
+            problems.append(Problem(key.where, key.key, f"{needs}; {_ASKS}"))
     if problems:
         raise ConfigError(problems)
     decided = {key: value for finding in findings for key, value in finding.answer.settings.items() if value != OPEN}
     settled = _settled([_answered_by(decided, finding) for finding in findings])
-    return (*settled, *_defaults(file, settled, asks))
+    return (*settled, *_defaults(file, settled))
 
 
 def nested(settings: Mapping[str, object]) -> dict[str, object]:
@@ -259,7 +249,7 @@ _DEFAULTS: Mapping[ForeignKind, Mapping[str, Mapping[str, object]]] = {
 """Defaults of the tools by kind of file and the tool's key, as settings of which the first decides if it is set."""
 
 
-def _defaults(file: ForeignFile, findings: Sequence[ImportedKey], asks: str) -> Iterator[ImportedKey]:
+def _defaults(file: ForeignFile, findings: Sequence[ImportedKey]) -> Iterator[ImportedKey]:
     """Yield the tool's defaults that the file relies on and Lockstep doesn't share."""
     settings = _settings_of(findings)
     for word, default in _defaults_of(file, settings).items():
@@ -274,7 +264,7 @@ def _defaults(file: ForeignFile, findings: Sequence[ImportedKey], asks: str) -> 
         try:
             yield ImportedKey(f"({key.key})", "", batch(key_rows()[key.key], key, file))
         except NeedsRanks as needs:
-            why = f"{needs} (8 is HF Trainer's default); specify the number of ranks: {asks}"
+            why = f"{needs} (8 is HF Trainer's default); {_ASKS}"
             raise ConfigError(Problem("", key.key, why)) from None
     if file.kind == "deepspeed":
         yield from _deepspeed_defaults(file, settings)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.interop.foreign import ForeignFile, ForeignKey, plain
-from lockstep.interop.keys import NOTHING, Answer, KeyRow, derived, keys_for, not_needed, not_there, taken, to_do
+from lockstep.interop.keys import Answer, KeyRow, derived, keys_for, not_needed, not_there, taken, to_do
 from lockstep.interop.rules import Rule
 
 _TASKS = {
@@ -69,26 +69,10 @@ def shape(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     return derived("for Lockstep's transformer", {"model.kind": "transformer", row.target: key.value})
 
 
-def bias(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    if named_model(file) is not None or file.find(*_SHAPE) is None:
-        return shape(row, key, file)
-    if not key.value:
-        return not_needed("Lockstep's transformer has no biases")
-    return not_there("Lockstep's transformer has no biases; write false")
-
-
 def model_type(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     if named_model(file) is not None:
         return not_needed("the named model determines it")
     return Answer("taken", {"model.kind": "huggingface", row.target: key.value})
-
-
-def attention(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    if key.value == "auto":
-        return NOTHING
-    if named_model(file) is None and file.find("model_type") is None:
-        return to_do(f"write {row.target}: {key.value} with a model of kind huggingface")
-    return taken(row.target, key.value)
 
 
 def dataset(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
@@ -139,6 +123,6 @@ def evaluation_split(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
 
 
 MODEL_RULES: Mapping[str, Rule] = {
-    "model": model, "task": task, "labels": labels, "shape": shape, "bias": bias, "model type": model_type,
-    "attention": attention, "dataset": dataset, "data key": data_key, "evaluation split": evaluation_split,
+    "model": model, "task": task, "labels": labels, "shape": shape, "model type": model_type,
+    "dataset": dataset, "data key": data_key, "evaluation split": evaluation_split,
 }  # fmt: skip

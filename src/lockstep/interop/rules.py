@@ -1,4 +1,4 @@
-"""Rules for batch, length, schedule, optimizer and precision: how they convert another tool's value.
+"""Rules for batch, length, schedule, optimizer, precision and intervals: how they convert another tool's value.
 
     per_device_train_batch_size: 8       derived      batch.global_size: 128 = 8 x 2 x 8 ranks, batch.micro_size: 8
     gradient_accumulation_steps: 2       derived      follows from batch.global_size, batch.micro_size and the ranks
@@ -125,18 +125,8 @@ def accumulation(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
         raise NeedsRanks(f"{size} samples / ({steps} micro-batches x ranks) is a micro-batch")
     quotient = f"{size} / ({steps} micro-batches x {file.ranks} ranks)"
     if size % (steps * file.ranks):
-        return not_there(f"{quotient} is not a whole number of samples; {_fitting_ranks(size, steps, file.ranks)}")
+        return not_there(f"{quotient} is not a whole number of samples")
     return derived(quotient, {"batch.micro_size": size // (steps * file.ranks)})
-
-
-def _fitting_ranks(size: int, steps: int, ranks: int) -> str:
-    """Return the nearest numbers of ranks that divide the batch."""
-    if size % steps:
-        return f"{steps} micro-batches don't divide {size}, on any number of ranks"
-    share = size // steps
-    fewer = next(number for number in range(min(ranks, share), 0, -1) if share % number == 0)
-    more = next((number for number in range(ranks + 1, min(share, 4 * ranks) + 1) if share % number == 0), None)
-    return f"ranks that divide it: {fewer}{f' or {more}' if more else ''}"
 
 
 # --- length, warmup, schedule -------------------------------------------------------------------------------------
@@ -328,6 +318,81 @@ def _automatic(key: ForeignKey, file: ForeignFile) -> Answer:
     return derived("bf16 where the device supports it", {"precision.compute": "auto"})
 
 
+# --- intervals, trackers --------------------------------------------------------------------------------------------
+
+
+def interval(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    """Convert a number of steps or, below 1, a share of the run, unless the strategy key decides."""
+    strategy = file.value(*(word for word, _ in row.values)) if row.values else None
+    if strategy in ("no", False, "epoch", "best"):
+        return not_needed(f"{yaml_like(strategy)} decides how often")
+    value = key.value
+    if not (isinstance(value, float) and 0 < value < 1):
+        return taken(row.target, int(value) if isinstance(value, float) and row.target == "monitor.every" else value)
+    steps, epochs = steps_of(file), epochs_of(file)
+    if isinstance(steps, int) and steps > 0:
+        return derived(f"{value} of {steps} steps", {row.target: max(1, round(value * steps))})
+    if isinstance(epochs, int | float) and row.target != "monitor.every":
+        return derived(f"{value} of {epochs} epochs", {row.target: f"{value * epochs:g} epochs"})
+    return to_do(f"write {row.target}: a number of steps{'' if row.target == 'monitor.every' else ', or 1 epoch'}")
+
+
+def interval_in_epochs(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    """Convert a number of epochs; Lightning's val_check_interval is a share of one or a number of micro-batches."""
+    value = key.value
+    if key.word == "val_check_interval" and not isinstance(value, float):
+        steps = accumulation_of(file)
+        if not isinstance(value, int) or steps == 1:
+            return taken(row.target, value)
+        return derived(f"{value} micro-batches, {steps} an update", {row.target: max(1, round(value / steps))})
+    if key.word == "check_val_every_n_epoch" and value == 1 and file.find("val_check_interval") is not None:
+        return not_needed("val_check_interval decides how often")
+    if is_off(value) and value != 1:
+        return NOTHING
+    if key.word == "val_check_interval":
+        return derived("a share of an epoch", {row.target: f"{value:g} epochs"})
+    return taken(row.target, f"{value} epoch{'s' * (value != 1)}")
+
+
+def eval_strategy(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    """Convert HF Trainer's eval_strategy; without eval_steps its interval is logging_steps."""
+    if key.value in ("epoch", "epochs"):
+        return taken(row.target, "1 epoch")
+    if key.value in ("no", False):
+        return taken(row.target, None)
+    if file.find("eval_steps") is not None:
+        return not_needed("eval_steps decides")
+    if key.value != "steps":
+        return not_there("choose steps, epoch or no")
+    every = file.value("logging_steps")
+    how_often = every if isinstance(every, int) else 500
+    return derived("without eval_steps the interval is logging_steps", {row.target: how_often})
+
+
+def save_strategy(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    match key.value:
+        case "epoch":
+            return taken(row.target, "1 epoch")
+        case "no" | False:
+            return derived("one is always written when the run is stopped or done", {row.target: None})
+        case "steps":
+            return not_needed("save_steps decides") if file.value("save_steps") else taken(row.target, 500)
+        case "best":
+            return to_do("write checkpoint.best: SET.METRIC for a set of data.evaluation")
+    return not_there("choose steps, epoch, best or no")
+
+
+def trackers(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    if isinstance(key.value, bool):
+        return taken(row.target, key.value)
+    names = [str(name) for name in key.value] if isinstance(key.value, list) else [str(key.value)]
+    others = [name for name in names if name not in ("none", "all", "tensorboard", "None")]
+    if not others:
+        return taken(row.target, names != ["none"] and bool(key.value))
+    why = f"write monitor.trackers: [{', '.join(f'{{target: {name}}}' for name in others)}]"
+    return Answer("to do", {row.target: "tensorboard" in names}, why)
+
+
 GENERAL_RULES: Mapping[str, Rule] = {
     "rename": rename, "choice": choice,
     "not needed": lambda row, key, file: not_needed(row.note),
@@ -335,5 +400,7 @@ GENERAL_RULES: Mapping[str, Rule] = {
     "to do": lambda row, key, file: requests_nothing(row, key, file) or to_do(row.note_for(key.value)),
     "batch": batch, "accumulation": accumulation, "length": length, "warmup": warmup, "warmup epochs": warmup_epochs,
     "decay length": decay_length, "decay steps": decay_steps, "final rate": final_rate, "optimizer": optimizer,
-    "betas": betas, "clip": clip, "power of two": power_of_two, "precision": precision,
+    "betas": betas, "clip": clip, "power of two": power_of_two, "precision": precision, "interval": interval,
+    "interval in epochs": interval_in_epochs, "eval strategy": eval_strategy, "save strategy": save_strategy,
+    "trackers": trackers,
 }  # fmt: skip

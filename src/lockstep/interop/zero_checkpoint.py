@@ -323,8 +323,8 @@ def _adam_states(file: Path, contents: _Contents, stage: int) -> list[_Contents]
         states = [optimizer["state"][key] for key in keys]
     for state in states:
         if {*state} - {"step"} != {*_MOMENTS}:
-            keys = ", ".join(map(readable, map(str, state))) or "nothing"
-            raise ConfigError(f"{file}: its optimizer is not Adam or AdamW: its state has {keys}")
+            entries = ", ".join(map(readable, map(str, state))) or "nothing"
+            raise ConfigError(f"{file}: its optimizer is not Adam or AdamW: its state has {entries}")
     return cast("list[_Contents]", states)
 
 
