@@ -304,8 +304,8 @@ def _stage_and_ranks(shards: _Files) -> tuple[int, int]:
     first, kind = next(iter(kinds.items()))
     for file, other in kinds.items():
         if other != kind:
-            one, another = (f"stage {stage} on {ranks} ranks" for stage, ranks in (other, kind))
-            raise ConfigError(f"{file} and {first.name} are of different saves: {one} and {another}")
+            described = " and ".join(f"stage {stage} on {ranks} ranks" for stage, ranks in (other, kind))
+            raise ConfigError(f"{file} and {first.name} are of different saves: {described}")
     return kind
 
 
